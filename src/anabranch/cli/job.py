@@ -14,7 +14,7 @@ import typer
 
 from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.preflight import require_own_devices
-from anabranch.cli.progress import TrainingProgress, progress_bar, say_compiling
+from anabranch.cli.progress import TrainingProgress, begin_compiling, progress_bar
 from anabranch.cli.settings import LocalPlanSettings, TrainingSettings
 from anabranch.cli.source import ModelSource, as_calibrated, measured
 from anabranch.cluster import Cluster
@@ -128,7 +128,7 @@ class Job:
             "shard_optimizer": shard_optimizer,
             "sparse_embeddings": sparse_embeddings,
         }
-        say_compiling(planner)
+        begin_compiling(planner)
         found = usage(
             plan,
             self.profile or self.measure(batch_size),

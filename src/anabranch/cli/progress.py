@@ -31,14 +31,17 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         )
 
 
-def say_compiling(planner: str) -> None:
-    """That a search begins with a compilation, where it does."""
+def begin_compiling(planner: str) -> None:
+    """Begin the compilation that a search needs, and say so, unless it has been kept."""
     if planner != "auto":
         return
     from anabranch.planner.toolkit.jit import is_kept
 
     if not is_kept("stage_clock"):
+        from anabranch.planner.auto.evaluator import prepare
+
         note("planner auto compiles its evaluator; that takes some ten seconds, once")
+        prepare()
 
 
 class TrainingProgress:

@@ -8,8 +8,7 @@ from anabranch.planner.toolkit import jit
 def test_machine_code_of_a_module_is_kept_or_not(tmp_path, monkeypatch):
     """By its files, somewhere in the folder; without a folder nothing is."""
     monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
-    (tmp_path / "auto").mkdir()
-    (tmp_path / "auto" / "stage_clock.step_s-3.py311.1.nbc").touch()
+    (tmp_path / "anabranch.planner.auto.stage_clock.step_s.0.o").touch()
     assert jit.is_kept("stage_clock")
     assert not jit.is_kept("partitioner")
     monkeypatch.setattr(jit, "code_folder", lambda: None)

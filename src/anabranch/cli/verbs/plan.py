@@ -20,7 +20,7 @@ from anabranch.cli.comparison import (
 )
 from anabranch.cli.output import note, print_json, print_table, say_lines, say_written
 from anabranch.cli.parsing import named_values, usage
-from anabranch.cli.progress import say_compiling
+from anabranch.cli.progress import begin_compiling
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, Policy
 from anabranch.cli.source import read_cluster
 from anabranch.cli.spread import spread
@@ -82,11 +82,11 @@ def plan(
     from anabranch.solve import plan as search
 
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
+    begin_compiling(planner)  # beside what comes first
     source = model.source
     costs, optimizer = source.profile_and_optimizer(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )
-    say_compiling(planner)
     try:
         found = usage(
             search,

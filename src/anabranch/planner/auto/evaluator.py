@@ -24,10 +24,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.cost.stage_weights import Held
-from anabranch.graph.opgraph import BATCH
+from anabranch.graph.opgraph import BATCH, Op, OpGraph
+from anabranch.planner.auto import stage_tables as tables
 from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
+from anabranch.planner.toolkit.jit import bound
+from anabranch.profile.profile import OpCost, Profile
 
 Ints = NDArray[np.int64]
 
@@ -49,11 +54,6 @@ class Evaluator:
         max_replicas: int | None = None,
         versions: tuple[float, float] | None = None,
     ) -> None:
-        # Compiling takes seconds the first time, and importing the compiler a quarter of one.
-        from anabranch.planner.auto import stage_tables as tables
-        from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
-        from anabranch.planner.toolkit.jit import bound
-
         cluster, devices = cost.cluster, cost.cluster.num_devices
         fewest, most = (1, batch_size) if cost.profile.proportional else _range(cost)
         problem = (
@@ -77,7 +77,7 @@ class Evaluator:
         # Filled with zeros through these: of records that would take longer.
         self._words = self._stages.view(np.int64).reshape(devices, -1)
         self._cleared: tuple[NDArray[Any], ...] = edge_of, *ports, cores
-        self._rest: tuple[Any, ...] = (
+        rest: tuple[Any, ...] = (
             np.array([problem], tables.PROBLEM),
             _degrees(cost),
             *_seconds(cost, tables.OPERATOR_SECONDS),
@@ -93,9 +93,15 @@ class Evaluator:
             cores,
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
-        ints, no = np.zeros(1, np.int32), np.zeros(1, np.bool_)
-        draft = Draft(ints, ints, ints, ints, no, ints, deep=False, chained=False, sharded=False)
-        self._step_s = bound(step_s, *draft, 0.0, self._stages, *self._rest)
+        per_stage = [np.zeros(devices, np.int32) for _ in range(3)]
+        self._home, self._owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
+        self._microbatch, self._k, self._tensor = per_stage
+        self._recompute = np.zeros(devices, np.bool_)
+        self._step_s = bound(
+            step_s,
+            *(self._home, self._owner, self._microbatch, self._k, self._recompute, self._tensor),
+            *(1, False, False, False, 0.0, self._stages, *rest),
+        )
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """About how many seconds; infinity where it cannot run or takes longer than the limit."""
@@ -103,8 +109,19 @@ class Evaluator:
         self._words[:count] = 0
         for table in self._cleared:
             table.fill(0)
-        seconds: float = self._step_s(*draft, limit, self._stages[:count], *self._rest)
+        self._home[:], self._owner[:] = draft.home, draft.owner
+        self._microbatch[:count], self._k[:count] = draft.microbatch, draft.k
+        self._recompute[:count], self._tensor[:count] = draft.recompute, draft.tensor
+        flags = draft.deep, draft.chained, draft.sharded
+        seconds: float = self._step_s(count, *flags, limit)
         return seconds
+
+
+def prepare() -> None:
+    """Begin to compile the evaluator, which is the same for all models."""
+    graph, costs = OpGraph((Op("any"),), ()), (OpCost((1.0,), (1.0,), 0),)
+    profile = Profile(graph, (1,), costs, device="any", source="estimated")
+    Evaluator(CostModel(profile, Cluster.preset("local:1")), batch_size=1)
 
 
 def _range(cost: CostModel) -> tuple[int, int]:

@@ -403,6 +403,7 @@ def step_s(
     k: Table,
     recompute: Table,
     tensor: Table,
+    count: int,
     deep: bool,
     chained: bool,
     sharded: bool,
@@ -429,9 +430,11 @@ def step_s(
     """Seconds of a step, or of a period without a flush; infinity where there is none in the limit.
 
     Args:
+        count: of stages; tables of stages have more entries.
         stages: this and the next ones: see ``stage_tables``; stages, ``edge_of``, ports and cores
             are all zeros.
     """
+    stages, microbatch, recompute = stages[:count], microbatch[:count], recompute[:count]
     problem = problems[0]
     batch_size, flush = problem.batch_size, problem.flush > 0
     if not count_devices(owner, tensor, levels[0].devices, stages, nodes, following):
@@ -445,21 +448,21 @@ def step_s(
         stage.k, stage.entering, stage.leaving = k[s], -1, -1
         for i in range(stage.nodes):  # their ports come behind those of stages
             nodes[s, i] += len(owner)
-    count = join_stages(home, values, readers, stages, edges, edge_of)
+    joined = join_stages(home, values, readers, stages, edges, edge_of)
     if not sort_stages(edges, stages):
         return np.inf
     if chained:
-        count = chain_stages(count, stages, edges, edge_of)
+        joined = chain_stages(joined, stages, edges, edge_of)
     order_edges(stages, edges)
     count_in_flight(deep, flush, stages, edges)
     if not fit_memory(recompute, sharded, problem, stages, edges):
         return np.inf
-    price_messages(count, levels, problem, following, stages, edges)
+    price_messages(joined, levels, problem, following, stages, edges)
     price_sums(home, sharded, op_seconds, op_bytes, levels, problem, stages)
     least = _least_s(problem, stages, edges)
     if not flush:
         least = max(
-            least, _busiest_port_s(batch_size, count, stages, edges, nodes, leaving, entering)
+            least, _busiest_port_s(batch_size, joined, stages, edges, nodes, leaving, entering)
         )
     if least > limit or not flush:
         return least if least <= limit else np.inf

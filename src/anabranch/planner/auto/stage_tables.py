@@ -1,8 +1,7 @@
 """Records of a draft: what its stages and the edges between them take of the devices; compiled.
 
 Every function fills fields of stages or edges and says whether the draft can run as far as it has
-looked. Only ``evaluator`` imports this file and ``stage_clock``, when something is searched:
-importing numba takes a quarter of a second.
+looked.
 
 Of a record numba compiles a field in a quarter of the time of an entry of a table [field, stage].
 

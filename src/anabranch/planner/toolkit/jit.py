@@ -1,28 +1,37 @@
 """Compilation of planners' functions, and where machine code is kept.
 
-Numba keeps what it has compiled beside the file of a function and looks at that file alone to see
-whether it still holds. Here it is kept by all files that formulas may come from.
+Numba compiles, in a process of its own, so that it can begin before the code is needed
+(``bound``). Kept is plain object code that LLVM loads by itself: importing numba and loading its
+own cache takes a second. It is kept by all files that formulas may come from.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import gc
 import os
-from collections.abc import Callable, Iterator
-from functools import cache
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache, cached_property
 from hashlib import sha256
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
-import numba
+import numpy as np
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Its types lack some options.
-_njit: Any = numba.njit
-_typeof: Any = numba.typeof
-_config: Any = numba.config
-
-_OPTIONS = {"error_model": "numpy", "_nrt": False}
+_OPTIONS = {
+    **{"error_model": "numpy", "_nrt": False},
+    **{"no_cpython_wrapper": True, "no_cfunc_wrapper": True},
+}
 """Nobody makes arrays, so nobody counts references: quicker, above all to compile."""
 
 _PACKAGE = Path(__file__).parents[2]
@@ -32,6 +41,7 @@ SOURCES = (
     "planner/graphpipe/partitioner.py",
     "planner/pipedream/memory.py",
     "planner/pipedream/recurrence.py",
+    "planner/toolkit/jit.py",
     "cost/buckets.py",
     "cost/communication.py",
     "cost/memory.py",
@@ -42,37 +52,224 @@ SOURCES = (
 )
 """Files of the package that are compiled, or have formulas or numbers that are."""
 
+Kind = tuple[Any, int]
+"""Type of an argument: of an array its entries, as ``numpy.dtype.descr`` has them, and dimensions;
+of others ``int`` or ``float``, and 0.
+"""
+
 
 def compiled(function: Function) -> Function:
     """A function that compiled functions call, and nobody else; it makes no arrays."""
-    unused = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast(Function, _njit(**_OPTIONS, **unused)(function))
+    return cast(Function, _Compiled(function))
 
 
 def entry(function: Function) -> Function:
     """A function that Python calls: compiled with all that it calls when it is called first, and
-    kept on disk for other processes, where there is a folder to write to. It makes no arrays.
+    kept on disk for other processes, where there is a folder to write to. It makes no arrays, takes
+    numbers and arrays in C order, and returns a number or nothing.
     """
-    folder = code_folder()
-    before = _config.CACHE_DIR
-    try:
-        # Read once, as the function is decorated.
-        _config.CACHE_DIR = str(folder or "")
-        jitted = _njit(cache=folder is not None, no_cfunc_wrapper=True, **_OPTIONS)(function)
-    finally:
-        _config.CACHE_DIR = before
-    return cast(Function, jitted)
+    return cast(Function, _Entry(function))
 
 
-def bound(function: Callable[..., Any], *example: object) -> Callable[..., Any]:
-    """An entry for arguments of the types of these: called without a look at their types, which
-    takes longer than a short function.
+class _Compiled:
+    """A function as it stands, until something needs its machine code."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function: Any = function
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """Numba's, for what arguments it is called with."""
+        return self.jitted()
+
+    def jitted(self, *signature: Any) -> Any:
+        """Numba's, with those of all functions that this one calls."""
+        import numba
+
+        code, names = self.function.__code__, dict(self.function.__globals__)
+        for name in code.co_names:
+            if isinstance(names.get(name), _Compiled):
+                names[name] = names[name].dispatcher
+        jit: Any = numba.njit  # its types lack some options
+        return jit(*signature, **_OPTIONS)(FunctionType(code, names, self.function.__name__))
+
+
+class _Entry(_Compiled):
+    """A function with the machine code for each list of kinds of arguments that it was called with.
+
+    Attributes:
+        waiting: processes that compile it.
     """
-    jitted: Any = function
-    types = tuple(_typeof(argument) for argument in example)
-    jitted.compile(types)
-    code: Callable[..., Any] = jitted.get_overload(types)
-    return code
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.waiting: dict[tuple[Kind, ...], subprocess.Popen[bytes]] = {}
+        self._codes: dict[tuple[Kind, ...], Any] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        kinds = tuple(map(_kind, args))
+        return _Call(self, kinds, args)(*(arg for arg in args if not isinstance(arg, np.ndarray)))
+
+    def file(self, kinds: Sequence[Kind]) -> Path | None:
+        """Where the machine code is kept, if anywhere."""
+        folder, name = code_folder(), self.function.__name__
+        digest = sha256(repr((self.function.__module__, name, kinds)).encode()).hexdigest()[:16]
+        return folder and folder / f"{self.function.__module__}.{name}.{digest}.o"
+
+    def prepare(self, kinds: tuple[Kind, ...]) -> None:
+        """Begin to compile it, unless that has been done."""
+        path = self.file(kinds)
+        if kinds in self._codes or kinds in self.waiting or (path and path.exists()):
+            return
+        asked = repr((sys.path, self.function.__module__, self.function.__name__, kinds))
+        begin = "import ast, sys; asked = ast.literal_eval(sys.argv[1]); sys.path[:] = asked[0]; "
+        begin += f"from {__name__} import compile_for; compile_for(*asked[1:])"
+        compiler = subprocess.Popen(
+            [sys.executable, "-c", begin, asked],
+            stdout=subprocess.PIPE,
+            # Optimised is the whole of it, once.
+            env={**os.environ, "NUMBA_OPT": "0"},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        atexit.register(compiler.kill)
+        self.waiting[kinds] = compiler
+
+    def code(self, kinds: tuple[Kind, ...]) -> Any:
+        """The machine code, as soon as there is some."""
+        if kinds not in self._codes:
+            self.prepare(kinds)
+            path = self.file(kinds)
+            if kinds in self.waiting:
+                compiler = self.waiting[kinds]
+                content, _ = compiler.communicate()
+                del self.waiting[kinds]
+                if compiler.returncode:
+                    raise RuntimeError(f"{self.function.__name__} could not be compiled; see above")
+                if path is not None:
+                    _write(path, content)
+            else:
+                assert path is not None
+                content = path.read_bytes()
+            self._codes[kinds] = _loaded(content)
+        return self._codes[kinds]
+
+
+class _Call:
+    """A call of an entry for these arrays, by pointers to them; numbers come with each call.
+
+    The code takes arguments as numba passes them: where to put the result and an error, and of an
+    array two owners, which it does not have, entries, bytes of one, where they are, sizes, strides.
+    """
+
+    def __init__(self, function: _Entry, kinds: tuple[Kind, ...], args: Sequence[Any]) -> None:
+        returns = function.function.__annotations__["return"]
+        self._result: Any = ctypes.c_double() if returns == "float" else ctypes.c_int64()
+        self._args: list[Any] = [ctypes.byref(self._result), None]
+        self._numbers: list[Any] = []
+        for (kind, dimensions), arg in zip(kinds, args, strict=True):
+            if dimensions:
+                assert arg.flags.c_contiguous
+                self._args += [None, None, ctypes.c_int64(arg.size), ctypes.c_int64(arg.itemsize)]
+                self._args.append(ctypes.c_void_p(arg.ctypes.data))
+                self._args += map(ctypes.c_int64, (*arg.shape, *arg.strides))
+            else:
+                self._numbers.append(ctypes.c_double() if kind == "float" else ctypes.c_int64())
+                self._args.append(self._numbers[-1])
+        self._function, self._kinds, self._arrays = function, kinds, args
+        self._code: Any = None
+
+    def __call__(self, *numbers: float) -> Any:
+        if self._code is None:
+            self._code = self._function.code(self._kinds)
+        for place, number in zip(self._numbers, numbers, strict=True):
+            place.value = number
+        failed = self._code(*self._args)
+        assert not failed
+        return self._result.value
+
+
+def bound(function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
+    """An entry for these very arrays, which is called with its numbers alone: quicker than a short
+    function would be with all of them. Compilation begins at once, the first call waits for it.
+    """
+    kinds = tuple(map(_kind, example))
+    known = cast(_Entry, function)
+    known.prepare(kinds)
+    return _Call(known, kinds, example)
+
+
+def compile_for(module: str, name: str, kinds: Sequence[Kind]) -> None:
+    """Write the object code of an entry to standard output."""
+    from llvmlite import binding as llvm
+
+    gc.disable()  # all that is made lives to the end
+    function: _Entry = getattr(import_module(module), name)
+    jitted = function.jitted(tuple(_numba_type(*kind) for kind in kinds))
+    (signature,) = jitted.signatures
+    native = jitted.overloads[signature].fndesc.llvm_func_name
+    code = llvm.parse_assembly(jitted.inspect_llvm(signature))
+    for defined in (f for f in code.functions if not f.is_declaration):
+        if defined.name == native:
+            defined.name = "run"
+        else:
+            defined.linkage = llvm.Linkage.internal
+    machine = _machine()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(code, builder)
+    sys.stdout.buffer.write(machine.emit_object(code))
+
+
+def _numba_type(kind: Any, dimensions: int) -> Any:
+    import numba
+
+    types: Any = numba.types
+    if not dimensions:
+        return {"int": types.int64, "float": types.float64}[kind]
+    entries = np.dtype(kind) if isinstance(kind, str) else np.dtype(list(kind), align=True)
+    of_entries: Any = numba.from_dtype
+    return types.Array(of_entries(entries), dimensions, "C")
+
+
+def _kind(arg: Any) -> Kind:
+    if isinstance(arg, np.ndarray):
+        return tuple(arg.dtype.descr) if arg.dtype.names else arg.dtype.str, arg.ndim
+    return "float" if isinstance(arg, float) else "int", 0
+
+
+_Code = ctypes.CFUNCTYPE(ctypes.c_int32)
+
+_engines: list[Any] = []
+"""What machine code lives in."""
+
+
+def _loaded(content: bytes) -> Any:
+    from llvmlite import binding as llvm
+
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(content))
+    engine.finalize_object()
+    _engines.append(engine)
+    return _Code(engine.get_function_address("run"))
+
+
+def _machine() -> Any:
+    from llvmlite import binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features().flatten()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3, jit=True
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    with suppress(OSError), NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+        file.flush()
+        os.replace(file.name, path)
 
 
 @cache
@@ -93,19 +290,22 @@ def code_folder() -> Path | None:
 def is_kept(module: str) -> bool:
     """Whether machine code of a module of planners, such as ``stage_clock``, is on disk."""
     folder = code_folder()
-    return folder is not None and any(folder.rglob(f"{module}.*.nbc"))
+    return folder is not None and any(folder.glob(f"*.{module}.*.o"))
 
 
 def _parents() -> Iterator[Path]:
     """Folders to try: the user's word, beside the sources as Python does it, the user's cache."""
-    if _config.CACHE_DIR:
-        yield Path(_config.CACHE_DIR)
+    if asked := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(asked)
     yield Path(__file__).parent / "__pycache__"
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anabranch"
 
 
 def _digest() -> str:
-    found = sha256(numba.__version__.encode())
+    from llvmlite import binding as llvm
+
+    machine = version("numba"), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    found = sha256(repr(machine).encode())
     for source in SOURCES:
         for path in sorted(_PACKAGE.glob(source)):
             found.update(path.read_bytes())
