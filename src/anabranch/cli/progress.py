@@ -38,10 +38,12 @@ def begin_compiling(planner: str) -> None:
     from anabranch.planner.toolkit.jit import is_kept
 
     if not is_kept("stage_clock"):
-        from anabranch.planner.auto.evaluator import prepare
+        from anabranch.planner.auto import evaluator
+        from anabranch.planner.graphpipe import partitioner
 
         note("planner auto compiles its evaluator; that takes some ten seconds, once")
-        prepare()
+        evaluator.prepare()
+        partitioner.prepare()
 
 
 class TrainingProgress:

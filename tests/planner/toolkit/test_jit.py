@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from anabranch.planner.toolkit import jit
 
 
+@jit.compiled
+def twice(x: float) -> float:
+    return x + x
+
+
+@jit.entry
+def add_twice(table: np.ndarray, places: np.ndarray, x: float, count: int) -> int:
+    """Takes and returns what entries may."""
+    for i in range(count):
+        table[places[i], 1] += twice(x)
+    return len(table)
+
+
+def test_compiled_code_is_kept_and_does_what_the_function_does(tmp_path, monkeypatch):
+    """Also bound to arrays that change, and without a second compilation."""
+    monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
+    table, places = np.zeros((3, 2)), np.array([2, 0])
+    assert add_twice(table, places, 1.5, 2) == 3
+    assert table.tolist() == [[0, 3], [0, 0], [0, 3]]
+    (kept,) = tmp_path.iterdir()
+    monkeypatch.setattr(jit, "_begin", lambda calls: None)
+    call = jit.bound(add_twice, table, places, 0.0, 0)
+    places[0] = 1
+    assert call(0.5, 1) == 3
+    assert table.tolist() == [[0, 3], [0, 1], [0, 3]]
+    assert list(tmp_path.iterdir()) == [kept]
+
+
 def test_machine_code_of_a_module_is_kept_or_not(tmp_path, monkeypatch):
-    """By its files, somewhere in the folder; without a folder nothing is."""
+    """By its files, in the folder."""
     monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
     (tmp_path / "anabranch.planner.auto.stage_clock.step_s.0.o").touch()
     assert jit.is_kept("stage_clock")
     assert not jit.is_kept("partitioner")
-    monkeypatch.setattr(jit, "code_folder", lambda: None)
-    assert not jit.is_kept("stage_clock")

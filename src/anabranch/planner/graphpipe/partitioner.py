@@ -35,8 +35,8 @@ from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.opgraph import bits
 from anabranch.planner.graphpipe.chains import Block, Chain
 from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules, StageTables
+from anabranch.planner.toolkit import jit
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.jit import entry
 from anabranch.planner.toolkit.parts import Part, PartPrices
 
 TAILS = 4
@@ -72,6 +72,17 @@ class Strategies:
 
 CALL = 20_000
 """Steps that the loops around the innermost ones take as long as, per configuration."""
+
+
+def prepare() -> None:
+    """Begin to compile what is compiled."""
+    seconds, ranges = np.zeros((1,) * 4), np.zeros((1,) * 4, dtype=np.int64)
+    row, table, devices = ranges[0], ranges[0, 0], ranges[0, 0, 0]
+    jit.begin(
+        (_hold_in_row, (seconds, ranges, 0, row, table, devices, 0.0, row, row)),
+        (_hold_fewest, (seconds, ranges, 0, 0, row, 0, devices, 0.0, table, table)),
+        (_share_devices, (table,) * 4),
+    )
 
 
 def partition(
@@ -455,7 +466,7 @@ def _renamed(found: Strategies, known: Chain, own: Chain) -> Strategies:
     return Strategies(found.least, stages)
 
 
-@entry
+@jit.entry
 def _hold_in_row(
     tps: Floats,
     room: Ints,
@@ -479,7 +490,7 @@ def _hold_in_row(
                     needs[i, x, d] = min(needs[i, x, d], held[j, y, d] + more[x, y])
 
 
-@entry
+@jit.entry
 def _hold_fewest(
     tps: Floats,
     room: Ints,
@@ -519,7 +530,7 @@ def _split(a: Ints, b: Ints) -> tuple[Ints, Ints]:
     return least, chosen
 
 
-@entry
+@jit.entry
 def _share_devices(a: Ints, b: Ints, least: Ints, chosen: Ints) -> None:
     for x in range(a.shape[0]):
         for d1 in range(a.shape[1]):

@@ -20,7 +20,8 @@ from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from shutil import rmtree
+from tempfile import NamedTemporaryFile, mkdtemp
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -98,60 +99,66 @@ class _Entry(_Compiled):
     """A function with the machine code for each list of kinds of arguments that it was called with.
 
     Attributes:
-        waiting: processes that compile it.
+        compilers: processes that make it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self.waiting: dict[tuple[Kind, ...], subprocess.Popen[bytes]] = {}
+        self.compilers: dict[tuple[Kind, ...], subprocess.Popen[bytes]] = {}
         self._codes: dict[tuple[Kind, ...], Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         kinds = tuple(map(_kind, args))
         return _Call(self, kinds, args)(*(arg for arg in args if not isinstance(arg, np.ndarray)))
 
-    def file(self, kinds: Sequence[Kind]) -> Path | None:
-        """Where the machine code is kept, if anywhere."""
-        folder, name = code_folder(), self.function.__name__
-        digest = sha256(repr((self.function.__module__, name, kinds)).encode()).hexdigest()[:16]
-        return folder and folder / f"{self.function.__module__}.{name}.{digest}.o"
-
-    def prepare(self, kinds: tuple[Kind, ...]) -> None:
-        """Begin to compile it, unless that has been done."""
-        path = self.file(kinds)
-        if kinds in self._codes or kinds in self.waiting or (path and path.exists()):
-            return
-        asked = repr((sys.path, self.function.__module__, self.function.__name__, kinds))
-        begin = "import ast, sys; asked = ast.literal_eval(sys.argv[1]); sys.path[:] = asked[0]; "
-        begin += f"from {__name__} import compile_for; compile_for(*asked[1:])"
-        compiler = subprocess.Popen(
-            [sys.executable, "-c", begin, asked],
-            stdout=subprocess.PIPE,
-            # Optimised is the whole of it, once.
-            env={**os.environ, "NUMBA_OPT": "0"},
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-        atexit.register(compiler.kill)
-        self.waiting[kinds] = compiler
+    def file(self, kinds: tuple[Kind, ...]) -> Path:
+        """Where the machine code is kept."""
+        name = f"{self.function.__module__}.{self.function.__name__}"
+        return code_folder() / f"{name}.{sha256(repr(kinds).encode()).hexdigest()[:16]}.o"
 
     def code(self, kinds: tuple[Kind, ...]) -> Any:
         """The machine code, as soon as there is some."""
         if kinds not in self._codes:
-            self.prepare(kinds)
             path = self.file(kinds)
-            if kinds in self.waiting:
-                compiler = self.waiting[kinds]
-                content, _ = compiler.communicate()
-                del self.waiting[kinds]
-                if compiler.returncode:
-                    raise RuntimeError(f"{self.function.__name__} could not be compiled; see above")
-                if path is not None:
-                    _write(path, content)
-            else:
-                assert path is not None
-                content = path.read_bytes()
-            self._codes[kinds] = _loaded(content)
+            if not path.exists():
+                _begin([(self, kinds)])
+                if self.compilers[kinds].wait():
+                    name = self.function.__name__
+                    raise RuntimeError(f"{name} could not be compiled; its process says why")
+            self._codes[kinds] = _loaded(path.read_bytes())
         return self._codes[kinds]
+
+
+def begin(*calls: tuple[Callable[..., Any], Sequence[Any]]) -> None:
+    """Begin to compile entries for arguments like these, in one process, as far as they are not
+    kept: the first call of each waits for it.
+    """
+    _begin([(cast(_Entry, function), tuple(map(_kind, args))) for function, args in calls])
+
+
+def _begin(calls: Sequence[tuple[_Entry, tuple[Kind, ...]]]) -> None:
+    missing = [
+        (entry, kinds, entry.file(kinds))
+        for entry, kinds in calls
+        if kinds not in entry.compilers and not entry.file(kinds).exists()
+    ]
+    if not missing:
+        return
+    asked = [
+        (entry.function.__module__, entry.function.__name__, kinds, str(path))
+        for entry, kinds, path in missing
+    ]
+    run = "import ast, sys; sys.path[:], asked = ast.literal_eval(sys.argv[1]); "
+    run += f"from {__name__} import compile_for; compile_for(asked)"
+    compiler = subprocess.Popen(
+        [sys.executable, "-c", run, repr((sys.path, asked))],
+        # Optimised is the whole of it, once.
+        env={**os.environ, "NUMBA_OPT": "0"},
+        start_new_session=True,  # Ctrl-C is for this process
+    )
+    atexit.register(compiler.kill)
+    for entry, kinds, _ in missing:
+        entry.compilers[kinds] = compiler
 
 
 class _Call:
@@ -192,32 +199,34 @@ def bound(function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
     """An entry for these very arrays, which is called with its numbers alone: quicker than a short
     function would be with all of them. Compilation begins at once, the first call waits for it.
     """
-    kinds = tuple(map(_kind, example))
-    known = cast(_Entry, function)
-    known.prepare(kinds)
-    return _Call(known, kinds, example)
+    begin((function, example))
+    return _Call(cast(_Entry, function), tuple(map(_kind, example)), example)
 
 
-def compile_for(module: str, name: str, kinds: Sequence[Kind]) -> None:
-    """Write the object code of an entry to standard output."""
+def compile_for(asked: Sequence[tuple[str, str, tuple[Kind, ...], str]]) -> None:
+    """Write object code: of module, name, kinds of arguments and where to put it."""
     from llvmlite import binding as llvm
 
     gc.disable()  # all that is made lives to the end
-    function: _Entry = getattr(import_module(module), name)
-    jitted = function.jitted(tuple(_numba_type(*kind) for kind in kinds))
-    (signature,) = jitted.signatures
-    native = jitted.overloads[signature].fndesc.llvm_func_name
-    code = llvm.parse_assembly(jitted.inspect_llvm(signature))
-    for defined in (f for f in code.functions if not f.is_declaration):
-        if defined.name == native:
-            defined.name = "run"
-        else:
-            defined.linkage = llvm.Linkage.internal
     machine = _machine()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(code, builder)
-    sys.stdout.buffer.write(machine.emit_object(code))
+    for module, name, kinds, path in asked:
+        function: _Entry = getattr(import_module(module), name)
+        jitted = function.jitted(tuple(_numba_type(*kind) for kind in kinds))
+        (signature,) = jitted.signatures
+        native = jitted.overloads[signature].fndesc.llvm_func_name
+        code = llvm.parse_assembly(jitted.inspect_llvm(signature))
+        for defined in (f for f in code.functions if not f.is_declaration):
+            if defined.name == native:
+                defined.name = "run"
+            else:
+                defined.linkage = llvm.Linkage.internal
+        builder = llvm.create_pass_builder(machine, options)
+        builder.getModulePassManager().run(code, builder)
+        # Whole or not at all.
+        with NamedTemporaryFile(dir=Path(path).parent, delete=False) as file:
+            file.write(machine.emit_object(code))
+        os.replace(file.name, path)
 
 
 def _numba_type(kind: Any, dimensions: int) -> Any:
@@ -264,33 +273,26 @@ def _machine() -> Any:
     )
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    with suppress(OSError), NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-        file.flush()
-        os.replace(file.name, path)
-
-
 @cache
-def code_folder() -> Path | None:
-    """Where machine code of these very sources is kept; None where nothing can be written."""
+def code_folder() -> Path:
+    """Where machine code of these very sources is kept, by this process alone where nothing can be
+    written.
+    """
     name = f"compiled-{_digest()}"
     for parent in _parents():
         folder = parent / name
-        try:
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK):
-            return folder
-    return None
+            if os.access(folder, os.W_OK):
+                return folder
+    folder = Path(mkdtemp())
+    atexit.register(rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def is_kept(module: str) -> bool:
     """Whether machine code of a module of planners, such as ``stage_clock``, is on disk."""
-    folder = code_folder()
-    return folder is not None and any(folder.glob(f"*.{module}.*.o"))
+    return any(code_folder().glob(f"*.{module}.*.o"))
 
 
 def _parents() -> Iterator[Path]:
