@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import ttest_rel
-
 from benchmarks.planners.common import Row, table
 
 LOST = 0.5
@@ -49,6 +47,8 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Difference:
         return Difference(one[0] - other[0], math.inf, 1.0)
     if len({a - b for a, b in zip(one, other, strict=True)}) == 1:
         return Difference(one[0] - other[0], 0.0, float(one[0] == other[0]))
+    from scipy.stats import ttest_rel  # a second to load; most tables need none of it
+
     found = ttest_rel(one, other)
     low, high = found.confidence_interval(0.95)
     mean = statistics.fmean(a - b for a, b in zip(one, other, strict=True))

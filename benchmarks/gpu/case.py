@@ -28,8 +28,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 Row = dict[str, Any]
 
 ROOT = Path(__file__).parents[2]
@@ -202,13 +200,16 @@ def _last_line(output: str) -> str:
 def main() -> None:
     """One rank of a case."""
     section, case, device, file = sys.argv[1:]
+    measure = section_named(section).measure
+    import torch  # takes seconds, which who starts ranks, or names a wrong section, need not wait
+
     rank = int(os.environ.get("RANK", "0"))
     place = torch.device("cpu")
     torch.set_float32_matmul_precision("highest")  # no TF32: the CPU has none
     if device == "cuda":
         place = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(place)
-    for row in section_named(section).measure(case, place):
+    for row in measure(case, place):
         write(Path(file), {"section": section, "case": case, "rank": rank, **row})
 
 

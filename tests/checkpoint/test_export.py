@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from anabranch import launch
 from anabranch.checkpoint import Checkpoint, load_state_dict
 from anabranch.checkpoint.export import WEIGHTS, export
 from anabranch.errors import FileFormatError, TrainingError
-from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
 from benchmarks.architectures.models import SAMPLES, build
+from tests.captured_models import captured_model
 from tests.runtime.small import Built, batch, built, plan
 from tests.runtime.training import sgd
 
@@ -42,8 +43,8 @@ def trained(model: Built, example: Any, folder: Path, num_stages: int = 2) -> No
 
 
 def hugging_face(name: str) -> tuple[Built, Any]:
-    module, example = build(name)
-    return Built(capture(module, example), Workload(module, example, optimizer=sgd)), example
+    captured, example = captured_model(name)
+    return Built(captured, Workload(captured.module, example, optimizer=sgd)), example
 
 
 def logits(model: nn.Module, example: Any) -> dict[str, Tensor]:
@@ -75,7 +76,7 @@ def test_a_trained_model_reloads_in_plain_transformers(name: str, kind: str, tmp
         made.path, output_loading_info=True
     )  # fmt: skip
     assert not any(info.values()), info
-    module = model.module
+    module = copy.deepcopy(model.module)
     module.load_state_dict(load_state_dict(tmp_path / "run"))
     inner = module.model if name == "CLIP" else module
     expected, found = logits(inner, example), logits(loaded, example)

@@ -14,6 +14,7 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
+from anabranch.runtime.plan_parts import prepare
 from anabranch.runtime.reference import reference
 from anabranch.schedule import SCHEDULES
 from anabranch.workload import Workload
@@ -187,6 +188,16 @@ def built(name: str, dtype: torch.dtype = torch.float32) -> Built:
     return Built(capture(module, example), Workload(module, example))
 
 
+def with_programs(model: Built, *samples: int, evaluation: bool = False) -> Built:
+    """Make programs of other sizes than planned ones, and those of evaluation, here: once, rather
+    than by every rank.
+    """
+    for captured in (model.captured, *([model.captured.evaluation()] if evaluation else [])):
+        for count in samples:
+            captured.at(count)
+    return model
+
+
 def plan(
     model: Built,
     num_stages: int,
@@ -198,7 +209,7 @@ def plan(
     recompute: bool = False,
 ) -> Plan:
     """Cut the topological order into stages of about equally many operators; those that compute
-    across samples have the whole batch.
+    across samples have the whole batch. Its programs are made here, once for all ranks.
     """
     graph = model.captured.graph
     counts = replicas or [1] * num_stages
@@ -215,6 +226,7 @@ def plan(
     edges = tuple(sorted((x, y) for x, y in pairs if x != y))
     cut = with_whole_batches(StageGraph(tuple(stages), edges, batch_size), graph)
     stage_graph = SCHEDULES[schedule]().warm_up(cut)
+    prepare(model.captured, stage_graph)
     nothing = Prediction(1.0, 1.0, 0.0, (0,) * device)
     return Plan(stage_graph, schedule, "by hand", "", "", "", 0.0, 0.0, nothing)
 

@@ -22,7 +22,7 @@ from anabranch.runtime.guards import same_batch
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
 from tests.runtime.host_waits import host_waits
-from tests.runtime.small import WIDTH, Built, batch, built, plan
+from tests.runtime.small import WIDTH, Built, batch, built, plan, with_programs
 from tests.runtime.training import run
 
 
@@ -139,7 +139,7 @@ def test_steps_give_the_device_its_update_before_they_wait() -> None:
 @pytest.mark.dist
 def test_evaluation_waits_once_a_batch() -> None:
     """For the loss and all metrics of its micro-batches."""
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 4, evaluation=True)
 
     def work(pipeline: Pipeline) -> int:
         pipeline.evaluate([batch(16)])

@@ -19,7 +19,7 @@ from anabranch.timeline import Timeline
 from anabranch.training import Event, LookEvent, Looks, PlanEvent, StepEvent, train
 from anabranch.training.adaptation import Adaptation
 from anabranch.training.loop import _until_look
-from tests.runtime.small import built, on_devices, plan, train_alone, with_options
+from tests.runtime.small import built, on_devices, plan, train_alone, with_options, with_programs
 from tests.runtime.training import sgd
 from tests.training.test_loop import SIZES, data
 
@@ -48,7 +48,7 @@ def test_a_better_plan_is_gone_over_to_in_the_middle() -> None:
     """With another cut, and the stages on other ranks: losses are those of the plain loop, every
     batch is trained on once, and the run is one of the new plan. Checkpoints go on as well.
     """
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 2)
     workload = with_options(model, data=data, optimizer=sgd)
     before = plan(model, 2)
     better = on_devices(plan(model, 2, microbatch_size=8), [(1,), (0,)])
@@ -93,7 +93,7 @@ def test_after_the_plan_before_has_come_back_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All ranks know that there is no other change, or some would wait for the others."""
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 2)
     workload = with_options(model, data=data, optimizer=sgd)
     before, better = plan(model, 2), plan(model, 2, microbatch_size=8)
     decide = Adaptation._decide
@@ -127,7 +127,7 @@ def test_a_better_plan_that_does_not_fit_is_left() -> None:
     """Its prediction exceeds the memory that there is: training goes on as it was, with a warning,
     and looks for no other.
     """
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 2)
     workload = with_options(model, data=data, optimizer=sgd)
     before, better = plan(model, 2), plan(model, 2, microbatch_size=8)
     peaks = replace(better.predicted, device_peak_bytes=(2**60, 2**60))
@@ -157,7 +157,7 @@ def test_a_better_plan_that_does_not_fit_is_left() -> None:
 @pytest.mark.dist
 def test_a_callback_that_raises_at_a_look_ends_the_run() -> None:
     """On one rank too, where no other would stop."""
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 2)
     workload = with_options(model, data=data, optimizer=sgd)
 
     def careless(event: Event) -> None:

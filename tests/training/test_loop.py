@@ -16,7 +16,16 @@ from anabranch.errors import TrainingError
 from anabranch.record import Run
 from anabranch.training import Event, SaveEvery, StepEvent, require_place, train, train_async
 from anabranch.workload import Workload
-from tests.runtime.small import Built, batch, built, num_ranks, plan, train_alone, with_options
+from tests.runtime.small import (
+    Built,
+    batch,
+    built,
+    num_ranks,
+    plan,
+    train_alone,
+    with_options,
+    with_programs,
+)
 from tests.runtime.training import sgd
 
 pytestmark = pytest.mark.dist
@@ -57,7 +66,7 @@ def test_single_steps_come_first_and_the_rest_follow_each_other() -> None:
     """Nine steps: five alone, of which three leave a timeline, then four without a barrier; losses
     are those of the plain loop, and every step is told with its samples.
     """
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 2, 10)
     workload = with_options(model, data=data)
     run, seen = trained(model, workload, 9)
     batches = [each for epoch in range(2) for each in data(16, epoch)][:9]
@@ -80,7 +89,7 @@ def test_few_steps_have_no_period() -> None:
 
 def test_without_a_flush_a_longer_run_has_a_timeline() -> None:
     """Of some mini-batches of all devices, while the pipeline is full."""
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 2, 10)
     workload, chosen = with_options(model, data=data), plan(model, 3, microbatch_size=16)
 
     def rank() -> Run:
@@ -97,7 +106,7 @@ def test_without_a_flush_losses_follow_each_other_and_a_short_run_has_no_timelin
     """A plan of one micro-batch per step; every loss is told with its samples, two epochs end with
     a drain, and the run says how stale the stages were.
     """
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 2, 10)
     workload = with_options(model, data=data)
     chosen = plan(model, 3, microbatch_size=16)
 
@@ -142,7 +151,7 @@ def test_checkpoints_during_training_are_those_of_their_steps(is_async: bool, tm
     """The last three of a run, of which two were written while it went on; training that goes on
     from the first of them ends where the whole run did. Without a flush a checkpoint drains.
     """
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 2, 10)
     workload = with_options(model, data=data, optimizer=sgd)
     chosen = plan(model, 2, microbatch_size=16 if is_async else 4)
 

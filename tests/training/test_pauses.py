@@ -15,7 +15,7 @@ from anabranch.checkpoint.series import best_evaluation, checkpoints
 from anabranch.errors import DataError, TrainingError
 from anabranch.training import Event, SaveEvery, train, train_async
 from anabranch.training.loop import require_evaluation
-from tests.runtime.small import batch, built, plan, with_options
+from tests.runtime.small import batch, built, plan, with_options, with_programs
 from tests.runtime.training import sgd
 
 SIZES = [16, 16, 16, 16, 10]
@@ -33,7 +33,7 @@ def events_of(
     is_async: bool, steps: int, replicas: tuple[int, ...] | None = None, **options: Any
 ) -> tuple[tuple[float, ...], list[Event]]:
     """Losses and events of a run of two stages, and that other ranks are told nothing."""
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 1, 2, 4, 6, 10, 16, evaluation=True)
     workload = with_options(model, data=data, eval_data=held_out, optimizer=sgd)
     chosen = plan(model, 2, microbatch_size=16 if is_async else 4, replicas=replicas)
 

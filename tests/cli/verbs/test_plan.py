@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from anabranch import planner as planners
+from anabranch.graph import capture as graph_capture
 from anabranch.weights import POLICIES
 from tests.cli.examples import TOWERS, Interrupted
 
@@ -28,23 +29,32 @@ def test_a_profile_file_is_planned_without_torch(profile, tmp_path):
     assert json.loads(done.stdout)["schema"] == "anabranch.plan/1"
 
 
-def test_a_builtin_is_captured_once(document):
+def test_a_builtin_is_captured_once(document, monkeypatch):
     """The second command loads no torch, and finds the same plan; --no-cache captures again."""
     arguments = ("plan", "candle-uno", "--preset", "small", "--cluster", "summit:1x2",
-                 "--batch-size", "4", "--no-baselines", "--json")  # fmt: skip
+                 "--batch-size", "4", "--no-baselines", "--planner", "even", "--json")  # fmt: skip
+    captured, capture = [], graph_capture.capture
+
+    def counted(module, *arguments, **options):
+        captured.append(type(module).__name__)
+        return capture(module, *arguments, **options)
+
+    monkeypatch.setattr(graph_capture, "capture", counted)
     first = document(*arguments[:-1])
+    del captured[:]
     code = (
         "import sys; from anabranch import cli\n"
-        f"sys.argv = ['anabranch', *{arguments!r}, *sys.argv[1:]]\n"
+        f"sys.argv = ['anabranch', *{arguments!r}]\n"
         "try:\n    cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "print('torch' in sys.modules, file=sys.stderr)"
     )
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == "False"
     assert json.loads(done.stdout)["stages"] == first["stages"]
-    done = subprocess.run([*run, "--no-cache"], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == "True"
+    assert document(*arguments[:-1])["stages"] == first["stages"]
+    assert captured == []
+    assert document(*arguments[:-1], "--no-cache")["stages"] == first["stages"]
+    assert captured == ["CandleUno"]
 
 
 def test_plan_has_the_fields_of_the_contract(document, profile):

@@ -16,6 +16,7 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import endless
+from anabranch.runtime.plan_parts import prepare
 from anabranch.workload import Batch
 from tests.runtime.asynchronous.models import Cut
 
@@ -31,7 +32,9 @@ def plan_of(
     recompute: bool = False,
     schedule: str = "1f1b",
 ) -> Plan:
-    """The model's stages, each on devices of its own, in flight as without a flush."""
+    """The model's stages, each on devices of its own, in flight as without a flush. Their programs
+    are made here, once for all ranks.
+    """
     counts = replicas or [1] * len(model.operators)
     firsts = [sum(counts[:s]) for s in range(len(counts))]
     stages = tuple(
@@ -49,6 +52,7 @@ def plan_of(
     edges = tuple(sorted((x, y) for x, y in pairs if x != y))
     nothing = Prediction(1.0, 1.0, 0.0, (0,) * sum(counts))
     stage_graph = StageGraph(stages, edges, batch_size)
+    prepare(model.captured, stage_graph)
     plan = Plan(stage_graph, schedule, "by hand", "", "", "", 0.0, 0.0, nothing)
     return replace(plan, stage_graph=endless(plan), mode="async", policy="stash")
 

@@ -18,7 +18,16 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import call, take
 from anabranch.workload import Workload
-from tests.runtime.small import Batch, batch, built, load_compiler, plan, slices, with_options
+from tests.runtime.small import (
+    Batch,
+    batch,
+    built,
+    load_compiler,
+    plan,
+    slices,
+    with_options,
+    with_programs,
+)
 from tests.runtime.test_pipeline import adamw
 from tests.runtime.training import LIMIT_S, run, sgd, train
 
@@ -243,7 +252,7 @@ def test_compiled_and_offloaded_ranks_train_alike() -> None:
 
 
 def test_evaluation_is_under_autocast_as_well() -> None:
-    model = built("Chain")
+    model = with_programs(built("Chain"), 4, evaluation=True)
     held_out = batch(8, 9)
     [half, _] = run(
         model,

@@ -16,7 +16,7 @@ from anabranch.runtime.data_feed import leaves_of
 from anabranch.runtime.data_parallel.gradients import reduce_gradients
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
-from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan
+from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan, with_programs
 
 pytestmark = pytest.mark.dist
 
@@ -55,7 +55,7 @@ def test_sums_are_those_of_afterwards(
     """Two holders add the same two numbers, so every bit is equal; a sample less than there are
     replicas leaves one of them without a backward.
     """
-    model = built(name)
+    model = with_programs(built(name), 1, 3)
     chosen = plan(model, **options)
     leaves = batch(samples, 3)
 

@@ -13,7 +13,16 @@ from anabranch import launch
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.pipeline import Pipeline
 from tests.runtime.data_parallel.test_updates import BATCHES, adam, decay, momentum, run, trained
-from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan, with_options
+from tests.runtime.small import (
+    Built,
+    batch,
+    built,
+    num_ranks,
+    on_devices,
+    plan,
+    with_options,
+    with_programs,
+)
 
 
 def test_parameters_are_cut_in_runs_last_first() -> None:
@@ -45,7 +54,7 @@ def test_training_is_bitwise_that_without(
     """Replicas, tied parameters, those without a gradient; short batches, a clipped norm, a
     learning rate that falls, two batches per update and one that is left.
     """
-    model = built(name)
+    model = with_programs(built(name), 1)
     workload = with_options(model, **({"optimizer": adam, "scheduler": decay} | options))
     chosen = plan(model, **shape)
 

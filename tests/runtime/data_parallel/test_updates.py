@@ -34,6 +34,7 @@ from tests.runtime.small import (
     slices,
     train_alone,
     with_options,
+    with_programs,
 )
 
 pytestmark = pytest.mark.dist
@@ -143,7 +144,7 @@ def test_steps_without_a_barrier_are_bitwise_those_with_one(
     """Replicas, tied parameters and stages that are updated one by one on their device; with a
     clipped norm ranks agree once per step, and it is that of all parameters.
     """
-    model = built(name)
+    model = with_programs(built(name), 1)
     devices = [(0, 1), (2,), (1, 0), (2,)] if folded else [(0, 1), (2,), (3,), (4,)]
     chosen = on_devices(plan(model, 4, replicas=[2, 1, 2 if folded else 1, 1]), devices)
     workload = with_options(model, optimizer=adam, scheduler=decay, clip_norm=clip_norm)

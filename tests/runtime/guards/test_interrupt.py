@@ -21,7 +21,16 @@ from anabranch.record import Run
 from anabranch.runtime.guards import interrupt
 from anabranch.runtime.guards.interrupt import INTERRUPT, listening
 from anabranch.training import JsonLines, train, train_async
-from tests.runtime.small import Batch, Built, batch, built, num_ranks, plan, with_options
+from tests.runtime.small import (
+    Batch,
+    Built,
+    batch,
+    built,
+    num_ranks,
+    plan,
+    with_options,
+    with_programs,
+)
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -118,7 +127,7 @@ def test_a_run_that_ended_early_goes_on(is_async: bool, tmp_path: Path) -> None:
     """No batch is left out and none comes twice, nor any evaluation, also one that is due behind
     the last step of the first run.
     """
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 16, evaluation=True)
     chosen = plan(model, 2, microbatch_size=16)
     log = tmp_path / "log"
     options = {"evaluate_every": 3, "callbacks": [JsonLines(log)]}

@@ -7,15 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch import solve
-from anabranch.cluster import Cluster
 from anabranch.errors import (
     NonFiniteError,
     TrainingError,
 )
 from anabranch.graph.capture import capture
-from anabranch.profile.estimate import estimate
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.verification import even_plan
 from anabranch.workload import Workload
 from tests.runtime.small import (
     batch,
@@ -80,8 +78,7 @@ def test_a_model_may_set_switches_of_the_backends() -> None:
     """The check leaves them alone: the old and the new ones for TF32 exclude each other."""
     workload = Workload(Switched(), torch.randn(4, 4))
     captured = capture(workload.module, workload.example)
-    profile = estimate(captured, "v100", (1, 2, 4))
-    chosen = solve.plan(profile, Cluster.preset("local:1"), 4)
+    chosen = even_plan(captured.graph, 1, 4)
     assert Pipeline(workload, chosen, captured=captured).step(torch.randn(4, 4)) > 0
 
 
