@@ -9,7 +9,7 @@ import pytest
 
 from anabranch.planner import PLANNERS
 
-AT_LEAST_1 = ("max_replicas", "max_stages", "candidates", "width", "budget", "pairs", "steps")
+AT_LEAST_1 = ("max_replicas", "candidates", "width", "budget", "pairs", "steps")
 AT_LEAST_0 = ("evaluations", "seed")
 TOLERANCES = {"graphpipe": 1e-06, "sequential": 1e-06}
 """Of searches that halve an interval until it is so small."""

@@ -1,101 +1,67 @@
-"""Suffixes of a pipeline as arrays with an entry per suffix, and the choice of those to keep."""
+"""Suffixes of a pipeline as records, and the choice of those to keep."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost.nested_weights import Floats
-from anabranch.planner.dapple.objective import NOTHING, Suffix
+from anabranch.planner.dapple.objective import Suffix
 
 Index = NDArray[np.intp]
 
+Labels = Any
+"""A ``numpy.recarray`` of suffixes that share a state's devices or lead to one: fields of ``LABEL``
+and of ``Suffix`` as attributes.
+"""
 
-@dataclass(frozen=True)
-class Labels:
-    """Suffixes that share a state's devices or lead to one.
-
-    Attributes:
-        entering: bytes of one micro-batch that they read from before.
-        gradients: bytes that they send back.
-        peak_s: F + B of the slowest stage or transfer.
-        place: number of the first stage's place.
-        closed_s: T_PL, L with all that comes before as one stage on all other devices.
-        hoped_s: an estimate of the best L that they can be part of.
-        least_s: a lower bound on it.
-        source: number of the state before the first stage was added, -1 if there is none.
-        parent: which suffix of that state it was added to.
-        move: which move led from there.
-    """
-
-    start: Index
-    stages: Index
-    entering: Floats
-    gradients: Floats
-    peak_s: Floats
-    place: Index
-    closed_s: Floats
-    hoped_s: Floats
-    least_s: Floats
-    source: Index
-    parent: Index
-    move: Index
-    suffix: Suffix
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    def take(self, chosen: Index | NDArray[np.bool_]) -> Labels:
-        """Some of them."""
-        arrays = {name: getattr(self, name)[chosen] for name in ARRAYS}
-        return Labels(**arrays, suffix=pick(self.suffix, chosen))
-
-    @staticmethod
-    def join(parts: Sequence[Labels]) -> Labels:
-        """All of them, in this order."""
-        arrays = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ARRAYS}
-        columns = (
-            np.concatenate([getattr(part.suffix, column.name) for part in parts])
-            for column in fields(Suffix)
-        )
-        return Labels(**arrays, suffix=Suffix(*columns))
-
-    @staticmethod
-    def no_stages(size: int) -> Labels:
-        """The one suffix of no stages, behind ``size`` operators."""
-        arrays = {name: np.zeros(1, dtype=kind) for name, kind in ARRAYS.items()}
-        arrays["start"] += size
-        arrays["source"] -= 1
-        nothing = (np.full(1, getattr(NOTHING, column.name)) for column in fields(Suffix))
-        return Labels(**arrays, suffix=Suffix(*nothing))
+# Where the first stage starts, and how many there are; number of its place, of the state before it
+# was added (-1 if there is none), which suffix of that state it was added to, and by which move.
+#
+# Bytes of one micro-batch that they read from before, and of gradients that they send back; F + B
+# of the slowest stage or transfer; T_PL, L with all that comes before as one stage on all other
+# devices; an estimate of the best L that they can be part of, and a lower bound on it.
+_NUMBERS = ("start", "stages", "place", "source", "parent", "move")
+_FIGURES = ("entering", "gradients", "peak_s", "closed_s", "hoped_s", "least_s")
+LABEL = np.dtype(
+    [
+        *((name, np.intp) for name in _NUMBERS),
+        *((name, np.float64) for name in (*_FIGURES, *(column.name for column in fields(Suffix)))),
+    ]
+)
 
 
-ARRAYS: dict[str, Any] = {
-    column.name: np.intp if column.type == "Index" else np.float64
-    for column in fields(Labels)
-    if column.name != "suffix"
-}
-"""The arrays of labels and what they hold."""
+def labels(suffix: Suffix, count: int = 1, **columns: Any) -> Labels:
+    """Records of so many suffixes; columns that are left out are 0."""
+    records = np.zeros(count, LABEL).view(np.recarray)
+    columns |= {column.name: getattr(suffix, column.name) for column in fields(Suffix)}
+    for name, values in columns.items():
+        records[name] = values
+    return records
 
 
-def pick(suffix: Suffix, chosen: Index | NDArray[np.bool_]) -> Suffix:
-    """Some entries of a suffix of arrays."""
-    return Suffix(*(getattr(suffix, column.name)[chosen] for column in fields(suffix)))
+def suffix_of(records: Labels) -> Suffix:
+    """What they mean for the latency."""
+    return Suffix(*(records[column.name] for column in fields(Suffix)))
 
 
-def best_of_groups(labels: Labels, group: Index, width: int) -> Index:
+def joined(parts: Sequence[Labels]) -> Labels:
+    """All of them, in this order."""
+    return np.concatenate(parts).view(np.recarray)
+
+
+def best_of_groups(records: Labels, group: Index, width: int) -> Index:
     """Per group the ``width`` least T_PL, the ``width`` least hopes, and one of fewest stages.
 
     Of equals the first; positions ascend.
     """
     rankings = (
-        (width, (labels.hoped_s, labels.closed_s)),
-        (width, (labels.closed_s, labels.hoped_s)),
-        (1, (labels.hoped_s, labels.stages)),
+        (width, (records.hoped_s, records.closed_s)),
+        (width, (records.closed_s, records.hoped_s)),
+        (1, (records.hoped_s, records.stages)),
     )
     kept = np.zeros(len(group), dtype=bool)
     for count, keys in rankings:

@@ -42,7 +42,6 @@ class Moves:
         used: Place,
         machines: Machines,
         tables: Tables,
-        states: PlaceNumbers,
         places: PlaceNumbers,
     ) -> None:
         self._machines = machines
@@ -56,7 +55,7 @@ class Moves:
         ]
         self.steps: list[Placement] = [step for _, step in ways]
         self.degree: Index = np.array([k for k, _ in ways], dtype=np.intp)
-        self.target: Index = np.array([states[step.used] for step in self.steps], dtype=np.intp)
+        self.target: Index = np.array([places[step.used] for step in self.steps], dtype=np.intp)
         self.place: Index = np.array([places[step.place] for step in self.steps], dtype=np.intp)
         self.free: Index = left - np.array(tables.degrees, dtype=np.intp)[self.degree]
 

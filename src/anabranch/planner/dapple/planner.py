@@ -8,7 +8,6 @@ from itertools import chain, pairwise
 from typing import ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.dapple.placement import Machines, append_first
@@ -27,7 +26,7 @@ PLACED = 1.1
 """Placements are searched for a micro-batch size if what is known of it is within this factor."""
 
 RUNNER_UP = 1.1
-"""Nor does a plan that is not within this factor of the best of its micro-batch size."""
+"""Nor does a plan that is not within this factor of what fills the machines up in turn."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,6 @@ class Dapple:
     Attributes:
         overlap_allreduce: count of the all-reduce of a stage only what sticks out of the backward.
         max_replicas: replicas per stage at most; 1 gives the straight pipeline. None: no limit.
-        max_stages: stages at most. None: no limit.
-        candidates: stage graphs to propose at most.
         width: plans to keep per state and ranking; the paper keeps one. None: all, which finds the
             least L for certain and takes exponential time.
         budget: plans that may be priced. A million take about a second.
@@ -47,24 +44,19 @@ class Dapple:
 
     overlap_allreduce: bool = False
     max_replicas: int | None = None
-    max_stages: int | None = None
-    candidates: int = 24
     width: int | None = 4
     budget: int = 50_000_000
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("max_replicas", "max_stages", "candidates", "width", "budget"), 1)
-        require_options("dapple", self, **least)
+        require_options("dapple", self, max_replicas=1, width=1, budget=1)
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
     ) -> Iterator[StageGraph]:
-        """Propose stage graphs, the least L first; see ``planner.base``.
-
-        Where several machines have several devices each, what is known before placements are
-        searched comes even before that.
+        """Propose plans of the least L for every micro-batch size and number of stages, promising
+        sizes first; see ``planner.base``.
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
@@ -73,11 +65,12 @@ class Dapple:
         limit = self.max_replicas or cost.cluster.num_devices
         require_sizes(cost, batch_size, microbatch_size, limit)
         order = tuple(operators(decompose(cost.graph)))
-        problem = ChainProblem(cost, batch_size, order, limit, self.overlap_allreduce)
-        proposals = self._proposals(problem, microbatch_size)
+        row = ChainProblem(cost, batch_size, order, limit, self.overlap_allreduce)
+        proposals = self._proposals(row, microbatch_size)
         first = next(proposals, None)
         if first is None:
-            raise self._explain(cost, batch_size, microbatch_size)
+            problem = Problem(cost, batch_size, self.max_replicas, chained=True)
+            raise explain(problem, microbatch_size)
         return chain([first], proposals)
 
     def _proposals(
@@ -88,101 +81,33 @@ class Dapple:
         budget = Budget(
             "dapple",
             self.budget,
-            "raise its option budget, lower width, set max_stages, give one micro-batch size, or "
-            "capture the model in coarser operators",
+            "raise its option budget, lower width, give one micro-batch size, or capture the model "
+            "in coarser operators",
         )
-        found = self._in_rows(problem, microbatch_size, in_rows, budget)
-        seen: set[StageGraph] = set()
-        if found and 1 < machines.size < cluster.num_devices:
-            early = found[0].graph(problem)
-            seen.add(early)
-            yield early
-            best_s = found[0].chain.latency_s
-            for table, known in _by_size(found):
-                if known.latency_s > PLACED * best_s:
-                    continue
-                limit_s = min(known.latency_s, NEAR * best_s)
-                chains = self._search(table, machines, budget, limit_s)
-                found += [Planned(chain, table) for chain in chains]
-                best_s = min(planned.chain.latency_s for planned in found)
-        for planned in _worthwhile(found)[: self.candidates]:
-            graph = planned.graph(problem)
-            if graph not in seen:
-                seen.add(graph)
-                yield graph
 
-    def _in_rows(
-        self, problem: ChainProblem, microbatch_size: int | None, machines: Machines, budget: Budget
-    ) -> list[Planned]:
-        """Plans of every micro-batch size that is not hopeless, machines filled up in turn.
+        def search(tables: Tables, machines: Machines, limit_s: float) -> list[ChainPlan]:
+            recursion = PlacementSearch(tables, machines, budget, width=self.width, limit_s=limit_s)
+            return recursion.run()
 
-        That is as good as composing the policies with one machine or one device each; else quicker.
-        """
         sizes = microbatch_sizes(problem.batch_size, microbatch_size)
         tables = [Tables(problem, size) for size in sizes if problem.degrees(size)]
-        found: list[Planned] = []
-        best_s = float("inf")
+        best_s, known = float("inf"), []
+        # Machines filled up in turn are quickly searched, and all there is if there is one machine,
+        # or one device in each.
         for table in sorted(tables, key=lambda table: table.least_s):
-            chains = self._search(table, machines, budget, NEAR * best_s)
-            found += [Planned(chain, table) for chain in chains]
-            best_s = min([best_s, *(chain.latency_s for chain in chains)])
-        return _worthwhile(found)
-
-    def _search(
-        self, tables: Tables, machines: Machines, budget: Budget, limit_s: float
-    ) -> list[ChainPlan]:
-        search = PlacementSearch(
-            tables,
-            machines,
-            width=self.width,
-            max_stages=self.max_stages,
-            budget=budget,
-            limit_s=limit_s,
-        )
-        return search.run()
-
-    def _explain(
-        self, cost: CostModel, batch_size: int, microbatch_size: int | None
-    ) -> InfeasiblePlanError:
-        if self.max_stages is not None:
-            return InfeasiblePlanError(
-                f"no plan of at most {self.max_stages} stages uses all "
-                f"{cost.cluster.num_devices} devices of {cost.cluster.name} and fits their "
-                "memory; raise option max_stages"
-            )
-        return explain(Problem(cost, batch_size, self.max_replicas, chained=True), microbatch_size)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan and the tables of its micro-batch size."""
-
-    chain: ChainPlan
-    tables: Tables
-
-    def graph(self, problem: ChainProblem) -> StageGraph:
-        """The plan as a stage graph."""
-        return stage_graph(problem, self.chain, self.tables.microbatch_size)
-
-
-def _worthwhile(found: list[Planned]) -> list[Planned]:
-    """Those that are near the best and the best of their size, the least L first."""
-    ranked = sorted(found, key=lambda planned: planned.chain.latency_s)
-    best = {table: chain.latency_s for table, chain in _by_size(ranked)}
-    return [
-        planned
-        for planned in ranked
-        if planned.chain.latency_s
-        <= min(RUNNER_UP * best[planned.tables], NEAR * ranked[0].chain.latency_s)
-    ]
-
-
-def _by_size(found: list[Planned]) -> list[tuple[Tables, ChainPlan]]:
-    """The best plan of every micro-batch size, the least L first."""
-    best: dict[Tables, ChainPlan] = {}
-    for planned in sorted(found, key=lambda planned: planned.chain.latency_s):
-        best.setdefault(planned.tables, planned.chain)
-    return list(best.items())
+            chains = search(table, in_rows, NEAR * best_s)
+            if chains:
+                known.append((chains, table))
+                best_s = min(best_s, chains[0].latency_s)
+        for chains, table in sorted(known, key=lambda entry: entry[0][0].latency_s):
+            least_s = chains[0].latency_s
+            if 1 < machines.size < cluster.num_devices and least_s <= PLACED * best_s:
+                yield stage_graph(problem, chains[0], table.microbatch_size)
+                chains += search(table, machines, least_s)
+                best_s = min(best_s, *(found.latency_s for found in chains))
+            for found in sorted(chains, key=lambda found: found.latency_s):
+                if found.latency_s <= min(RUNNER_UP * least_s, NEAR * best_s):
+                    yield stage_graph(problem, found, table.microbatch_size)
 
 
 def stage_graph(problem: ChainProblem, chain: ChainPlan, microbatch_size: int) -> StageGraph:

@@ -22,13 +22,13 @@ kept the plan has the least L of all that the policies lead to.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.nested_weights import Floats
-from anabranch.planner.dapple.labels import Index, Labels, best_of_groups, pick
+from anabranch.planner.dapple.labels import Index, Labels, best_of_groups, joined, labels, suffix_of
 from anabranch.planner.dapple.moves import Moves, PlaceNumbers
 from anabranch.planner.dapple.objective import NOTHING
 from anabranch.planner.dapple.placement import Machines
@@ -65,7 +65,6 @@ class PlacementSearch:
 
     Args:
         width: suffixes to keep per state and ranking. None: all.
-        max_stages: most stages of a plan. None: no limit.
         limit_s: plans of a greater L are not wanted.
     """
 
@@ -73,19 +72,16 @@ class PlacementSearch:
         self,
         tables: Tables,
         machines: Machines,
+        budget: Budget,
         *,
         width: int | None,
-        max_stages: int | None,
-        budget: Budget,
         limit_s: float = np.inf,
     ) -> None:
         self._tables = tables
         self._machines = machines
         self._width = width
-        self._max_stages = max_stages or len(tables.problem.order)
         self._budget = budget
         self._limit_s = limit_s
-        self._states = PlaceNumbers(machines.empty)
         self._places = PlaceNumbers(machines.empty)
         self._settled: dict[int, Labels] = {}
         self._moves: dict[int, Moves] = {}
@@ -94,12 +90,14 @@ class PlacementSearch:
 
     def run(self) -> list[ChainPlan]:
         """The best plan and the best of other numbers of stages that came up, least L first."""
-        start = Labels.no_stages(len(self._tables.problem.order))
-        self._consider(replace(start, closed_s=np.array([self._data_parallel_s()])))
+        # The one suffix of no stages, before which everything is data parallel.
+        size, least_s = len(self._tables.problem.order), self._data_parallel_s()
+        start = labels(NOTHING, start=size, source=-1, closed_s=least_s)
+        self._consider(start)
         self._pending[0].append(start)
         for in_use in range(self._machines.cluster.num_devices):
-            states = [s for s in self._pending if sum(self._states.places[s]) == in_use]
-            states.sort(key=lambda s: self._states.places[s])
+            states = [s for s in self._pending if sum(self._places.places[s]) == in_use]
+            states.sort(key=lambda s: self._places.places[s])
             for state in states:
                 self._settle(state)
             self._thin_out(states)
@@ -109,35 +107,32 @@ class PlacementSearch:
         return [self._chain(label) for label in sorted(found, key=lambda label: label.closed_s[0])]
 
     def _settle(self, state: int) -> None:
-        labels = Labels.join(self._pending.pop(state))
-        labels = labels.take(labels.least_s <= self._limit_s * EXACT)
-        if self._width is not None and len(labels):
-            labels = labels.take(best_of_groups(labels, labels.start, self._width))
-        self._settled[state] = labels
+        found = joined(self._pending.pop(state))
+        found = found[found.least_s <= self._limit_s * EXACT]
+        if self._width is not None and len(found):
+            found = found[best_of_groups(found, found.start, self._width)]
+        self._settled[state] = found
 
     def _thin_out(self, states: list[int]) -> None:
         """Of all states with as many devices in use, keep the best suffixes of every cut."""
         if self._width is None or len(states) < 2:
             return
-        together = Labels.join([self._settled[state] for state in states])
+        together = joined([self._settled[state] for state in states])
         if len(together):
-            kept = best_of_groups(together, together.start, BREADTH * self._width)
-            ends = np.cumsum([len(self._settled[state]) for state in states])
-            home = np.searchsorted(ends, kept, side="right")
-            for k, state in enumerate(states):
-                begin = ends[k] - len(self._settled[state])
-                self._settled[state] = self._settled[state].take(kept[home == k] - begin)
+            kept = np.zeros(len(together), dtype=np.bool_)
+            kept[best_of_groups(together, together.start, BREADTH * self._width)] = True
+            for state in states:
+                own, kept = np.split(kept, [len(self._settled[state])])
+                self._settled[state] = self._settled[state][own]
 
     def _extend(self, state: int) -> None:
         """All ways to add a stage in front of the suffixes of a state, some at a time."""
-        labels = self._settled[state]
-        if not len(labels):
+        behind = self._settled[state]
+        if not len(behind):
             return
-        moves = Moves(
-            self._states.places[state], self._machines, self._tables, self._states, self._places
-        )
+        moves = Moves(self._places.places[state], self._machines, self._tables, self._places)
         self._moves[state] = moves
-        first, count = self._starts(labels, moves)
+        first, count = self._starts(behind, moves)
         begin, suffixes = 0, count.sum(axis=1)
         while begin < len(moves):
             end = begin + 1
@@ -146,7 +141,7 @@ class PlacementSearch:
             self._add(state, begin, first[begin:end], count[begin:end])
             begin = end
 
-    def _starts(self, labels: Labels, moves: Moves) -> tuple[Index, Index]:
+    def _starts(self, behind: Labels, moves: Moves) -> tuple[Index, Index]:
         """Per move and suffix the first operator at which a stage may begin, and how many may.
 
         Neither it nor the average of those to come takes longer than a period of the best plan.
@@ -156,11 +151,10 @@ class PlacementSearch:
         low = np.maximum(1, -(-moves.free // tables.degrees[-1]))[:, None]
         high = np.searchsorted(tables.work_s, period * moves.free, side="right")[:, None] - 1
         times = [tables.both_s[k] for k in moves.degree]
-        reach = [np.searchsorted(time, time[labels.start] - period) for time in times]
-        first = np.maximum(low, np.reshape(reach, (len(moves), len(labels))))
-        last = np.minimum(high, labels.start - 1)
-        more = labels.stages + 2 <= self._max_stages
-        return first, np.where(more, np.maximum(last - first + 1, 0), 0)
+        reach = [np.searchsorted(time, time[behind.start] - period) for time in times]
+        first = np.maximum(low, np.reshape(reach, (len(moves), len(behind))))
+        last = np.minimum(high, behind.start - 1)
+        return first, np.maximum(last - first + 1, 0)
 
     def _add(self, state: int, begin: int, first: Index, count: Index) -> None:
         """Price the suffixes with one more stage and hand them to the states they lead to."""
@@ -168,75 +162,71 @@ class PlacementSearch:
         self._budget.spend(total)
         if not total:
             return
-        labels, moves = self._settled[state], self._moves[state]
+        behind, moves = self._settled[state], self._moves[state]
         starts = count.ravel()
         pair = np.repeat(np.arange(starts.size), starts)
         before = np.repeat(np.cumsum(starts) - starts, starts)
         start = first.ravel()[pair] + np.arange(total) - before
-        move, parent = np.divmod(pair, len(labels))
+        move, parent = np.divmod(pair, len(behind))
         move += begin
-        room = self._tables.headroom[moves.degree[move], start, labels.start[parent]]
-        fits = room >= labels.stages[parent]
+        room = self._tables.headroom[moves.degree[move], start, behind.start[parent]]
+        fits = room >= behind.stages[parent]
         added = self._prepended(state, move[fits], parent[fits], start[fits])
         self._consider(added)
-        added = added.take(added.least_s <= self._limit_s * EXACT)
-        target = moves.target[added.move]
+        added = added[added.least_s <= self._limit_s * EXACT]
         if self._width is not None and len(added):
-            group = target * len(self._tables.problem.row) + added.start
-            kept = best_of_groups(added, group, self._width)
-            added, target = added.take(kept), target[kept]
-        for number in np.unique(target):
-            self._pending[int(number)].append(added.take(target == number))
+            group = moves.target[added.move] * len(self._tables.problem.row) + added.start
+            added = added[best_of_groups(added, group, self._width)]
+        target = moves.target[added.move]
+        for number in np.unique(target).tolist():
+            self._pending[number].append(added[target == number])
 
     def _prepended(self, state: int, move: Index, parent: Index, start: Index) -> Labels:
         """Suffixes of a state with one more stage in front."""
-        tables, labels, moves = self._tables, self._settled[state], self._moves[state]
-        degree, stop = moves.degree[move], labels.start[parent]
+        tables, moves, count = self._tables, self._moves[state], self._tables.num_microbatches
+        per_byte, latency_s = self._hops(self._settled[state], moves)
+        price = per_byte[move, parent], latency_s[move, parent]
+        behind = self._settled[state][parent]
+        degree, stop = moves.degree[move], behind.start
         forward = tables.forward_s[degree, stop] - tables.forward_s[degree, start]
         backward = tables.backward_s[degree, stop] - tables.backward_s[degree, start]
         reduce_s = np.empty(len(move))
         for k in np.unique(move):
             part = slice(*np.searchsorted(move, [k, k + 1]))
             reduce_s[part] = moves.ring(k)[start[part], stop[part]]
-        per_byte, latency_s = self._hops(labels, moves)
-        price = per_byte[move, parent], latency_s[move, parent]
-        there = transfer_s(labels.entering[parent], *price)
-        back = transfer_s(labels.gradients[parent], *price)
-        suffix = pick(labels.suffix, parent).prepend(there, back, 0.0, tables.num_microbatches)
-        suffix = suffix.prepend(forward, backward, reduce_s, tables.num_microbatches)
-        peak = np.maximum(np.maximum(labels.peak_s[parent], there + back), forward + backward)
-        unknown = np.zeros(len(move))
-        added = Labels(
+        there = transfer_s(behind.entering, *price)
+        back = transfer_s(behind.gradients, *price)
+        suffix = suffix_of(behind).prepend(there, back, 0.0, count)
+        added = labels(
+            suffix.prepend(forward, backward, reduce_s, count),
+            len(move),
             start=start,
-            stages=labels.stages[parent] + 1,
-            entering=tables.entering[start, stop],
-            gradients=tables.gradients[start, stop],
-            peak_s=peak,
+            stages=behind.stages + 1,
             place=moves.place[move],
-            closed_s=unknown,
-            hoped_s=unknown,
-            least_s=unknown,
-            source=np.full(len(move), state),
+            source=state,
             parent=parent,
             move=move,
-            suffix=suffix,
+            entering=tables.entering[start, stop],
+            gradients=tables.gradients[start, stop],
+            peak_s=np.maximum(np.maximum(behind.peak_s, there + back), forward + backward),
         )
-        return self._valued(added, moves)
+        self._value(added, moves)
+        return added
 
-    def _hops(self, labels: Labels, moves: Moves) -> tuple[Floats, Floats]:
+    def _hops(self, behind: Labels, moves: Moves) -> tuple[Floats, Floats]:
         """Price per byte and latency between every new stage and the one behind: [move, label]."""
-        numbers, place = np.unique(labels.place, return_inverse=True)
+        numbers, place = np.unique(behind.place, return_inverse=True)
         if not numbers[0]:
             # The one suffix of no stages is nowhere, and nothing enters it.
             return np.zeros((len(moves), 1)), np.zeros((len(moves), 1))
         per_byte, latency_s = moves.hops([self._places.places[n] for n in numbers])
         return per_byte[:, place], latency_s[:, place]
 
-    def _valued(self, added: Labels, moves: Moves) -> Labels:
-        """The same with T_PL, hope and lower bound."""
+    def _value(self, added: Labels, moves: Moves) -> None:
+        """Fill in T_PL, hope and lower bound."""
         tables = self._tables
         steady = tables.num_microbatches - 1
-        suffix = added.suffix
+        suffix = suffix_of(added)
         free = moves.free[added.move]
         average = tables.work_s[added.start] / free
         rest = tables.least_both_s[free, added.start]
@@ -249,15 +239,16 @@ class PlacementSearch:
         stays = stays + np.maximum(suffix.ending_s, suffix.back_s + rest_back)
         moves_on = steady * average + np.maximum(suffix.behind_s, rest_back)
         on = steady * average > steady * suffix.pivot_s + suffix.between_s
-        hoped = np.maximum(least, np.where(on, moves_on, stays) + rest - rest_back)
-        return replace(added, closed_s=self._closed_s(added, moves), hoped_s=hoped, least_s=least)
+        added.closed_s = self._closed_s(added, moves)
+        added.hoped_s = np.maximum(least, np.where(on, moves_on, stays) + rest - rest_back)
+        added.least_s = least
 
     def _closed_s(self, added: Labels, moves: Moves) -> Floats:
         """T_PL: all that comes before as one stage on all devices that are left."""
         tables, move, start = self._tables, added.move, added.start
         degree = moves.closing[move]
         per_byte, latency_s = (price[move] for price in moves.closing_hop)
-        suffix = added.suffix.prepend(
+        suffix = suffix_of(added).prepend(
             transfer_s(added.entering, per_byte, latency_s),
             transfer_s(added.gradients, per_byte, latency_s),
             0.0,
@@ -286,12 +277,11 @@ class PlacementSearch:
 
     def _consider(self, added: Labels) -> None:
         """Remember the best plans, per number of stages."""
-        for stages in np.unique(added.stages):
+        for stages in np.unique(added.stages).tolist():
             alike = np.flatnonzero(added.stages == stages)
-            best = added.take(alike[[added.closed_s[alike].argmin()]])
-            known = self._best.get(int(stages))
-            if known is None or best.closed_s[0] < known.closed_s[0]:
-                self._best[int(stages)] = best
+            best = added[alike[[added.closed_s[alike].argmin()]]]
+            if stages not in self._best or best.closed_s[0] < self._best[stages].closed_s[0]:
+                self._best[stages] = best
                 self._limit_s = min(self._limit_s, float(best.closed_s[0]))
 
     def _chain(self, first: Labels) -> ChainPlan:
@@ -302,6 +292,6 @@ class PlacementSearch:
             source = int(label.source[0])
             starts.append(int(label.start[0]))
             steps.append(self._moves[source].steps[int(label.move[0])])
-            label = self._settled[source].take(label.parent)
+            label = self._settled[source][label.parent]
         devices = self._machines.devices(steps[::-1])[::-1]
         return ChainPlan(latency_s, (0, *starts, len(self._tables.problem.order)), tuple(devices))
