@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
-from anabranch.planner.partitions import partitions
 from anabranch.plans.contraction import contract
+from anabranch.plans.partitions import partitions
 from anabranch.plans.stages import Stage, StageGraph
 from tests.planner.helpers import cluster as devices_of
 from tests.planner.helpers import linked_model

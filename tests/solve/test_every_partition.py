@@ -14,9 +14,9 @@ from anabranch import solve
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError
 from anabranch.planner.graphpipe import GraphPipe
-from anabranch.planner.partitions import partitions
 from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check
+from anabranch.plans.partitions import partitions
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless
 from anabranch.simulator import stream

@@ -79,7 +79,7 @@ def data_parallel(problem: Problem, microbatch_size: int | None) -> Iterator[Can
     cost, total = problem.cost, problem.devices
     everything = (1 << len(cost.graph)) - 1
     for size in problem.sizes(microbatch_size):
-        assembler = problem.assembler(size)
+        assembler = problem.assembler(problem.prices(size))
         for tensor in (t for t in assembler.prices.microbatch.tensors if total % t == 0):
             replicas = total // tensor
             if replicas <= problem.most_replicas and assembler.prices.microbatch.may(replicas):

@@ -67,7 +67,7 @@ class Even:
             seconds = (forward + backward)[list(order)].tolist()
             runs = even_runs(seconds, min(problem.devices, len(order)))
             parts = [Part(sum(1 << op for op in order[i:j]), 1) for i, j in runs]
-            candidate = problem.assembler(size).assemble(parts)
+            candidate = problem.assembler(problem.prices(size)).assemble(parts)
             if candidate is not None:
                 yield candidate
 

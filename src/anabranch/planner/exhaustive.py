@@ -20,11 +20,11 @@ from typing import ClassVar
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
-from anabranch.planner.partitions import partitions
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, heights
 from anabranch.planner.toolkit.problem import Problem
+from anabranch.plans.partitions import partitions
 from anabranch.plans.stages import StageGraph
 
 MOST_OPERATORS = 8
@@ -114,7 +114,7 @@ class Exhaustive:
 
     def _at_size(self, problem: Problem, size: int, everything: _Partitions) -> Iterator[Candidate]:
         """Candidates of one micro-batch size."""
-        assembler = problem.assembler(size)
+        assembler = problem.assembler(problem.prices(size))
         degrees = assembler.prices.microbatch.degrees
         if not degrees:
             return

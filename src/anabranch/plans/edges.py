@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from anabranch.graph.opgraph import BATCH, OpGraph
+from anabranch.graph.opgraph import BATCH, OpGraph, bits
 from anabranch.plans.stages import StageGraph
 
 
@@ -23,6 +23,32 @@ def edge_values(graph: StageGraph, model: OpGraph) -> Mapping[tuple[int, int], t
             if target != source:
                 carried[source, target].append(index)
     return {edge: tuple(values) for edge, values in sorted(carried.items())}
+
+
+def value_edges(home: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
+    """Pairs of stages of which the second reads a value of the first.
+
+    Args:
+        home: stage of each operator.
+    """
+    return {(home[a], home[b]) for a, b in model.edges if home[a] != home[b]}
+
+
+def mask_edges(masks: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
+    """The same of stages given as bit masks of operators, which hold all of them together."""
+    home = [0] * len(model)
+    for s, mask in enumerate(masks):
+        for op in bits(mask):
+            home[op] = s
+    return value_edges(home, model)
+
+
+def successors(count: int, pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Per stage, those to which an edge leads from it."""
+    result: dict[int, list[int]] = {s: [] for s in range(count)}
+    for x, y in pairs:
+        result[x].append(y)
+    return result
 
 
 class MessageEdges(NamedTuple):

@@ -26,9 +26,9 @@ from itertools import accumulate
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.opgraph import OpGraph, bits
-from anabranch.planner.partitions import partitions
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.contraction import Contracted, contract, in_order
+from anabranch.plans.partitions import partitions
 from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile

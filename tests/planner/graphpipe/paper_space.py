@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from anabranch.planner.graphpipe.chains import Block, Chain
-from anabranch.planner.toolkit.parts import Part, PartPrices, edges, heights
+from anabranch.planner.toolkit.parts import Part, PartPrices, heights
+from anabranch.plans.edges import mask_edges
 
 Masks = tuple[int, ...]
 
@@ -66,7 +67,7 @@ def least_period(prices: PartPrices, chain: Chain, devices: int) -> float:
     for masks in set(partitions(chain)):
         if len(masks) > devices:
             continue
-        pairs = edges(prices, [Part(mask, 1) for mask in masks])
+        pairs = mask_edges(masks, prices.cost.graph)
         order = _ordered(masks, pairs)
         height = heights(len(masks), {(order[x], order[y]) for x, y in pairs})
         periods = [

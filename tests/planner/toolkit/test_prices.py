@@ -36,7 +36,6 @@ def test_degrees():
     assert degrees(cost, 2, 4) == (1, 2)
     assert degrees(cost, 16, 32) == (2, 4, 8, 16)
     assert degrees(cost, 3, 1) == (1,)
-    assert degrees(cost, 8, 7, uneven=True) == (1, 2, 3, 4, 5, 6)
     assert degrees(cost, 8, 5, every=True) == (1, 2, 3, 4, 5)
 
 

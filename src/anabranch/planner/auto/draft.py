@@ -14,8 +14,7 @@ value orders is listed first, and so runs first where stages are chained.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,8 @@ from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
-from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.digraph import topological_order
+from anabranch.plans.edges import successors, value_edges
 from anabranch.plans.stages import Stage, StageGraph
 
 Ints = NDArray[np.int32]
@@ -95,7 +95,7 @@ def draft_of(graph: StageGraph, cost: CostModel, *, deep: bool = False) -> Draft
         np.array([stage.recompute for stage in graph.stages], dtype=np.bool_),
         _ints(stage.tensor for stage in graph.stages),
         deep,
-        chain <= set(graph.edges) and not chain <= _value_edges(home.tolist(), cost.graph),
+        chain <= set(graph.edges) and not chain <= value_edges(home.tolist(), cost.graph),
         cost.shard_optimizer,
     )
 
@@ -107,8 +107,14 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
     Raises:
         InvalidPlanError: if stages wait for each other in a circle.
     """
-    edges = _value_edges(draft.home.tolist(), cost.graph)
-    order = _topological(draft.num_stages, edges)
+    count, edges = draft.num_stages, value_edges(draft.home.tolist(), cost.graph)
+    order = topological_order(successors(count, edges), int)
+    if len(order) < count:
+        left = sorted(set(range(count)) - set(order))
+        raise InvalidPlanError(
+            f"stages {', '.join(map(str, left))} wait for each other in a circle: a path of "
+            "operators leaves one of them and comes back to it"
+        )
     place = {s: at for at, s in enumerate(order)}
     stages = tuple(
         Stage(
@@ -125,35 +131,6 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
     if draft.chained:
         placed |= {(at, at + 1) for at in range(len(order) - 1)}
     return StageGraph(stages, tuple(sorted(placed)), batch_size)
-
-
-def _value_edges(home: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
-    """Pairs of stages of which the second reads a value of the first."""
-    return {(home[a], home[b]) for a, b in model.edges if home[a] != home[b]}
-
-
-def _topological(count: int, edges: set[tuple[int, int]]) -> list[int]:
-    after: list[list[int]] = [[] for _ in range(count)]
-    missing = [0] * count
-    for x, y in edges:
-        after[x].append(y)
-        missing[y] += 1
-    ready = [s for s in range(count) if not missing[s]]
-    heapify(ready)
-    order: list[int] = []
-    while ready:
-        order.append(heappop(ready))
-        for y in after[order[-1]]:
-            missing[y] -= 1
-            if not missing[y]:
-                heappush(ready, y)
-    if len(order) < count:
-        left = sorted(set(range(count)) - set(order))
-        raise InvalidPlanError(
-            f"stages {', '.join(map(str, left))} wait for each other in a circle: a path of "
-            "operators leaves one of them and comes back to it"
-        )
-    return order
 
 
 def _ints(numbers: Iterable[int]) -> Ints:

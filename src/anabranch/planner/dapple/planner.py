@@ -17,6 +17,7 @@ from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
 from anabranch.planner.toolkit.prices import microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
+from anabranch.plans.edges import mask_edges
 from anabranch.plans.stages import Stage, StageGraph
 
 NEAR = 1.2
@@ -113,13 +114,10 @@ class Dapple:
 def stage_graph(problem: ChainProblem, chain: ChainPlan, microbatch_size: int) -> StageGraph:
     """The stage graph of a plan: a chain, with the edges along which values skip stages."""
     graph = problem.cost.graph
-    runs = [problem.order[i:j] for i, j in pairwise(chain.cuts)]
-    home = {op: s for s, run in enumerate(runs) for op in run}
-    flows = {(home[a], home[b]) for a, b in graph.edges if home[a] != home[b]}
+    masks = [problem.row.mask(i, j) for i, j in pairwise(chain.cuts)]
     stages = tuple(
-        Stage(graph.names(sum(1 << op for op in run)), devices, microbatch_size)
-        for run, devices in zip(runs, chain.devices, strict=True)
+        Stage(graph.names(mask), devices, microbatch_size)
+        for mask, devices in zip(masks, chain.devices, strict=True)
     )
-    return StageGraph(
-        stages, tuple(sorted(flows | set(pairwise(range(len(runs)))))), problem.batch_size
-    )
+    edges = mask_edges(masks, graph) | set(pairwise(range(len(masks))))
+    return StageGraph(stages, tuple(sorted(edges)), problem.batch_size)

@@ -170,8 +170,9 @@ def _placed(
     cost = problem.cost
     modes = {stage.mask: schedules.modes[stage.mode] for stage in stages}
     runs = {stage.mask: schedules.configurations[stage.configuration] for stage in stages}
-    first = schedules.configurations[0].microbatch_size
-    parts, pairs = problem.assembler(first).arrange([Part(stage.mask, 1) for stage in stages])
+    parts, pairs = problem.assembler(schedules.prices[0]).arrange(
+        [Part(stage.mask, 1) for stage in stages]
+    )
     masks = [part.mask for part in parts]
     shapes = [(modes[mask].devices, modes[mask].tensor) for mask in masks]
     for devices in placements(shapes, heights(len(masks), pairs), cost.cluster.group_sizes):

@@ -22,9 +22,10 @@ from anabranch.planner.pipedream.terms import Piece, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
-from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits
+from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.planner.toolkit.prices import MicrobatchPrices, microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
+from anabranch.plans.edges import mask_edges
 from anabranch.plans.stages import StageGraph
 
 MOST_BYTES = 4 * GIB
@@ -124,7 +125,7 @@ class PipeDream:
         placed = list(stages(pieces, [tier.size for tier in terms.tiers]))
         parts = [Part(terms.states.mask(u, v), len(devices)) for u, v, devices in placed]
         prices = PartPrices(terms.prices)
-        pairs = edges(prices, parts)
+        pairs = mask_edges([part.mask for part in parts], prices.cost.graph)
         if not self.antichains:
             # In a row every stage waits for the one before it.
             pairs |= {(s, s + 1) for s in range(len(parts) - 1)}

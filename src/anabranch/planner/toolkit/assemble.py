@@ -20,8 +20,9 @@ import numpy as np
 
 from anabranch.graph.digraph import topological_order
 from anabranch.graph.opgraph import bits
-from anabranch.planner.toolkit.parts import Part, PartPrices, edges, fits, heights, successors
+from anabranch.planner.toolkit.parts import Part, PartPrices, fits, heights
 from anabranch.planner.toolkit.place import placements
+from anabranch.plans.edges import mask_edges, successors
 from anabranch.plans.stages import Stage, StageGraph
 
 SUM_WEIGHT = 1e-6
@@ -150,7 +151,7 @@ class Assembler:
     def arrange(self, parts: Sequence[Part]) -> tuple[list[Part], set[tuple[int, int]]]:
         """Parts in topological order, branch after branch, and the stage edges."""
         key = [min(self.position[op] for op in bits(part.mask)) for part in parts]
-        pairs = edges(self.prices, parts)
+        pairs = mask_edges([part.mask for part in parts], self.prices.cost.graph)
         ordered = topological_order(successors(len(parts), pairs), key.__getitem__)
         assert len(ordered) == len(parts), "convex stages along a series-parallel order are acyclic"
         at = {s: position for position, s in enumerate(ordered)}

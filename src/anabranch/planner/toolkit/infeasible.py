@@ -135,7 +135,7 @@ def uses_all_devices(
     for size in dict.fromkeys((sizes[0], sizes[-1])):
         prices = replace(problem.prices(size), memory_bytes=memory_bytes)
         parts = fewest(prices)
-        if parts and problem.assembler_at(prices).assemble(parts) is not None:
+        if parts and problem.assembler(prices).assemble(parts) is not None:
             return True
     return False
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,23 +69,6 @@ class PartPrices:
             height = self.microbatch.headroom(weights, part.replicas, recompute=part.recompute)
             self._headroom[part] = int(height)
         return self._headroom[part]
-
-
-def edges(prices: PartPrices, parts: Iterable[Part]) -> set[tuple[int, int]]:
-    """Pairs of parts between which values flow."""
-    home = [-1] * len(prices.cost.graph)
-    for s, part in enumerate(parts):
-        for op in bits(part.mask):
-            home[op] = s
-    return {(home[a], home[b]) for a, b in prices.cost.graph.edges if home[a] != home[b]}
-
-
-def successors(count: int, pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Per part, those to which an edge leads from it."""
-    result: dict[int, list[int]] = {s: [] for s in range(count)}
-    for x, y in pairs:
-        result[x].append(y)
-    return result
 
 
 def heights(count: int, pairs: set[tuple[int, int]]) -> list[int]:

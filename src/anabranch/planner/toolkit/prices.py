@@ -111,29 +111,19 @@ class MicrobatchPrices:
 
 
 def degrees(
-    cost: CostModel,
-    microbatch_size: int,
-    limit: int,
-    *,
-    batch_size: int = 0,
-    uneven: bool = False,
-    every: bool = False,
+    cost: CostModel, microbatch_size: int, limit: int, *, batch_size: int = 0, every: bool = False
 ) -> tuple[int, ...]:
-    """Numbers of replicas up to ``limit`` that leave each a sample count in the profile.
+    """Numbers of replicas up to ``limit`` that leave each a sample count in the profile: powers of
+    two, or every number.
 
     Args:
         batch_size: samples of one step, if its last micro-batch may be a short one.
-        uneven: besides the powers of two three times them, and what they leave of ``limit``: a
-            stage of 15 beside one of 1.
     """
-    found = set(range(1, limit + 1)) if every else {1 << i for i in range(limit.bit_length())}
-    if uneven:
-        found |= {3 * power for power in found} | {limit - power for power in found}
+    found = range(1, limit + 1) if every else [1 << i for i in range(limit.bit_length())]
     return tuple(
         degree
-        for degree in sorted(found)
-        if 1 <= degree <= min(limit, microbatch_size)
-        and profile_covers(cost, batch_size, microbatch_size, degree)
+        for degree in found
+        if degree <= microbatch_size and profile_covers(cost, batch_size, microbatch_size, degree)
     )
 
 

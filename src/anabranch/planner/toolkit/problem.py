@@ -12,9 +12,6 @@ from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees, microbatch_sizes
 
-SHORT = 10
-"""Models of up to so many operators get numbers of replicas besides the powers of two."""
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -72,7 +69,6 @@ class Problem:
                 microbatch_size,
                 min(devices, self.most_replicas),
                 batch_size=self.batch_size,
-                uneven=len(self.order) <= SHORT,
             ),
             self.cost.cluster.memory_bytes,
             tensors=tuple(t for t in self.cost.tensor_degrees if t <= devices and node % t == 0),
@@ -80,16 +76,6 @@ class Problem:
             max_devices=devices,
         )
 
-    def assembler(self, microbatch_size: int) -> Assembler:
-        """What makes stage graphs of parts at one micro-batch size."""
-        if microbatch_size not in self._assemblers:
-            self._assemblers[microbatch_size] = self.assembler_at(self.prices(microbatch_size))
-        return self._assemblers[microbatch_size]
-
-    @cached_property
-    def _assemblers(self) -> dict[int, Assembler]:
-        return {}
-
-    def assembler_at(self, prices: MicrobatchPrices) -> Assembler:
+    def assembler(self, prices: MicrobatchPrices) -> Assembler:
         """What makes stage graphs of parts at these prices."""
         return Assembler(PartPrices(prices), self.order, self.most_replicas, self.chained)

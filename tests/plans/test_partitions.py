@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.planner.partitions import partitions
+from anabranch.plans.partitions import partitions
 from tests.planner.helpers import linked_model
 
 

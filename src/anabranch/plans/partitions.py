@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from anabranch.cost import CostModel
 from anabranch.graph.digraph import topological_order
+from anabranch.plans.edges import mask_edges, successors
 
 
 def partitions(cost: CostModel) -> Iterator[tuple[tuple[int, ...], set[tuple[int, int]]]]:
@@ -26,10 +27,8 @@ def partitions(cost: CostModel) -> Iterator[tuple[tuple[int, ...], set[tuple[int
         yield from extend(i + 1, [*parts, 1 << i])
 
     for masks in extend(0, []):
-        home = {op: s for s, mask in enumerate(masks) for op in range(n) if mask >> op & 1}
-        pairs = {(home[a], home[b]) for a, b in cost.graph.edges if home[a] != home[b]}
-        after = {s: [y for x, y in pairs if x == s] for s in range(len(masks))}
-        order = topological_order(after, int)
+        pairs = mask_edges(masks, cost.graph)
+        order = topological_order(successors(len(masks), pairs), int)
         if len(order) == len(masks):
             at = {s: k for k, s in enumerate(order)}
             yield tuple(masks[s] for s in order), {(at[x], at[y]) for x, y in pairs}
