@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.planner.exhaustive import best_replicas
 from anabranch.planner.graphpipe.chains import line
 from anabranch.planner.graphpipe.partitioner import StagePrices, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules
@@ -80,10 +79,3 @@ def test_straight_pipeline():
     cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))
     for graph in Sequential(max_replicas=1)(cost, batch_size=128):
         assert [stage.replicas for stage in graph.stages] == [1] * 8
-
-
-def test_best_replicas_reads_heights_from_the_data():
-    """The yardstick of the other planners: two stages without an edge are both at height 0."""
-    cost = cost_model(shapes.towers("small", 2, 0, layers=1, top=0), 2, memory=2**40)
-    prices = PartPrices(Problem(cost, 4).prices(1))
-    assert best_replicas(prices, (0b0001, 0b1110), 2) == [Part(0b0001, 1), Part(0b1110, 1)]
