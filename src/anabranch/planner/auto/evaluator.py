@@ -6,13 +6,14 @@ of two drafts is the quicker one:
 - kFkB with the warm-up of Table 2 (``plans.in_flight``), micro-batch sizes and k of every stage,
   and the last micro-batch, which may be a short one;
 - messages on links and on the cards of nodes that stages share, beside compute, each as soon as
-  its receive is posted, between nodes as far as replicas with the same samples are on several;
+  its receive is posted;
 - all-reduces in buckets beside the last backward, behind messages on the same links; then updates,
   which wait for all of them, and what replicas that share the optimizer's state send each other;
 - memory with recomputation and, without a flush, with versions of the weights;
 - processor cores that devices share, one action after the other.
 
 It is no judge: what it likes is simulated (``simulator``). Left out are slices of uneven size,
+replicas that meet those of another stage inside of nodes while both stages span several,
 all-reduces that hold messages up, and parameters that stages share.
 """
 
@@ -88,7 +89,6 @@ class Evaluator:
             np.zeros(edges, tables.EDGE),
             edge_of,
             np.zeros((devices, nodes), np.int64),
-            np.zeros(devices, np.int64),
             *ports,
             cores,
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),

@@ -420,7 +420,6 @@ def step_s(
     edges: Table,
     edge_of: Table,
     nodes: Table,
-    following: Table,
     leaving: Table,
     entering: Table,
     summing: Table,
@@ -437,7 +436,7 @@ def step_s(
     stages, microbatch, recompute = stages[:count], microbatch[:count], recompute[:count]
     problem = problems[0]
     batch_size, flush = problem.batch_size, problem.flush > 0
-    if not count_devices(owner, tensor, levels[0].devices, stages, nodes, following):
+    if not count_devices(owner, tensor, levels[0].devices, stages, nodes):
         return np.inf
     if not split_samples(microbatch, tensor, degree_of, measured, problem, stages):
         return np.inf
@@ -457,7 +456,7 @@ def step_s(
     count_in_flight(deep, flush, stages, edges)
     if not fit_memory(recompute, sharded, problem, stages, edges):
         return np.inf
-    price_messages(joined, levels, problem, following, stages, edges)
+    price_messages(joined, levels, problem, stages, edges)
     price_sums(home, sharded, op_seconds, op_bytes, levels, problem, stages)
     least = _least_s(problem, stages, edges)
     if not flush:

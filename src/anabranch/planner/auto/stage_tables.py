@@ -87,7 +87,7 @@ STAGE = _record(
 # Whether it leaves a node; the next edge with the same end, or -1; of the receiver's micro-batches
 # on either way, how many have their receives posted. Bytes ahead and back, per sample and whatever
 # the samples; seconds of a byte on a single link, and of latency; links that share it at either
-# end, more where only a part of it takes them.
+# end.
 EDGE = _record(
     "source target far next_entering next_leaving posted_ahead posted_back",
     "ahead ahead_fixed back back_fixed byte_s latency source_links target_links",
@@ -106,14 +106,7 @@ _transfer_s = cast(Callable[..., float], compiled(transfer_s))
 
 
 @compiled
-def count_devices(
-    owner: Table,
-    tensor: Table,
-    node: int,
-    stages: Table,
-    nodes: Table,
-    following: Table,  # [d] the next device of the same stage, the first one behind the last
-) -> bool:
+def count_devices(owner: Table, tensor: Table, node: int, stages: Table, nodes: Table) -> bool:
     """How many devices every stage has, between which, and on which nodes, [s, 0 to its nodes];
     whether the devices of each replica lie inside a node.
     """
@@ -128,9 +121,6 @@ def count_devices(
                 return False
             nodes[s, stage.nodes] = inside
             stage.nodes += 1
-        if stage.devices > 0:
-            following[stage.high] = d
-        following[d] = stage.low
         stage.devices += 1
         stage.high = d
     return True
@@ -431,47 +421,7 @@ def message_bytes(edge: Record, way: int, samples: int) -> float:
 
 
 @compiled
-def _meeting(source: Record, target: Record, following: Table, levels: Table) -> tuple[int, float]:
-    """The farthest level on which replicas with the same samples meet, and the share of the samples
-    for which they do so beyond a node.
-
-    Time O(replicas times micro-batches of the smaller size in the larger one).
-    """
-    if level_of(min(source.low, target.low), max(source.high, target.high), levels) == 0:
-        return 0, 0.0
-    # In parts of a sample of which the slices of both are whole numbers.
-    slice_a, slice_b = source.microbatch * target.replicas, target.microbatch * source.replicas
-    a, b, left_a, left_b = source.low, target.low, slice_a, slice_b
-    whole = max(source.replicas * slice_a, target.replicas * slice_b)
-    level, left, far = 0, whole, 0
-    while left > 0:
-        some, meets = min(left_a, left_b), level_of(min(a, b), max(a, b), levels)
-        level, far = max(level, meets), far + (some if meets > 0 else 0)
-        left, left_a, left_b = left - some, left_a - some, left_b - some
-        if left_a == 0:
-            a, left_a = _next_replica(a, source, following), slice_a
-        if left_b == 0:
-            b, left_b = _next_replica(b, target, following), slice_b
-    return level, far / whole
-
-
-@compiled
-def _next_replica(d: int, stage: Record, following: Table) -> int:
-    """The first device of the replica behind that of device d."""
-    for _ in range(stage.devices // stage.replicas):
-        d = following[d]
-    return d
-
-
-@compiled
-def price_messages(
-    count: int,
-    levels: Table,
-    problem: Record,
-    following: Table,
-    stages: Table,
-    edges: Table,
-) -> None:
+def price_messages(count: int, levels: Table, problem: Record, stages: Table, edges: Table) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
     for e in range(count):
         edge = edges[e]
@@ -479,11 +429,11 @@ def price_messages(
         copies = min(source.replicas, target.replicas)
         edge.ahead_fixed *= copies
         edge.back_fixed *= copies
-        level, share = _meeting(source, target, following, levels)
+        level = level_of(min(source.low, target.low), max(source.high, target.high), levels)
         # The devices of a node share its card; inside of one everyone has a link.
         edge.far = 1 if level > 0 and levels[0].devices > 1 else 0
-        edge.source_links = source.nodes / share if level > 0 else source.devices
-        edge.target_links = target.nodes / share if level > 0 else target.devices
+        edge.source_links = source.nodes if level > 0 else source.devices
+        edge.target_links = target.nodes if level > 0 else target.devices
         edge.byte_s = 1 / levels[level].bandwidth
         edge.latency = levels[level].latency
         edge.posted_ahead = edge.posted_back = problem.receive_slots
