@@ -92,10 +92,12 @@ class Judge:
 
     def _take(self, found: Iterable[tuple[ScheduledProposal, float]]) -> None:
         found = [*self._equals, *found]
-        self.best_s = min(seconds for _, seconds in found)
+        # It may have begun at a limit that none has come to.
+        self.best_s = min(self.best_s, *(seconds for _, seconds in found))
         limit = self.best_s * (1 + self._objective.equal)
         self._equals = [(candidate, seconds) for candidate, seconds in found if seconds <= limit]
-        self.best, _ = min(self._equals, key=lambda found: self._objective.rank(*found))
+        if self._equals:
+            self.best, _ = min(self._equals, key=lambda found: self._objective.rank(*found))
 
     def seconds(self) -> dict[StageGraph, float]:
         """Of the proposals that fit: as simulated, or a lower bound."""

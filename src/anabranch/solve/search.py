@@ -231,8 +231,11 @@ class StepSearch:
         """
 
         def least_s(proposal: StageGraph, seconds: float) -> float:
-            """Its seconds, less what its longest update is shortened by."""
+            """Its seconds, less what its longest update is shortened by, if that may be enough."""
             size = proposal.batch_size
+            updates = (stage_costs(unshared, s, size).update_s for s in proposal.stages)
+            if seconds - max(updates) > limit:  # which is known, unlike what is left of them
+                return seconds
             return seconds - max(
                 stage_costs(unshared, stage, size).update_s
                 - stage_costs(cost, stage, size).update_s
