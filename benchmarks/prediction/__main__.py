@@ -2,12 +2,14 @@
 
     python -m benchmarks.prediction [--models mmt] [--ranks 2 4] [--turns 3] [--actions] [--json]
 
-The machine is calibrated first. Then plans take turns. A turn has rounds: while all ranks wait, one
-of them times operators and update of the model; the plan is trained for some steps; the model is
-timed again. A round's prediction is the mean of those by its two profiles. So a machine whose speed
-drifts, as that of shared ones does from second to second, is predicted at the speed that it has. A
-turn beside which others computed is made again, a few times at most. A row is the round with the
-median error.
+The machine is calibrated first. Then plans take turns. A turn has rounds: one rank times operators
+and update of the model some times, another one in every round, while the others wait; then the plan
+is trained for some steps. The row is the median of the steps of all rounds beside the prediction by
+the medians of all times, as a mean of the ranks. So a machine whose speed drifts, as that of shared
+ones does from second to second and from core to core, is predicted at the speed that it has.
+
+A turn beside which others computed is made again, a few times at most. Of several turns the
+one with the median error counts.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,7 +38,9 @@ from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
-from anabranch.profile.profile import Profile
+from anabranch.profile.measure import Measurement
+from anabranch.profile.profile import Profile, UpdateCost
+from anabranch.runtime.measurement.update import measure_update
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import prepare
 from anabranch.solve import plan, simulate
@@ -47,7 +51,7 @@ from benchmarks.planners.common import Row, table
 T = TypeVar("T")
 
 BATCH = 32
-ROUNDS, STEPS, SETTLING = 5, 8, 4
+ROUNDS, STEPS, SETTLING = 12, 4, 2
 """Rounds of a turn, steps of a round, and how many more before them."""
 
 QUIET, TRIES = 0.06, 4
@@ -112,25 +116,20 @@ def measure(model: str, ranks: list[int], turns: int, machine: Calibrated) -> li
     seen: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for _ in range(turns):
         for (count, kind), chosen in plans.items():
-            cluster, sizes = local(machine, count), sizes_of(chosen)
-
-            def timed(sizes: tuple[int, ...] = sizes) -> Profile:
-                return measured(whole, spare, sizes, "cpu")
-
-            turn = partial(launch.run, trained, count, workload, chosen, captured, timed)
-            ranks_rounds, others = calmest(turn)
-            for round_ in ranks_rounds[0]:
-                found = [simulate(chosen, profile, cluster) for profile in round_.profiles]
-                plain = [uncalibrated(chosen, profile, count) for profile in round_.profiles]
-                seen[count, kind].append(
-                    {
-                        "step_s": statistics.median(round_.steps),
-                        "predicted_s": statistics.fmean(timeline.step_s for timeline in found),
-                        "uncalibrated_s": statistics.fmean(plain),
-                        "others": others,
-                        "actions": beside(found[0], round_.timeline),
-                    }
-                )
+            cluster = local(machine, count)
+            turn = partial(launch.run, trained, count, workload, chosen, captured, spare, whole)
+            ranks, others = calmest(turn)
+            one, seen_by_all = ranks[0], mean_profile([rank.profile for rank in ranks])
+            found = simulate(chosen, seen_by_all, cluster)
+            seen[count, kind].append(
+                {
+                    "step_s": statistics.median(one.steps),
+                    "predicted_s": found.step_s,
+                    "uncalibrated_s": uncalibrated(chosen, seen_by_all, count),
+                    "others": others,
+                    "actions": beside(found, one.timeline),
+                }
+            )
     return [
         {"model": model, "ranks": count, "kind": kind, **middle(found)}
         for (count, kind), found in seen.items()
@@ -158,7 +157,7 @@ def sizes_of(chosen: Plan) -> tuple[int, ...]:
 
 
 def middle(found: list[Row]) -> Row:
-    """The round with the median error."""
+    """The turn with the median error."""
     ordered = sorted(found, key=lambda row: row["predicted_s"] / row["step_s"])
     return ordered[len(ordered) // 2]
 
@@ -176,45 +175,56 @@ def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
 
 
 @dataclass(frozen=True)
-class Round:
-    """Seconds of some steps, one of them recorded, and the profiles before and after them."""
+class Trained:
+    """Seconds of steps on one rank, one of them recorded, and its profile between them."""
 
-    profiles: tuple[Profile, Profile]
     steps: list[float]
     timeline: Timeline | None
+    profile: Profile
 
 
 def trained(
-    workload: Workload, chosen: Plan, captured: Captured, timed: Callable[[], Profile]
-) -> list[Round]:
-    """The rounds of a turn, of one rank; the first one has the profiles."""
+    workload: Workload, chosen: Plan, captured: Captured, spare: Workload, whole: Captured
+) -> Trained:
+    """A turn, on one rank."""
     prepare(captured, chosen.stage_graph)
     pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
-    batches = pipe.batches()
-    for _ in range(SETTLING):
-        pipe.step(next(batches))
-
-    def profile() -> Profile | None:
-        found = timed() if pipe.rank == 0 else None
+    measurement = Measurement(whole, sizes_of(chosen))
+    updates: list[UpdateCost] = []
+    batches, steps = pipe.batches(), list[float]()
+    for turn in range(ROUNDS):
+        if turn % dist.get_world_size() == pipe.rank:
+            measurement.turn()
+            updates.append(measure_update(spare))
         dist.barrier()
-        return found
-
-    rounds: list[Round] = []
-    before = profile()
-    for _ in range(ROUNDS):
-        steps: list[float] = []
         for step in range(-SETTLING, STEPS):
             batch = next(batches)
             begun = time.perf_counter()
             pipe.step(batch)
             if step >= 0:
                 steps.append(time.perf_counter() - begun)
-        pipe.step(next(batches), record=True)
-        after = profile()
-        if before is not None and after is not None:
-            rounds.append(Round((before, after), steps, pipe.timeline))
-        before = after
-    return rounds
+    pipe.step(next(batches), record=True)
+    update = UpdateCost(*_means([astuple(update) for update in updates]))
+    profile = replace(measurement.profile(), update=update)
+    return Trained(steps, pipe.timeline, profile)
+
+
+def mean_profile(profiles: list[Profile]) -> Profile:
+    """The mean of what several ranks have measured: their processors differ."""
+    updates = [astuple(profile.update) for profile in profiles if profile.update is not None]
+    costs = tuple(
+        replace(
+            alike[0],
+            forward_s=_means([cost.forward_s for cost in alike]),
+            backward_s=_means([cost.backward_s for cost in alike]),
+        )
+        for alike in zip(*(profile.costs for profile in profiles), strict=True)
+    )
+    return replace(profiles[0], costs=costs, update=UpdateCost(*_means(updates)))
+
+
+def _means(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(map(statistics.fmean, zip(*rows, strict=True)))
 
 
 def beside(predicted: Timeline, recorded: Timeline | None) -> Row:

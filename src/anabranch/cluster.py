@@ -83,7 +83,8 @@ class Calibration:
             they are more.
         send_s: of a message, at its sender, and ``send_byte_s`` per byte.
         receive_s: likewise at its receiver, and ``receive_byte_s`` per byte.
-        microbatch_s: of a forward or backward, besides its operators.
+        microbatch_s: of a forward or backward, besides its operators, and ``value_s`` for each
+            value that enters or leaves its stage.
         step_s: of each rank in a step, besides its actions, sums and update.
         sum_tensor_s: of summing gradients, for each parameter that other ranks hold as well, and
             ``sum_byte_s`` per byte of it and other rank.
@@ -112,6 +113,7 @@ class Calibration:
     restarts: tuple[tuple[float, float], ...] = ()
     share_tensor_s: float = 0.0
     share_byte_s: float = 0.0
+    value_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):

@@ -6,12 +6,15 @@ from itertools import count
 
 import pytest
 
+from anabranch.cluster import Cluster
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 from benchmarks.prediction import __main__ as prediction
-from benchmarks.prediction.__main__ import beside, middle, sizes_of
+from benchmarks.prediction.__main__ import beside, mean_profile, middle, sizes_of
+from tests.simulator.helpers import cost_model
 
 
 def timeline(step_s: float, *spans: tuple[float, float, str]) -> Timeline:
@@ -52,3 +55,22 @@ def test_a_turn_beside_others_is_made_again(monkeypatch: pytest.MonkeyPatch):
     turns = count()
     assert prediction.calmest(lambda: next(turns)) == (2, 0.01)
     assert prediction.calmest(lambda: next(turns)) == (4, 0.25)
+
+
+def test_ranks_are_measured_alike():
+    """One rank's core is three times as quick as the other's; both do the work."""
+    graph = cost_model((), [1.0], [2.0], Cluster.preset("local:1")).graph
+    ranks = [
+        Profile(
+            graph,
+            (1, 2),
+            (OpCost((s, 2 * s), (2 * s, 4 * s), 0),),
+            "cpu",
+            "measured",
+            update=UpdateCost(s, 0.0, s),
+        )
+        for s in (1.0, 3.0)
+    ]
+    found = mean_profile(ranks)
+    assert (found.costs[0].forward_s, found.costs[0].backward_s) == ((2.0, 4.0), (4.0, 8.0))
+    assert found.update == UpdateCost(2.0, 0.0, 2.0)

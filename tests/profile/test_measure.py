@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from anabranch.errors import CaptureError, ProfileError
 from anabranch.graph.capture import Captured, capture
 from anabranch.profile.estimate import estimate
-from anabranch.profile.measure import _Copies, measure
+from anabranch.profile.measure import Measurement, _Copies, measure
 from tests.profile.tiny import MODELS, captured_towers, convolutions, two_towers
 
 
@@ -111,6 +111,23 @@ def test_operators_that_are_alike_cost_the_same(
     apart = measure(captured, (2,), repeats=1, pool=False).costs
     costs = dict(zip(captured.graph.index, apart, strict=True))
     assert costs["text.1"].forward_s != costs["text.2"].forward_s
+
+
+def test_turns_between_other_things(towers: Captured) -> None:
+    """A measurement by turns is a profile like any other; between them nothing is left behind."""
+    measurement = Measurement(towers, (4, 2))
+    for _ in range(2):
+        measurement.turn()
+        assert all(p.grad is None for p in towers.module.parameters())
+    profile = measurement.profile()
+    whole = measure(towers, (2, 4), repeats=0)
+    assert (profile.samples, profile.graph, profile.origin) == (
+        whole.samples,
+        whole.graph,
+        whole.origin,
+    )
+    assert [cost.kept_bytes for cost in profile.costs] == [c.kept_bytes for c in whole.costs]
+    assert all(min(cost.forward_s) > 0 for cost in profile.costs)
 
 
 def test_median_drops_a_busy_moment(towers: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,12 @@ def test_passes_and_steps_have_their_bookkeeping():
     assert timeline(ROW, cost).step_s == pytest.approx(4 * 1.25 + 0.5)
 
 
+def test_passes_have_time_for_every_value_of_their_border():
+    """One value leaves stage 0 and enters stage 1, so each of 4 passes of 1 s takes .25 more."""
+    cost = costs(machine(value_s=0.25), 1.0, 1.0)
+    assert timeline(ROW, cost).step_s == pytest.approx(4 * 1.25)
+
+
 def test_ranks_of_a_host_slow_each_other():
     """Two replicas side by side take half as long again; on two hosts they do not."""
     graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 2)

@@ -184,6 +184,7 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
         restarts=alone.restarts,
         share_tensor_s=statistics.fmean(s.share.fixed_s for s in summing) if summing else 0.0,
         share_byte_s=statistics.fmean(s.share.byte_s for s in summing) if summing else 0.0,
+        value_s=alone.value_s,
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)

@@ -1,11 +1,16 @@
 """What a rank does besides computing and updating: messages, and the bookkeeping of its worker.
 
 A pipeline of two ranks trains a model of small matrices, and every action is timed by the processor
-time that its rank spends on it. Between messages ranks compute, so caches are as a step has them: a
-message costs several times what it does where nothing else is done. An operator's share is known
-from its profile, before and after, and the optimizer does nothing::
+time that its rank spends until it has ended, from the end of the one before. Between messages ranks
+compute, so caches are as a step has them: a message costs several times what it does where nothing
+else is done. An operator's share is known from its profile, whose turns come between the steps, and
+what an update costs besides the optimizer, which does nothing, from a measurement of that::
 
-    step of a rank = step_s + sends + receives + M * (2 * microbatch_s + operators) + agreement
+    step of a rank = step_s + sends + receives + M * (2 * (microbatch_s + value_s) + operators)
+                     + agreement + update
+
+Where several values go from rank to rank in a message of the same bytes, what sending and receiving
+take longer is of the values; it counts with the passes in front of a send and behind a receive.
 """
 
 from __future__ import annotations
@@ -13,20 +18,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch import launch
-from anabranch.calibration.restarts import measure_restarts
+from anabranch.calibration.restarts import measure_restarts, work
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan
-from anabranch.profile.measure import measure
+from anabranch.profile.measure import Measurement, measure
 from anabranch.profile.profile import Profile
+from anabranch.runtime.measurement.update import measure_update
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule.schedule import Kind
 from anabranch.solve import plan
@@ -36,7 +43,17 @@ _RANKS, _LAYERS, _WIDTH = 2, 6, 256
 _SAMPLES, _MICROBATCHES = 16, 6
 """Of a micro-batch, and of a step: most messages have come before they are waited for."""
 
-_STEPS = 16
+_VALUES = 8
+"""In a message of several: many more than one, and still a few hundred bytes each."""
+
+_COUNTS = _SAMPLES, 2 * _SAMPLES
+"""Samples at which operators are measured."""
+
+_TURNS, _STEPS = 8, 3
+"""Turns of the profile, and pairs of steps behind each; the first pair meets the caches of the
+profile and does not count.
+"""
+
 _UPDATE_BYTES = 2**24
 
 MESSAGE_BYTES = 4 * _SAMPLES * _WIDTH
@@ -49,7 +66,8 @@ class Overheads:
 
     Attributes:
         send_s: of a message of ``MESSAGE_BYTES`` at its sender, ``receive_s`` at its receiver.
-        microbatch_s: of a forward or backward besides its operators.
+        microbatch_s: of a forward or backward besides its operators, and ``value_s`` for each value
+            that enters or leaves its stage.
         step_s: of a step besides its actions, and the update.
         memory_bandwidth: bytes/s of an update.
         restarts: see ``Calibration``.
@@ -61,16 +79,30 @@ class Overheads:
     step_s: float
     memory_bandwidth: float
     restarts: tuple[tuple[float, float], ...] = ()
+    value_s: float = 0.0
+
+
+class _Layer(nn.Module):
+    """A linear layer that takes and gives several values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given: Tensor = self.linear(torch.cat(values, 1))
+        return given.chunk(len(values), 1)
 
 
 class _Chain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, values: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+        self._values = values
+        self.layers = nn.Sequential(*(_Layer() for _ in range(_LAYERS)))
 
-    def forward(self, values: Tensor) -> Tensor:
-        result: Tensor = self.layers(values)
-        return result.square().mean()
+    def forward(self, samples: Tensor) -> Tensor:
+        result = self.layers(samples.chunk(self._values, 1))
+        return torch.cat(result, 1).square().mean()
 
 
 class _Idle(torch.optim.Optimizer):
@@ -99,78 +131,149 @@ class _ProcessorClock:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one rank has seen: seconds of a whole step, and those of its actions by kind, of all
-    ranks.
+    """What one rank has seen: seconds of a whole step, those of its actions by kind, and what the
+    first one found on its own.
     """
 
     step_s: float
     actions: dict[str, float]
+    alone: _Alone | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """Seconds of operators and of an update on one rank; for the others see ``Overheads``."""
+
+    operators_s: float
+    update_s: float
     memory_bandwidth: float
-    restarts: tuple[tuple[float, float], ...]
+    restarts: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Mean processor seconds of the ranks.
+
+    Attributes:
+        passes_s: of a forward and a backward together, besides their operators.
+        step_s: of a step besides its actions and the update.
+    """
+
+    send_s: float
+    receive_s: float
+    passes_s: float
+    step_s: float
+    alone: _Alone
 
 
 def measure_overheads() -> Overheads:
     """Measure them on local ranks, alone on the machine."""
+    one, several = _found(1), _found(_VALUES)
+    more_s = several.send_s + several.receive_s - one.send_s - one.receive_s
+    value_s = max(0.0, more_s) / (2 * (_VALUES - 1))
+    return Overheads(
+        one.send_s,
+        one.receive_s,
+        max(0.0, one.passes_s / 2 - value_s),
+        one.step_s,
+        one.alone.memory_bandwidth,
+        one.alone.restarts,
+        value_s,
+    )
+
+
+def _found(values: int) -> _Found:
+    """Of a chain in which so many values go from rank to rank."""
     torch.manual_seed(0)
-    workload = Workload(_Chain(), (torch.randn(_SAMPLES, _WIDTH),), optimizer=_Idle)
+    workload, whole = _workload(values), _workload(values)
     captured = capture(workload.module, workload.example)
-    before = _profile(captured)
-    cluster = Cluster.preset(f"local:{_RANKS}")
-    size = _MICROBATCHES * _SAMPLES
     chosen = plan(
-        before,
-        cluster,
-        size,
+        measure(captured, _COUNTS, repeats=1),
+        Cluster.preset(f"local:{_RANKS}"),
+        _MICROBATCHES * _SAMPLES,
         planner="even",
         schedule="1f1b",
         microbatch_size=_SAMPLES,
         max_replicas=1,
     )
-    seen = launch.run(_rank, _RANKS, workload, chosen, captured)
-    operators_s = statistics.fmean(map(_operators_s, (before, _profile(captured)))) / _RANKS
-    found = seen[0].actions
-    forward_s, backward_s = (found[kind.name] for kind in (Kind.FORWARD, Kind.BACKWARD))
-    send_s = statistics.fmean(found[k.name] for k in Kind if k.is_send)
-    receive_s = statistics.fmean(found[k.name] for k in Kind if k.is_receive)
-    actions_s = _MICROBATCHES * (forward_s + backward_s + send_s + receive_s)
+    # Ranks forget the parameters of other stages; to be timed, the model has to be whole.
+    spare = capture(whole.module, whole.example)
+    return _means(launch.run(_rank, _RANKS, workload, chosen, captured, whole, spare))
+
+
+def _means(ranks: Sequence[_Seen]) -> _Found:
+    alone = ranks[0].alone
+    assert alone is not None
+
+    def mean_s(chosen: Callable[[Kind], bool]) -> float:
+        names = [kind.name for kind in Kind if chosen(kind)]
+        found = (rank.actions[name] for rank in ranks for name in names if name in rank.actions)
+        return statistics.fmean(found)
+
+    passes_s = mean_s(lambda kind: kind is Kind.FORWARD) + mean_s(lambda k: k is Kind.BACKWARD)
+    send_s, receive_s = mean_s(lambda kind: kind.is_send), mean_s(lambda kind: kind.is_receive)
+    actions_s = _MICROBATCHES * (passes_s + send_s + receive_s)
     agreement_s = (_RANKS - 1) * (send_s + receive_s)
-    whole_s = statistics.fmean(rank.step_s for rank in seen)
-    return Overheads(
+    whole_s = statistics.fmean(rank.step_s for rank in ranks)
+    return _Found(
         send_s,
         receive_s,
-        max(0.0, forward_s + backward_s - operators_s) / 2,
-        max(0.0, whole_s - actions_s - agreement_s),
-        seen[0].memory_bandwidth,
-        seen[0].restarts,
+        passes_s - alone.operators_s,
+        max(0.0, whole_s - actions_s - agreement_s - alone.update_s),
+        alone,
     )
 
 
-def _profile(captured: Captured) -> Profile:
-    return measure(captured, (_SAMPLES, 2 * _SAMPLES), repeats=24)
+def _workload(values: int) -> Workload:
+    return Workload(_Chain(values), (torch.randn(_SAMPLES, _WIDTH),), optimizer=_Idle)
 
 
-def _operators_s(profile: Profile) -> float:
-    return sum(cost.forward_s[0] + cost.backward_s[0] for cost in profile.costs)
-
-
-def _rank(workload: Workload, chosen: Plan, captured: Captured) -> _Seen:
+def _rank(
+    workload: Workload, chosen: Plan, captured: Captured, whole: Workload, spare: Captured
+) -> _Seen:
     pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
     pipe._workers.clock = _ProcessorClock()
+    measurement = Measurement(spare, _COUNTS) if pipe.rank == 0 else None
     batch = (torch.randn(_MICROBATCHES * _SAMPLES, _WIDTH),)
     steps: list[float] = []
     actions: defaultdict[str, list[float]] = defaultdict(list)
-    for _ in range(_STEPS):
-        used = time.thread_time()
-        pipe.step(batch)
-        steps.append(time.thread_time() - used)
-        pipe.step(batch, record=True)
-        assert pipe.timeline is not None
-        for span in pipe.timeline.spans:
-            actions[span.action.kind.name].append(span.end - span.start)
+    for _ in range(_TURNS):
+        if measurement is not None:
+            measurement.turn()
+        for step in range(_STEPS):
+            used = time.thread_time()
+            pipe.step(batch)
+            used = time.thread_time() - used
+            pipe.step(batch, record=True)
+            assert pipe.timeline is not None
+            if step == 0:
+                continue
+            steps.append(used)
+            mine = [span for span in pipe.timeline.spans if span.device == pipe.rank]
+            begins = [mine[0].start, *(span.end for span in mine)]
+            for span, begin in zip(mine, begins, strict=False):
+                actions[span.action.kind.name].append(span.end - begin)
     medians = {kind: statistics.median(seconds) for kind, seconds in actions.items()}
-    alone = pipe.rank == 0
-    bandwidth = _memory_bandwidth() if alone else 0.0
-    return _Seen(statistics.median(steps), medians, bandwidth, measure_restarts() if alone else ())
+    alone = None if measurement is None else _alone(whole, measurement.profile())
+    dist.barrier()
+    if alone is not None:
+        alone = replace(alone, restarts=measure_restarts())
+        dist.barrier()
+    else:
+        piece, restarted = work(), dist.barrier(async_op=True)
+        while not restarted.is_completed():
+            piece()
+    return _Seen(statistics.median(steps), medians, alone)
+
+
+def _alone(workload: Workload, profile: Profile) -> _Alone:
+    parameters = list(workload.module.parameters())
+    nbytes = sum(parameter.nbytes for parameter in parameters)
+    return _Alone(
+        sum(cost.forward_s[0] + cost.backward_s[0] for cost in profile.costs) / _RANKS,
+        measure_update(workload).seconds(len(parameters) / _RANKS, nbytes / _RANKS),
+        _memory_bandwidth(),
+    )
 
 
 def _memory_bandwidth() -> float:

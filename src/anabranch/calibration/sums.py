@@ -28,6 +28,9 @@ _COUNT, _SMALL, _LARGE = 48, 256, 1 << 16
 
 _STEPS = 16
 
+_CACHE_BYTES = 2**25
+"""More than the caches of a processor core hold: in a step parameters and buckets are in none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sums:
@@ -71,7 +74,9 @@ class _Parameters:
         holders = self._holders.sharded({name: p.nbytes for name, p in self._named.items()})
         reducer = Reducer(self._named, holders, self._mesh)
         taken: list[float] = []
+        other = torch.zeros(_CACHE_BYTES // 4)
         for _ in range(2 * _STEPS):
+            other.add_(1)
             self._mesh.all_reduce(torch.zeros(1), RANKS)
             used = time.process_time()
             reducer.start_share()
@@ -83,6 +88,7 @@ class _Parameters:
 def _sum_s(parameters: dict[str, nn.Parameter], reducer: Reducer) -> float:
     summed: list[float] = []
     alone: list[float] = []
+    other = torch.zeros(_CACHE_BYTES // 4)
     for step in range(2 * _STEPS):
         sums = step % 2 == 0
         loss = torch.stack([p.square().sum() for p in parameters.values()]).sum()
@@ -90,6 +96,7 @@ def _sum_s(parameters: dict[str, nn.Parameter], reducer: Reducer) -> float:
             parameter.grad = None
         if not sums:
             reducer.begin((), is_last=False)  # takes the hooks away
+        other.add_(1)
         used = time.process_time()
         if sums:
             reducer.begin((0,))

@@ -300,8 +300,22 @@ class CostModel:
 
     @property
     def microbatch_s(self) -> float:
-        """Seconds of a forward or backward of a stage besides its operators."""
+        """Seconds of a forward or backward of a stage besides its operators, and its values."""
         return self.cluster.calibration.microbatch_s if self.cluster.calibration else 0.0
+
+    def pass_s(self, mask: int) -> float:
+        """Seconds of a forward or backward of the stage with these operators besides them."""
+        calibration = self.cluster.calibration
+        if calibration is None:
+            return 0.0
+        return calibration.microbatch_s + calibration.value_s * self._crossing(mask)
+
+    def _crossing(self, mask: int) -> int:
+        """Values that enter or leave a set of operators."""
+        ops = list(bits(mask))
+        read = {i for op in ops for i in self.read[op]}
+        entering = sum(not mask >> self.graph.values[i].producer & 1 for i in read)
+        return entering + sum(self.readers[i] & ~mask > 0 for op in ops for i in self.made[op])
 
     @property
     def step_s(self) -> float:

@@ -8,6 +8,8 @@
 
                     bytes moved = (3 + 2 * optimizer state per weight) * bytes of weights
 
+    pass        fixed + per value that enters or leaves the stage, besides its operators
+                (``CostModel.pass_s``)
     sums        per gradient + per byte and other rank, of the processors; the links' time is in
                 ``communication``. Where ranks share the optimizer's state each byte is added up on
                 one of them, and what that has updated goes to the others

@@ -104,6 +104,7 @@ class _Calibration(Strict):
     restarts: list[_Restart] = Field(default_factory=list, max_length=100)
     share_tensor_s: Seconds = 0.0
     share_byte_s: Seconds = 0.0
+    value_s: Seconds = 0.0
 
 
 class ClusterFile(Strict):

@@ -12,7 +12,8 @@ over the repeats drops it. A turn starts with an untimed step that fills the cac
 are alike pool their repeats: less noise, and what is symmetrical stays so.
 
 A stage is called once, here each operator is. A call is timed as well, of an operator that does
-nothing, and taken off.
+nothing, and taken off. So is what a hook takes, for each value that has one: a loss has two, and
+between them nothing happens.
 """
 
 from __future__ import annotations
@@ -111,6 +112,35 @@ def measure(
     return _profile(captured, benches, device, pool)
 
 
+class Measurement:
+    """Seconds of operators that are taken a turn at a time, with something else in between, so that
+    both meet the same machine: the speed of a shared one changes from second to second.
+
+    Args:
+        samples: sample counts with which the model works.
+        device: ``cpu``, or ``cuda`` with an index.
+    """
+
+    def __init__(self, captured: Captured, samples: Sequence[int], *, device: str = "cpu") -> None:
+        self._captured, self._place = captured, torch.device(device)
+        copies = _Copies(self._place, captured.module)
+        with _left_as_it_was(captured.module, self._place):
+            self._benches = [_Bench(captured, n, copies) for n in sorted(set(samples))]
+            for bench in self._benches:
+                bench.turn(0)
+                bench.count_bytes()
+
+    def turn(self) -> None:
+        """Some steps at each sample count, on as many threads as there are."""
+        with _left_as_it_was(self._captured.module, self._place):
+            for bench in self._benches:
+                bench.turn(_TURN)
+
+    def profile(self) -> Profile:
+        """By the medians of all turns."""
+        return _profile(self._captured, self._benches, str(self._place), pool=True)
+
+
 class _Bench:
     """The operators at one sample count, and the seconds that they have taken so far."""
 
@@ -123,6 +153,8 @@ class _Bench:
         self.forward_s: list[list[float]] = [[] for _ in self.programs]
         self.backward_s: list[list[float]] = [[] for _ in self.programs]
         self.call_s: list[float] = []
+        self.hook_s: list[float] = []
+        self.hooks = [0] * len(self.programs)
         self.kept: list[int] = []
         self.working: list[int] = []
 
@@ -147,6 +179,7 @@ class _Bench:
             forward, backward = self.clock.stop()
             if repeat >= 0:
                 self.call_s.append(forward.pop())
+                self.hook_s.append(backward.pop())
                 for op in range(len(self.programs)):
                     self.forward_s[op].append(forward[op])
                     self.backward_s[op].append(backward[op])
@@ -155,7 +188,8 @@ class _Bench:
         """Forward and backward seconds of operators that are alike."""
         forward = statistics.median(s for op in alike for s in self.forward_s[op])
         backward = statistics.median(s for op in alike for s in self.backward_s[op])
-        return max(0.0, forward - statistics.median(self.call_s)), backward
+        hooks_s = statistics.median(self.hook_s) * self.hooks[alike[0]]
+        return max(0.0, forward - statistics.median(self.call_s)), max(0.0, backward - hooks_s)
 
     def _call(self, op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result: Sequence[Tensor] = self.modules[op].forward(*inputs)
@@ -178,9 +212,13 @@ class _Bench:
             if program.has_loss:
                 roots.append(results[len(program.outputs)])
                 losses += [loss for loss in roots[-1:] if loss.requires_grad]
-            for root in roots:
-                if not root.is_leaf:  # a parameter's comes while another operator goes back
-                    root.register_hook(partial(self.clock.arrive, op))  # type: ignore[no-untyped-call]
+                for loss in losses[-1:]:
+                    loss.register_hook(partial(self.clock.arrive, len(self.programs)))  # type: ignore[no-untyped-call]
+            # A parameter's comes while another operator goes back.
+            hooked = [root for root in roots if not root.is_leaf]
+            self.hooks[op] = len(hooked)
+            for root in hooked:
+                root.register_hook(partial(self.clock.arrive, op))  # type: ignore[no-untyped-call]
         if losses:
             torch.autograd.backward(losses)
         self.clock.leave()

@@ -57,7 +57,7 @@ class StageCosts:
         """
         if samples not in self._seconds:
             stage = self.stage
-            besides_s = self.cost.microbatch_s if samples else 0.0
+            besides_s = self.cost.pass_s(self.mask) if samples else 0.0
             forward, backward = self.cost.stage_s(
                 stage.operators, samples, stage.tensor, recompute=stage.recompute
             )

@@ -162,7 +162,8 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"{calibration.receive_s * 1e6:.0f} us and "
         f"{calibration.receive_byte_s * 2**20 * 1e6:.0f} us per MiB",
         f"besides its operators a forward or backward takes {calibration.microbatch_s * 1e6:.0f} "
-        f"us, a step {calibration.step_s * 1e3:.2f} ms",
+        f"us and {calibration.value_s * 1e6:.0f} us per value that enters or leaves its stage, "
+        f"a step {calibration.step_s * 1e3:.2f} ms",
         f"summing gradients takes {calibration.sum_tensor_s * 1e6:.0f} us per parameter and "
         f"{calibration.sum_byte_s * 2**20 * 1e6:.0f} us per MiB and other rank",
         f"sharing what was updated takes {calibration.share_tensor_s * 1e6:.0f} us per parameter "
