@@ -13,8 +13,7 @@ nested downsets, of which the plan is a chain::
 for s stages behind D on k devices. Only the largest load counts, not the depth of the pipeline.
 
 prices      the load of a stage, and how much it can keep in flight
-walk        passes over the stages that a plan may have
-search      the recurrence, in an order that is quick
+search      the recurrence, as passes over the stages that a plan may have
 planner     micro-batch sizes, devices for the stages, and what to say when nothing fits
 
 Axes of arrays: lo and hi, the downsets before and after a stage, by index; pair, a nested pair of

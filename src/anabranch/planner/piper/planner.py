@@ -11,7 +11,7 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import bits
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
-from anabranch.planner.downsets import downsets, prefixes, size_starts
+from anabranch.planner.downsets import downsets, prefixes
 from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
 from anabranch.planner.piper.search import ROUNDING, BoundedPlans, LoadSearch
 from anabranch.planner.toolkit.assemble import Assembler
@@ -192,9 +192,7 @@ def least(
     limit = stages.prices.cost.cluster.num_devices
     # The search comes so near twice, to a lower bound and from there to the least.
     near = (1 + tolerance) ** 0.5 - 1
-    search = LoadSearch(
-        size_starts(stages.downsets.sets), len(stages.downsets), limit, near, stages.floor_s
-    )
+    search = LoadSearch(len(stages.downsets), limit, near, stages.floor_s)
     # Without a bound: upwards from a load that could hardly be less.
     bound = 2 * stages.least_s if bound_s is None else bound_s
     last = stages.most_s if bound_s is None else bound_s

@@ -26,8 +26,7 @@ from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets, Pairs
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 from anabranch.planner.downsets import nested_pairs
-from anabranch.planner.piper.search import ROUNDING
-from anabranch.planner.piper.walk import NEVER, StageOptions
+from anabranch.planner.piper.search import NEVER, OPTION, ROUNDING, StageOptions, joined
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 
 _AT_ONCE = 1 << 20
@@ -182,7 +181,7 @@ class DownsetPrices:
             some = slice(start, start + _AT_ONCE)
             block = pairs[some]
             kept.append(self._block(block, self._known_border(block), room[some], bound_s))
-        return StageOptions.joined(kept)
+        return joined(kept)
 
     def _known_border(self, pairs: Pairs) -> Border:
         """What crosses the borders; the last pairs often come up again."""
@@ -203,20 +202,15 @@ class DownsetPrices:
             held = self._held(weights, mode)
             # Whoever can hold all micro-batches is over UNBOUNDED, however few they are.
             keep = held >= np.where(chosen.upper == len(self.downsets) - 1, 1, 2)
-            kept.append(
-                StageOptions(
-                    chosen.lower[keep],
-                    chosen.upper[keep],
-                    np.full(keep.sum(), mode.devices, dtype=np.int32),
-                    load[keep],
-                    held[keep],
-                    np.full(keep.sum(), index, dtype=np.int32),
-                )
-            )
+            records = np.zeros(np.count_nonzero(keep), OPTION).view(np.recarray)
+            records.lo, records.hi = chosen.lower[keep], chosen.upper[keep]
+            records.devices, records.mode = mode.devices, index
+            records.load_s, records.held = load[keep], held[keep]
+            kept.append(records)
             # Recomputation follows: never quicker, of use only to what cannot hold everything.
             some = np.flatnonzero(held <= UNBOUNDED)
             chosen, crossing = chosen[some], weights.border[some]
-        return StageOptions.joined(kept).sorted()
+        return joined(kept)
 
     def _load_s(self, pairs: Pairs, weights: StageWeights, mode: Mode) -> Floats:
         """Seconds per micro-batch."""

@@ -1,6 +1,6 @@
 """Search for the least load under which a chain of downsets exists: Piper's recurrence.
 
-With every stage that a plan may have there are three passes over the nested pairs (``walk``):
+Over every stage that a plan may have, each from one downset lo to a larger one hi, go three passes:
 
     after(lo)     fewest devices from downset lo to the end, each load within a bound
     before(hi)    fewest devices up to downset hi, likewise
@@ -17,22 +17,38 @@ stage matters to its memory only through the number of stages, and fewer are alw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anabranch.cost.nested_weights import Floats, Ints, Pairs
-from anabranch.planner.piper.walk import NEVER, StageOptions, Walk
+from anabranch.planner.toolkit.jit import entry
+
+NEVER = 1 << 24
+"""More devices or stages than there are."""
 
 ROUNDING = 1 + 1e-9
 """Loads that are summed in another order may differ by so much."""
 
-_AT_ONCE = 1 << 18
-"""Entries of a table that are filled at once."""
-
 _RISE = 0.05
 """Where memory forbids the lower bound on the load: first step upwards, relative; then doubled."""
+
+StageOptions = Any
+"""A ``numpy.recarray`` of stages that a plan may have, ascending by ``lo``."""
+
+# Indices of the downsets before and after it; devices; micro-batches that it can keep in flight;
+# place of its mode: replicas, tensor degree and recomputation. Seconds per micro-batch.
+OPTION = np.dtype(
+    [*((name, np.int32) for name in ("lo", "hi", "devices", "held", "mode")), ("load_s", float)]
+)
+
+
+def joined(several: Sequence[StageOptions]) -> StageOptions:
+    """All of these, ascending by ``lo``; at least one."""
+    found = np.concatenate(several).view(np.recarray)
+    return found[np.argsort(found.lo, kind="stable")]
 
 
 @dataclass(frozen=True)
@@ -41,18 +57,12 @@ class BoundedPlans:
 
     Attributes:
         after: per downset, fewest devices from there to the end.
-        stages: per downset and number of devices beyond ``after``, the fewest stages. The columns
-            start with as many that are never reached.
+        stages: per downset and number of devices beyond ``after``, the fewest stages.
     """
 
     options: StageOptions
     after: Ints
     stages: Ints
-
-    @property
-    def slack(self) -> int:
-        """Devices beyond the fewest."""
-        return int(self.stages.shape[1]) // 2
 
     @property
     def load_s(self) -> float:
@@ -61,18 +71,16 @@ class BoundedPlans:
 
     def reached(self, *, exact: bool) -> bool:
         """Whether there is a plan; one on exactly all devices."""
-        last = self.stages[0, -1:] if exact else self.stages[0, self.slack :]
-        return bool(last.min() < NEVER)
+        return bool(self.stages[0, -1 if exact else 0 :].min() < NEVER)
 
     def chain(self, *, exact: bool) -> list[int]:
         """The options of a plan with the fewest stages, first stage first.
 
         If ``exact`` it takes all devices; otherwise as few stages as any number of devices allows.
         """
-        columns = self.stages[0, self.slack :]
-        extra = self.slack
+        extra = self.stages.shape[1] - 1
         if not exact:
-            extra -= int(np.argmin(columns[::-1]))
+            extra -= int(np.argmin(self.stages[0, ::-1]))
         state, result = 0, []
         while state < len(self.after) - 1:
             a, b = np.searchsorted(self.options.lo, [state, state + 1]).tolist()
@@ -85,13 +93,12 @@ class BoundedPlans:
 
     def _best(self, among: slice, state: int, extra: int) -> int:
         """The least load among the options that lead to the fewest stages."""
-        options, count = self.options, self.stages[state, self.slack + extra]
-        hi = options.hi[among]
-        rest = extra - (options.devices[among] + self.after[hi] - self.after[state])
-        following = self.stages[hi, self.slack + np.maximum(rest, -self.slack)] + 1
-        possible = (following == count) & (options.held[among] >= count)
+        options, count = self.options[among], self.stages[state, extra]
+        rest = extra - (options.devices + self.after[options.hi] - self.after[state])
+        following = self.stages[options.hi, np.maximum(rest, 0)] + 1
+        possible = (rest >= 0) & (following == count) & (options.held >= count)
         assert possible.any(), "the table was filled from these options"
-        return int(np.argmin(np.where(possible, options.load_s[among], np.inf)))
+        return int(np.argmin(np.where(possible, options.load_s, np.inf)))
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,10 @@ class LoadSearch:
     """Looks for the least load.
 
     Attributes:
-        starts: index of the first downset of each size.
         tolerance: relative distance to the least load at which it stops; 0 for none.
         floor_s: every plan has a load of at least so much.
     """
 
-    starts: NDArray[np.int64]
     states: int
     limit: int
     tolerance: float
@@ -141,8 +146,7 @@ class LoadSearch:
 
     def useful(self, pairs: Pairs, devices: Ints) -> tuple[Pairs, Ints] | None:
         """Pairs whose stage a plan may have, and the most devices for it; None without a plan."""
-        walk = Walk(pairs.lower, pairs.upper, self.starts, self.states)
-        room = walk.room(devices, self.limit)
+        room = self._room(pairs.lower, pairs.upper, devices)
         return None if room is None else (pairs[room >= devices], room[room >= devices])
 
     def _lower_bound(self, options: StageOptions, bound_s: float) -> float | None:
@@ -165,10 +169,23 @@ class LoadSearch:
     def _within(self, options: StageOptions, bound_s: float) -> StageOptions | None:
         """The options of use under a bound."""
         near = np.flatnonzero(options.load_s <= bound_s)
-        devices = options.devices[near]
-        walk = Walk(options.lo[near], options.hi[near], self.starts, self.states)
-        room = walk.room(devices, self.limit)
-        return None if room is None else options.take(near[room >= devices])
+        kept = options[near]
+        room = self._room(kept.lo, kept.hi, kept.devices)
+        return None if room is None else kept[room >= kept.devices]
+
+    def _room(self, lo: Ints, hi: Ints, devices: Ints) -> Ints | None:
+        """Per stage the most devices of it in any plan, by what others need; None without one."""
+        before, after = self._others(lo, hi, devices)
+        others = before[lo] + after[hi]
+        return None if after[0] > self.limit else np.asarray(self.limit - others, dtype=np.int32)
+
+    def _others(self, lo: Ints, hi: Ints, devices: Ints) -> tuple[Ints, Ints]:
+        """Fewest devices from the start to each downset, and from each to the end."""
+        before, after = np.full((2, self.states), NEVER, dtype=np.int32)
+        before[0] = after[-1] = 0
+        lo, hi = np.ascontiguousarray(lo), np.ascontiguousarray(hi)
+        _pass_devices(lo, hi, np.ascontiguousarray(devices), before, after)
+        return before, after
 
     def _attempt(self, options: StageOptions, bound_s: float, exact: bool) -> StageOptions | None:
         """The options of use under a bound if it leaves a plan; None if not."""
@@ -176,11 +193,13 @@ class LoadSearch:
         return kept if kept is not None and self._found(kept).reached(exact=exact) else None
 
     def _found(self, kept: StageOptions) -> BoundedPlans:
-        walk = Walk(kept.lo, kept.hi, self.starts, self.states)
-        after = walk.after(kept.devices)
-        return BoundedPlans(
-            kept, after, _fewest_stages(walk, kept, after, self.limit - int(after[0]))
-        )
+        lo, hi = np.ascontiguousarray(kept.lo), np.ascontiguousarray(kept.hi)
+        _, after = self._others(lo, hi, kept.devices)
+        stages = np.full((self.states, self.limit - int(after[0]) + 1), NEVER, dtype=np.int32)
+        stages[-1, 0] = 0
+        wasted = kept.devices + after[hi] - after[lo]
+        _pass_stages(lo, hi, wasted, np.ascontiguousarray(kept.held), stages)
+        return BoundedPlans(kept, after, stages)
 
 
 def _between(loads: Floats, low: float, high: float) -> float | None:
@@ -192,23 +211,22 @@ def _between(loads: Floats, low: float, high: float) -> float | None:
     return float(below.max() if len(below) else inside.min())
 
 
-def _fewest_stages(walk: Walk, options: StageOptions, after: Ints, slack: int) -> Ints:
-    """The table of ``BoundedPlans.stages``."""
-    width = 2 * slack + 1
-    table = np.full((walk.states, width), NEVER, dtype=np.int32)
-    table[-1, slack] = 0
-    flat = table.reshape(-1)
-    # Devices beyond the fewest that each option uses up; never more than the slack, or it would
-    # not be of use.
-    wasted = options.devices + after[options.hi] - after[options.lo]
-    place = options.hi.astype(np.int64) * width + slack - wasted
-    for pairs, first, row in walk.backwards():
-        there, held = place[pairs], options.held[pairs]
-        step = max(1, _AT_ONCE // len(there))
-        for start in range(0, slack + 1, step):
-            extra = np.arange(start, min(start + step, slack + 1))[:, None]
-            count = flat[there + extra] + 1
-            count[count > held] = NEVER
-            fewest = np.minimum.reduceat(count, first, axis=1)
-            table[row, slack + start : slack + start + len(extra)] = fewest.T
-    return table
+@entry
+def _pass_devices(lo: Ints, hi: Ints, devices: Ints, before: Ints, after: Ints) -> None:
+    """The first two passes; what has no stage on a side is ``NEVER``."""
+    for i in range(len(lo)):
+        before[hi[i]] = min(before[hi[i]], before[lo[i]] + devices[i])
+    for i in range(len(lo) - 1, -1, -1):
+        after[lo[i]] = min(after[lo[i]], after[hi[i]] + devices[i])
+
+
+@entry
+def _pass_stages(lo: Ints, hi: Ints, wasted: Ints, held: Ints, stages: Ints) -> None:
+    """The table of ``BoundedPlans.stages``, by the devices beyond the fewest that each option uses
+    up.
+    """
+    for i in range(len(lo) - 1, -1, -1):
+        for extra in range(wasted[i], stages.shape[1]):
+            count = stages[hi[i], extra - wasted[i]] + 1
+            if count <= held[i]:
+                stages[lo[i], extra] = min(stages[lo[i], extra], count)

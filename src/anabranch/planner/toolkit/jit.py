@@ -42,6 +42,7 @@ SOURCES = (
     "planner/graphpipe/partitioner.py",
     "planner/pipedream/memory.py",
     "planner/pipedream/recurrence.py",
+    "planner/piper/search.py",
     "planner/toolkit/jit.py",
     "cost/buckets.py",
     "cost/communication.py",
