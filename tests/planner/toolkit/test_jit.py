@@ -35,6 +35,19 @@ def test_compiled_code_is_kept_and_does_what_the_function_does(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == [kept]
 
 
+def test_a_file_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch):
+    """LLVM would crash of it, so it is looked at before."""
+    monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(add_twice, "_codes", {})
+    args = np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
+    path = add_twice.file(tuple(map(jit._kind, args)))
+    path.write_bytes(b"no machine code")
+    assert add_twice(*args) == 3
+    kept = path.read_bytes()
+    path.write_bytes(kept[:-1])
+    assert jit._kept(path) is None
+
+
 def test_machine_code_of_a_module_is_kept_or_not(tmp_path, monkeypatch):
     """By its files, in the folder."""
     monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)

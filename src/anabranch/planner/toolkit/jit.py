@@ -97,15 +97,12 @@ class _Compiled:
 
 
 class _Entry(_Compiled):
-    """A function with the machine code for each list of kinds of arguments that it was called with.
-
-    Attributes:
-        compilers: processes that make it.
+    """A function with the machine code for each list of kinds of arguments that it was called
+    with.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self.compilers: dict[tuple[Kind, ...], subprocess.Popen[bytes]] = {}
         self._codes: dict[tuple[Kind, ...], Any] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -121,13 +118,21 @@ class _Entry(_Compiled):
         """The machine code, as soon as there is some."""
         if kinds not in self._codes:
             path = self.file(kinds)
-            if not path.exists():
+            content = _kept(path)
+            if content is None:
                 _begin([(self, kinds)])
-                if self.compilers[kinds].wait():
-                    name = self.function.__name__
-                    raise RuntimeError(f"{name} could not be compiled; its process says why")
-            self._codes[kinds] = _loaded(path.read_bytes())
+                _compilers[os.getpid(), path].wait()
+                content = _kept(path)
+            if content is None:
+                name = self.function.__name__
+                raise RuntimeError(f"{name} could not be compiled; its process says why")
+            self._codes[kinds] = _loaded(content)
         return self._codes[kinds]
+
+
+_compilers: dict[tuple[int, Path], subprocess.Popen[bytes]] = {}
+"""By who began them, for a forked process cannot wait for those of the other, and what they make.
+"""
 
 
 def begin(*calls: tuple[Callable[..., Any], Sequence[Any]]) -> None:
@@ -138,28 +143,24 @@ def begin(*calls: tuple[Callable[..., Any], Sequence[Any]]) -> None:
 
 
 def _begin(calls: Sequence[tuple[_Entry, tuple[Kind, ...]]]) -> None:
-    missing = [
-        (entry, kinds, entry.file(kinds))
-        for entry, kinds in calls
-        if kinds not in entry.compilers and not entry.file(kinds).exists()
-    ]
-    if not missing:
+    asked = []
+    for called, kinds in calls:
+        path, function = called.file(kinds), called.function
+        if (os.getpid(), path) not in _compilers and _kept(path) is None:
+            asked.append((function.__module__, function.__name__, kinds, str(path)))
+    if not asked:
         return
-    asked = [
-        (entry.function.__module__, entry.function.__name__, kinds, str(path))
-        for entry, kinds, path in missing
-    ]
     run = "import ast, sys; sys.path[:], asked = ast.literal_eval(sys.argv[1]); "
     run += f"from {__name__} import compile_for; compile_for(asked)"
     compiler = subprocess.Popen(
-        [sys.executable, "-c", run, repr((sys.path, asked))],
+        # Without -P it would import what lies in the working directory.
+        [sys.executable, "-P", "-c", run, repr(([str(path) for path in sys.path], asked))],
         # Optimised is the whole of it, once.
-        env={**os.environ, "NUMBA_OPT": "0"},
+        env={**os.environ, "NUMBA_OPT": "0", "NUMBA_DISABLE_JIT": "0"},
         start_new_session=True,  # Ctrl-C is for this process
     )
     atexit.register(compiler.kill)
-    for entry, kinds, _ in missing:
-        entry.compilers[kinds] = compiler
+    _compilers.update(((os.getpid(), Path(path)), compiler) for *_, path in asked)
 
 
 class _Call:
@@ -172,7 +173,7 @@ class _Call:
     def __init__(self, function: _Entry, kinds: tuple[Kind, ...], args: Sequence[Any]) -> None:
         returns = function.function.__annotations__["return"]
         self._result: Any = ctypes.c_double() if returns == "float" else ctypes.c_int64()
-        self._args: list[Any] = [ctypes.byref(self._result), None]
+        self._args: list[Any] = [ctypes.byref(self._result), ctypes.byref(ctypes.c_void_p())]
         self._numbers: list[Any] = []
         for (kind, dimensions), arg in zip(kinds, args, strict=True):
             if dimensions:
@@ -213,7 +214,8 @@ def compile_for(asked: Sequence[tuple[str, str, tuple[Kind, ...], str]]) -> None
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     for module, name, kinds, path in asked:
         function: _Entry = getattr(import_module(module), name)
-        jitted = function.jitted(tuple(_numba_type(*kind) for kind in kinds))
+        returns = _returned(function)
+        jitted = function.jitted(returns(*(_numba_type(*kind) for kind in kinds)))
         (signature,) = jitted.signatures
         native = jitted.overloads[signature].fndesc.llvm_func_name
         code = llvm.parse_assembly(jitted.inspect_llvm(signature))
@@ -225,9 +227,27 @@ def compile_for(asked: Sequence[tuple[str, str, tuple[Kind, ...], str]]) -> None
         builder = llvm.create_pass_builder(machine, options)
         builder.getModulePassManager().run(code, builder)
         # Whole or not at all.
+        content = machine.emit_object(code)
         with NamedTemporaryFile(dir=Path(path).parent, delete=False) as file:
-            file.write(machine.emit_object(code))
+            file.write(sha256(content).digest() + content)
         os.replace(file.name, path)
+
+
+def _kept(path: Path) -> bytes | None:
+    """Object code on disk, behind its digest: of a file that was cut short LLVM would crash."""
+    with suppress(OSError):
+        content = path.read_bytes()
+        if sha256(content[32:]).digest() == content[:32]:
+            return content[32:]
+    return None
+
+
+def _returned(function: _Entry) -> Any:
+    import numba
+
+    types: Any = numba.types
+    returns = {"int": types.int64, "float": types.float64, "None": types.none}
+    return returns[function.function.__annotations__["return"]]
 
 
 def _numba_type(kind: Any, dimensions: int) -> Any:
@@ -237,6 +257,7 @@ def _numba_type(kind: Any, dimensions: int) -> Any:
     if not dimensions:
         return {"int": types.int64, "float": types.float64}[kind]
     entries = np.dtype(kind) if isinstance(kind, str) else np.dtype(list(kind), align=True)
+    assert isinstance(kind, str) or entries.descr == list(kind), "a record with gaps"
     of_entries: Any = numba.from_dtype
     return types.Array(of_entries(entries), dimensions, "C")
 
@@ -307,8 +328,8 @@ def _parents() -> Iterator[Path]:
 def _digest() -> str:
     from llvmlite import binding as llvm
 
-    machine = version("numba"), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    found = sha256(repr(machine).encode())
+    processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    found = sha256(repr((version("numba"), llvm.get_default_triple(), processor)).encode())
     for source in SOURCES:
         for path in sorted(_PACKAGE.glob(source)):
             found.update(path.read_bytes())
