@@ -18,10 +18,10 @@ that takes, and which of two equally quick plans is the better one:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph, split_evenly
@@ -32,8 +32,10 @@ from anabranch.simulator import stream
 from anabranch.simulator.costs import AllReduce, ModelCosts, StepCosts, least_sum_s
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.staleness import versions_of
-from anabranch.simulator.steady import estimate_step_s
+from anabranch.simulator.steady import Estimate, estimate_step_s
 from anabranch.weights import WeightPolicy
+
+Result = TypeVar("Result")
 
 Run = tuple[StageGraph, str]
 """Stages with their in-flight counts, and the key of ``schedule.SCHEDULES``."""
@@ -115,36 +117,45 @@ class ShortestStep:
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         """Seconds; whether they are sure, or enough to know that they are more than ``best_s``; and
-        the micro-batches times devices that it took to simulate them. Sure ones are remembered: a
-        plan is compared with baselines that its search has simulated as well.
+        the micro-batches times devices that it took to simulate them. Simulations are remembered,
+        as a plan is compared with baselines that its search has simulated as well; the answer is
+        that of the first time.
         """
-        known: dict[Run, tuple[float, int]] = self.cost.memo.setdefault(ShortestStep, {})
-        run = candidate.graph, candidate.schedule
-        if run in known:
-            seconds, work = known[run]
-            return seconds, True, work
-        seconds, sure, work = self._simulate(candidate, best_s)
-        if sure:
-            known[run] = seconds, work
-        return seconds, sure, work
-
-    def _simulate(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
-        graph, work = candidate.graph, 0
-
-        def order_for(short: StageGraph) -> Schedule:
-            nonlocal work
-            devices = (len(stage.devices) for stage in short.stages)
-            work += sum(short.num_microbatches(s) * n for s, n in enumerate(devices))
-            return compute_order(short, candidate.schedule, slots=self.cost.receive_slots)
-
-        estimate = estimate_step_s(graph, order_for, candidate.costs, roughly=True)
+        estimate, work = self._once(self._estimated, candidate)
         if estimate is not None:
             if estimate.periodic:
                 return estimate.seconds, True, work
             if estimate.seconds * (1 - self.margin) > best_s:
                 return estimate.seconds, False, work
-        seconds = step_seconds(graph, order_for(graph), candidate.costs)
-        return seconds, True, work
+        seconds, more = self._once(self._simulated, candidate)
+        return seconds, True, work + more
+
+    def _once(
+        self, simulate: Callable[[ScheduledProposal], Result], candidate: ScheduledProposal
+    ) -> Result:
+        key = ShortestStep, simulate.__name__
+        known: dict[Run, Result] = self.cost.memo.setdefault(key, {})
+        run = candidate.graph, candidate.schedule
+        if run not in known:
+            known[run] = simulate(candidate)
+        return known[run]
+
+    def _estimated(self, candidate: ScheduledProposal) -> tuple[Estimate | None, int]:
+        graph, work = candidate.graph, 0
+
+        def order_for(short: StageGraph) -> Schedule:
+            nonlocal work
+            work += _work(short)
+            return self._order(short, candidate)
+
+        return estimate_step_s(graph, order_for, candidate.costs, roughly=True), work
+
+    def _simulated(self, candidate: ScheduledProposal) -> tuple[float, int]:
+        graph = candidate.graph
+        return step_seconds(graph, self._order(graph, candidate), candidate.costs), _work(graph)
+
+    def _order(self, graph: StageGraph, candidate: ScheduledProposal) -> Schedule:
+        return compute_order(graph, candidate.schedule, slots=self.cost.receive_slots)
 
     def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
         """What decides between equal times, the least wins: nothing is computed twice for memory
@@ -211,6 +222,13 @@ class ShortestPeriod:
 
 
 Objective = ShortestStep | ShortestPeriod
+
+
+def _work(graph: StageGraph) -> int:
+    """Micro-batches times devices."""
+    return sum(
+        graph.num_microbatches(s) * len(stage.devices) for s, stage in enumerate(graph.stages)
+    )
 
 
 def least_step_s(graph: StageGraph, costs: StepCosts) -> float:
