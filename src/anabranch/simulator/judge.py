@@ -111,18 +111,6 @@ class Judge:
         near = (proposal for proposal in known if known[proposal] <= limit)
         return sorted(near, key=lambda proposal: (proposal not in self._seconds, known[proposal]))
 
-    def alone(self, proposal: StageGraph) -> Judge:
-        """A judge of what is better than this proposal, whatever else there is."""
-        judge = Judge(self._objective)
-        judge.consider([proposal])
-        return judge
-
-    def join(self, other: Judge) -> None:
-        """Take over what another judge has found."""
-        self.simulated += other.simulated
-        if other._equals:
-            self._take(other._equals)
-
     def winner(self, planner: str) -> ScheduledProposal:
         """The best.
 
