@@ -128,10 +128,11 @@ class Job:
             "shard_optimizer": shard_optimizer,
             "sparse_embeddings": sparse_embeddings,
         }
-        begin_compiling(planner)
+        profile = self.profile or self.measure(batch_size)
+        begin_compiling(planner)  # not beside what is timed
         found = usage(
             plan,
-            self.profile or self.measure(batch_size),
+            profile,
             replace(cluster, cores=0) if own_cores else cluster,
             batch_size,
             planner=planner,

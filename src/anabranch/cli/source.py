@@ -50,6 +50,10 @@ class ModelSource:
         is_file = self.model.endswith((".json", ".txt")) or Path(self.model).is_file()
         return is_file and not self.model.endswith(".py")
 
+    def is_timed(self, device: str) -> bool:
+        """Whether a profile for a device comes from operators that are timed on this machine."""
+        return not self.is_file and _is_here(device)
+
     @staticmethod
     def of_plan(
         plan: Plan,

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from anabranch import planner as planners
+from anabranch.cli.source import ModelSource
+from anabranch.cli.verbs import plan as verb
 from anabranch.graph import capture as graph_capture
 from anabranch.weights import POLICIES
-from tests.cli.examples import TOWERS, Interrupted
+from tests.cli.examples import TOWERS, Interrupted, four
 
 
 def test_a_profile_file_is_planned_without_torch(profile, tmp_path):
@@ -55,6 +57,25 @@ def test_a_builtin_is_captured_once(document, monkeypatch):
     assert captured == []
     assert document(*arguments[:-1], "--no-cache")["stages"] == first["stages"]
     assert captured == ["CandleUno"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "order"),
+    [("local:2", ["profile", "compile"]), ("summit:1x2", ["compile", "profile"])],
+)
+def test_nothing_is_compiled_beside_operators_that_are_timed(document, monkeypatch, cluster, order):
+    """They would seem slower than they are. Beside a capture it costs no time."""
+    happened = []
+
+    def profiled(*_):
+        happened.append("profile")
+        return four().profile, None
+
+    monkeypatch.setattr(ModelSource, "profile_and_optimizer", profiled)
+    monkeypatch.setattr(verb, "begin_compiling", lambda _: happened.append("compile"))
+    arguments = "--cluster", cluster, "--batch-size", "8", "--planner", "even", "--no-baselines"
+    document("plan", TOWERS, *arguments)
+    assert happened == order
 
 
 def test_plan_has_the_fields_of_the_contract(document, profile):

@@ -82,11 +82,15 @@ def plan(
     from anabranch.solve import plan as search
 
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
-    begin_compiling(planner)  # beside what comes first
-    source = model.source
+    source, device = model.source, planning.device or cluster.device
+    is_timed = source.is_timed(device)
+    if not is_timed:  # beside a capture, but not beside operators that are timed
+        begin_compiling(planner)
     costs, optimizer = source.profile_and_optimizer(
-        planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
+        device, planning.batch_size, planning.mode, planning.optimizer
     )
+    if is_timed:
+        begin_compiling(planner)
     try:
         found = usage(
             search,
