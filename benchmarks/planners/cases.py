@@ -165,13 +165,17 @@ def _drawn(folder: Path | None) -> Iterator[Case]:
             known = "plans" not in path.parts[-2] and "LICENSE" not in path.name
             if known and "nasnet" not in path.parts[-2]:  # takes some planners many minutes
                 models[str(path.relative_to(folder))] = read_profile(path).samples[0]
+    seen = set()
     for turn in range(4):
         for model, samples in models.items():
             draw = random.Random(f"{model} {turn}")
             devices = draw.choice((4, 8, 16))
             sizes = {"d": devices, "n4": devices // 4, "n8": max(1, devices // 8)}
             cluster = draw.choice(PRESETS).format(**sizes, s8=min(8, devices))
-            yield Case("drawn", model, cluster, draw.choice((1, 2, 4)) * samples * devices)
+            case = Case("drawn", model, cluster, draw.choice((1, 2, 4)) * samples * devices)
+            if case not in seen:
+                seen.add(case)
+                yield case
 
 
 @cache

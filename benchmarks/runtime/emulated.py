@@ -2,8 +2,10 @@
 a graph plan the predicted one?
 
 Ranks stand for the devices: compute waits its profiled time, messages take as long as on the
-cluster's links, schedule and order of messages are the runtime's own. Each model is planned by
-``auto`` and as a row; data parallelism has an all-reduce beside its last backward.
+cluster's links, schedule and order of messages are the runtime's own. So is the processor time that
+it takes for each forward and backward, which is this machine's: a second prediction knows it. Each
+model is planned by ``auto`` and as a row; data parallelism has an all-reduce beside its last
+backward.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def _rehearsed(plan: Plan, profile: Profile) -> Row:
         "microbatches": plan.stage_graph.num_microbatches(0),
         "step_s": found.step_s,
         "predicted_s": plan.predicted.step_s,
+        "predicted_with_runtime_s": found.with_runtime_s,
         "time_scale": found.time_scale,
         "late": found.late,
     }
@@ -69,7 +72,7 @@ def _rehearsed(plan: Plan, profile: Profile) -> Row:
 def show(found: list[Row]) -> str:
     """Steps, measured and predicted, and how many times a row's step is of the graph's."""
     heads = ["model", "mini-batch", "planner", "stages", "micro-batches", "ms", "predicted"]
-    heads += ["measured/predicted", "latest rank", "time scale"]
+    heads += ["measured/predicted", "with runtime", "measured/that", "latest rank", "time scale"]
     lines = [
         [
             row["model"],
@@ -80,6 +83,8 @@ def show(found: list[Row]) -> str:
             f"{row['step_s'] * 1e3:.1f}",
             f"{row['predicted_s'] * 1e3:.1f}",
             f"{row['step_s'] / row['predicted_s']:.3f}",
+            f"{row['predicted_with_runtime_s'] * 1e3:.1f}",
+            f"{row['step_s'] / row['predicted_with_runtime_s']:.3f}",
             f"{row['late']:.1%}",
             f"{row['time_scale']:g}",
         ]

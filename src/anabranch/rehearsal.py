@@ -18,6 +18,8 @@ from anabranch.emulation.emulation import Links
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.run import step_seconds
 from anabranch.solve import foreseen, ideal_step_s
 from anabranch.timeline import Timeline
 
@@ -25,9 +27,9 @@ MOST_TIME_SCALE = 64.0
 MOST_STEP_S = 20.0
 """Wall seconds of a step beyond which time is not scaled by itself."""
 
-LATE = 0.1
-"""Share of a step that a rank may be late at worst. More of it, and ranks ask for links in another
-order than the devices would."""
+LATE = 0.03
+"""Share of a step that a rank may be late at worst; by so much the step may be too long. With much
+more of it, ranks ask for links in another order than the devices would."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,17 @@ class Rehearsal:
     Attributes:
         device_step_s: steps by the devices' own clocks.
         late_s: per step, by how much a rank was late at worst.
+        runtime_s: CPU time of the runtime for each forward or backward on this machine, as a mean
+            of all ranks, in the step before these.
+        with_runtime_s: the predicted step if each of them takes so much longer.
         time_scale: wall seconds per second of the devices.
     """
 
     run: Run
     device_step_s: tuple[float, ...]
     late_s: tuple[float, ...]
+    runtime_s: float
+    with_runtime_s: float
     time_scale: float
     links: Links
     message_bytes: int
@@ -72,6 +79,8 @@ class Rehearsal:
             "emulated": True,
             "device_step_s": statistics.median(self.device_step_s),
             "late_s": statistics.median(self.late_s),
+            "runtime_s": self.runtime_s,
+            "predicted_with_runtime_s": self.with_runtime_s,
             "time_scale": self.time_scale,
             "links": self.links,
             "ranks": len(self.run.plan.stage_graph.devices),
@@ -130,10 +139,14 @@ def rehearse(
         ideal_step_s=_ideal(emulation, profile),
         timelines=(("predicted", predicted), ("emulated", found.timeline)),
     )
+    costs = emulation.costs
+    slower = _WithRuntime(costs.graph, costs.cost, runtime_s=found.runtime_s)
     return Rehearsal(
         run,
         found.device_step_s,
         found.late_s,
+        found.runtime_s,
+        step_seconds(costs.graph, emulation.schedule, slower),
         found.time_scale,
         links,
         emulation.message_bytes,
@@ -146,8 +159,21 @@ class _Measured:
     step_s: tuple[float, ...]
     device_step_s: tuple[float, ...]
     late_s: tuple[float, ...]
+    runtime_s: float
     time_scale: float
     timeline: Timeline
+
+
+@dataclass(frozen=True)
+class _WithRuntime(ModelCosts):
+    """Prices where the runtime takes CPU time for each forward and backward."""
+
+    runtime_s: float = 0.0
+
+    def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
+        """Forward and backward seconds; 0 for no samples."""
+        forward, backward = super().compute_s(stage, samples)
+        return forward + self.runtime_s, backward + self.runtime_s
 
 
 def _measure(
@@ -162,6 +188,7 @@ def _measure(
     pipe.step()
     if time_scale is None:
         _slow_down(pipe)
+    runtime_s = pipe.runtime_s
     found: list[tuple[float, float, float, Timeline]] = []
     for done in range(steps):
         seconds = pipe.step(record=True)
@@ -174,6 +201,7 @@ def _measure(
         step_s=tuple(step[0] for step in found),
         device_step_s=tuple(step[1] for step in found),
         late_s=tuple(step[2] for step in found),
+        runtime_s=runtime_s,
         time_scale=pipe.time_scale,
         timeline=middle[3],
     )

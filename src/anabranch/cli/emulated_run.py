@@ -13,6 +13,7 @@ from anabranch.cli.parsing import usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import EmulationSettings, TrainedPlanSettings
 from anabranch.cli.source import ModelSource, cluster_of, read_cluster
+from anabranch.plans.plan import time_text
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -103,5 +104,10 @@ def _say(result: Rehearsal) -> None:
 
     rows = [(figure.name, figure.line) for figure in told(result.run.figures())]
     sent = f"{result.num_messages} with {result.message_bytes / 1e6:.1f} MB in a step"
+    slower = (
+        f"{time_text(result.with_runtime_s)} predicted: it takes {time_text(result.runtime_s)} for "
+        "each forward or backward on this machine"
+    )
     scale = f"{result.time_scale:g}, ranks late by {result.late:.1%} at most"
-    print_rows([*rows, ("messages", sent), ("time scale", scale)])
+    more = [("with the runtime", slower), ("messages", sent), ("time scale", scale)]
+    print_rows([*rows, *more])

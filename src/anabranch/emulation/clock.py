@@ -29,18 +29,19 @@ class DeviceClock:
     Attributes:
         now: seconds since the step began, in the device's time.
         late_s: how late the wall clock was at worst, in the device's time.
+        charged_s: CPU time of the runtime in it.
         origin: when the step began, in the time of ``time.perf_counter``, which processes share.
         scale: wall seconds per device second.
     """
 
     def __init__(self) -> None:
-        self.now = self.late_s = self.origin = self._cpu = 0.0
+        self.now = self.late_s = self.charged_s = self.origin = self._cpu = 0.0
         self.scale = 1.0
 
     def start(self, origin: float, scale: float) -> None:
         """Wait for the beginning of a step, which may be in the future."""
         self.origin, self.scale = origin, scale
-        self.now = self.late_s = 0.0
+        self.now = self.late_s = self.charged_s = 0.0
         self.pace()
         self.late_s = 0.0
         self.resume()
@@ -49,6 +50,7 @@ class DeviceClock:
         """Count the CPU time since ``resume`` as the device's."""
         cpu = time.thread_time()
         self.now += cpu - self._cpu
+        self.charged_s += cpu - self._cpu
         self._cpu = cpu
 
     def resume(self) -> None:

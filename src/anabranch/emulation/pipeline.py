@@ -24,7 +24,7 @@ from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.worker import Worker
+from anabranch.runtime.worker import Worker, executed
 from anabranch.timeline import Span, Timeline
 
 _CPU = torch.device("cpu")
@@ -38,6 +38,8 @@ class EmulatedPipeline:
         timeline: of the last step that was recorded, in the devices' time, the same on every rank.
         device_step_s: the last step by the devices' own clocks; what the wall clock showed besides
             is the host's.
+        runtime_s: CPU time of the runtime in it for each forward or backward, the mean of all
+            ranks.
         late_s: by how much any rank was late at worst during the last step, in the devices' time.
 
     Raises:
@@ -66,8 +68,10 @@ class EmulatedPipeline:
         mine = (s for s, stage in enumerate(graph.stages) if device in stage.devices)
         gathers = (work.gather_s for work in costs.all_reduces() if device in work.devices)
         self._update_s = sum(map(costs.update_s, mine)) + sum(gathers)
+        actions = executed(emulation.schedule, graph, device)
+        self._passes = sum(action.kind.is_compute for action in actions)
         self.timeline: Timeline | None = None
-        self.device_step_s = self.late_s = 0.0
+        self.device_step_s = self.runtime_s = self.late_s = 0.0
         self.step_number = 0
         sleep_precisely()
 
@@ -127,9 +131,11 @@ class EmulatedPipeline:
     def _gather(self, outcome: Outcome, end: float, record: bool) -> float:
         """Learn when the last rank was done; nobody looks at the board any more after this."""
         mesh, clock = self._mesh, self._clock
-        mine = torch.tensor([clock.now, end, clock.late_s, self._update_s], dtype=torch.float64)
-        everybody = torch.stack(mesh.all_gather(mine)).amax(0)
-        self.device_step_s, seconds, self.late_s, update_s = everybody.tolist()
+        runtime_s = clock.charged_s / self._passes
+        mine = [clock.now, end, clock.late_s, self._update_s, runtime_s]
+        everybody = torch.stack(mesh.all_gather(torch.tensor(mine, dtype=torch.float64)))
+        self.device_step_s, seconds, self.late_s, update_s, _ = everybody.amax(0).tolist()
+        self.runtime_s = float(everybody[:, -1].mean())
         # Updates begin together, when all ranks have agreed; there is nothing to wait for in them.
         self.device_step_s, seconds = self.device_step_s + update_s, seconds + update_s
         if record:
