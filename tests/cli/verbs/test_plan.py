@@ -11,7 +11,7 @@ import pytest
 
 from anabranch import planner as planners
 from anabranch.cli.source import ModelSource
-from anabranch.cli.verbs import plan as verb
+from anabranch.cli.verbs import plan as plan_verb
 from anabranch.graph import capture as graph_capture
 from anabranch.weights import POLICIES
 from tests.cli.examples import TOWERS, Interrupted, four
@@ -72,7 +72,7 @@ def test_nothing_is_compiled_beside_operators_that_are_timed(document, monkeypat
         return four().profile, None
 
     monkeypatch.setattr(ModelSource, "profile_and_optimizer", profiled)
-    monkeypatch.setattr(verb, "begin_compiling", lambda _: happened.append("compile"))
+    monkeypatch.setattr(plan_verb, "begin_compiling", lambda _: happened.append("compile"))
     arguments = "--cluster", cluster, "--batch-size", "8", "--planner", "even", "--no-baselines"
     document("plan", TOWERS, *arguments)
     assert happened == order
