@@ -94,6 +94,7 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         *seconds,
         memory_bandwidth=draw(st.floats(1.0, 1e15)),
         restarts=draw(st.sampled_from([(), ((0.5, 0.25), (1.0, 0.5))])),
+        value_s=draw(st.floats(0, 1)),
     )
 
 

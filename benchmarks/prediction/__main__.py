@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 BATCH = 32
 ROUNDS, STEPS, SETTLING = 12, 4, 2
-"""Rounds of a turn, steps of a round, and how many more before them."""
+"""Rounds of a turn (of more ranks, as many), steps of a round, and how many more before them."""
 
 QUIET, TRIES = 0.06, 4
 """Processor cores that others may take of a turn, and how often it is made at most."""
@@ -118,8 +118,8 @@ def measure(model: str, ranks: list[int], turns: int, machine: Calibrated) -> li
         for (count, kind), chosen in plans.items():
             cluster = local(machine, count)
             turn = partial(launch.run, trained, count, workload, chosen, captured, spare, whole)
-            ranks, others = calmest(turn)
-            one, seen_by_all = ranks[0], mean_profile([rank.profile for rank in ranks])
+            by_rank, others = calmest(turn)
+            one, seen_by_all = by_rank[0], mean_profile([rank.profile for rank in by_rank])
             found = simulate(chosen, seen_by_all, cluster)
             seen[count, kind].append(
                 {
@@ -192,7 +192,7 @@ def trained(
     measurement = Measurement(whole, sizes_of(chosen))
     updates: list[UpdateCost] = []
     batches, steps = pipe.batches(), list[float]()
-    for turn in range(ROUNDS):
+    for turn in range(max(ROUNDS, dist.get_world_size())):
         if turn % dist.get_world_size() == pipe.rank:
             measurement.turn()
             updates.append(measure_update(spare))

@@ -84,7 +84,7 @@ class Calibration:
         send_s: of a message, at its sender, and ``send_byte_s`` per byte.
         receive_s: likewise at its receiver, and ``receive_byte_s`` per byte.
         microbatch_s: of a forward or backward, besides its operators, and ``value_s`` for each
-            value that enters or leaves its stage.
+            value that enters or leaves its stage, or gradient of one, besides its message.
         step_s: of each rank in a step, besides its actions, sums and update.
         sum_tensor_s: of summing gradients, for each parameter that other ranks hold as well, and
             ``sum_byte_s`` per byte of it and other rank.

@@ -56,7 +56,7 @@ def test_what_ranks_have_seen_is_one_cluster():
             {1: [Pace(1.0, 1.0)] if rank in (0, 2) else [], 2: [Pace(1.5, 1.5)]},
             {sum(pair) - rank: link for pair, link in links.items() if rank in pair},
             Sums(Line(2.0, 4.0), Line(0.5, 0.25)) if rank in (0, 1) else None,
-            Overheads(1.0, 2.0, 0.125, 0.25, 100.0) if rank == 0 else None,
+            Overheads(1.0, 2.0, 0.125, 0.25, 100.0, value_s=0.0625) if rank == 0 else None,
         )
         for rank in range(4)
     ]
@@ -80,6 +80,7 @@ def test_what_ranks_have_seen_is_one_cluster():
         memory_bandwidth=100.0,
         share_tensor_s=0.5,
         share_byte_s=0.25,
+        value_s=0.0625,
     )
 
 

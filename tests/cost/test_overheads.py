@@ -49,6 +49,7 @@ def test_restarts_that_fall_are_refused():
 def test_everybody_tells_everybody():
     """Of 4 ranks each sends three messages (1.25 s) and takes three (2.5 s), after a latency."""
     assert agreement_s(cluster(4), 4) == 8 + 3 * (1.25 + 2.5)
+    assert agreement_s(cluster(4, value_s=0.5), 4) == 8 + 3 * (1.25 + 2.5 + 2 * 0.5)
     assert agreement_s(cluster(4), 1) == 0.0
     assert agreement_s(PLAIN, 2) == 0.0
 

@@ -89,9 +89,15 @@ def test_passes_and_steps_have_their_bookkeeping():
 
 
 def test_passes_have_time_for_every_value_of_their_border():
-    """One value leaves stage 0 and enters stage 1, so each of 4 passes of 1 s takes .25 more."""
+    """One value leaves stage 0 and enters stage 1, so each of 4 passes of 1 s takes .25 more;
+    without a gradient of it the 2 forwards do. Totals are a value as well, at both ends.
+    """
     cost = costs(machine(value_s=0.25), 1.0, 1.0)
-    assert timeline(ROW, cost).step_s == pytest.approx(4 * 1.25)
+    assert timeline(ROW, cost).step_s == pytest.approx(4 * 1.25 + 2 * 0.25)
+    given = replace(cost.graph, values=(replace(cost.graph.values[0], grad=False),))
+    forward_only = replace(cost, profile=replace(cost.profile, graph=given))
+    assert forward_only.pass_s(0b01) == forward_only.pass_s(0b10) == (0.25, 0.0)
+    assert forward_only.pass_s(0b11) == (0.0, 0.0)
 
 
 def test_ranks_of_a_host_slow_each_other():

@@ -6,11 +6,12 @@ compute, so caches are as a step has them: a message costs several times what it
 else is done. An operator's share is known from its profile, whose turns come between the steps, and
 what an update costs besides the optimizer, which does nothing, from a measurement of that::
 
-    step of a rank = step_s + sends + receives + M * (2 * (microbatch_s + value_s) + operators)
+    step of a rank = step_s + M * (send_s + receive_s + 2 * (microbatch_s + value_s) + operators)
                      + agreement + update
 
 Where several values go from rank to rank in a message of the same bytes, what sending and receiving
-take longer is of the values; it counts with the passes in front of a send and behind a receive.
+take longer is of the values; it counts with the passes in front of a send and behind a receive, and
+``send_s`` and ``receive_s`` are of a message without values.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ class Overheads:
     """Processor seconds of a rank.
 
     Attributes:
-        send_s: of a message of ``MESSAGE_BYTES`` at its sender, ``receive_s`` at its receiver.
+        send_s: of a message of ``MESSAGE_BYTES`` at its sender, ``receive_s`` at its receiver,
+            besides the values in it.
         microbatch_s: of a forward or backward besides its operators, and ``value_s`` for each value
-            that enters or leaves its stage.
+            that enters or leaves its stage, or gradient of one.
         step_s: of a step besides its actions, and the update.
         memory_bandwidth: bytes/s of an update.
         restarts: see ``Calibration``.
@@ -83,7 +85,9 @@ class Overheads:
 
 
 class _Layer(nn.Module):
-    """A linear layer that takes and gives several values."""
+    """A linear layer that takes and gives several values, each in a piece of memory as those of
+    most models are: others are copied slowly when they are sent.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +95,7 @@ class _Layer(nn.Module):
 
     def forward(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         given: Tensor = self.linear(torch.cat(values, 1))
-        return given.chunk(len(values), 1)
+        return tuple(value.contiguous() for value in given.chunk(len(values), 1))
 
 
 class _Chain(nn.Module):
@@ -172,9 +176,9 @@ def measure_overheads() -> Overheads:
     more_s = several.send_s + several.receive_s - one.send_s - one.receive_s
     value_s = max(0.0, more_s) / (2 * (_VALUES - 1))
     return Overheads(
-        one.send_s,
-        one.receive_s,
-        max(0.0, one.passes_s / 2 - value_s),
+        max(0.0, one.send_s - value_s),
+        max(0.0, one.receive_s - value_s),
+        max(0.0, one.passes_s / 2),
         one.step_s,
         one.alone.memory_bandwidth,
         one.alone.restarts,

@@ -18,6 +18,7 @@ from torch import nn
 from anabranch.calibration.messages import Line, line
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
+from anabranch.runtime.measurement.update import CACHE_BYTES
 from anabranch.runtime.mesh import Mesh
 
 RANKS = (0, 1)
@@ -27,9 +28,6 @@ _COUNT, _SMALL, _LARGE = 48, 256, 1 << 16
 """Parameters, and bytes of each."""
 
 _STEPS = 16
-
-_CACHE_BYTES = 2**25
-"""More than the caches of a processor core hold: in a step parameters and buckets are in none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class _Parameters:
         holders = self._holders.sharded({name: p.nbytes for name, p in self._named.items()})
         reducer = Reducer(self._named, holders, self._mesh)
         taken: list[float] = []
-        other = torch.zeros(_CACHE_BYTES // 4)
+        other = torch.zeros(CACHE_BYTES // 4)  # in a step parameters and buckets are in no cache
         for _ in range(2 * _STEPS):
             other.add_(1)
             self._mesh.all_reduce(torch.zeros(1), RANKS)
@@ -88,7 +86,7 @@ class _Parameters:
 def _sum_s(parameters: dict[str, nn.Parameter], reducer: Reducer) -> float:
     summed: list[float] = []
     alone: list[float] = []
-    other = torch.zeros(_CACHE_BYTES // 4)
+    other = torch.zeros(CACHE_BYTES // 4)
     for step in range(2 * _STEPS):
         sums = step % 2 == 0
         loss = torch.stack([p.square().sum() for p in parameters.values()]).sum()

@@ -303,19 +303,22 @@ class CostModel:
         """Seconds of a forward or backward of a stage besides its operators, and its values."""
         return self.cluster.calibration.microbatch_s if self.cluster.calibration else 0.0
 
-    def pass_s(self, mask: int) -> float:
-        """Seconds of a forward or backward of the stage with these operators besides them."""
+    def pass_s(self, mask: int) -> tuple[float, float]:
+        """Seconds of a forward and of a backward of the stage with these operators besides them."""
         calibration = self.cluster.calibration
         if calibration is None:
-            return 0.0
-        return calibration.microbatch_s + calibration.value_s * self._crossing(mask)
+            return 0.0, 0.0
+        crossing = self._crossing(mask)
+        gradients = sum(self.graph.values[i].grad for i in crossing)
+        each_s, value_s = calibration.microbatch_s, calibration.value_s
+        return each_s + value_s * len(crossing), each_s + value_s * gradients
 
-    def _crossing(self, mask: int) -> int:
+    def _crossing(self, mask: int) -> list[int]:
         """Values that enter or leave a set of operators."""
         ops = list(bits(mask))
         read = {i for op in ops for i in self.read[op]}
-        entering = sum(not mask >> self.graph.values[i].producer & 1 for i in read)
-        return entering + sum(self.readers[i] & ~mask > 0 for op in ops for i in self.made[op])
+        entering = [i for i in read if not mask >> self.graph.values[i].producer & 1]
+        return entering + [i for op in ops for i in self.made[op] if self.readers[i] & ~mask]
 
     @property
     def step_s(self) -> float:

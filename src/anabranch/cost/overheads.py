@@ -8,8 +8,8 @@
 
                     bytes moved = (3 + 2 * optimizer state per weight) * bytes of weights
 
-    pass        fixed + per value that enters or leaves the stage, besides its operators
-                (``CostModel.pass_s``)
+    pass        fixed + per value that enters or leaves the stage, or gradient of one, besides its
+                operators (``CostModel.pass_s``)
     sums        per gradient + per byte and other rank, of the processors; the links' time is in
                 ``communication``. Where ranks share the optimizer's state each byte is added up on
                 one of them, and what that has updated goes to the others
@@ -87,7 +87,8 @@ def agreement_s(cluster: Cluster, ranks: int) -> float:
     if cluster.calibration is None or ranks < 2:
         return 0.0
     send_s, receive_s = message_s(cluster.calibration, 1)
-    return cluster.slowest_link((0, ranks - 1)).latency_s + (ranks - 1) * (send_s + receive_s)
+    message = send_s + receive_s + 2 * cluster.calibration.value_s
+    return cluster.slowest_link((0, ranks - 1)).latency_s + (ranks - 1) * message
 
 
 def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> UpdateCost:

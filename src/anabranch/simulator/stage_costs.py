@@ -57,11 +57,11 @@ class StageCosts:
         """
         if samples not in self._seconds:
             stage = self.stage
-            besides_s = self.cost.pass_s(self.mask) if samples else 0.0
+            besides = self.cost.pass_s(self.mask) if samples else (0.0, 0.0)
             forward, backward = self.cost.stage_s(
                 stage.operators, samples, stage.tensor, recompute=stage.recompute
             )
-            self._seconds[samples] = forward + besides_s, backward + besides_s
+            self._seconds[samples] = forward + besides[0], backward + besides[1]
         return self._seconds[samples]
 
     def gradient_share(self, samples: int, operator: int) -> float:

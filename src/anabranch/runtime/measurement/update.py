@@ -24,9 +24,10 @@ from anabranch.workload import Workload
 MOST_BYTES = 2**28
 """Parameters that are updated for a measurement, at most; the largest ones stay out."""
 
-_REPEATS, _BUDGET_S = 9, 2.0
-_CACHE_BYTES = 2**25
+CACHE_BYTES = 2**25
 """More than the caches of a processor core hold."""
+
+_REPEATS, _BUDGET_S = 9, 2.0
 
 
 def measure_update(workload: Workload, *, device: torch.device | str = "cpu") -> UpdateCost:
@@ -72,7 +73,7 @@ def _seconds(
         values = torch.full_like(parameter, 1e-3, device=place, memory_format=torch.preserve_format)
         copies[name] = nn.Parameter(values)
     optimizer = workload.optimizer(list(copies.items()))
-    other = torch.zeros(_CACHE_BYTES // 4, device=place)
+    other = torch.zeros(CACHE_BYTES // 4, device=place)
     taken: list[float] = []
     deadline = time.perf_counter() + _BUDGET_S
     for repeat in range(-2, _REPEATS):

@@ -1,0 +1,30 @@
+"""What a rank does besides computing, told apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from anabranch.calibration import overheads
+from anabranch.calibration.overheads import _VALUES, Overheads, _Alone, _Found, _Layer
+
+
+def test_values_are_told_from_messages_and_passes(monkeypatch: pytest.MonkeyPatch):
+    """A message takes 2 s at its sender and 3 s at its receiver, and half a second at both for each
+    value; a pass takes 4 s, whether or not something goes to another rank.
+    """
+    alone = _Alone(0.0, 0.0, 100.0, ((1.0, 0.5),))
+
+    def found(values: int) -> _Found:
+        return _Found(2.0 + values / 2, 3.0 + values / 2, 8.0, 6.0, alone)
+
+    monkeypatch.setattr(overheads, "_found", found)
+    expected = Overheads(2.0, 3.0, 4.0, 6.0, 100.0, alone.restarts, value_s=0.5)
+    assert overheads.measure_overheads() == expected
+
+
+def test_values_lie_in_memory_as_those_of_most_models():
+    """Parts of a larger tensor would be copied slowly when they are sent."""
+    given = _Layer()(tuple(torch.randn(4, 256 // _VALUES) for _ in range(_VALUES)))
+    assert [value.shape for value in given] == [(4, 256 // _VALUES)] * _VALUES
+    assert all(value.is_contiguous() for value in given)
