@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
-from anabranch.rehearsal import LATE, MOST_TIME_SCALE, Rehearsal, rehearse
+from anabranch.rehearsal import LATE, MOST_TIME_SCALE, Rehearsal, _WithRuntime, rehearse
 from anabranch.solve import simulate
 from tests.emulation.models import chain, job, machines
 
@@ -36,6 +37,15 @@ def test_a_rehearsal_has_prediction_and_emulation_side_by_side() -> None:
     assert found.keeps_up == (found.late <= LATE)
     assert 1 <= found.time_scale <= MOST_TIME_SCALE
     assert found.figures()["losses"] == []
+
+
+def test_the_runtime_takes_no_time_for_no_samples() -> None:
+    """A replica that has none of a short micro-batch runs no pass of it."""
+    on = machines(2)
+    plan, profile = job((), [(0, 1)], on, batch_size=3)
+    costs = _WithRuntime(plan.stage_graph, CostModel(profile, on), runtime_s=0.5)
+    assert costs.compute_s(0, 1) == pytest.approx((0.501, 0.502))
+    assert costs.compute_s(0, 0) == (0.0, 0.0)
 
 
 def test_more_is_late_than_a_step_can_bear() -> None:

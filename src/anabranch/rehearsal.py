@@ -173,7 +173,8 @@ class _WithRuntime(ModelCosts):
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """Forward and backward seconds; 0 for no samples."""
         forward, backward = super().compute_s(stage, samples)
-        return forward + self.runtime_s, backward + self.runtime_s
+        besides_s = self.runtime_s if samples else 0.0
+        return forward + besides_s, backward + besides_s
 
 
 def _measure(

@@ -11,6 +11,7 @@ from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.check import check
+from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from tests.strategies import sharded_stage_graphs, stage_graphs
@@ -123,6 +124,18 @@ def test_a_rising_warm_up_deadlocks():
         "The warm-up rises along stage edge 0 -> 1: 1 samples forward before the first backward "
         "of stage 0, 2 of stage 1; give stage 0 at least as many.",
     ]
+
+
+def test_a_warm_up_that_is_short_for_its_groups_deadlocks():
+    """Both hold 8 samples. Stage 0 goes on behind the gradients of 2, stage 1 has given one."""
+
+    def held(before: int) -> StageGraph:
+        first = Stage(("a",), (0,), 2, in_flight=before)
+        return StageGraph((first, Stage(("b",), (1,), 1, in_flight=8)), ((0, 1),), 16)
+
+    check(KFKB().order(held(5)), held(5))
+    with pytest.raises(DeadlockError, match=r"of stage 1, which turn over 2 and 1 .* at least 9"):
+        check(KFKB().order(held(4)), held(4))
 
 
 def test_without_gradients_a_rising_warm_up_is_fine():

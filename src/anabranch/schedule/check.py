@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
+from anabranch.plans.in_flight import waited_for_samples
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import directions, handovers, lower, messages
 from anabranch.schedule.schedule import Action, Kind, Schedule
@@ -110,7 +111,26 @@ def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[
         for x, y in graph.edges
         if held[x] < held[y]
     ]
+    lines += [
+        f"The warm-up is short along stage edge {x} -> {y}: {held[x]} samples forward before the "
+        f"first backward of stage {x}, {held[y]} of stage {y}, which turn over {_group(graph, x)} "
+        f"and {_group(graph, y)} at a time; give stage {x} at least {least}."
+        for x, y in graph.edges
+        if held[y] <= held[x] < (least := _least_before(graph, x, y, held[y]))
+    ]
     return "\n".join(lines)
+
+
+def _group(graph: StageGraph, s: int) -> int:
+    """Samples whose gradients a stage under kFkB gives before it goes on."""
+    return graph.stages[s].k * graph.stages[s].microbatch_size
+
+
+def _least_before(graph: StageGraph, x: int, y: int, held: int) -> int:
+    """Samples that x must hold under kFkB before y, which holds so many."""
+    before, after = graph.stages[x], graph.stages[y]
+    both = before.k, before.microbatch_size, after.k, after.microbatch_size
+    return min(held + waited_for_samples(*both), graph.batch_size)
 
 
 def _warm_up_samples(schedule: Schedule, graph: StageGraph) -> list[int]:
