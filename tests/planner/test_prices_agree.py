@@ -22,7 +22,6 @@ from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.costs import ModelCosts
-from tests.planner.dapple.latency import counts
 from tests.planner.helpers import cost_model, sharded
 from tests.planner.piper.reference import rich_profiles
 
@@ -176,9 +175,10 @@ def test_periods_are_made_of_the_simulators_seconds(case):
             assert terms.reduce_s(0, 1, mode.replicas)[case.start, case.stop] == ring
         order = tuple(range(len(cost.graph)))
         tables = Tables(ChainProblem(cost, case.size * COUNT, order, DEVICES), case.size)
-        both = tables.both_s[int(tables.index[mode.replicas])]
+        k = int(tables.index[mode.replicas])
+        both = tables.forward_s[k] + tables.backward_s[k]
         assert both[case.stop] - both[case.start] == compute
-        rings = tables.reduce_s(counts(cost.cluster, range(mode.replicas)))
+        rings = tables.rings_s[cost.cluster.slowest_link(range(mode.replicas)).level, k]
         assert rings[case.start, case.stop] == reduce_s
         assert tables.entering[case.start, case.stop] == border.entering.at(case.size)
         assert tables.gradients[case.start, case.stop] == border.leaving_gradients.at(case.size)
@@ -202,7 +202,7 @@ def test_tables_are_summed_by_their_rows():
         terms = Terms(states, case.prices(cost), tiers(cost.cluster), DEVICES, accumulate=True)
         assert terms.reduce_s(0, 1, 2)[0, 1] == nbytes * (2 / (terms.tiers[0].bandwidth * COUNT))
         tables = Tables(ChainProblem(cost, case.size * COUNT, order, DEVICES), case.size)
-        assert tables.reduce_s(counts(cost.cluster, range(2)))[0, 1] == ring_s
+        assert tables.rings_s[0, 1, 0, 1] == ring_s
         graph = StageGraph((Stage(("a",), (0, 1), case.size),), (), case.size * COUNT)
         (ring,) = ModelCosts(graph, cost).all_reduces()
         assert ring.seconds == ring_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.cost.communication import transfer_s
 from anabranch.graph.series_parallel import decompose, operators
-from anabranch.planner.dapple.links import Place, hop_prices, ring_price
+from anabranch.planner.dapple import links
+from anabranch.planner.dapple.links import Place
 from anabranch.plans.stages import Stage, StageGraph
 
 
@@ -74,7 +76,8 @@ def counts(cluster: Cluster, devices: Sequence[int]) -> Place:
 
 def hop_price(cluster: Cluster, source: Place, target: Place) -> tuple[float, float]:
     """Seconds per byte of one micro-batch and seconds of latency between two stages."""
-    per_byte, latency_s = hop_prices(cluster, np.array(source), np.array(target))
+    price: Any = cast(Any, links.hop_price).function
+    per_byte, latency_s = price(links.links(cluster), np.array([source, target]), 0, 1)
     return float(per_byte), float(latency_s)
 
 
@@ -149,7 +152,7 @@ class _Priced:
             return cost.stage_held_bytes(ops[:count], stage.tensor).summed
 
         ranks = stage.devices[:: stage.tensor]
-        per_byte, latency_s = ring_price(cost, counts(cost.cluster, ranks))
+        per_byte, latency_s = cost.ring_price(ranks, len(ranks))
         if not reduced(len(ops)):
             return 0.0
         if overlap is None:

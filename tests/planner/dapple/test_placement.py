@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
+from anabranch.planner.dapple.links import Place
 from anabranch.planner.dapple.placement import (
     Machines,
     append_first,
@@ -59,38 +60,42 @@ def test_states_are_sorted():
     """A machine with 1 and one with 3 in use are the state (3, 1), and the stage's place goes
     along.
     """
-    (step,) = (s for s in machines(2, 4).steps((1, 0), 3) if s.taken == (0, 3))
-    assert (step.used, step.place, step.order) == ((3, 1), (3, 0), (1, 0))
+    assert ((3, 1), (3, 0), (0, 3), (1, 3)) in steps(machines(2, 4), (1, 0))
 
 
 def test_machines_are_only_exchanged_inside_their_rack():
     """Two racks of two: the second rack fills up and comes first, its machines stay together."""
-    step = machines(2, 4, racks=2)._step((2, 0, 0, 0), (0, 0, 1, 4))
-    assert step.order == (3, 2, 0, 1)
-    assert step.used == (4, 1, 2, 0)
-    assert step.place == (4, 1, 0, 0)
+    racks = machines(2, 4, racks=2)
+    state, place, taken, rest = racks._step((2, 0, 0, 0), (0, 0, 1, 4))
+    assert racks.places[state] == (4, 1, 2, 0)
+    assert racks.places[place] == (4, 1, 0, 0)
+    assert racks.places[taken] == (0, 0, 1, 4)
+    assert racks.places[rest] == (0, 3, 2, 4)
+
+
+def steps(machines: Machines, used: Place) -> list[tuple[Place, ...]]:
+    """The places of all steps: next state, stage in its order and in this one's, rest."""
+    found = machines.steps(machines.number(used)).tolist()
+    return [tuple(machines.places[number] for number in step) for step in found]
 
 
 @given(st.sampled_from([(2, 4, 1), (3, 2, 1), (2, 2, 2), (6, 1, 1)]), st.data())
 def test_stages_get_the_devices_that_their_places_say(shape, data):
     """Any stages placed one after the other: disjoint, all devices, as many per machine."""
     cluster = machines(*shape)
-    used = cluster.empty
-    total = cluster.cluster.num_devices
-    steps = []
-    while sum(used) < total - 1 and data.draw(st.booleans()):
-        wanted = data.draw(st.integers(1, total - 1 - sum(used)))
-        steps.append(data.draw(st.sampled_from(cluster.steps(used, wanted))))
-        used = steps[-1].used
-    devices = cluster.devices(steps)
+    state, total, chosen = 0, cluster.cluster.num_devices, []
+    while len(ways := cluster.steps(state)) and data.draw(st.booleans()):
+        chosen.append(ways[data.draw(st.integers(0, len(ways) - 1))])
+        state = chosen[-1][0]
+    devices = cluster.devices(chosen)
     assert sorted(d for stage in devices for d in stage) == list(range(total))
-    for step, taken in zip(steps, devices, strict=False):
-        per_machine = [sum(d // shape[1] == m for d in taken) for m in range(len(cluster.empty))]
-        assert sorted(per_machine) == sorted(step.taken)
+    for step, taken in zip(chosen, devices, strict=False):
+        per_machine = [sum(d // shape[1] == m for d in taken) for m in range(total // shape[1])]
+        assert sorted(per_machine) == sorted(cluster.places[step[2]])
 
 
 def test_the_first_stage_begins_on_device_0():
     """Devices are given out from the back, the last stage first."""
     cluster = machines(2, 4)
-    (step,) = cluster.steps(cluster.empty, 4)[:1]
+    step = next(s for s in cluster.steps(0) if cluster.places[s[2]] == (4, 0))
     assert cluster.devices([step]) == [(4, 5, 6, 7), (0, 1, 2, 3)]

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import Ints
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.graph.series_parallel import decompose, operators
-from anabranch.planner.dapple.links import Place
-from anabranch.planner.dapple.placement import Machines, Placement
+from anabranch.planner.dapple.placement import Machines
 from anabranch.planner.dapple.planner import stage_graph
 from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
 from anabranch.planner.dapple.tables import ChainProblem, Tables
@@ -58,19 +58,17 @@ def everything(problem: ChainProblem, size: int) -> Iterator[StageGraph]:
     machines = Machines(problem.cost.cluster)
     count = len(problem.order)
 
-    def placed(used: Place, stages: int) -> Iterator[list[Placement]]:
-        left = problem.cost.cluster.num_devices - sum(used)
+    def placed(state: int, stages: int) -> Iterator[list[Ints]]:
         if stages == 1:
             yield []
             return
-        for wanted in range(1, left - stages + 2):
-            for step in machines.steps(used, wanted):
-                for rest in placed(step.used, stages - 1):
-                    yield [step, *rest]
+        for step in machines.steps(state):
+            for rest in placed(step[0], stages - 1):
+                yield [step, *rest]
 
     for stages in range(1, min(count, problem.cost.cluster.num_devices) + 1):
         for cuts in combinations(range(1, count), stages - 1):
-            for steps in placed(machines.empty, stages):
+            for steps in placed(0, stages):
                 devices = machines.devices(steps)[::-1]
                 chain = ChainPlan(0.0, (0, *cuts, count), tuple(devices))
                 if all(len(stage) in problem.degrees(size) for stage in devices):
@@ -131,14 +129,12 @@ def test_all_devices_of_a_flat_network_are_alike():
     """One device per machine: 6 of them have 6 states, however many subsets there are."""
     cost = cost_model(chain_profile(6), 6, node=1, bandwidth=40.0, card=4.0)
     machines = Machines(cost.cluster)
-    seen, todo = {machines.empty}, [machines.empty]
+    seen, todo = {0}, [0]
     while todo:
-        used = todo.pop()
-        for wanted in range(1, 6 - sum(used)):
-            for step in machines.steps(used, wanted):
-                if step.used not in seen:
-                    seen.add(step.used)
-                    todo.append(step.used)
+        for state in machines.steps(todo.pop())[:, 0].tolist():
+            if state not in seen:
+                seen.add(state)
+                todo.append(state)
     assert len(seen) == 6
 
 

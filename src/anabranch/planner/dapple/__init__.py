@@ -4,16 +4,14 @@ The planner minimises L, the seconds of one synchronous step as the paper prices
 model is cut, how many replicas every stage has (any number) and on which machines they are.
 
 objective   L and its pivot stage
-links       what a hop and an all-reduce cost, by devices per machine
+links       what a hop costs, by devices per machine
 placement   the three policies: fresh, append and scatter first
 tables      what every run of operators costs
-labels      many unfinished pipelines at a time, and which of them to keep
-moves       all ways to add a stage
-search      the recursion
+search      the recursion, compiled
 planner     micro-batch sizes, and stage graphs of what was found
 
 Axes of arrays: degree, a place among the numbers of replicas; i and j, the run [i, j) of operators
-in their order; cut, the operators before it; move, a way to add a stage; machine.
+in their order; cut, the operators before it; step, a way to add a stage; machine.
 
 What the paper leaves open and what was decided:
 

@@ -1,4 +1,4 @@
-"""Seconds of a hop between two stages and of an all-reduce in one, by devices per machine.
+"""Seconds of a hop between two stages, by devices per machine.
 
 Which devices of a machine (an innermost group of the cluster) a stage has does not matter, so its
 place is a tuple of counts, machine by machine::
@@ -11,43 +11,56 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
-from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import Floats
+from anabranch.cost.nested_weights import Ints
+from anabranch.planner.toolkit.jit import compiled
 
 Place = tuple[int, ...]
 """Devices of one stage on every machine."""
 
-Array = NDArray[Any]
+Links = Any
+"""A ``numpy.recarray``: per level of a cluster its bandwidth, the latency of a way that climbs to
+it, and the machines in each of the groups that it connects.
+"""
+
+_LINK = np.dtype([("bandwidth", float), ("latency_s", float), ("machines", np.int64)])
 
 
-def hop_prices(cluster: Cluster, sources: Array, targets: Array) -> tuple[Floats, Floats]:
-    """Seconds per byte of one micro-batch and seconds of latency between two stages: arrays of
-    places, [..., machine], that broadcast against each other.
+def links(cluster: Cluster) -> Links:
+    """The levels of a cluster."""
+    sizes = (1, 1, *(size // cluster.group_sizes[0] for size in cluster.group_sizes[1:]))
+    found = [
+        (level.bandwidth, cluster.level_link(i).latency_s, sizes[i])
+        for i, level in enumerate(cluster.levels)
+    ]
+    return np.array(found, _LINK).view(np.recarray)
+
+
+@compiled
+def hop_price(links: Links, places: Ints, source: int, target: int) -> tuple[float, float]:
+    """Seconds per byte of one micro-batch and seconds of latency between two stages, which are at
+    these rows of ``places``, [place, machine].
 
     Replicas hold equal slices, numbered so that a slice stays in its machine where it can. The way
     is as slow as its fullest link: each device's own, or from level 1 on each group's network card,
     which sends what its replicas make beyond what they need (section 5.2).
     """
-    sent, got = sources.sum(axis=-1), targets.sum(axis=-1)
-    per_byte = np.maximum(1 / sent, 1 / got) / cluster.levels[0].bandwidth
-    latency_s = np.full(per_byte.shape, cluster.level_link(0).latency_s)
-    # What the groups that a level connects make beyond what they need, or less.
-    surplus = sources / sent[..., None] - targets / got[..., None]
-    for i in range(1, len(cluster.levels)):
-        level = cluster.levels[i]
-        most = np.abs(surplus).max(axis=-1)
-        crosses = most > 1e-12
-        per_byte = np.where(crosses, np.maximum(per_byte, most / level.bandwidth), per_byte)
-        latency_s = np.where(crosses, cluster.level_link(i).latency_s, latency_s)
-        surplus = surplus.reshape(*surplus.shape[:-1], -1, level.size).sum(axis=-1)
+    sent, got, machines = 0, 0, places.shape[1]
+    for m in range(machines):
+        sent += places[source, m]
+        got += places[target, m]
+    per_byte = max(1 / sent, 1 / got) / links[0].bandwidth
+    latency_s = links[0].latency_s
+    for i in range(1, len(links)):
+        # What the groups that a level connects make beyond what they need, or less.
+        most, size = 0.0, links[i].machines
+        for first in range(0, machines, size):
+            surplus = 0.0
+            for m in range(first, first + size):
+                surplus += places[source, m] / sent - places[target, m] / got
+            most = max(most, abs(surplus))
+        if most > 1e-12:
+            per_byte = max(per_byte, most / links[i].bandwidth)
+            latency_s = links[i].latency_s
     return per_byte, latency_s
-
-
-def ring_price(cost: CostModel, place: Place) -> tuple[float, float]:
-    """Seconds per byte and of latency of a ring all-reduce."""
-    size = cost.cluster.group_sizes[0]
-    used = [machine for machine, count in enumerate(place) if count]
-    return cost.ring_price((used[0] * size, used[-1] * size), sum(place))

@@ -35,16 +35,13 @@ beside the backward of what comes before o. What sticks out at the end of the st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-
-from anabranch.cost.stage_weights import Number
+from anabranch.planner.toolkit.jit import compiled
 
 
-@dataclass(frozen=True, slots=True)
-class Suffix:
-    """What the last stages of a pipeline mean for its latency; numbers or arrays of them.
+class Suffix(NamedTuple):
+    """What the last stages of a pipeline mean for its latency.
 
     Attributes:
         pivot_s: F + B of the pivot among them.
@@ -56,37 +53,35 @@ class Suffix:
             B of its stage and of all before it.
     """
 
-    pivot_s: Number
-    between_s: Number
-    warm_s: Number
-    back_s: Number
-    ending_s: Number
-    behind_s: Number
-
-    def prepend(
-        self, forward_s: Number, backward_s: Number, reduce_s: Number, num_microbatches: int
-    ) -> Suffix:
-        """The same with one more stage in front."""
-        steady = num_microbatches - 1
-        both = forward_s + backward_s
-        takes_over = steady * both > steady * self.pivot_s + self.between_s
-        back = self.back_s + backward_s
-        behind = np.maximum(reduce_s, self.behind_s) - backward_s
-        first = np.maximum(reduce_s + backward_s, self.behind_s - backward_s)
-        later = np.maximum(reduce_s + back, self.ending_s)
-        return Suffix(
-            np.where(takes_over, both, self.pivot_s),
-            np.where(takes_over, 0.0, self.between_s + both),
-            np.where(takes_over, forward_s, self.warm_s + forward_s),
-            np.where(takes_over, backward_s, back),
-            np.where(takes_over, first, later),
-            behind,
-        )
-
-    def latency_s(self, num_microbatches: int) -> Number:
-        """L, if nothing comes before."""
-        return self.warm_s + (num_microbatches - 1) * self.pivot_s + self.ending_s
+    pivot_s: float
+    between_s: float
+    warm_s: float
+    back_s: float
+    ending_s: float
+    behind_s: float
 
 
-NOTHING = Suffix(0.0, -1.0, 0.0, 0.0, 0.0, -np.inf)
+NOTHING = Suffix(0.0, -1.0, 0.0, 0.0, 0.0, float("-inf"))
 """No stages yet: the first that is prepended becomes the pivot."""
+
+
+@compiled
+def prepended(
+    suffix: Suffix, forward_s: float, backward_s: float, reduce_s: float, num_microbatches: int
+) -> Suffix:
+    """The same with one more stage in front."""
+    both, steady = forward_s + backward_s, num_microbatches - 1
+    behind = max(reduce_s, suffix.behind_s) - backward_s
+    if steady * both > steady * suffix.pivot_s + suffix.between_s:
+        ending = max(reduce_s + backward_s, suffix.behind_s - backward_s)
+        return Suffix(both, 0.0, forward_s, backward_s, ending, behind)
+    back = suffix.back_s + backward_s
+    ending = max(reduce_s + back, suffix.ending_s)
+    between, warm = suffix.between_s + both, suffix.warm_s + forward_s
+    return Suffix(suffix.pivot_s, between, warm, back, ending, behind)
+
+
+@compiled
+def latency_s(suffix: Suffix, num_microbatches: int) -> float:
+    """L, if nothing comes before."""
+    return suffix.warm_s + (num_microbatches - 1) * suffix.pivot_s + suffix.ending_s

@@ -17,10 +17,11 @@ room that has enough; if none has, those with the most room first, as the fresh 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+
+import numpy as np
 
 from anabranch.cluster import Cluster
+from anabranch.cost.nested_weights import Ints
 from anabranch.planner.dapple.links import Place
 
 Policy = Callable[[Place, int, int], Place]
@@ -74,80 +75,86 @@ POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 """All three, composed."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """One more stage in a state.
+class Machines:
+    """The machines of a cluster and the states that the policies lead to; remembered.
 
     Attributes:
-        taken: its devices per machine, before sorting.
-        order: machines in the order of the next state.
-        used: the next state: devices in use per machine.
-        place: ``taken`` in that order.
+        size: devices of one machine.
+        places: all that came up so far, by their numbers; 0 is nowhere.
     """
 
-    taken: Place
-    order: tuple[int, ...]
-    used: Place
-    place: Place
+    def __init__(self, cluster: Cluster, policies: tuple[Policy, ...] = POLICIES) -> None:
+        self.cluster = cluster
+        self.size = cluster.group_sizes[0]
+        self._policies = policies
+        self._number: dict[Place, int] = {}
+        self._steps: dict[int, Ints] = {}
+        self._levels: list[int] = []
+        self._table = np.zeros((0, 0), np.int64), np.zeros(0, np.int64)
+        self.places: list[Place] = []
+        self.number((0,) * (cluster.num_devices // self.size))
 
+    def number(self, place: Place) -> int:
+        """Number of a place."""
+        if place not in self._number:
+            self._number[place] = len(self.places)
+            self.places.append(place)
+            used = [m * self.size for m, count in enumerate(place) if count]
+            level = self.cluster.slowest_link(used).level if used[1:] else 0
+            self._levels.append(level)
+        return self._number[place]
 
-@dataclass(frozen=True)
-class Machines:
-    """The machines of a cluster and the states that the policies lead to; remembered."""
+    def table(self) -> tuple[Ints, Ints]:
+        """The places, [place, machine], and the level of the cluster that connects the devices of
+        each.
+        """
+        if len(self._table[1]) < len(self.places):
+            self._table = np.array(self.places, np.int64), np.array(self._levels, np.int64)
+        return self._table
 
-    cluster: Cluster
-    policies: tuple[Policy, ...] = POLICIES
-    _steps: dict[tuple[Place, int], tuple[Placement, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    def steps(self, state: int) -> Ints:
+        """All ways to add a stage that leave devices for another, each once: the next state, the
+        devices of the stage in the order of the next state and in that of this one, and all devices
+        that are left, in the order of the next state.
+        """
+        if state not in self._steps:
+            used = self.places[state]
+            taken = dict.fromkeys(
+                policy(used, self.size, wanted)
+                for wanted in range(1, self.cluster.num_devices - sum(used))
+                for policy in self._policies
+            )
+            found = [self._step(used, place) for place in taken]
+            self._steps[state] = np.array(found, np.int64).reshape(-1, 4)
+        return self._steps[state]
 
-    @cached_property
-    def size(self) -> int:
-        """Devices of one machine."""
-        return self.cluster.group_sizes[0]
-
-    @cached_property
-    def empty(self) -> Place:
-        """Nothing in use."""
-        return (0,) * (self.cluster.num_devices // self.size)
-
-    def rest(self, used: Place) -> Place:
-        """All devices that are not in use."""
-        return tuple(self.size - count for count in used)
-
-    def steps(self, used: Place, wanted: int) -> tuple[Placement, ...]:
-        """What the policies make of a request; each outcome once."""
-        if (used, wanted) not in self._steps:
-            taken = dict.fromkeys(policy(used, self.size, wanted) for policy in self.policies)
-            self._steps[used, wanted] = tuple(self._step(used, place) for place in taken)
-        return self._steps[used, wanted]
-
-    def devices(self, steps: Sequence[Placement]) -> list[tuple[int, ...]]:
+    def devices(self, steps: Sequence[Ints]) -> list[tuple[int, ...]]:
         """Devices of stages that were placed in turn, the last ones first, and of one more."""
-        machines = list(reversed(range(len(self.empty))))
+        machines = list(reversed(range(self.cluster.num_devices // self.size)))
         left = [list(range(m * self.size, (m + 1) * self.size)) for m in range(len(machines))]
-        result = []
-        for step in steps:
+        result, used = [], self.places[0]
+        for after, _, number, _ in steps:
+            place = self.places[number]
             taken = []
-            for m, count in zip(machines, step.taken, strict=True):
+            for m, count in zip(machines, place, strict=True):
                 taken += [left[m].pop() for _ in range(count)]
             result.append(tuple(sorted(taken)))
-            machines = [machines[m] for m in step.order]
+            machines = [machines[m] for m in self._order(used, place)]
+            used = self.places[after]
         result.append(tuple(sorted(device for rest in left for device in rest)))
         return result
 
-    def _step(self, used: Place, taken: Place) -> Placement:
-        keys = [(-u - t, -t) for u, t in zip(used, taken, strict=True)]
-        order = self._sorted(keys)
-        return Placement(
-            taken,
-            order,
-            tuple(used[m] + taken[m] for m in order),
-            tuple(taken[m] for m in order),
-        )
+    def _step(self, used: Place, taken: Place) -> tuple[int, ...]:
+        order = self._order(used, taken)
+        after = tuple(used[m] + taken[m] for m in order)
+        rest = tuple(self.size - count for count in after)
+        return tuple(map(self.number, (after, tuple(taken[m] for m in order), taken, rest)))
 
-    def _sorted(self, keys: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Machines sorted inside their racks, racks inside their rows, and so on."""
+    def _order(self, used: Place, taken: Place) -> tuple[int, ...]:
+        """Machines in the order of the next state: sorted inside their racks, racks inside their
+        rows, and so on.
+        """
+        keys = [(-u - t, -t) for u, t in zip(used, taken, strict=True)]
         groups = [[m] for m in range(len(keys))]
         for level in self.cluster.levels[1:]:
             merged = []

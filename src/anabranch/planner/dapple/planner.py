@@ -40,7 +40,7 @@ class Dapple:
         max_replicas: replicas per stage at most; 1 gives the straight pipeline. None: no limit.
         width: plans to keep per state and ranking; the paper keeps one. None: all, which finds the
             least L for certain and takes exponential time.
-        budget: plans that may be priced. A million take about a second.
+        budget: plans that may be priced. A million take about a quarter of a second.
     """
 
     overlap_allreduce: bool = False

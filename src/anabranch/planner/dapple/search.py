@@ -21,19 +21,20 @@ kept the plan has the least L of all that the policies lead to.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
 from anabranch.cost.communication import transfer_s
-from anabranch.cost.nested_weights import Floats
-from anabranch.planner.dapple.labels import Index, Labels, best_of_groups, joined, labels, suffix_of
-from anabranch.planner.dapple.moves import Moves, PlaceNumbers
-from anabranch.planner.dapple.objective import NOTHING
+from anabranch.cost.nested_weights import Floats, Ints
+from anabranch.planner.dapple.links import Links, hop_price, links
+from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepended
 from anabranch.planner.dapple.placement import Machines
 from anabranch.planner.dapple.tables import Tables
 from anabranch.planner.toolkit.budget import Budget
+from anabranch.planner.toolkit.jit import compiled, entry
 
 EXACT = 1 + 1e-9
 """Room for rounding when a bound is compared with a latency."""
@@ -42,8 +43,22 @@ BREADTH = 4
 """Of all states with as many devices in use, this many times as many suffixes are kept per cut as
 of one state: how the machines are filled matters less than how many devices are left."""
 
-CHUNK = 400_000
-"""Suffixes that are priced in one go, about; each takes about 300 bytes."""
+CHUNK = 50_000
+"""Suffixes that wait for a choice of the best, about; each takes 152 bytes."""
+
+Labels = Any
+"""A ``numpy.recarray`` of suffixes: fields of ``LABEL`` and of ``Suffix`` as attributes."""
+
+# The state; the operators before the cut; how many stages there are, and number of the first one's
+# place; the state before it was added, which suffix of those with as many devices in use it was
+# added to, and by which step of that state.
+#
+# Bytes of one micro-batch that they read from before, and of gradients that they send back; F + B
+# of the slowest stage or transfer; T_PL, L with all that comes before as one stage on all other
+# devices; an estimate of the best L that they can be part of, and a lower bound on it.
+_NUMBERS = ("state", "start", "stages", "place", "source", "parent", "step")
+_FIGURES = ("entering", "gradients", "peak_s", "closed_s", "hoped_s", "least_s", *Suffix._fields)
+LABEL = np.dtype([*((name, np.int64) for name in _NUMBERS), *((name, float) for name in _FIGURES)])
 
 
 @dataclass(frozen=True)
@@ -82,216 +97,291 @@ class PlacementSearch:
         self._width = width
         self._budget = budget
         self._limit_s = limit_s
-        self._places = PlaceNumbers(machines.empty)
+        self._devices = machines.cluster.num_devices
+        self._links = links(machines.cluster)
+        # By devices in use.
+        self._pending: list[list[Labels]] = [[] for _ in range(self._devices)]
         self._settled: dict[int, Labels] = {}
-        self._moves: dict[int, Moves] = {}
-        self._pending: dict[int, list[Labels]] = defaultdict(list)
-        self._best: dict[int, Labels] = {}
+        self._added: Labels = np.empty(CHUNK + len(tables.work_s), LABEL).view(np.recarray)
+        # By number of stages behind the one on all other devices.
+        self._best: Labels = np.zeros(self._devices, LABEL).view(np.recarray)
 
     def run(self) -> list[ChainPlan]:
         """The best plan and the best of other numbers of stages that came up, least L first."""
         # The one suffix of no stages, before which everything is data parallel.
-        size, least_s = len(self._tables.problem.order), self._data_parallel_s()
-        start = labels(NOTHING, start=size, source=-1, closed_s=least_s)
-        self._consider(start)
-        self._pending[0].append(start)
-        for in_use in range(self._machines.cluster.num_devices):
-            states = [s for s in self._pending if sum(self._places.places[s]) == in_use]
-            states.sort(key=lambda s: self._places.places[s])
-            for state in states:
-                self._settle(state)
-            self._thin_out(states)
-            for state in states:
-                self._extend(state)
-        found = [label for label in self._best.values() if label.closed_s[0] < np.inf]
-        return [self._chain(label) for label in sorted(found, key=lambda label: label.closed_s[0])]
+        start: Labels = np.zeros(1, LABEL).view(np.recarray)
+        start.start, start.closed_s = len(self._tables.problem.order), self._data_parallel_s()
+        for name, value in zip(Suffix._fields, NOTHING, strict=True):
+            start[name] = value
+        self._limit_s = min(self._limit_s, float(start.closed_s[0]))
+        self._pending[0] = [start]
+        self._best.closed_s = np.inf
+        self._best[0] = start[0]
+        for in_use, pending in enumerate(self._pending):
+            if pending:
+                self._settled[in_use] = self._settle(np.concatenate(pending).view(np.recarray))
+                pending.clear()
+                if len(self._settled[in_use]):
+                    self._extend(self._settled[in_use])
+        found = np.argsort(self._best.closed_s, kind="stable")
+        return [self._chain(k) for k in found if self._best.closed_s[k] < np.inf]
 
-    def _settle(self, state: int) -> None:
-        found = joined(self._pending.pop(state))
-        found = found[found.least_s <= self._limit_s * EXACT]
-        if self._width is not None and len(found):
-            found = found[best_of_groups(found, found.start, self._width)]
-        self._settled[state] = found
+    def _settle(self, labels: Labels) -> Labels:
+        """Those to go on with of as many devices in use, by states."""
+        labels = labels[labels.least_s <= self._limit_s * EXACT]
+        if self._width is not None:
+            labels = best_of_groups(labels, self._groups(labels), self._width)
+            labels = best_of_groups(labels, labels.start, BREADTH * self._width)
+        return labels[np.argsort(labels.state, kind="stable")]
 
-    def _thin_out(self, states: list[int]) -> None:
-        """Of all states with as many devices in use, keep the best suffixes of every cut."""
-        if self._width is None or len(states) < 2:
-            return
-        together = joined([self._settled[state] for state in states])
-        if len(together):
-            kept = np.zeros(len(together), dtype=np.bool_)
-            kept[best_of_groups(together, together.start, BREADTH * self._width)] = True
-            for state in states:
-                own, kept = np.split(kept, [len(self._settled[state])])
-                self._settled[state] = self._settled[state][own]
+    def _groups(self, labels: Labels) -> Ints:
+        """A number for each state and cut."""
+        state = labels.state
+        number = np.cumsum(np.bincount(state) > 0) - 1
+        groups: Ints = number[state] * len(self._tables.work_s) + labels.start
+        return groups
 
-    def _extend(self, state: int) -> None:
-        """All ways to add a stage in front of the suffixes of a state, some at a time."""
-        behind = self._settled[state]
-        if not len(behind):
-            return
-        moves = Moves(self._places.places[state], self._machines, self._tables, self._places)
-        self._moves[state] = moves
-        first, count = self._starts(behind, moves)
-        begin, suffixes = 0, count.sum(axis=1)
-        while begin < len(moves):
-            end = begin + 1
-            while end < len(moves) and suffixes[begin : end + 1].sum() <= CHUNK:
-                end += 1
-            self._add(state, begin, first[begin:end], count[begin:end])
-            begin = end
-
-    def _starts(self, behind: Labels, moves: Moves) -> tuple[Index, Index]:
-        """Per move and suffix the first operator at which a stage may begin, and how many may.
-
-        Neither it nor the average of those to come takes longer than a period of the best plan.
-        """
-        tables = self._tables
-        period = self._limit_s * EXACT / tables.num_microbatches
-        low = np.maximum(1, -(-moves.free // tables.degrees[-1]))[:, None]
-        high = np.searchsorted(tables.work_s, period * moves.free, side="right")[:, None] - 1
-        times = [tables.both_s[k] for k in moves.degree]
-        reach = [np.searchsorted(time, time[behind.start] - period) for time in times]
-        first = np.maximum(low, np.reshape(reach, (len(moves), len(behind))))
-        last = np.minimum(high, behind.start - 1)
-        return first, np.maximum(last - first + 1, 0)
-
-    def _add(self, state: int, begin: int, first: Index, count: Index) -> None:
-        """Price the suffixes with one more stage and hand them to the states they lead to."""
-        total = int(count.sum())
-        self._budget.spend(total)
-        if not total:
-            return
-        behind, moves = self._settled[state], self._moves[state]
-        starts = count.ravel()
-        pair = np.repeat(np.arange(starts.size), starts)
-        before = np.repeat(np.cumsum(starts) - starts, starts)
-        start = first.ravel()[pair] + np.arange(total) - before
-        move, parent = np.divmod(pair, len(behind))
-        move += begin
-        room = self._tables.headroom[moves.degree[move], start, behind.start[parent]]
-        fits = room >= behind.stages[parent]
-        added = self._prepended(state, move[fits], parent[fits], start[fits])
-        self._consider(added)
-        added = added[added.least_s <= self._limit_s * EXACT]
-        if self._width is not None and len(added):
-            group = moves.target[added.move] * len(self._tables.problem.row) + added.start
-            added = added[best_of_groups(added, group, self._width)]
-        target = moves.target[added.move]
-        for number in np.unique(target).tolist():
-            self._pending[number].append(added[target == number])
-
-    def _prepended(self, state: int, move: Index, parent: Index, start: Index) -> Labels:
-        """Suffixes of a state with one more stage in front."""
-        tables, moves, count = self._tables, self._moves[state], self._tables.num_microbatches
-        per_byte, latency_s = self._hops(self._settled[state], moves)
-        price = per_byte[move, parent], latency_s[move, parent]
-        behind = self._settled[state][parent]
-        degree, stop = moves.degree[move], behind.start
-        forward = tables.forward_s[degree, stop] - tables.forward_s[degree, start]
-        backward = tables.backward_s[degree, stop] - tables.backward_s[degree, start]
-        reduce_s = np.empty(len(move))
-        for k in np.unique(move):
-            part = slice(*np.searchsorted(move, [k, k + 1]))
-            reduce_s[part] = moves.ring(k)[start[part], stop[part]]
-        there = transfer_s(behind.entering, *price)
-        back = transfer_s(behind.gradients, *price)
-        suffix = suffix_of(behind).prepend(there, back, 0.0, count)
-        added = labels(
-            suffix.prepend(forward, backward, reduce_s, count),
-            len(move),
-            start=start,
-            stages=behind.stages + 1,
-            place=moves.place[move],
-            source=state,
-            parent=parent,
-            move=move,
-            entering=tables.entering[start, stop],
-            gradients=tables.gradients[start, stop],
-            peak_s=np.maximum(np.maximum(behind.peak_s, there + back), forward + backward),
-        )
-        self._value(added, moves)
-        return added
-
-    def _hops(self, behind: Labels, moves: Moves) -> tuple[Floats, Floats]:
-        """Price per byte and latency between every new stage and the one behind: [move, label]."""
-        numbers, place = np.unique(behind.place, return_inverse=True)
-        if not numbers[0]:
-            # The one suffix of no stages is nowhere, and nothing enters it.
-            return np.zeros((len(moves), 1)), np.zeros((len(moves), 1))
-        per_byte, latency_s = moves.hops([self._places.places[n] for n in numbers])
-        return per_byte[:, place], latency_s[:, place]
-
-    def _value(self, added: Labels, moves: Moves) -> None:
-        """Fill in T_PL, hope and lower bound."""
-        tables = self._tables
-        steady = tables.num_microbatches - 1
-        suffix = suffix_of(added)
-        free = moves.free[added.move]
-        average = tables.work_s[added.start] / free
-        rest = tables.least_both_s[free, added.start]
-        rest_back = tables.least_backward_s[free, added.start]
-        least = np.maximum(
-            tables.num_microbatches * np.maximum(added.peak_s, average),
-            steady * suffix.pivot_s + suffix.between_s,
-        )
-        stays = suffix.warm_s + steady * suffix.pivot_s
-        stays = stays + np.maximum(suffix.ending_s, suffix.back_s + rest_back)
-        moves_on = steady * average + np.maximum(suffix.behind_s, rest_back)
-        on = steady * average > steady * suffix.pivot_s + suffix.between_s
-        added.closed_s = self._closed_s(added, moves)
-        added.hoped_s = np.maximum(least, np.where(on, moves_on, stays) + rest - rest_back)
-        added.least_s = least
-
-    def _closed_s(self, added: Labels, moves: Moves) -> Floats:
-        """T_PL: all that comes before as one stage on all devices that are left."""
-        tables, move, start = self._tables, added.move, added.start
-        degree = moves.closing[move]
-        per_byte, latency_s = (price[move] for price in moves.closing_hop)
-        suffix = suffix_of(added).prepend(
-            transfer_s(added.entering, per_byte, latency_s),
-            transfer_s(added.gradients, per_byte, latency_s),
-            0.0,
-            tables.num_microbatches,
-        )
-        suffix = suffix.prepend(
-            tables.forward_s[degree, start],
-            tables.backward_s[degree, start],
-            moves.closing_ring[move, start],
-            tables.num_microbatches,
-        )
-        fits = (degree >= 0) & (tables.headroom[degree, 0, start] >= added.stages)
-        return np.where(fits, suffix.latency_s(tables.num_microbatches), np.inf)
+    def _extend(self, behind: Labels) -> None:
+        """All ways to add a stage in front of these suffixes, some at a time."""
+        states, first = np.unique(behind.state, return_index=True)
+        steps = [self._machines.steps(state) for state in states.tolist()]
+        ends = np.cumsum([0, *map(len, steps)])
+        parts = np.stack([first, [*first[1:], len(behind)], ends[:-1], ends[1:]], axis=1)
+        places, levels = self._machines.table()
+        counts = places.sum(axis=1)
+        where = parts, np.concatenate(steps), places, counts, levels, self._links
+        added, at, tables = self._added, np.zeros(4, np.int64), self._tables
+        work = tables.index, tables.forward_s, tables.backward_s, tables.work_s
+        least = tables.least_both_s, tables.least_backward_s
+        runs = tables.headroom, tables.entering, tables.gradients, tables.rings_s
+        prices = np.array(tables.degrees, np.int64), *work, *least, *runs
+        while at[0] < len(parts):
+            at[2:] = 0
+            self._limit_s = extend(
+                *(behind, *where, *prices, self._best, added, at),
+                *(tables.num_microbatches, self._limit_s),
+            )
+            self._budget.spend(int(at[3]))
+            found: Labels = added[: at[2]]
+            if self._width is not None:
+                found = best_of_groups(found, self._groups(found), self._width)
+            in_use = counts[found.state]
+            for number in np.unique(in_use).tolist():
+                self._pending[number].append(found[in_use == number])
 
     def _data_parallel_s(self) -> float:
         """L of one stage on all devices; infinite where it does not fit."""
-        tables, devices = self._tables, self._machines.cluster.num_devices
-        k = int(tables.index[devices])
+        tables = self._tables
+        k = int(tables.index[self._devices])
         if k < 0 or tables.headroom[k, 0, -1] < 0:
             return float("inf")
-        ring = tables.reduce_s(self._machines.rest(self._machines.empty))
-        whole = NOTHING.prepend(
-            tables.forward_s[k, -1], tables.backward_s[k, -1], ring[0, -1], tables.num_microbatches
-        )
-        return float(whole.latency_s(tables.num_microbatches))
+        link = self._machines.cluster.slowest_link((0, self._devices - 1))
+        ring_s = tables.rings_s[link.level, k, 0, -1]
+        both_s = tables.forward_s[k, -1] + tables.backward_s[k, -1]
+        return float(tables.num_microbatches * both_s + ring_s)
 
-    def _consider(self, added: Labels) -> None:
-        """Remember the best plans, per number of stages."""
-        for stages in np.unique(added.stages).tolist():
-            alike = np.flatnonzero(added.stages == stages)
-            best = added[alike[[added.closed_s[alike].argmin()]]]
-            if stages not in self._best or best.closed_s[0] < self._best[stages].closed_s[0]:
-                self._best[stages] = best
-                self._limit_s = min(self._limit_s, float(best.closed_s[0]))
-
-    def _chain(self, first: Labels) -> ChainPlan:
-        """The plan whose first stage takes what this suffix leaves."""
-        starts, steps = [], []
-        label, latency_s = first, float(first.closed_s[0])
-        while label.source[0] >= 0:
-            source = int(label.source[0])
-            starts.append(int(label.start[0]))
-            steps.append(self._moves[source].steps[int(label.move[0])])
-            label = self._settled[source][label.parent]
+    def _chain(self, stages: int) -> ChainPlan:
+        """The best plan with so many stages behind one on all other devices."""
+        label = self._best[stages]
+        latency_s = float(label.closed_s)
+        starts: list[int] = []
+        steps: list[Ints] = []
+        while label.stages:
+            starts.append(int(label.start))
+            steps.append(self._machines.steps(int(label.source))[label.step])
+            label = self._settled[sum(self._machines.places[label.source])][label.parent]
         devices = self._machines.devices(steps[::-1])[::-1]
         return ChainPlan(latency_s, (0, *starts, len(self._tables.problem.order)), tuple(devices))
+
+
+def best_of_groups(labels: Labels, group: Ints, width: int) -> Labels:
+    """Per group the ``width`` least T_PL, the ``width`` least hopes, and one of fewest stages.
+
+    Of equals the first; in their order.
+    """
+    ranked = np.full((int(group.max(initial=0)) + 1, 2 * width + 1), -1)
+    kept = np.zeros(len(labels), np.int64)
+    _rank(np.ascontiguousarray(labels), np.ascontiguousarray(group, np.int64), ranked, kept)
+    return labels[kept > 0]
+
+
+@compiled
+def _key(label: Any, ranking: int) -> tuple[float, float]:
+    if ranking == 0:
+        return label.closed_s, label.hoped_s
+    return (label.hoped_s, label.closed_s) if ranking == 1 else (label.stages, label.hoped_s)
+
+
+@entry
+def _rank(labels: Labels, group: Ints, ranked: Ints, kept: Ints) -> None:
+    """Mark the best; ``ranked`` has each group's best by the three rankings, -1 where none is."""
+    columns = ranked.shape[1]
+    width = columns // 2
+    for i in range(len(labels)):
+        g = group[i]
+        for ranking in range(3):
+            first, end = ranking * width, min((ranking + 1) * width, columns)
+            key, at = _key(labels[i], ranking), end
+            while at > first:
+                before = ranked[g, at - 1]
+                if before >= 0 and _key(labels[before], ranking) <= key:
+                    break
+                if at < end:
+                    ranked[g, at] = before
+                at -= 1
+            if at < end:
+                ranked[g, at] = i
+    for g in range(len(ranked)):
+        for k in range(columns):
+            if ranked[g, k] >= 0:
+                kept[ranked[g, k]] = 1
+
+
+_transfer_s = cast(Callable[..., float], compiled(transfer_s))
+
+
+@compiled
+def _suffix(label: Any) -> Suffix:
+    pivot_s, between_s, warm_s = label.pivot_s, label.between_s, label.warm_s
+    return Suffix(pivot_s, between_s, warm_s, label.back_s, label.ending_s, label.behind_s)
+
+
+@compiled
+def _linked(
+    suffix: Suffix,
+    entering: float,
+    gradients: float,
+    price: tuple[float, float],
+    num_microbatches: int,
+) -> Suffix:
+    """The same with the transfer before it, by bytes and the price of the hop."""
+    there, back = _transfer_s(entering, *price), _transfer_s(gradients, *price)
+    return prepended(suffix, there, back, 0.0, num_microbatches)
+
+
+@entry
+def extend(
+    behind: Labels,
+    parts: Ints,
+    steps: Ints,
+    places: Ints,
+    counts: Ints,
+    levels: Ints,
+    links: Links,
+    degrees: Ints,
+    index: Ints,
+    forward_s: Floats,
+    backward_s: Floats,
+    work_s: Floats,
+    least_both_s: Floats,
+    least_backward_s: Floats,
+    headroom: Ints,
+    entering: Floats,
+    gradients: Floats,
+    rings_s: Floats,
+    best: Labels,
+    added: Labels,
+    at: Ints,
+    num_microbatches: int,
+    limit_s: float,
+) -> float:
+    """Price suffixes with one more stage; the least L so far.
+
+    Args:
+        behind: the suffixes, by states.
+        parts: per state its suffixes' first and end, and its steps' first and end.
+        steps: as ``Machines.steps`` has them.
+        counts: per place its devices.
+        levels: of ``Machines.table``, as ``places``.
+        degrees: and those up to ``rings_s``: of ``Tables``.
+        best: per number of stages behind the closing one the best suffix so far; updated.
+        added: gets the suffixes that are not too slow already.
+        at: place in ``parts`` and the pair of suffix and step to go on with when ``added`` is full;
+            how many suffixes were added and priced.
+    """
+    steady = num_microbatches - 1
+    for part in range(at[0], len(parts)):
+        first, count = parts[part, 0], parts[part, 1] - parts[part, 0]
+        for pair in range(at[1], count * (parts[part, 3] - parts[part, 2])):
+            if at[2] + len(work_s) > len(added):
+                at[0], at[1] = part, pair
+                return limit_s
+            parent, way = pair % count, pair // count
+            step = parts[part, 2] + way
+            place, taken, rest = steps[step, 1], steps[step, 2], steps[step, 3]
+            degree, free, label = index[counts[taken]], counts[rest], behind[first + parent]
+            if degree < 0 or free < degrees[0]:
+                continue
+            hop = hop_price(links, places, taken, label.place) if label.stages else (0.0, 0.0)
+            suffix = _linked(_suffix(label), label.entering, label.gradients, hop, num_microbatches)
+            link_s = _transfer_s(label.entering, *hop) + _transfer_s(label.gradients, *hop)
+            peak_s = max(label.peak_s, link_s)
+            # Neither the stage nor the average of those to come takes longer than a period of the
+            # best plan.
+            period_s = limit_s * EXACT / num_microbatches
+            if peak_s > period_s:
+                continue
+            closing, closing_hop = index[free], hop_price(links, places, rest, place)
+            for start in range(label.start - 1, max(1, -(-free // degrees[-1])) - 1, -1):
+                forward = forward_s[degree, label.start] - forward_s[degree, start]
+                backward = backward_s[degree, label.start] - backward_s[degree, start]
+                if forward + backward > period_s:
+                    break
+                average_s = work_s[start] / free
+                if average_s > period_s:
+                    continue
+                at[3] += 1
+                if headroom[degree, start, label.start] < label.stages:
+                    continue
+                ring_s = rings_s[levels[taken], degree, start, label.start]
+                grown = prepended(suffix, forward, backward, ring_s, num_microbatches)
+                row = added[at[2]]
+                row.state, row.start, row.stages = steps[step, 0], start, label.stages + 1
+                row.place, row.source, row.parent, row.step = (
+                    place,
+                    label.state,
+                    first + parent,
+                    way,
+                )
+                row.entering = entering[start, label.start]
+                row.gradients = gradients[start, label.start]
+                row.peak_s = max(peak_s, forward + backward)
+                row.pivot_s, row.between_s, row.warm_s = (
+                    grown.pivot_s,
+                    grown.between_s,
+                    grown.warm_s,
+                )
+                row.back_s, row.ending_s, row.behind_s = (
+                    grown.back_s,
+                    grown.ending_s,
+                    grown.behind_s,
+                )
+                row.closed_s = np.inf
+                if closing >= 0 and headroom[closing, 0, start] > label.stages:
+                    whole = prepended(
+                        _linked(grown, row.entering, row.gradients, closing_hop, num_microbatches),
+                        forward_s[closing, start],
+                        backward_s[closing, start],
+                        rings_s[levels[rest], closing, 0, start],
+                        num_microbatches,
+                    )
+                    row.closed_s = latency_s(whole, num_microbatches)
+                    if row.closed_s < best[row.stages].closed_s:
+                        best[row.stages] = row
+                        limit_s = min(limit_s, row.closed_s)
+                steady_s = steady * grown.pivot_s
+                row.least_s = max(
+                    num_microbatches * max(row.peak_s, average_s), steady_s + grown.between_s
+                )
+                left_s, left_back_s = least_both_s[free, start], least_backward_s[free, start]
+                if steady * average_s > steady_s + grown.between_s:
+                    hoped_s = steady * average_s + max(grown.behind_s, left_back_s)
+                else:
+                    ending_s = max(grown.ending_s, grown.back_s + left_back_s)
+                    hoped_s = grown.warm_s + steady_s + ending_s
+                row.hoped_s = max(row.least_s, hoped_s + left_s - left_back_s)
+                if row.least_s <= limit_s * EXACT:
+                    at[2] += 1
+        at[1] = 0
+    at[0] = len(parts)
+    return limit_s

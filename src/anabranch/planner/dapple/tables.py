@@ -11,9 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.cost.communication import transfer_s
+from anabranch.cost.communication import ring_price, transfer_s
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets
-from anabranch.planner.dapple.links import Place, ring_price
 from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees
 
 
@@ -53,7 +52,6 @@ class Tables:
         index: per number of replicas its place in ``degrees``, -1 where it cannot be.
         forward_s: [degree, cut] seconds of all operators before the cut.
         backward_s: likewise.
-        both_s: their sum.
         headroom: [degree, i, j] the largest height at which the run fits; -1 for none.
         entering: [i, j] bytes of one micro-batch that the run reads from before it.
         gradients: [i, j] bytes that it sends back.
@@ -75,8 +73,6 @@ class Tables:
         self.entering = border.entering.at(microbatch_size)
         self.gradients = border.leaving_gradients.at(microbatch_size)
         self.headroom = self._headroom()
-        self._ring_prices: dict[Place, tuple[float, float]] = {}
-        self._rings: dict[tuple[int, float], Floats] = {}
 
     @property
     def least_s(self) -> float:
@@ -90,10 +86,10 @@ class Tables:
         ]
         self.forward_s = np.stack([forward for forward, _ in seconds])
         self.backward_s = np.stack([backward for _, backward in seconds])
-        self.both_s = self.forward_s + self.backward_s
-        device_s = np.diff(self.both_s) * np.array(self.degrees)[:, None]
+        both_s = self.forward_s + self.backward_s
+        device_s = np.diff(both_s) * np.array(self.degrees)[:, None]
         self.work_s = _sums(device_s.min(axis=0))
-        self.least_both_s = self._least(self.both_s)
+        self.least_both_s = self._least(both_s)
         self.least_backward_s = self._least(self.backward_s)
 
     def _least(self, seconds: Floats) -> Floats:
@@ -110,22 +106,32 @@ class Tables:
         replicas = np.array(self.degrees)[:, None, None]
         return prices.headroom(self.problem.row.matrices(), replicas)
 
-    def reduce_s(self, place: Place) -> Floats:
-        """Seconds of the all-reduce of every run on these devices, [i, j]."""
-        if place not in self._ring_prices:
-            self._ring_prices[place] = ring_price(self.problem.cost, place)
-        degree, (per_byte, latency_s) = sum(place), self._ring_prices[place]
-        if (degree, per_byte) not in self._rings:
-            self._rings[degree, per_byte] = self._ring(degree, per_byte, latency_s)
-        return self._rings[degree, per_byte]
+    @cached_property
+    def rings_s(self) -> Floats:
+        """[level, degree, i, j] seconds of the all-reduce of the run on devices that this level of
+        the cluster connects.
+        """
+        cost = self.problem.cost
+        links = [cost.cluster.level_link(i) for i in range(len(cost.cluster.levels))]
+        return np.array(
+            [
+                [
+                    self._ring_s(
+                        k, *ring_price(link.bandwidth, link.latency_s, degree, cost.updates)
+                    )
+                    for k, degree in enumerate(self.degrees)
+                ]
+                for link in links
+            ]
+        )
 
-    def _ring(self, degree: int, per_byte: float, latency_s: float) -> Floats:
+    def _ring_s(self, k: int, per_byte: float, latency_s: float) -> Floats:
         reduced = self.problem.row.matrices().summed
         if not self.problem.overlap_allreduce:
             return np.asarray(transfer_s(reduced, per_byte, latency_s))
         # Column j: the gradients of the operators before cut j, which are complete when the
         # backward of operator j - 1 is; what sticks out of a run is the largest so far.
-        done = self.backward_s[self.index[degree]]
+        done = self.backward_s[k]
         before_last = np.concatenate([[0.0], done[:-1]])
         late = reduced * per_byte - (before_last[None, :] - done[:, None])
         late[np.tril_indices(len(late))] = -np.inf

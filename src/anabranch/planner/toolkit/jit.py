@@ -39,6 +39,9 @@ _PACKAGE = Path(__file__).parents[2]
 
 SOURCES = (
     "planner/auto/stage_*.py",
+    "planner/dapple/links.py",
+    "planner/dapple/objective.py",
+    "planner/dapple/search.py",
     "planner/graphpipe/partitioner.py",
     "planner/pipedream/memory.py",
     "planner/pipedream/recurrence.py",
