@@ -271,6 +271,17 @@ def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
     return found
 
 
+def note_uncalibrated(plan: Plan) -> None:
+    """Say that the prediction of a plan file for local ranks leaves something out, if it does."""
+    from anabranch.calibration.kept import COMMAND, is_local
+
+    if plan.machines is not None and is_local(plan.machines):
+        note(
+            f"the plan was made for {plan.machines.name} without a calibration, so its prediction "
+            f"leaves out what ranks cost each other; {COMMAND}, then plan again"
+        )
+
+
 def cluster_of(plan: Plan, file: Path, text: str | None, *, calibrated: bool = True) -> Cluster:
     """The cluster that the user names, or the one that a plan was made for; raises InvalidPlanError
     where a plan has no more than the name of a cluster of the user's own.

@@ -54,7 +54,7 @@ def floors(graph: StageGraph, cost: CostModel) -> Iterator[Floor]:
     at_once = _at_once(cost)
     where = f"over {total} devices"
     if at_once < total:
-        where += f", which together compute as {at_once:.3g} alone"
+        where += f", like {at_once:.3g} alone"
     yield Floor("work", work_floor(cost, batch_size) * total / at_once, where, True)
     smallest = 1 if cost.profile.proportional else cost.profile.samples[0]
     parts = min(total, max(batch_size // smallest, 1) * max(cost.tensor_degrees))

@@ -261,7 +261,9 @@ def test_a_plan_may_leave_devices_out(run, document, mode):
     assert code == 0, err
     assert document("check", "plan.json", TOWERS, "--cluster", "local:4")["valid"]
     assert document("simulate", "plan.json", TOWERS, "--cluster", "local:4")["step_s"] > 0
-    assert len(document("train", TOWERS, "--plan", "plan.json", "--steps", "2")["losses"]) == 2
+    code, out, err = run("train", TOWERS, "--plan", "plan.json", "--steps", "2", "--json")
+    assert len(json.loads(out)["losses"]) == 2
+    assert "without a calibration" in " ".join(err.split())
 
 
 def test_an_earlier_run_is_never_written_over(run, tmp_path, monkeypatch):
@@ -298,6 +300,7 @@ def test_the_header_is_that_of_the_run(run, tmp_path):
     train = ("train", TOWERS, "--plan", "plan.json", "--steps", "4", "--out", "a")
     code, out, err = run(*train, "--policy", "stash")
     assert code == 0, err
+    assert "without a calibration" not in " ".join(err.split())  # the prediction is of the other
     assert "asynchronous 1f1b, stash, batch 8" in out
     assert "pipeoptim" not in out
     assert "a batch every" not in out

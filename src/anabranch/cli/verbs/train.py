@@ -41,6 +41,7 @@ from anabranch.cli.settings import (
     TrainedPlanSettings,
     TrainingSettings,
 )
+from anabranch.cli.source import note_uncalibrated
 from anabranch.cli.spread import given, spread
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def train(
     refuse_mode(is_async, flush, compute, training)
     shown, policy = _plan(job, local, training, options, flush, compute)
     is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and local.plan_file is not None and shown.predicted is not None:
+        note_uncalibrated(shown)
     if is_first and not as_json:
         say_lines(shown.summary())
         for sentence in told(job.captured.loss_kind, job.captured.normalised):
