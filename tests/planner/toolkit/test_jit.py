@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from anabranch.planner.toolkit import jit
 
@@ -46,6 +47,16 @@ def test_a_file_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch):
     kept = path.read_bytes()
     path.write_bytes(kept[:-1])
     assert jit._kept(path) is None
+
+
+def test_sources_that_changed_are_not_compiled(tmp_path, monkeypatch, capfd):
+    """Their records may have other fields than those of the process that asks."""
+    monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(add_twice, "_codes", {})
+    monkeypatch.setattr(jit, "_digest", lambda: "of older sources")
+    with pytest.raises(RuntimeError, match="could not be compiled"):
+        add_twice(np.zeros((3, 2)), np.array([2, 0]), 1.5, 2)
+    assert "start it again" in capfd.readouterr().err
 
 
 def test_machine_code_of_a_module_is_kept_or_not(tmp_path, monkeypatch):

@@ -153,11 +153,11 @@ def _begin(calls: Sequence[tuple[_Entry, tuple[Kind, ...]]]) -> None:
             asked.append((function.__module__, function.__name__, kinds, str(path)))
     if not asked:
         return
-    run = "import ast, sys; sys.path[:], asked = ast.literal_eval(sys.argv[1]); "
-    run += f"from {__name__} import compile_for; compile_for(asked)"
+    run = "import ast, sys; sys.path[:], *asked = ast.literal_eval(sys.argv[1]); "
+    run += f"from {__name__} import compile_for; compile_for(*asked)"
     compiler = subprocess.Popen(
         # Without -P it would import what lies in the working directory.
-        [sys.executable, "-P", "-c", run, repr(([str(path) for path in sys.path], asked))],
+        [sys.executable, "-P", "-c", run, repr((list(map(str, sys.path)), _digest(), asked))],
         # Optimised is the whole of it, once.
         env={**os.environ, "NUMBA_OPT": "0", "NUMBA_DISABLE_JIT": "0"},
         start_new_session=True,  # Ctrl-C is for this process
@@ -208,10 +208,14 @@ def bound(function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
     return _Call(cast(_Entry, function), tuple(map(_kind, example)), example)
 
 
-def compile_for(asked: Sequence[tuple[str, str, tuple[Kind, ...], str]]) -> None:
-    """Write object code: of module, name, kinds of arguments and where to put it."""
+def compile_for(digest: str, asked: Sequence[tuple[str, str, tuple[Kind, ...], str]]) -> None:
+    """Write object code: of module, name, kinds of arguments and where to put it; for a process
+    with sources of this digest.
+    """
     from llvmlite import binding as llvm
 
+    if digest != _digest():
+        raise SystemExit("anabranch was changed on disk while it ran: start it again")
     gc.disable()  # all that is made lives to the end
     machine = _machine()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
@@ -328,6 +332,7 @@ def _parents() -> Iterator[Path]:
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anabranch"
 
 
+@cache
 def _digest() -> str:
     from llvmlite import binding as llvm
 
