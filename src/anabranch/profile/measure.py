@@ -212,13 +212,13 @@ class _Bench:
             if program.has_loss:
                 roots.append(results[len(program.outputs)])
                 losses += [loss for loss in roots[-1:] if loss.requires_grad]
-                for loss in losses[-1:]:
-                    loss.register_hook(partial(self.clock.arrive, len(self.programs)))  # type: ignore[no-untyped-call]
             # A parameter's comes while another operator goes back.
-            hooked = [root for root in roots if not root.is_leaf]
+            hooked = [(op, root) for root in roots if not root.is_leaf]
             self.hooks[op] = len(hooked)
-            for root in hooked:
-                root.register_hook(partial(self.clock.arrive, op))  # type: ignore[no-untyped-call]
+            if program.has_loss:  # between the two of a loss nothing happens
+                hooked = [*((len(self.programs), loss) for loss in losses[-1:]), *hooked]
+            for arrives, root in hooked:
+                root.register_hook(partial(self.clock.arrive, arrives))  # type: ignore[no-untyped-call]
         if losses:
             torch.autograd.backward(losses)
         self.clock.leave()

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def scipy_stats() -> Any:
     """Loaded by those who ask: a second that no other worker needs."""
-    from scipy import stats  # type: ignore[import-untyped]
+    from scipy import stats
 
     return stats
 
