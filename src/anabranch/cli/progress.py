@@ -35,7 +35,7 @@ def begin_compiling(planner: str) -> None:
     """Begin the compilation that a search needs, and say so, unless it has been kept."""
     if planner != "auto":
         return
-    from anabranch.planner.toolkit.jit import is_kept
+    from anabranch.jit import is_kept
 
     if not is_kept("stage_clock"):
         from anabranch.planner.auto import evaluator

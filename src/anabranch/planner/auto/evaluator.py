@@ -30,10 +30,10 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH, Op, OpGraph
+from anabranch.jit import bound
 from anabranch.planner.auto import stage_tables as tables
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
-from anabranch.planner.toolkit.jit import bound
 from anabranch.profile.profile import OpCost, Profile
 
 Ints = NDArray[np.int64]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from anabranch.jit import compiled, entry
 from anabranch.planner.auto.stage_tables import (
     Record,
     Table,
@@ -25,7 +26,6 @@ from anabranch.planner.auto.stage_tables import (
     split_samples,
     sum_operators,
 )
-from anabranch.planner.toolkit.jit import compiled, entry
 
 SHOWN = 96
 """Micro-batches that are run; the others take as long each as those in the middle of these."""

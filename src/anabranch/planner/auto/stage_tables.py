@@ -21,7 +21,7 @@ from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
 from anabranch.cost.memory import memory_terms, updated_bytes
 from anabranch.cost.passes import pass_behind
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
-from anabranch.planner.toolkit.jit import compiled
+from anabranch.jit import compiled
 from anabranch.plans.in_flight import in_flight_samples, waited_for_samples
 
 Table = Any

@@ -14,7 +14,7 @@ import numpy as np
 
 from anabranch.cluster import Cluster
 from anabranch.cost.nested_weights import Ints
-from anabranch.planner.toolkit.jit import compiled
+from anabranch.jit import compiled
 
 Place = tuple[int, ...]
 """Devices of one stage on every machine."""

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from anabranch.planner.toolkit.jit import compiled
+from anabranch.jit import compiled
 
 
 class Suffix(NamedTuple):

@@ -29,12 +29,12 @@ import numpy as np
 
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.nested_weights import Floats, Ints
+from anabranch.jit import compiled, entry
 from anabranch.planner.dapple.links import Links, hop_price, links
 from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepended
 from anabranch.planner.dapple.placement import Machines
 from anabranch.planner.dapple.tables import Tables
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.jit import compiled, entry
 
 EXACT = 1 + 1e-9
 """Room for rounding when a bound is compared with a latency."""

@@ -31,11 +31,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anabranch import jit
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.opgraph import bits
 from anabranch.planner.graphpipe.chains import Block, Chain
 from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules, StageTables
-from anabranch.planner.toolkit import jit
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.parts import Part, PartPrices
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.jit import entry
 from anabranch.planner.pipedream.terms import INFINITE, Matrix, Piece, Terms
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.jit import entry
 
 
 def solve(terms: Terms, budget: Budget) -> tuple[Piece, ...] | None:

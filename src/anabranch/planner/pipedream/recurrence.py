@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.jit import entry
 from anabranch.planner.pipedream.terms import INFINITE, Matrix, Piece, Terms
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.jit import entry
 
 FIRST = 1.15
 """The first bound, in multiples of what no plan can beat."""

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.cost.nested_weights import Floats, Ints, Pairs
-from anabranch.planner.toolkit.jit import entry
+from anabranch.jit import entry
 
 NEVER = 1 << 24
 """More devices or stages than there are."""

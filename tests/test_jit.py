@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anabranch.planner.toolkit import jit
+from anabranch import jit
 
 
 @jit.compiled

@@ -1,4 +1,4 @@
-"""Compilation of planners' functions, and where machine code is kept.
+"""Compilation of inner loops, and where machine code is kept.
 
 Numba compiles, in a process of its own, so that it can begin before the code is needed
 (``bound``). Kept is plain object code that LLVM loads by itself: importing numba and loading its
@@ -35,7 +35,7 @@ _OPTIONS = {
 }
 """Nobody makes arrays, so nobody counts references: quicker, above all to compile."""
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parent
 
 SOURCES = (
     "planner/auto/stage_*.py",
@@ -46,7 +46,7 @@ SOURCES = (
     "planner/pipedream/memory.py",
     "planner/pipedream/recurrence.py",
     "planner/piper/search.py",
-    "planner/toolkit/jit.py",
+    "jit.py",
     "cost/buckets.py",
     "cost/communication.py",
     "cost/memory.py",
