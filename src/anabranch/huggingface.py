@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, default_collate
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import Plan
+from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.training import SaveEvery
 from anabranch.workload import NamedParameters, Workload
@@ -171,7 +172,6 @@ class Trainer:
         **options: Any,
     ) -> None:
         self.args, self.devices, self._options = args, devices, options
-        self._captures: dict[Granularity, Captured] = {}
         self.workload = workload_of(
             model,
             args,
@@ -216,12 +216,9 @@ class Trainer:
         ranks = len(chosen.stage_graph.devices)
         return launch.run(lambda: train(self.workload, chosen, **options), ranks)[0]
 
+    @remembered
     def _captured(self, granularity: Granularity) -> Captured:
-        if granularity not in self._captures:
-            self._captures[granularity] = capture(
-                self.workload.module, self.workload.example, granularity=granularity
-            )
-        return self._captures[granularity]
+        return capture(self.workload.module, self.workload.example, granularity=granularity)
 
 
 def _as_dict(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:

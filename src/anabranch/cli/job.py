@@ -19,6 +19,7 @@ from anabranch.cli.settings import LocalPlanSettings, TrainingSettings
 from anabranch.cli.source import ModelSource, as_calibrated, measured
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError
+from anabranch.remembered import remembered
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
@@ -46,7 +47,6 @@ class Job:
         self._is_by_file = plan is not None
         self.device = device
         self._calibrated = calibrated and device == "cpu"
-        self._clusters: dict[int, Cluster] = {}
         if device == "cuda":
             # Ranks are forked, and cannot use a GPU that this process has used, if only to look
             # whether there is one.
@@ -96,12 +96,11 @@ class Job:
         self.profile = found
         return found
 
+    @remembered
     def cluster(self, devices: int) -> Cluster:
         """So many local ranks, with the kept calibration of this machine."""
-        if devices not in self._clusters:
-            preset = Cluster.preset(f"local:{devices}")
-            self._clusters[devices] = as_calibrated(preset) if self._calibrated else preset
-        return self._clusters[devices]
+        preset = Cluster.preset(f"local:{devices}")
+        return as_calibrated(preset) if self._calibrated else preset
 
     def search(
         self,

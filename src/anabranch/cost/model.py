@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -33,6 +33,7 @@ from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Tra
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
 from anabranch.profile.profile import OpCost, Profile, Sharded, UpdateCost
+from anabranch.remembered import remembered
 
 Floats = NDArray[np.float64]
 
@@ -63,12 +64,6 @@ class CostModel:
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
     batch_size: int = 0
-    _tables: dict[tuple[float, int], tuple[Floats, Floats]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _routes: dict[tuple[int, int], Route] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @property
     def graph(self) -> OpGraph:
@@ -104,6 +99,7 @@ class CostModel:
             )
         return self._sharded[tensor].costs
 
+    @remembered
     def op_seconds(self, samples: float, tensor: int = 1) -> tuple[Floats, Floats]:
         """Forward and backward seconds of every operator for this many samples on one device.
 
@@ -115,9 +111,7 @@ class CostModel:
         Raises:
             ProfileError: outside the measured range.
         """
-        if (samples, tensor) not in self._tables:
-            self._tables[samples, tensor] = _on_grid(*self._interpolate(samples, tensor))
-        return self._tables[samples, tensor]
+        return _on_grid(*self._interpolate(samples, tensor))
 
     def _interpolate(self, samples: float, tensor: int) -> tuple[Floats, Floats]:
         measured = self.profile.samples
@@ -156,6 +150,7 @@ class CostModel:
         seconds = float(self.op_seconds(samples, tensor)[1][chosen].sum())
         return seconds + self.forward_s(chosen, samples, tensor=tensor) if recompute else seconds
 
+    @remembered
     def stage_s(
         self,
         operators: tuple[str, ...],
@@ -165,25 +160,18 @@ class CostModel:
         recompute: bool = False,
     ) -> tuple[float, float]:
         """Forward and backward seconds of a stage with these operators, likewise."""
-        key = operators, samples, tensor, recompute
-        if key not in self._stage_seconds:
-            ops = [self.graph.index[name] for name in operators]
-            self._stage_seconds[key] = (
-                self.forward_s(ops, samples, tensor=tensor),
-                self.backward_s(ops, samples, recompute=recompute, tensor=tensor),
-            )
-        return self._stage_seconds[key]
-
-    @cached_property
-    def _stage_seconds(self) -> dict[Hashable, tuple[float, float]]:
-        return {}
+        ops = [self.graph.index[name] for name in operators]
+        return (
+            self.forward_s(ops, samples, tensor=tensor),
+            self.backward_s(ops, samples, recompute=recompute, tensor=tensor),
+        )
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
         """What others have made of these prices and will need again, under keys of their own; cost
         models of one profile that have the same settings share it.
         """
-        settings = (getattr(self, field.name) for field in fields(self) if field.init)
+        settings = (getattr(self, field.name) for field in fields(self))
         return self.profile.priced.setdefault((type(self), *islice(settings, 1, None)), {})
 
     def _measured_s(self, tensor: int) -> tuple[Floats, Floats]:
@@ -191,16 +179,10 @@ class CostModel:
         backward = np.array([cost.backward_s for cost in self.costs(tensor)])
         return forward, backward
 
+    @remembered
     def kept_bytes(self, tensor: int = 1) -> Floats:
         """Bytes that each operator keeps for its backward, per sample, on each of its devices."""
-        if tensor not in self._kept:
-            kept = [cost.kept_bytes for cost in self.costs(tensor)]
-            self._kept[tensor] = np.array(kept, dtype=np.float64)
-        return self._kept[tensor]
-
-    @cached_property
-    def _kept(self) -> dict[int, Floats]:
-        return {}
+        return np.array([cost.kept_bytes for cost in self.costs(tensor)], dtype=np.float64)
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
@@ -234,24 +216,16 @@ class CostModel:
         """Bytes of gradient that flow back for this many samples."""
         return sum(self.graph.values[i].size(samples) for i in values if self.graph.values[i].grad)
 
+    @remembered
     def route(self, source: int, target: int) -> Route:
         """The way of a message from one device to another: the slowest link on it, every port."""
-        if (source, target) not in self._routes:
-            link = self.cluster.link(source, target)
-            self._routes[source, target] = Route(
-                1 / link.bandwidth, link.latency_s, self.cluster.ports(source, target)
-            )
-        return self._routes[source, target]
+        link = self.cluster.link(source, target)
+        return Route(1 / link.bandwidth, link.latency_s, self.cluster.ports(source, target))
 
+    @remembered
     def border_price(self, devices: int) -> float:
         """Seconds per byte that each of so many devices of a stage pays for its border."""
-        if devices not in self._border_prices:
-            self._border_prices[devices] = border_price(self.cluster, devices)
-        return self._border_prices[devices]
-
-    @cached_property
-    def _border_prices(self) -> dict[int, float]:
-        return {}
+        return border_price(self.cluster, devices)
 
     def ring_price(self, devices: Sequence[int], ranks: int) -> tuple[float, float]:
         """Seconds per byte and of latency of the all-reduces of a batch.
@@ -372,20 +346,12 @@ class CostModel:
         rows, nbytes = self._rows.get(parameter.name, 0), parameter.nbytes
         return Held(nbytes, nbytes * parameter.trainable, nbytes * (rows > 0), rows)
 
+    @remembered
     def own_parameter_bytes(self, tensor: int = 1) -> Held[Floats]:
         """Per operator, bytes of the parameters that it alone reads, on each of its devices.
 
         Under tensor parallelism all parameters count as trainable, and as its own.
         """
-        if tensor not in self._own:
-            self._own[tensor] = self._own_bytes(tensor)
-        return self._own[tensor]
-
-    @cached_property
-    def _own(self) -> dict[int, Held[Floats]]:
-        return {}
-
-    def _own_bytes(self, tensor: int) -> Held[Floats]:
         none = np.zeros(len(self.graph))
         if tensor > 1:
             self.costs(tensor)
@@ -415,6 +381,7 @@ class CostModel:
         """Bytes of those parameters, or of the trainable ones."""
         return int(self.stage_held_bytes(ops, tensor)[trainable])
 
+    @remembered
     def largest_gradients(self, tensor: int = 1, *, dense: bool = False) -> Floats:
         """Per operator, bytes of the largest gradient of a parameter that it reads, on each of its
         devices.
@@ -425,34 +392,21 @@ class CostModel:
             dense: as if no gradient were the rows of a table: bytes of the parameter.
         """
         rows = {} if dense or tensor > 1 else self._rows
-        key = tensor, not rows
-        if key not in self._largest:
-            largest, whole = np.zeros(len(self.graph)), np.zeros(len(self.graph))
-            for i, op in enumerate(self.graph.ops):
-                read = [self.parameters[name] for name in op.parameters]
-                nbytes = (rows.get(p.name, p.nbytes) for p in read if p.trainable)
-                largest[i] = max(nbytes, default=0)
-                whole[i] = sum(p.nbytes for p in read)
-            if tensor > 1:
-                share = self.own_parameter_bytes(tensor).parameters / np.maximum(whole, 1)
-                largest = np.ceil(largest * share)
-            self._largest[key] = largest
-        return self._largest[key]
+        largest, whole = np.zeros(len(self.graph)), np.zeros(len(self.graph))
+        for i, op in enumerate(self.graph.ops):
+            read = [self.parameters[name] for name in op.parameters]
+            nbytes = (rows.get(p.name, p.nbytes) for p in read if p.trainable)
+            largest[i] = max(nbytes, default=0)
+            whole[i] = sum(p.nbytes for p in read)
+        if tensor > 1:
+            share = self.own_parameter_bytes(tensor).parameters / np.maximum(whole, 1)
+            largest = np.ceil(largest * share)
+        return largest
 
+    @remembered
     def working_bytes(self, tensor: int = 1) -> Floats:
         """Bytes that a pass of each operator takes besides, per sample, on each of its devices."""
-        if tensor not in self._working:
-            working = [cost.working_bytes for cost in self.costs(tensor)]
-            self._working[tensor] = np.array(working, dtype=np.float64)
-        return self._working[tensor]
-
-    @cached_property
-    def _working(self) -> dict[int, Floats]:
-        return {}
-
-    @cached_property
-    def _largest(self) -> dict[tuple[int, bool], Floats]:
-        return {}
+        return np.array([cost.working_bytes for cost in self.costs(tensor)], dtype=np.float64)
 
     def border(self, mask: int) -> Border:
         """What crosses the border of a set of operators."""
@@ -472,17 +426,9 @@ class CostModel:
                     enters_back[not value.batched] += value.nbytes * value.grad
         return Border(*(Traffic(per_sample, fixed) for per_sample, fixed in sums))
 
+    @remembered
     def weights(self, mask: int, tensor: int = 1) -> StageWeights:
         """Bytes of the stage with these operators."""
-        if (mask, tensor) not in self._known_weights:
-            self._known_weights[mask, tensor] = self._stage_weights(mask, tensor)
-        return self._known_weights[mask, tensor]
-
-    @cached_property
-    def _known_weights(self) -> dict[tuple[int, int], StageWeights]:
-        return {}
-
-    def _stage_weights(self, mask: int, tensor: int) -> StageWeights:
         ops = list(bits(mask))
         kept, gradients = self.kept_bytes(tensor)[ops], self.largest_gradients(tensor)[ops]
         held = self.stage_held_bytes(ops, tensor)

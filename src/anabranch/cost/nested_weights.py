@@ -13,9 +13,8 @@ is still to come after a set:
 
 What operators outside all sets make is there before the first set, and they read after the last.
 
-Where each set lies inside the next, each value counts for all pairs (i, j) with i in one interval
-and j in another: four additions per value and two cumulative sums make the matrix [i, j]. For other
-sets the pairs are listed, and those of one ``lower`` are a product of matrices.
+The pairs are listed, and what crosses the borders of those of one ``lower`` is a product of
+matrices.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from numpy.typing import NDArray
 
 from anabranch.cost.model import CostModel
 from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
-from anabranch.graph.opgraph import BATCH, Parameter, Value, bits
+from anabranch.graph.opgraph import bits
+from anabranch.remembered import remembered
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
@@ -76,10 +76,6 @@ class NestedSets:
     def __init__(self, cost: CostModel, sets: Sequence[int]) -> None:
         self.cost = cost
         self.sets = tuple(sets)
-        self._seconds: dict[tuple[float, int], tuple[Floats, Floats]] = {}
-        self._kept: dict[int, Floats] = {}
-        self._own: dict[int, Held[Floats]] = {}
-        self._matrices: dict[int, StageWeights] = {}
 
     @staticmethod
     def row(cost: CostModel, parts: Sequence[int]) -> NestedSets:
@@ -103,29 +99,26 @@ class NestedSets:
         """Whether each set lies inside the next."""
         return not any(before & ~after for before, after in pairwise(self.sets))
 
+    @remembered
     def seconds(self, samples: float, tensor: int = 1) -> tuple[Floats, Floats]:
         """Forward and backward seconds of every set."""
-        if (samples, tensor) not in self._seconds:
-            forward, backward = self.cost.op_seconds(samples, tensor)
-            self._seconds[samples, tensor] = self.sums(forward), self.sums(backward)
-        return self._seconds[samples, tensor]
+        forward, backward = self.cost.op_seconds(samples, tensor)
+        return self.sums(forward), self.sums(backward)
 
     def compute_s(self, samples: float, tensor: int = 1, *, recompute: bool = False) -> Floats:
         """Seconds of every set, the forward once more with recomputation."""
         forward, backward = self.seconds(samples, tensor)
         return forward * (1 + recompute) + backward
 
+    @remembered
     def kept_bytes(self, tensor: int = 1) -> Floats:
         """Bytes kept for the backward per sample by every set."""
-        if tensor not in self._kept:
-            self._kept[tensor] = self.sums(self.cost.kept_bytes(tensor))
-        return self._kept[tensor]
+        return self.sums(self.cost.kept_bytes(tensor))
 
+    @remembered
     def parameter_bytes(self, tensor: int = 1) -> Held[Floats]:
         """Bytes of the parameters of every set, but for tied ones."""
-        if tensor not in self._own:
-            self._own[tensor] = Held(*map(self.sums, self.cost.own_parameter_bytes(tensor)))
-        return self._own[tensor]
+        return Held(*map(self.sums, self.cost.own_parameter_bytes(tensor)))
 
     def sums(self, per_op: Floats) -> Floats:
         """Per set, the sum over its operators of a figure per operator."""
@@ -164,65 +157,17 @@ class NestedSets:
         outside = members @ (1 - members).T
         return np.asarray((outside == 0) & ~np.eye(len(self), dtype=bool))
 
+    @remembered
     def matrices(self, tensor: int = 1) -> StageWeights:
-        """Bytes of the stages between any two sets, [lower, upper]; meaningless where the one is
-        not inside the other.
+        """Bytes of the stages between any two sets, [lower, upper]; none where the one is not
+        inside the other.
         """
-        if tensor not in self._matrices:
-            make = self._chain if self.is_chain else self._scattered
-            self._matrices[tensor] = make(tensor)
-        return self._matrices[tensor]
-
-    def _scattered(self, tensor: int) -> StageWeights:
-        at = np.nonzero(self.nested)
-        weights = self.between(Pairs(*(where.astype(np.int32) for where in at)), tensor)
-
-        def matrix(entries: Floats) -> Floats:
-            result = np.zeros((len(self), len(self)))
-            result[at] = entries
-            return result
-
-        border = weights.border
-        return StageWeights(
-            matrix(weights.parameters),
-            matrix(weights.trainable),
-            matrix(weights.kept),
-            Border(
-                *(
-                    Traffic(matrix(kind.per_sample), matrix(kind.fixed))
-                    for kind in (
-                        border.entering,
-                        border.leaving,
-                        border.entering_gradients,
-                        border.leaving_gradients,
-                    )
-                )
-            ),
-            matrix(weights.largest),
-            matrix(weights.largest_gradient),
-            matrix(weights.tables),
-            matrix(weights.rows),
-            _MatrixPasses(self, tensor),
-        )
-
-    # Each set inside the next: matrices [lower, upper]
-
-    def _chain(self, tensor: int) -> StageWeights:
-        held = Held(*map(_between, self.parameter_bytes(tensor)))
-        if tensor == 1 and self.cost.tied:
-            held = Held(*map(np.add, held, self._tied))
-        largest = self._chain_most(self.cost.largest_gradients(tensor, dense=True))
-        return StageWeights(
-            held.parameters,
-            held.trainable,
-            _between(self.kept_bytes(tensor)),
-            self._chain_border,
-            largest,
-            self._chain_most(self.cost.largest_gradients(tensor)) if held.rows.any() else largest,
-            held.tables,
-            held.rows,
-            _MatrixPasses(self, tensor),
-        )
+        lower, upper = np.nonzero(self.nested)
+        # The first pair is no stage, and stands wherever there is none.
+        pairs = Pairs(*(np.concatenate([[0], at]).astype(np.int32) for at in (lower, upper)))
+        place = np.zeros((len(self), len(self)), dtype=np.intp)
+        place[lower, upper] = np.arange(1, len(pairs))
+        return self.between(pairs, tensor)[place]
 
     def _chain_most(self, per_op: Floats) -> Floats:
         """The most that one operator has, of those between two sets: [lower, upper]."""
@@ -234,42 +179,23 @@ class NestedSets:
             most[:-1, 1:] = np.maximum.accumulate(from_each, axis=1)
         return most
 
-    @cached_property
-    def _tied(self) -> Held[Floats]:
-        sums = Held(*(_Ranges(len(self)) for _ in range(4)))
-        for users, parameter in self.cost.tied:
-            places = sorted({self._place[op] for op in bits(users) if op in self._place})
-            for kind, nbytes in zip(sums, self.cost.held_bytes(parameter), strict=True):
-                kind.add_entering(nbytes, -1, places)
-        return Held(*(kind.matrix() for kind in sums))
-
-    def pass_matrix(self, samples: float, tensor: int) -> Floats:
-        """Bytes of a pass (``cost.passes``) of the stages between two sets: [lower, upper].
+    def passes(self, pairs: Pairs, samples: float, tensor: int) -> Floats:
+        """Bytes of a pass (``cost.passes``) of the stages between some pairs of sets.
 
         Of a row in the model's order pass(i) is the most of g + (w + k up to there) n so far, less
         all that is kept up to i.
         """
-        if not self._is_in_order:
-            at = np.nonzero(self.nested)
-            result = np.zeros((len(self), len(self)))
-            result[at] = self.pair_passes(Pairs(*at), samples, tensor)
-            return result
         own, kept = self._pass_terms(samples, tensor)
-        operators, _ = self._flat
-        done = np.zeros(len(self.cost.graph))
-        done[operators] = np.cumsum(kept[operators])
-        after = self.sums(kept)
-        return np.maximum(self._chain_most(own + done) - after, 0.0)
-
-    def pair_passes(self, pairs: Pairs, samples: float, tensor: int) -> Floats:
-        """The same of some pairs of sets."""
         if self._is_in_order:
-            return np.asarray(self.pass_matrix(samples, tensor)[pairs.lower, pairs.upper])
-        found = np.zeros(len(pairs))
-        own, kept = self._pass_terms(samples, tensor)
+            operators, _ = self._flat
+            done = np.zeros(len(self.cost.graph))
+            done[operators] = np.cumsum(kept[operators])
+            most = self._chain_most(own + done) - self.sums(kept)
+            return np.asarray(np.maximum(most, 0.0)[pairs.lower, pairs.upper])
+        found = np.zeros(pairs.lower.shape)
         for op in np.flatnonzero(own + kept):
             member = self._members[:, op]
-            inside = np.flatnonzero(member[pairs.upper] > member[pairs.lower])
+            inside = np.nonzero(member[pairs.upper] > member[pairs.lower])
             found[inside] = np.maximum(found[inside] - kept[op], own[op])
         return found
 
@@ -283,52 +209,11 @@ class NestedSets:
         """Whether each set lies inside the next, and the operators come in the model's order."""
         return self.is_chain and bool((np.diff(self._flat[0]) > 0).all())
 
-    @cached_property
-    def _place(self) -> dict[int, int]:
-        """Per operator, the part that it is in."""
-        return {op: place for place, part in enumerate(self.parts) for op in bits(part)}
-
-    @cached_property
-    def _chain_border(self) -> Border:
-        entering, leaving = self._traffic(gradients=False)
-        if all(value.grad for value, _, _ in self._crossing):
-            return Border(entering, leaving, leaving, entering)
-        leaving_gradients, entering_gradients = self._traffic(gradients=True)
-        return Border(entering, leaving, entering_gradients, leaving_gradients)
-
-    def _traffic(self, *, gradients: bool) -> tuple[Traffic, Traffic]:
-        """What enters and what leaves; or the gradients of both."""
-        entering, leaving = ([_Ranges(len(self)), _Ranges(len(self))] for _ in range(2))
-        for value, made, read in self._crossing:
-            if value.grad or not gradients:
-                kind = int(not value.batched)
-                inside = [place for place in read if place < len(self) - 1]
-                entering[kind].add_entering(value.nbytes, made, inside)
-                if made >= 0:
-                    leaving[kind].add_leaving(value.nbytes, made, read[-1])
-        return (
-            Traffic(entering[0].matrix(), entering[1].matrix()),
-            Traffic(leaving[0].matrix(), leaving[1].matrix()),
-        )
-
-    @cached_property
-    def _crossing(self) -> list[tuple[Value, int, list[int]]]:
-        """Values that cross a border, the part of their maker (-1: before), of their readers."""
-        found, cost, place = [], self.cost, self._place
-        for i in sorted({i for op in place for i in (*cost.made[op], *cost.read[op])}):
-            value = cost.graph.values[i]
-            made = place.get(value.producer, -1)
-            read = sorted({place.get(op, len(self) - 1) for op in value.consumers})
-            if read != [made]:
-                found.append((value, made, read))
-        return found
-
-    # Any sets: listed pairs
-
     def between(self, pairs: Pairs, tensor: int = 1, border: Border | None = None) -> StageWeights:
         """Bytes of the stages between some pairs of sets, whose border may be known."""
         held = Held(*map(pairs.difference, self.parameter_bytes(tensor)))
-        for left, parameter in self._tied_to_come if tensor == 1 else ():
+        tied = zip(self.cost.tied, self._tied_to_come.T, strict=True) if tensor == 1 else ()
+        for (_, parameter), left in tied:
             used = left[pairs.lower] > left[pairs.upper]
             for kind, nbytes in zip(held, self.cost.held_bytes(parameter), strict=True):
                 kind += used * nbytes
@@ -342,11 +227,13 @@ class NestedSets:
             self._most(pairs, self.cost.largest_gradients(tensor)) if held.rows.any() else largest,
             held.tables,
             held.rows,
-            _PairPasses(self, pairs, tensor),
+            _Passes(self, pairs, tensor),
         )
 
     def _most(self, pairs: Pairs, per_op: Floats) -> Floats:
         """The most that one operator has, of those between each pair of sets."""
+        if self.is_chain:
+            return np.asarray(self._chain_most(per_op)[pairs.lower, pairs.upper])
         result = np.zeros(len(pairs))
         for nbytes in np.unique(per_op[per_op > 0]):
             held = self._members[:, per_op == nbytes].sum(axis=1, dtype=np.int32)
@@ -354,11 +241,9 @@ class NestedSets:
         return result
 
     @cached_property
-    def _tied_to_come(self) -> list[tuple[NDArray[np.int16], Parameter]]:
-        """Per set, how many operators that read a tied parameter are to come; the parameter."""
-        return [
-            (self._to_come(list(bits(users))), parameter) for users, parameter in self.cost.tied
-        ]
+    def _tied_to_come(self) -> NDArray[np.int16]:
+        """Per set and tied parameter, how many operators that read it are to come."""
+        return self._to_come([tuple(bits(users)) for users, _ in self.cost.tied])
 
     def border(self, pairs: Pairs) -> Border:
         """What crosses the borders of the stages between some pairs of sets."""
@@ -411,39 +296,29 @@ class NestedSets:
     @cached_property
     def _values(self) -> tuple[NDArray[np.bool_], NDArray[np.int16], Floats]:
         """Per set and value whether it is made and how many readers are to come; its bytes."""
-        values = [v for v in self.cost.graph.values if v.producer != BATCH and v.consumers]
-        made = np.zeros((len(self), len(values)), dtype=np.bool_)
-        left = np.zeros((len(self), len(values)), dtype=np.int16)
+        cost, ops = self.cost, list(bits(self.sets[-1]))
+        near = sorted({i for op in ops for i in (*cost.made[op], *cost.read[op])})
+        values = [cost.graph.values[i] for i in near]
+        producers = [value.producer for value in values]
+        outside = [not self.sets[-1] >> op & 1 for op in producers]
         nbytes = np.zeros((len(values), _KINDS))
         for i, value in enumerate(values):
-            outside = not self.sets[-1] >> value.producer & 1
-            made[:, i] = outside | self._members[:, value.producer]
-            left[:, i] = self._to_come(value.consumers)
             nbytes[i, 0 if value.batched else 1] = value.nbytes
             nbytes[i, 2 if value.batched else 3] = value.nbytes * value.grad
-        return made, left, nbytes
+        made = self._members[:, producers].astype(np.bool_) | np.array(outside, dtype=np.bool_)
+        return made, self._to_come([value.consumers for value in values]), nbytes
 
-    def _to_come(self, operators: Sequence[int]) -> NDArray[np.int16]:
-        inside = self._members[:, list(operators)].sum(axis=1, dtype=np.int16)
-        return np.asarray(np.int16(len(operators)) - inside)
-
-
-@dataclass(frozen=True)
-class _MatrixPasses:
-    """Passes of the stages between any two sets, [lower, upper]."""
-
-    sets: NestedSets
-    tensor: int
-
-    def at(self, samples: Number) -> Floats:
-        """Bytes of the passes; an array of counts comes with two more axes of one entry each."""
-        if np.ndim(samples) == 0:
-            return self.sets.pass_matrix(float(samples), self.tensor)
-        return np.stack([self.at(count) for count in np.ravel(samples)])
+    def _to_come(self, readers: Sequence[Sequence[int]]) -> NDArray[np.int16]:
+        """Per set and some operators, none of them empty, how many of these are to come."""
+        counts = np.array([len(ops) for ops in readers], dtype=np.int16)
+        flat = [op for ops in readers for op in ops]
+        starts = np.cumsum(counts, dtype=np.intp) - counts
+        inside = np.add.reduceat(self._members[:, flat], starts, axis=1, dtype=np.int16)
+        return np.asarray(counts - inside)
 
 
 @dataclass(frozen=True)
-class _PairPasses:
+class _Passes:
     """Passes of the stages between some pairs of sets."""
 
     sets: NestedSets
@@ -451,51 +326,14 @@ class _PairPasses:
     tensor: int
 
     def at(self, samples: Number) -> Floats:
-        """Bytes of the passes."""
-        return self.sets.pair_passes(self.pairs, float(samples), self.tensor)
+        """Bytes of the passes; of an array of counts one after the other."""
+        if np.ndim(samples) == 0:
+            return self.sets.passes(self.pairs, float(samples), self.tensor)
+        return np.stack([self.at(count) for count in np.ravel(samples)])
 
-    def __getitem__(self, places: Any) -> _PairPasses:
+    def __getitem__(self, places: Any) -> _Passes:
         """Those of some of the pairs."""
-        return _PairPasses(self.sets, self.pairs[places], self.tensor)
-
-
-class _Ranges:
-    """Sums over many values of "add this to all ranges [i, j) with i and j in these intervals"."""
-
-    def __init__(self, sets: int) -> None:
-        self._steps: list[tuple[float, int, int, int, int]] = []
-        self._sets = sets
-
-    def add_entering(self, amount: float, made: int, read: Sequence[int]) -> None:
-        """Ranges that hold one of the readers but not the maker."""
-        last = made
-        for place in read:
-            if place > last:
-                self._steps.append((amount, last + 1, place + 1, place + 1, self._sets))
-                last = place
-
-    def add_leaving(self, amount: float, made: int, last_read: int) -> None:
-        """Ranges that hold the maker but not the last reader."""
-        self._steps.append((amount, 0, made + 1, made + 1, last_read + 1))
-
-    def matrix(self) -> Floats:
-        """The sums, [i, j]."""
-        steps = np.zeros((self._sets + 1, self._sets + 1))
-        if not self._steps:
-            return steps[:-1, :-1]
-        table = np.array(self._steps, dtype=np.float64)
-        amount = table[:, 0]
-        a, b, c, d = table[:, 1:].astype(np.intp).T
-        np.add.at(steps, (a, c), amount)
-        np.add.at(steps, (b, c), -amount)
-        np.add.at(steps, (a, d), -amount)
-        np.add.at(steps, (b, d), amount)
-        return steps.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
-
-
-def _between(per_set: Floats) -> Floats:
-    """What every stage adds to a sum per set: [lower, upper]."""
-    return per_set[None, :] - per_set[:, None]
+        return _Passes(self.sets, self.pairs[places], self.tensor)
 
 
 def run_starts(ascending: Ints) -> NDArray[np.int64]:

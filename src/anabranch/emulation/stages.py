@@ -19,6 +19,7 @@ from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.edges import edge_values
 from anabranch.plans.stages import StageGraph
+from anabranch.remembered import remembered
 from anabranch.runtime.compute.stage_compute import Key, Outcome
 from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.simulator.costs import StepCosts
@@ -38,18 +39,16 @@ class EmptyStages:
                 ports.append(port)
         self._ports = sorted(ports, key=lambda port: (port.value, port.order))
         self._module = fx.GraphModule(nn.Module(), fx.Graph())
-        self._cache: dict[tuple[int, int], StageProgram] = {}
 
+    @remembered
     def program(self, stage: int, samples: int) -> StageProgram:
         """What a stage receives and sends for a number of samples, as bytes."""
-        if (stage, samples) not in self._cache:
-            inputs = tuple(port for port in self._ports if port.target == stage)
-            outputs = tuple(port for port in self._ports if port.source == stage)
-            shapes = {p.value: (self._shape(p.value, samples), torch.uint8) for p in self._ports}
-            self._cache[stage, samples] = StageProgram(
-                self._module, inputs, (), (), outputs, has_loss=False, metrics=(), shapes=shapes
-            )
-        return self._cache[stage, samples]
+        inputs = tuple(port for port in self._ports if port.target == stage)
+        outputs = tuple(port for port in self._ports if port.source == stage)
+        shapes = {p.value: (self._shape(p.value, samples), torch.uint8) for p in self._ports}
+        return StageProgram(
+            self._module, inputs, (), (), outputs, has_loss=False, metrics=(), shapes=shapes
+        )
 
     def _shape(self, value: int, samples: int) -> torch.Size:
         told = self._model.values[value]

@@ -42,6 +42,7 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
 from anabranch.graph.ports import Port, PortMap, TiedUse, Use, arguments
+from anabranch.remembered import remembered
 
 __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
 
@@ -126,7 +127,6 @@ class Split:
         self.num_stages = num_stages
         self.exact = exact
         self._cache: dict[tuple[int, int, torch.device], StageProgram] = {}
-        self._whole: dict[tuple[int, torch.device], _WholeProgram] = {}
         program = captured.at(captured.samples, device=captured.capture_device)
         self._uses = PortMap(captured, program, stage_of, exact)
 
@@ -175,13 +175,11 @@ class Split:
             self._cache[key] = _Cutter(self, self._program(samples, place), stage).cut()
         return self._cache[key]
 
+    @remembered
     def _program(self, samples: int, place: torch.device) -> _WholeProgram:
-        key = samples, place
-        if key not in self._whole:
-            program = self.captured.at(samples, device=place)
-            sent = {self.captured.value_calls[p.value] for p in self.ports if p.grad and self.exact}
-            self._whole[key] = _WholeProgram(program, self.captured.owners(program), sent)
-        return self._whole[key]
+        program = self.captured.at(samples, device=place)
+        sent = {self.captured.value_calls[p.value] for p in self.ports if p.grad and self.exact}
+        return _WholeProgram(program, self.captured.owners(program), sent)
 
 
 class _WholeProgram:

@@ -7,7 +7,7 @@ Stage graphs that a search simulates have most of their stages in common, so a c
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,7 @@ from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.sparse import most_samples, rows_pay
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.plans.stages import Stage
+from anabranch.remembered import remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +31,6 @@ class StageCosts:
     cost: CostModel
     stage: Stage
     batch_size: int
-    _seconds: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
-    _passed: dict[int, Mapping[int, float]] = field(default_factory=dict, init=False)
-    _flights: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
-    _held: dict[tuple[int, float], DeviceMemory] = field(default_factory=dict, init=False)
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
@@ -51,30 +48,31 @@ class StageCosts:
         """Bytes that do not depend on the micro-batch size."""
         return self.cost.weights(self.mask, self.stage.tensor)
 
+    @remembered
     def compute_s(self, samples: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward, with recomputation where the stage asks for it,
         and the bookkeeping of a micro-batch.
         """
-        if samples not in self._seconds:
-            stage = self.stage
-            besides = self.cost.pass_s(self.mask) if samples else (0.0, 0.0)
-            forward, backward = self.cost.stage_s(
-                stage.operators, samples, stage.tensor, recompute=stage.recompute
-            )
-            self._seconds[samples] = forward + besides[0], backward + besides[1]
-        return self._seconds[samples]
+        stage = self.stage
+        besides = self.cost.pass_s(self.mask) if samples else (0.0, 0.0)
+        forward, backward = self.cost.stage_s(
+            stage.operators, samples, stage.tensor, recompute=stage.recompute
+        )
+        return forward + besides[0], backward + besides[1]
 
     def gradient_share(self, samples: int, operator: int) -> float:
         """Share of a backward after which an operator has been passed: from the last operator to
         the first; a recomputed forward comes before them.
         """
-        if samples not in self._passed:
-            ops, whole = sorted(self.ops), self.compute_s(samples)[1]
-            each = self.cost.op_seconds(samples, self.stage.tensor)[1] if whole else None
-            seconds = np.zeros(len(ops)) if each is None else each[ops]
-            shares = 1 - (np.cumsum(seconds) - seconds) / (whole or 1.0)
-            self._passed[samples] = dict(zip(ops, shares.tolist(), strict=True))
-        return self._passed[samples][operator]
+        return self._gradient_shares(samples)[operator]
+
+    @remembered
+    def _gradient_shares(self, samples: int) -> dict[int, float]:
+        ops, whole = sorted(self.ops), self.compute_s(samples)[1]
+        each = self.cost.op_seconds(samples, self.stage.tensor)[1] if whole else None
+        seconds = np.zeros(len(ops)) if each is None else each[ops]
+        shares = 1 - (np.cumsum(seconds) - seconds) / (whole or 1.0)
+        return dict(zip(ops, shares.tolist(), strict=True))
 
     @cached_property
     def most_samples(self) -> int:
@@ -128,26 +126,27 @@ class StageCosts:
     def held(self, versions: int = 1, replica: int | None = None) -> DeviceMemory:
         """Bytes of one of its replicas, or the fullest, with so many versions of its weights."""
         updated = max(self.updated) if replica is None else self.updated[replica]
-        if (versions, updated) not in self._held:
-            stage = self.stage
-            self._held[versions, updated] = self.cost.memory(
-                self.weights,
-                stage.microbatch_size,
-                stage.replicas,
-                recompute=stage.recompute,
-                versions=versions,
-                updated=updated,
-            )
-        return self._held[versions, updated]
+        return self._held(versions, updated)
 
+    @remembered
+    def _held(self, versions: int, updated: float) -> DeviceMemory:
+        stage = self.stage
+        return self.cost.memory(
+            self.weights,
+            stage.microbatch_size,
+            stage.replicas,
+            recompute=stage.recompute,
+            versions=versions,
+            updated=updated,
+        )
+
+    @remembered
     def flight_bytes(self, samples: int) -> tuple[float, float]:
         """Bytes from a forward to the end of its backward, and on top during the backward: what
         entered and what the operators keep, if recomputed only during the backward.
         """
-        if samples not in self._flights:
-            held = self.cost.memory(self.weights, samples, 1, recompute=self.stage.recompute)
-            self._flights[samples] = float(held.flight), float(held.backward)
-        return self._flights[samples]
+        held = self.cost.memory(self.weights, samples, 1, recompute=self.stage.recompute)
+        return float(held.flight), float(held.backward)
 
 
 def stage_costs(cost: CostModel, stage: Stage, batch_size: int) -> StageCosts:

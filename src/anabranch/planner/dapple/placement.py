@@ -23,6 +23,7 @@ import numpy as np
 from anabranch.cluster import Cluster
 from anabranch.cost.nested_weights import Ints
 from anabranch.planner.dapple.links import Place
+from anabranch.remembered import remembered
 
 Policy = Callable[[Place, int, int], Place]
 """Devices per machine for a stage, by those in use, devices of a machine, and devices wanted."""
@@ -88,7 +89,6 @@ class Machines:
         self.size = cluster.group_sizes[0]
         self._policies = policies
         self._number: dict[Place, int] = {}
-        self._steps: dict[int, Ints] = {}
         self._levels: list[int] = []
         self._table = np.zeros((0, 0), np.int64), np.zeros(0, np.int64)
         self.places: list[Place] = []
@@ -112,21 +112,19 @@ class Machines:
             self._table = np.array(self.places, np.int64), np.array(self._levels, np.int64)
         return self._table
 
+    @remembered
     def steps(self, state: int) -> Ints:
         """All ways to add a stage that leave devices for another, each once: the next state, the
         devices of the stage in the order of the next state and in that of this one, and all devices
         that are left, in the order of the next state.
         """
-        if state not in self._steps:
-            used = self.places[state]
-            taken = dict.fromkeys(
-                policy(used, self.size, wanted)
-                for wanted in range(1, self.cluster.num_devices - sum(used))
-                for policy in self._policies
-            )
-            found = [self._step(used, place) for place in taken]
-            self._steps[state] = np.array(found, np.int64).reshape(-1, 4)
-        return self._steps[state]
+        used = self.places[state]
+        taken = dict.fromkeys(
+            policy(used, self.size, wanted)
+            for wanted in range(1, self.cluster.num_devices - sum(used))
+            for policy in self._policies
+        )
+        return np.array([self._step(used, place) for place in taken], np.int64).reshape(-1, 4)
 
     def devices(self, steps: Sequence[Ints]) -> list[tuple[int, ...]]:
         """Devices of stages that were placed in turn, the last ones first, and of one more."""

@@ -19,7 +19,7 @@ micro-batches per all-reduce, is r * m. A synchronous step reduces once, R = M. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from anabranch.cluster import Cluster
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.remembered import remembered
 
 Matrix = NDArray[np.float64]
 
@@ -74,9 +75,6 @@ class Terms:
     tiers: tuple[Tier, ...]
     max_replicas: int
     accumulate: bool
-    _headrooms: dict[int, NDArray[np.int16]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def allowed(self, replicas: int) -> bool:
         """Whether a stage may have so many replicas."""
@@ -108,13 +106,11 @@ class Terms:
         crossing = (per_sample + back_per_sample) * self.prices.samples(copies) + fixed + back_fixed
         return np.asarray(crossing / self.tiers[level].bandwidth)
 
+    @remembered
     def headroom(self, replicas: int) -> NDArray[np.int16]:
         """Stages that may follow a span in memory; -1 where it fits nowhere or is none."""
-        if replicas not in self._headrooms:
-            height = np.minimum(self.prices.headroom(self.states.matrices(), replicas), LASTING)
-            found = np.where(self.states.nested, height, -1).astype(np.int16)
-            self._headrooms[replicas] = found
-        return self._headrooms[replicas]
+        height = np.minimum(self.prices.headroom(self.states.matrices(), replicas), LASTING)
+        return np.where(self.states.nested, height, -1).astype(np.int16)
 
     def ideal_s(self) -> float:
         """Less than any plan takes: all work spread evenly, at the best sample counts."""

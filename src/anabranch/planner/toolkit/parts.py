@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from anabranch.graph.opgraph import bits
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
+from anabranch.remembered import remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,6 @@ class PartPrices:
     def __init__(self, microbatch: MicrobatchPrices) -> None:
         self.microbatch = microbatch
         self.cost = microbatch.cost
-        self._period_s: dict[Part, float] = {}
-        self._headroom: dict[Part, int] = {}
 
     def seconds(self, part: Part) -> NDArray[np.float64]:
         """Seconds of a micro-batch for every operator of the model, run as this part is."""
@@ -54,21 +53,17 @@ class PartPrices:
         """Seconds of a micro-batch on the fullest replica, recomputation included."""
         return float(self.seconds(part)[list(bits(part.mask))].sum())
 
+    @remembered
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
-        if part not in self._period_s:
-            weights = self.cost.weights(part.mask, part.tensor)
-            period_s = self.microbatch.period_s(weights, self.compute_s(part), part.mode)
-            self._period_s[part] = float(period_s)
-        return self._period_s[part]
+        weights = self.cost.weights(part.mask, part.tensor)
+        return float(self.microbatch.period_s(weights, self.compute_s(part), part.mode))
 
+    @remembered
     def headroom(self, part: Part) -> int:
         """The largest height at which the part fits; -1 if none."""
-        if part not in self._headroom:
-            weights = self.cost.weights(part.mask, part.tensor)
-            height = self.microbatch.headroom(weights, part.replicas, recompute=part.recompute)
-            self._headroom[part] = int(height)
-        return self._headroom[part]
+        weights = self.cost.weights(part.mask, part.tensor)
+        return int(self.microbatch.headroom(weights, part.replicas, recompute=part.recompute))
 
 
 def heights(count: int, pairs: set[tuple[int, int]]) -> list[int]:

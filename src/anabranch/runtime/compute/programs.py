@@ -22,6 +22,7 @@ from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.embeddings import make_sparse
 from anabranch.graph.split import Split, StageProgram
+from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.numerics.dropout import BySample, draws
 from anabranch.runtime.numerics.no_dropout import without_dropout
@@ -49,23 +50,20 @@ class StagePrograms:
         self.options, self.place = options, place
         self._captured, self._parts = captured, parts
         self._by_sample = BySample(captured, place)
-        self._programs: dict[tuple[int, int], StageProgram] = {}
-        self._runnables: dict[tuple[int, int], StageCall] = {}
 
     @cached_property
     def _types(self) -> Mapping[int, torch.dtype]:
         return value_types(self._captured, self.options.half, self.place)
 
+    @remembered
     def program(self, stage: int, samples: int) -> StageProgram:
         """What a stage runs for a number of samples, with the types that its values have."""
-        if (stage, samples) not in self._programs:
-            program = self._parts.program(stage, samples, device=self.place)
-            shapes = {
-                value: (shape, self._types.get(value, dtype))
-                for value, (shape, dtype) in program.shapes.items()
-            }
-            self._programs[stage, samples] = replace(program, shapes=shapes)
-        return self._programs[stage, samples]
+        program = self._parts.program(stage, samples, device=self.place)
+        shapes = {
+            value: (shape, self._types.get(value, dtype))
+            for value, (shape, dtype) in program.shapes.items()
+        }
+        return replace(program, shapes=shapes)
 
     def weights(self, samples: int, batch_size: int) -> dict[str, float]:
         """Of loss and metrics of so many samples in those of a batch."""
@@ -75,13 +73,9 @@ class StagePrograms:
         """The tensors of a whole batch, and what stages read of it besides."""
         return self._captured.with_statistics(leaves, self.place)
 
+    @remembered
     def runnable(self, stage: int, samples: int) -> StageCall:
         """What is called; CaptureError if an operation's random numbers cannot be had by sample."""
-        if (stage, samples) not in self._runnables:
-            self._runnables[stage, samples] = self._prepare(stage, samples)
-        return self._runnables[stage, samples]
-
-    def _prepare(self, stage: int, samples: int) -> StageCall:
         program = self.program(stage, samples)
         if self.options.sparse_embeddings:
             program = replace(program, module=with_sparse_lookups(program.module))
