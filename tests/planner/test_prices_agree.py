@@ -13,12 +13,13 @@ from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.cost.period import HIDING
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, bits
-from anabranch.planner.dapple.tables import ChainProblem, Tables
+from anabranch.planner.dapple.tables import Tables
 from anabranch.planner.downsets import prefixes
 from anabranch.planner.pipedream.terms import Terms, tiers
 from anabranch.planner.piper.prices import DownsetPrices
 from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.costs import ModelCosts
@@ -117,9 +118,15 @@ def listed(case: Case, cost: CostModel) -> Iterator[tuple[str, float, int]]:
         terms = Terms(states, prices, tiers(cost.cluster), DEVICES, accumulate=True)
         height = int(terms.headroom(mode.replicas)[case.start, case.stop])
         yield "pipedream", float("nan"), UNBOUNDED if height >= COUNT else height
-        tables = Tables(ChainProblem(cost, case.size * COUNT, tuple(order), DEVICES), case.size)
+        tables = dapple(case, states)
         degree = int(tables.index[mode.replicas])
         yield "dapple", float("nan"), int(tables.headroom[degree, case.start, case.stop])
+
+
+def dapple(case: Case, row: NestedSets) -> Tables:
+    """DAPPLE's prices of the runs of a row."""
+    problem = Problem(row.cost, case.size * COUNT, any_degree=True)
+    return Tables(row, problem.prices(case.size))
 
 
 def piper(case: Case, cost: CostModel) -> tuple[float, int]:
@@ -173,8 +180,7 @@ def test_periods_are_made_of_the_simulators_seconds(case):
         if mode.replicas > 1:
             ring = nbytes * (2 * (mode.replicas - 1) / (terms.tiers[0].bandwidth * COUNT))
             assert terms.reduce_s(0, 1, mode.replicas)[case.start, case.stop] == ring
-        order = tuple(range(len(cost.graph)))
-        tables = Tables(ChainProblem(cost, case.size * COUNT, order, DEVICES), case.size)
+        tables = dapple(case, states)
         k = int(tables.index[mode.replicas])
         both = tables.forward_s[k] + tables.backward_s[k]
         assert both[case.stop] - both[case.start] == compute
@@ -198,10 +204,10 @@ def test_tables_are_summed_by_their_rows():
         ring_s = nbytes * per_byte + latency_s
         ((_, period_s, _), *_), (load_s, _) = listed(case, cost), piper(case, cost)
         assert period_s == load_s == ring_s / COUNT
-        states, order = NestedSets(cost, prefixes(range(1))), (0,)
+        states = NestedSets(cost, prefixes(range(1)))
         terms = Terms(states, case.prices(cost), tiers(cost.cluster), DEVICES, accumulate=True)
         assert terms.reduce_s(0, 1, 2)[0, 1] == nbytes * (2 / (terms.tiers[0].bandwidth * COUNT))
-        tables = Tables(ChainProblem(cost, case.size * COUNT, order, DEVICES), case.size)
+        tables = dapple(case, states)
         assert tables.rings_s[0, 1, 0, 1] == ring_s
         graph = StageGraph((Stage(("a",), (0, 1), case.size),), (), case.size * COUNT)
         (ring,) = ModelCosts(graph, cost).all_reduces()

@@ -37,20 +37,19 @@ class DataParallel:
             InfeasiblePlanError: if the model does not fit a device, or no micro-batch gives every
                 device a sample count in the profile.
         """
-        problem = Problem(cost, batch_size)
-        require_sizes(cost, batch_size, microbatch_size, problem.devices)
-        ways = data_parallel(problem, microbatch_size)
-        found = sorted(ways, key=lambda candidate: candidate.outline_s)
+        problem = Problem(cost, batch_size, microbatch_size)
+        require_sizes(problem)
+        found = sorted(data_parallel(problem), key=lambda candidate: candidate.outline_s)
         if not found:
-            raise self._explain(problem, microbatch_size)
+            raise self._explain(problem)
         return [candidate.graph for candidate in found]
 
     @staticmethod
-    def _explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanError:
+    def _explain(problem: Problem) -> InfeasiblePlanError:
         cost, batch_size, total = problem.cost, problem.batch_size, problem.devices
         sizes = [
             size
-            for size in problem.sizes(microbatch_size)
+            for size in problem.sizes
             if size >= total and profile_covers(cost, batch_size, size, total)
         ]
         if not sizes:
@@ -74,11 +73,11 @@ class DataParallel:
         )
 
 
-def data_parallel(problem: Problem, microbatch_size: int | None) -> Iterator[Candidate]:
+def data_parallel(problem: Problem) -> Iterator[Candidate]:
     """The candidates, in the order of micro-batch sizes."""
     cost, total = problem.cost, problem.devices
     everything = (1 << len(cost.graph)) - 1
-    for size in problem.sizes(microbatch_size):
+    for size in problem.sizes:
         assembler = problem.assembler(problem.prices(size))
         for tensor in (t for t in assembler.prices.microbatch.tensors if total % t == 0):
             replicas = total // tensor

@@ -50,17 +50,17 @@ class Even:
         Raises:
             InfeasiblePlanError: if none of them fits.
         """
-        problem = Problem(cost, batch_size, self.max_replicas, chained=True)
-        require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
-        found = sorted(self._propose(problem, microbatch_size), key=lambda even: even.outline_s)
+        problem = Problem(cost, batch_size, microbatch_size, self.max_replicas, chained=True)
+        require_sizes(problem)
+        found = sorted(self._propose(problem), key=lambda even: even.outline_s)
         if not found:
-            raise self._explain(problem, microbatch_size)
+            raise self._explain(problem)
         return [candidate.graph for candidate in found]
 
     @staticmethod
-    def _propose(problem: Problem, microbatch_size: int | None) -> Iterator[Candidate]:
+    def _propose(problem: Problem) -> Iterator[Candidate]:
         cost, order = problem.cost, problem.order
-        for size in problem.sizes(microbatch_size):
+        for size in problem.sizes:
             if not profile_covers(cost, problem.batch_size, size, 1):
                 continue
             forward, backward = cost.op_seconds(size)
@@ -72,9 +72,9 @@ class Even:
                 yield candidate
 
     @staticmethod
-    def _explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanError:
+    def _explain(problem: Problem) -> InfeasiblePlanError:
         cluster, name = problem.cost.cluster, problem.cost.graph.name or "the model"
-        sizes = [b for b in problem.sizes(microbatch_size) if problem.prices(b).degrees]
+        sizes = [b for b in problem.sizes if problem.prices(b).degrees]
         rows = runs_on_fewest_devices(problem)
         if uses_all_devices(problem, sizes, cluster.memory_bytes, rows):
             return InfeasiblePlanError(
@@ -84,7 +84,7 @@ class Even:
             )
         return InfeasiblePlanError(
             f"{name} does not fit {cluster.name} with stages of equal work, nor with other stages "
-            f"in a row: {explain(problem, microbatch_size)}"
+            f"in a row: {explain(problem)}"
         )
 
 

@@ -75,26 +75,26 @@ class Exhaustive:
                 f"{cost.cluster.name} {total} devices: capture coarser operators (blocks), or use "
                 "planner graphpipe"
             )
-        problem = Problem(cost, batch_size, self.max_replicas, recompute=self.recompute)
-        require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
+        problem = Problem(
+            cost, batch_size, microbatch_size, self.max_replicas, recompute=self.recompute
+        )
+        require_sizes(problem)
         everything = list(partitions(cost))
         if self.every:
-            self._require_few(cost, everything, len(problem.sizes(microbatch_size)))
-        return self._propose(problem, microbatch_size, everything)
+            self._require_few(cost, everything, len(problem.sizes))
+        return self._propose(problem, everything)
 
-    def _propose(
-        self, problem: Problem, microbatch_size: int | None, everything: _Partitions
-    ) -> Iterator[StageGraph]:
+    def _propose(self, problem: Problem, everything: _Partitions) -> Iterator[StageGraph]:
         found: list[Candidate] = []
         least_s = math.inf
-        for size in problem.sizes(microbatch_size):
+        for size in problem.sizes:
             for candidate in self._at_size(problem, size, everything):
                 found.append(candidate)
                 if candidate.outline_s < least_s:
                     least_s = candidate.outline_s
                     yield candidate.graph
         if not found:
-            raise explain(problem, microbatch_size)
+            raise explain(problem)
         found.sort(key=lambda candidate: candidate.outline_s)
         yield from list(dict.fromkeys(best.graph for best in found))[: self.candidates]
 

@@ -56,9 +56,14 @@ class Sequential:
             InfeasiblePlanError: if nothing fits; the message says what would.
         """
         problem = Problem(
-            cost, batch_size, self.max_replicas, chained=True, recompute=self.recompute
+            cost,
+            batch_size,
+            microbatch_size,
+            self.max_replicas,
+            chained=True,
+            recompute=self.recompute,
         )
-        require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
+        require_sizes(problem)
         # Asked for more than once: as a start of ``auto`` and as a baseline.
         known = cost.memo.setdefault(Sequential, {})
         asked = self, batch_size, microbatch_size
@@ -68,7 +73,7 @@ class Sequential:
 
         def found() -> Iterator[StageGraph]:
             graphs = []
-            for graph in propose(problem, chain, microbatch_size, self.tolerance):
+            for graph in propose(problem, chain, self.tolerance):
                 graphs.append(graph)
                 yield graph
             known[asked] = graphs

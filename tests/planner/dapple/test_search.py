@@ -13,12 +13,12 @@ from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import Ints
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.dapple.placement import Machines
-from anabranch.planner.dapple.planner import stage_graph
+from anabranch.planner.dapple.planner import placed
 from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
-from anabranch.planner.dapple.tables import ChainProblem, Tables
+from anabranch.planner.dapple.tables import Tables
 from anabranch.planner.toolkit.budget import Budget
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
@@ -29,17 +29,17 @@ from tests.strategies import planning_profiles
 PLENTY = 10**7
 
 
-def chain_problem(cost: CostModel, batch_size: int, **options: object) -> ChainProblem:
-    order = tuple(operators(decompose(cost.graph)))
-    return ChainProblem(cost, batch_size, order, cost.cluster.num_devices, **options)
+def tables_of(cost: CostModel, batch_size: int, size: int, *, overlap: bool = False) -> Tables:
+    problem = Problem(cost, batch_size, any_degree=True)
+    return Tables(problem.row, problem.prices(size), overlap_allreduce=overlap)
 
 
 def search(
-    problem: ChainProblem, size: int, *, width: int | None = None, budget: Budget | None = None
+    tables: Tables, *, width: int | None = None, budget: Budget | None = None
 ) -> list[ChainPlan]:
-    machines = Machines(problem.cost.cluster)
+    machines = Machines(tables.row.cost.cluster)
     budget = budget or Budget("dapple", PLENTY, "")
-    return PlacementSearch(Tables(problem, size), machines, budget, width=width).run()
+    return PlacementSearch(tables, machines, budget, width=width).run()
 
 
 def chain_profile(count: int, weights: int = 4) -> Profile:
@@ -53,26 +53,26 @@ def chain_profile(count: int, weights: int = 4) -> Profile:
     return Profile(graph, (1,), costs, "v100", "imported", proportional=True)
 
 
-def everything(problem: ChainProblem, size: int) -> Iterator[StageGraph]:
+def everything(tables: Tables) -> Iterator[StageGraph]:
     """Every plan: all cuts, all numbers of replicas, all outcomes of the policies."""
-    machines = Machines(problem.cost.cluster)
-    count = len(problem.order)
+    machines = Machines(tables.row.cost.cluster)
+    count = len(tables.row) - 1
 
-    def placed(state: int, stages: int) -> Iterator[list[Ints]]:
+    def ways(state: int, stages: int) -> Iterator[list[Ints]]:
         if stages == 1:
             yield []
             return
         for step in machines.steps(state):
-            for rest in placed(step[0], stages - 1):
+            for rest in ways(step[0], stages - 1):
                 yield [step, *rest]
 
-    for stages in range(1, min(count, problem.cost.cluster.num_devices) + 1):
+    for stages in range(1, min(count, machines.cluster.num_devices) + 1):
         for cuts in combinations(range(1, count), stages - 1):
-            for steps in placed(0, stages):
+            for steps in ways(0, stages):
                 devices = machines.devices(steps)[::-1]
                 chain = ChainPlan(0.0, (0, *cuts, count), tuple(devices))
-                if all(len(stage) in problem.degrees(size) for stage in devices):
-                    yield stage_graph(problem, chain, size)
+                if all(len(stage) in tables.degrees for stage in devices):
+                    yield placed(tables, chain)
 
 
 @settings(max_examples=30, deadline=None)
@@ -90,16 +90,16 @@ def test_equals_the_best_of_all_plans(profile, shape, overlap, memory, card, siz
     cost = cost_model(
         profile, devices, node=node, bandwidth=40.0, card=card, latency_s=0.25, memory=memory
     )
-    problem = chain_problem(cost, 16, overlap_allreduce=overlap)
-    found = search(problem, size)
-    plans = [graph for graph in everything(problem, size) if not check(graph, cost)]
+    tables = tables_of(cost, 16, size, overlap=overlap)
+    found = search(tables)
+    plans = [graph for graph in everything(tables) if not check(graph, cost)]
     values = [latency(graph, cost, overlap_allreduce=overlap).total_s for graph in plans]
     if not plans:
         assert not found
         return
     assert found[0].latency_s == pytest.approx(min(values))
     for chain in found:
-        graph = stage_graph(problem, chain, size)
+        graph = placed(tables, chain)
         assert check(graph, cost) == []
         own = latency(graph, cost, overlap_allreduce=overlap).total_s
         assert chain.latency_s == pytest.approx(own)
@@ -117,8 +117,8 @@ def test_a_few_suffixes_do_nearly_as_well(profile, shape, memory):
     cost = cost_model(
         profile, devices, node=node, bandwidth=40.0, card=4.0, latency_s=0.25, memory=memory
     )
-    problem = chain_problem(cost, 16)
-    all_kept, few_kept = search(problem, 8), search(problem, 8, width=4)
+    tables = tables_of(cost, 16, 8)
+    all_kept, few_kept = search(tables), search(tables, width=4)
     assert bool(all_kept) == bool(few_kept)
     if all_kept:
         assert all_kept[0].latency_s <= few_kept[0].latency_s * (1 + 1e-9)
@@ -145,7 +145,7 @@ def test_heavy_weights_make_a_straight_pipeline():
     all-reduce of the rest covers up theirs.
     """
     cost = cost_model(chain_profile(6, weights=4000), 6, node=1, bandwidth=40.0, card=40.0)
-    best, *_ = search(chain_problem(cost, 64), 8, width=1)
+    best, *_ = search(tables_of(cost, 64, 8), width=1)
     assert [len(stage) for stage in best.devices] == [1] * 6
 
 
@@ -153,4 +153,4 @@ def test_what_it_would_price_is_bounded():
     """A budget of 100: the message has both numbers and the options."""
     cost = cost_model(chain_profile(12, weights=4000), 8, node=1, bandwidth=40.0, card=40.0)
     with pytest.raises(BudgetError, match=r"steps, its budget is 1e\+02; raise its option budget"):
-        search(chain_problem(cost, 64), 8, budget=Budget("dapple", 100, "raise its option budget"))
+        search(tables_of(cost, 64, 8), budget=Budget("dapple", 100, "raise its option budget"))

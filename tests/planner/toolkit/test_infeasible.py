@@ -26,7 +26,7 @@ MMT = shapes.mmt(parts=1)
 
 def explained(cost: CostModel) -> str:
     """Why there is no plan for a batch of 4."""
-    return str(explain(Problem(cost, 4, recompute=True), None))
+    return str(explain(Problem(cost, 4, recompute=True)))
 
 
 MESSAGE = re.compile(

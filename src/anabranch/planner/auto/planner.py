@@ -24,7 +24,7 @@ from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
 from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.infeasible import require_sizes
-from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
 STARTS = ("data-parallel", "even", "sequential", "graphpipe")
@@ -70,10 +70,9 @@ class Auto:
             InfeasiblePlanError: if nothing fits.
             InvalidPlanError: if ``start`` leaves devices out or has several stages on one.
         """
-        most = min(self.max_replicas or cost.cluster.num_devices, cost.cluster.num_devices)
-        require_sizes(cost, batch_size, microbatch_size, most)
-        sizes = microbatch_sizes(batch_size, microbatch_size)
-        space = Space(cost, batch_size, sizes, self.recompute)
+        problem = Problem(cost, batch_size, microbatch_size, self.max_replicas)
+        require_sizes(problem)
+        space = Space(cost, batch_size, problem.sizes, self.recompute)
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         starts: Iterable[Start] = [("the plan it began with", start)] if start else []
         count = self._count

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
 from anabranch.planner.dapple.placement import Machines, append_first
 from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
-from anabranch.planner.dapple.tables import ChainProblem, Tables
+from anabranch.planner.dapple.tables import Tables
+from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.infeasible import explain, require_sizes
-from anabranch.planner.toolkit.prices import microbatch_sizes
+from anabranch.planner.toolkit.infeasible import explained, require_sizes
+from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.edges import mask_edges
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 
 NEAR = 1.2
 """A micro-batch size gets no proposal if its least L is not within this factor of the best."""
@@ -63,20 +63,13 @@ class Dapple:
             InfeasiblePlanError: if nothing fits; the message says what would.
             BudgetError: if more plans than ``budget`` would be priced.
         """
-        limit = self.max_replicas or cost.cluster.num_devices
-        require_sizes(cost, batch_size, microbatch_size, limit)
-        order = tuple(operators(decompose(cost.graph)))
-        row = ChainProblem(cost, batch_size, order, limit, self.overlap_allreduce)
-        proposals = self._proposals(row, microbatch_size)
-        first = next(proposals, None)
-        if first is None:
-            problem = Problem(cost, batch_size, self.max_replicas, chained=True)
-            raise explain(problem, microbatch_size)
-        return chain([first], proposals)
+        problem = Problem(
+            cost, batch_size, microbatch_size, self.max_replicas, chained=True, any_degree=True
+        )
+        require_sizes(problem)
+        return explained(problem, self._proposals(problem))
 
-    def _proposals(
-        self, problem: ChainProblem, microbatch_size: int | None
-    ) -> Iterator[StageGraph]:
+    def _proposals(self, problem: Problem) -> Iterator[StageGraph]:
         cluster = problem.cost.cluster
         machines, in_rows = Machines(cluster), Machines(cluster, (append_first,))
         budget = Budget(
@@ -90,8 +83,12 @@ class Dapple:
             recursion = PlacementSearch(tables, machines, budget, width=self.width, limit_s=limit_s)
             return recursion.run()
 
-        sizes = microbatch_sizes(problem.batch_size, microbatch_size)
-        tables = [Tables(problem, size) for size in sizes if problem.degrees(size)]
+        prices = [problem.prices(size) for size in problem.sizes]
+        tables = [
+            Tables(problem.row, size_prices, overlap_allreduce=self.overlap_allreduce)
+            for size_prices in prices
+            if size_prices.degrees
+        ]
         best_s, known = float("inf"), []
         # Machines filled up in turn are quickly searched, and all there is if there is one machine,
         # or one device in each.
@@ -103,21 +100,17 @@ class Dapple:
         for chains, table in sorted(known, key=lambda entry: entry[0][0].latency_s):
             least_s = chains[0].latency_s
             if 1 < machines.size < cluster.num_devices and least_s <= PLACED * best_s:
-                yield stage_graph(problem, chains[0], table.microbatch_size)
+                yield placed(table, chains[0])
                 chains += search(table, machines, least_s)
                 best_s = min(best_s, *(found.latency_s for found in chains))
             for found in sorted(chains, key=lambda found: found.latency_s):
                 if found.latency_s <= min(RUNNER_UP * least_s, NEAR * best_s):
-                    yield stage_graph(problem, found, table.microbatch_size)
+                    yield placed(table, found)
 
 
-def stage_graph(problem: ChainProblem, chain: ChainPlan, microbatch_size: int) -> StageGraph:
+def placed(tables: Tables, chain: ChainPlan) -> StageGraph:
     """The stage graph of a plan: a chain, with the edges along which values skip stages."""
-    graph = problem.cost.graph
-    masks = [problem.row.mask(i, j) for i, j in pairwise(chain.cuts)]
-    stages = tuple(
-        Stage(graph.names(mask), devices, microbatch_size)
-        for mask, devices in zip(masks, chain.devices, strict=True)
-    )
-    edges = mask_edges(masks, graph) | set(pairwise(range(len(masks))))
-    return StageGraph(stages, tuple(sorted(edges)), problem.batch_size)
+    masks = [tables.row.mask(i, j) for i, j in pairwise(chain.cuts)]
+    edges = mask_edges(masks, tables.row.cost.graph) | set(pairwise(range(len(masks))))
+    parts = [Part(mask, len(where)) for mask, where in zip(masks, chain.devices, strict=True)]
+    return stage_graph(tables.prices, parts, chain.devices, edges)

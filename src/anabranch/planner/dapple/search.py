@@ -110,7 +110,7 @@ class PlacementSearch:
         """The best plan and the best of other numbers of stages that came up, least L first."""
         # The one suffix of no stages, before which everything is data parallel.
         start: Labels = np.zeros(1, LABEL).view(np.recarray)
-        start.start, start.closed_s = len(self._tables.problem.order), self._data_parallel_s()
+        start.start, start.closed_s = len(self._tables.row) - 1, self._data_parallel_s()
         for name, value in zip(Suffix._fields, NOTHING, strict=True):
             start[name] = value
         self._limit_s = min(self._limit_s, float(start.closed_s[0]))
@@ -191,7 +191,7 @@ class PlacementSearch:
             steps.append(self._machines.steps(int(label.source))[label.step])
             label = self._settled[sum(self._machines.places[label.source])][label.parent]
         devices = self._machines.devices(steps[::-1])[::-1]
-        return ChainPlan(latency_s, (0, *starts, len(self._tables.problem.order)), tuple(devices))
+        return ChainPlan(latency_s, (0, *starts, len(self._tables.row) - 1), tuple(devices))
 
 
 def best_of_groups(labels: Labels, group: Ints, width: int) -> Labels:

@@ -5,48 +5,23 @@ Runs are [i, j) of the model in one order; arrays are [degree, i, j] or sums up 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from anabranch.cost import CostModel
 from anabranch.cost.communication import ring_price, transfer_s
-from anabranch.cost.nested_weights import Floats, Ints, NestedSets
-from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees
-
-
-@dataclass(frozen=True)
-class ChainProblem:
-    """What is the same for every micro-batch size of one search.
-
-    Attributes:
-        order: operators in the order of the pipeline.
-        max_replicas: most devices of one stage.
-        overlap_allreduce: count of an all-reduce only what sticks out of the backward.
-    """
-
-    cost: CostModel
-    batch_size: int
-    order: tuple[int, ...]
-    max_replicas: int
-    overlap_allreduce: bool = False
-
-    @cached_property
-    def row(self) -> NestedSets:
-        """The operators in a row: bytes and seconds of every run."""
-        return NestedSets.row(self.cost, [1 << op for op in self.order])
-
-    def degrees(self, microbatch_size: int) -> tuple[int, ...]:
-        """Numbers of replicas that a micro-batch can be split over, ascending."""
-        limit = min(self.cost.cluster.num_devices, self.max_replicas)
-        return degrees(self.cost, microbatch_size, limit, batch_size=self.batch_size, every=True)
+from anabranch.cost.nested_weights import Floats, NestedSets
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 
 
 class Tables:
     """Seconds, bytes and room of every run of operators.
 
+    Args:
+        overlap_allreduce: count of an all-reduce only what sticks out of the backward.
+
     Attributes:
+        row: the operators in the order of the pipeline.
         num_microbatches: M.
         degrees: numbers of replicas, ascending.
         index: per number of replicas its place in ``degrees``, -1 where it cannot be.
@@ -61,29 +36,30 @@ class Tables:
             on so many devices.
     """
 
-    def __init__(self, problem: ChainProblem, microbatch_size: int) -> None:
-        self.problem = problem
-        self.microbatch_size = microbatch_size
-        self.num_microbatches = -(-problem.batch_size // microbatch_size)
-        self.degrees = problem.degrees(microbatch_size)
-        self.index = np.full(problem.cost.cluster.num_devices + 1, -1)
+    def __init__(
+        self, row: NestedSets, prices: MicrobatchPrices, *, overlap_allreduce: bool = False
+    ) -> None:
+        self.row = row
+        self.prices = prices
+        self.num_microbatches = prices.num_microbatches
+        self.degrees = prices.degrees
+        self._overlap_allreduce = overlap_allreduce
+        self.index = np.full(row.cost.cluster.num_devices + 1, -1)
         self.index[list(self.degrees)] = range(len(self.degrees))
         self._time()
-        border = problem.row.matrices().border
-        self.entering = border.entering.at(microbatch_size)
-        self.gradients = border.leaving_gradients.at(microbatch_size)
-        self.headroom = self._headroom()
+        weights = row.matrices()
+        self.entering = weights.border.entering.at(prices.microbatch_size)
+        self.gradients = weights.border.leaving_gradients.at(prices.microbatch_size)
+        self.headroom = prices.headroom(weights, np.array(self.degrees)[:, None, None])
 
     @property
     def least_s(self) -> float:
         """A lower bound on every L: all work shared out evenly."""
-        devices = self.problem.cost.cluster.num_devices
+        devices = self.row.cost.cluster.num_devices
         return float(self.num_microbatches * self.work_s[-1] / devices)
 
     def _time(self) -> None:
-        seconds = [
-            self.problem.row.seconds(-(-self.microbatch_size // degree)) for degree in self.degrees
-        ]
+        seconds = [self.row.seconds(self.prices.samples(degree)) for degree in self.degrees]
         self.forward_s = np.stack([forward for forward, _ in seconds])
         self.backward_s = np.stack([backward for _, backward in seconds])
         both_s = self.forward_s + self.backward_s
@@ -99,19 +75,12 @@ class Tables:
         sums = np.concatenate([np.zeros((len(least), 1)), np.cumsum(least, axis=1)], axis=1)
         return sums[np.maximum(at, 0)]
 
-    def _headroom(self) -> Ints:
-        cost, size = self.problem.cost, self.microbatch_size
-        memory_bytes = float(cost.cluster.memory_bytes)
-        prices = MicrobatchPrices(cost, self.problem.batch_size, size, self.degrees, memory_bytes)
-        replicas = np.array(self.degrees)[:, None, None]
-        return prices.headroom(self.problem.row.matrices(), replicas)
-
     @cached_property
     def rings_s(self) -> Floats:
         """[level, degree, i, j] seconds of the all-reduce of the run on devices that this level of
         the cluster connects.
         """
-        cost = self.problem.cost
+        cost = self.row.cost
         links = [cost.cluster.level_link(i) for i in range(len(cost.cluster.levels))]
         return np.array(
             [
@@ -126,8 +95,8 @@ class Tables:
         )
 
     def _ring_s(self, k: int, per_byte: float, latency_s: float) -> Floats:
-        reduced = self.problem.row.matrices().summed
-        if not self.problem.overlap_allreduce:
+        reduced = self.row.matrices().summed
+        if not self._overlap_allreduce:
             return np.asarray(transfer_s(reduced, per_byte, latency_s))
         # Column j: the gradients of the operators before cut j, which are complete when the
         # backward of operator j - 1 is; what sticks out of a run is the largest so far.

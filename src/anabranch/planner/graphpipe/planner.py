@@ -77,10 +77,12 @@ class GraphPipe:
             BudgetError: if ``per_stage`` would take too many steps.
             InfeasiblePlanError: if nothing fits; the message says what would.
         """
-        problem = Problem(cost, batch_size, self.max_replicas, recompute=self.recompute)
-        require_sizes(cost, batch_size, microbatch_size, problem.most_replicas)
+        problem = Problem(
+            cost, batch_size, microbatch_size, self.max_replicas, recompute=self.recompute
+        )
+        require_sizes(problem)
         chain = tree(cost, problem.tree, most_items(problem))
-        return propose(problem, chain, microbatch_size, self.tolerance, per_stage=self.per_stage)
+        return propose(problem, chain, self.tolerance, per_stage=self.per_stage)
 
 
 def most_items(problem: Problem) -> int:
@@ -92,13 +94,12 @@ def most_items(problem: Problem) -> int:
 def propose(
     problem: Problem,
     chain: Chain,
-    microbatch_size: int | None,
     tolerance: float,
     *,
     per_stage: bool = False,
 ) -> Iterator[StageGraph]:
     """Stage graphs of the partitioner's stages; the arguments are those of the planners."""
-    sizes = problem.sizes(microbatch_size)
+    sizes = problem.sizes
     sets: list[tuple[Configuration, ...]] = [(Configuration(size),) for size in sizes]
     if per_stage:
         sets = [configurations(sizes, problem.batch_size)]
@@ -118,7 +119,7 @@ def propose(
                 yield graph
         if some:
             return
-    raise explain(problem, microbatch_size)
+    raise explain(problem)
 
 
 def _plans(

@@ -14,16 +14,14 @@ from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import BudgetError
-from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
-from anabranch.planner.downsets import downsets, prefixes
+from anabranch.planner.downsets import downsets
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import Piece, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.infeasible import explained, require_sizes
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
-from anabranch.planner.toolkit.prices import MicrobatchPrices, microbatch_sizes
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.edges import mask_edges
 from anabranch.plans.stages import StageGraph
@@ -72,40 +70,37 @@ class PipeDream:
             BudgetError: if the model has more states than ``budget``, if its tables would take more
                 than ``MOST_BYTES``, or if nothing was found in ``steps``.
         """
-        limit = self.max_replicas or cost.cluster.num_devices
-        require_sizes(cost, batch_size, microbatch_size, limit)
-        order = tuple(operators(decompose(cost.graph)))
-        masks = downsets(cost.graph, self.budget) if self.antichains else prefixes(order)
-        _require_tables(cost, len(masks))
-        states = NestedSets(cost, masks)
-        sizes = microbatch_sizes(batch_size, microbatch_size)
+        problem = Problem(cost, batch_size, microbatch_size, self.max_replicas, chained=True)
+        require_sizes(problem)
+        states = problem.row
+        if self.antichains:
+            states = NestedSets(cost, downsets(cost.graph, self.budget))
+        _require_tables(cost, len(states))
+        return explained(problem, self._proposals(problem, states))
+
+    def _proposals(self, problem: Problem, states: NestedSets) -> Iterator[StageGraph]:
         seen: set[StageGraph] = set()
         try:
-            for graph in self._search(states, batch_size, sizes[::-1], limit):
+            for graph in self._search(problem, states):
                 if graph not in seen:
                     seen.add(graph)
                     yield graph
         except BudgetError:
             if not seen:
                 raise
-        if not seen:
-            problem = Problem(cost, batch_size, self.max_replicas, chained=True)
-            raise explain(problem, microbatch_size)
 
-    def _search(
-        self, states: NestedSets, batch_size: int, sizes: Sequence[int], limit: int
-    ) -> Iterator[StageGraph]:
+    def _search(self, problem: Problem, states: NestedSets) -> Iterator[StageGraph]:
         budget = Budget(
             "pipedream",
             self.steps,
             "raise option steps, fix the micro-batch size, capture the model in coarser operators, "
             "or use planner sequential",
         )
-        cost = states.cost
-        for size in sizes:
-            prices = MicrobatchPrices(cost, batch_size, size, (), cost.cluster.memory_bytes)
+        levels = tiers(problem.cost.cluster)
+        for size in reversed(problem.sizes):
+            prices = problem.prices(size)
             for accumulate in (False, True) if self.accumulate else (False,):
-                terms = Terms(states, prices, tiers(cost.cluster), limit, accumulate)
+                terms = Terms(states, prices, levels, problem.most_replicas, accumulate)
                 graph = self._best(terms, budget)
                 if graph is not None:
                     yield graph
@@ -131,7 +126,7 @@ class PipeDream:
             pairs |= {(s, s + 1) for s in range(len(parts) - 1)}
         if not fits(prices, parts, pairs):
             return None
-        return stage_graph(prices, parts, [devices for _, _, devices in placed], pairs)
+        return stage_graph(terms.prices, parts, [devices for _, _, devices in placed], pairs)
 
 
 def _require_tables(cost: CostModel, states: int) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import bits
-from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.base import require_options
-from anabranch.planner.downsets import downsets, prefixes
+from anabranch.planner.downsets import downsets
 from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
 from anabranch.planner.piper.search import ROUNDING, BoundedPlans, LoadSearch
-from anabranch.planner.toolkit.assemble import Assembler
-from anabranch.planner.toolkit.infeasible import explain, require_sizes
-from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode, degrees, microbatch_sizes
+from anabranch.planner.toolkit.infeasible import explained, require_sizes
+from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
@@ -67,64 +63,36 @@ class Piper:
             BudgetError: if the model has more downsets than ``budget``, or more nested pairs of
                 them than ``pairs``.
         """
-        limit = self.max_replicas or cost.cluster.num_devices
-        tensor = max(_tensor_degrees(cost))
-        require_sizes(cost, batch_size, microbatch_size, limit, tensor=tensor)
-        proposals = self._proposals(cost, batch_size, microbatch_size)
-        first = next(proposals, None)
-        if first is None:
-            problem = Problem(
-                cost, batch_size, self.max_replicas, chained=True, recompute=self.recompute
-            )
-            raise explain(problem, microbatch_size)
-        return chain([first], proposals)
+        problem = Problem(
+            cost,
+            batch_size,
+            microbatch_size,
+            self.max_replicas,
+            chained=True,
+            recompute=self.recompute,
+            any_degree=self.any_degree,
+        )
+        require_sizes(problem)
+        return explained(problem, self._proposals(problem))
 
-    def _proposals(
-        self, cost: CostModel, batch_size: int, microbatch_size: int | None
-    ) -> Iterator[StageGraph]:
-        row = _row(cost)
-        spaces = [row]
+    def _proposals(self, problem: Problem) -> Iterator[StageGraph]:
+        cost = problem.cost
+        spaces = [DownsetPairs.of(cost, problem.row.sets, _ROW_PAIRS)]
         if not self.linear:
             masks = downsets(cost.graph, self.budget)
             spaces.append(DownsetPairs.of(cost, masks, self.pairs))
-        for size in microbatch_sizes(batch_size, microbatch_size):
-            prices, modes = self._at(cost, batch_size, size)
+        for prices in map(problem.prices, problem.sizes):
+            # A mode is followed by itself with recomputation.
+            modes = sorted(prices.modes, key=lambda mode: (mode.tensor, mode.replicas))
             if modes:
                 yield from self._graphs(
-                    [(DownsetPrices(prices, space.downsets, modes), space) for space in spaces]
+                    problem,
+                    [(DownsetPrices(prices, space.downsets, modes), space) for space in spaces],
                 )
 
-    def _at(
-        self, cost: CostModel, batch_size: int, size: int
-    ) -> tuple[MicrobatchPrices, list[Mode]]:
-        """Prices at a micro-batch size, and how a stage may run there."""
-        total = cost.cluster.num_devices
-        most = self.max_replicas or total
-        modes = [
-            Mode(replicas, recompute, tensor)
-            for tensor in _tensor_degrees(cost)
-            for replicas in degrees(
-                cost,
-                size,
-                min(most, total // tensor),
-                batch_size=batch_size,
-                every=self.any_degree,
-            )
-            for recompute in (False, True)
-            if self.recompute or not recompute
-        ]
-        prices = MicrobatchPrices(
-            cost,
-            batch_size,
-            size,
-            tuple(sorted({mode.replicas for mode in modes})),
-            cost.cluster.memory_bytes,
-            tuple(_tensor_degrees(cost)),
-            self.recompute,
-        )
-        return prices, modes
-
-    def _graphs(self, searched: list[tuple[DownsetPrices, DownsetPairs]]) -> Iterator[StageGraph]:
+    def _graphs(
+        self, problem: Problem, searched: list[tuple[DownsetPrices, DownsetPairs]]
+    ) -> Iterator[StageGraph]:
         """Plans of the least load: with the fewest stages, and on exactly all devices."""
         found, stages = None, searched[0][0]
         for prices, space in searched:
@@ -135,7 +103,7 @@ class Piper:
                 found, stages = better, prices
         if found is None:
             return
-        few = self._assembled(stages, found, exact=False)
+        few = _assembled(problem, stages, found, exact=False)
         if few is not None:
             yield few
         whole: BoundedPlans | None = found
@@ -144,35 +112,23 @@ class Piper:
             stages, space = searched[-1]
             whole = None if few else least(stages, space, self.tolerance, exact=True)
         if whole is not None:
-            full = self._assembled(stages, whole, exact=True)
+            full = _assembled(problem, stages, whole, exact=True)
             if full is not None and full != few:
                 yield full
 
-    def _assembled(
-        self, stages: DownsetPrices, found: BoundedPlans, *, exact: bool
-    ) -> StageGraph | None:
-        """A plan on all devices; None if its stages have no use for all of them."""
-        options, parts = found.options, []
-        for i in found.chain(exact=exact):
-            mode = stages.modes[int(options.mode[i])]
-            mask = stages.downsets.mask(int(options.lo[i]), int(options.hi[i]))
-            parts.append(Part(mask, mode.replicas, mode.recompute, mode.tensor))
-        prices = PartPrices(stages.prices)
-        order = tuple(op for part in parts for op in bits(part.mask))
-        limit = self.max_replicas or prices.cost.cluster.num_devices
-        candidate = Assembler(prices, order, limit, chained=True).assemble(parts)
-        return None if candidate is None else candidate.graph
 
-
-def _tensor_degrees(cost: CostModel) -> list[int]:
-    """Devices that may hold a replica together: they share a node."""
-    node = cost.cluster.group_sizes[0]
-    return [degree for degree in cost.tensor_degrees if node % degree == 0]
-
-
-def _row(cost: CostModel) -> DownsetPairs:
-    """The operators in one order, branch after branch."""
-    return DownsetPairs.of(cost, prefixes(tuple(operators(decompose(cost.graph)))), _ROW_PAIRS)
+def _assembled(
+    problem: Problem, stages: DownsetPrices, found: BoundedPlans, *, exact: bool
+) -> StageGraph | None:
+    """A plan on all devices; None if its stages have no use for all of them."""
+    options, parts = found.options, []
+    for i in found.chain(exact=exact):
+        mode = stages.modes[int(options.mode[i])]
+        mask = stages.downsets.mask(int(options.lo[i]), int(options.hi[i]))
+        parts.append(Part(mask, mode.replicas, mode.recompute, mode.tensor))
+    order = tuple(op for part in parts for op in bits(part.mask))
+    candidate = replace(problem.assembler(stages.prices), order=order).assemble(parts)
+    return None if candidate is None else candidate.graph
 
 
 def least(

@@ -22,6 +22,7 @@ from anabranch.graph.digraph import topological_order
 from anabranch.graph.opgraph import bits
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits, heights
 from anabranch.planner.toolkit.place import placements
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.plans.edges import mask_edges, successors
 from anabranch.plans.stages import Stage, StageGraph
 
@@ -58,7 +59,8 @@ class Assembler:
             sizes = self.prices.cost.cluster.group_sizes
             shapes = [(part.devices, part.tensor) for part in stages]
             for devices in placements(shapes, height, sizes):
-                yield Candidate(stage_graph(self.prices, stages, devices, pairs), outline_s)
+                graph = stage_graph(self.prices.microbatch, stages, devices, pairs)
+                yield Candidate(graph, outline_s)
 
     def _outline_s(self, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> float:
         periods = [self.prices.period_s(part) for part in parts]
@@ -162,26 +164,26 @@ class Assembler:
 
 
 def stage_graph(
-    prices: PartPrices,
+    prices: MicrobatchPrices,
     parts: Sequence[Part],
     devices: Sequence[Sequence[int]],
     pairs: set[tuple[int, int]],
 ) -> StageGraph:
     """Parts in topological order as stages on these devices."""
-    graph, microbatch = prices.cost.graph, prices.microbatch
+    graph = prices.cost.graph
     return StageGraph(
         tuple(
             Stage(
                 graph.names(part.mask),
                 tuple(where),
-                microbatch.microbatch_size,
+                prices.microbatch_size,
                 recompute=part.recompute,
                 tensor=part.tensor,
             )
             for part, where in zip(parts, devices, strict=True)
         ),
         tuple(sorted(pairs)),
-        microbatch.batch_size,
+        prices.batch_size,
     )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import GIB
-from anabranch.cost import CostModel
-from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode, degrees, microbatch_sizes
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode, degrees
 from anabranch.planner.toolkit.problem import Problem
+from anabranch.plans.stages import StageGraph
 
 _MORE_MEMORY = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Multiples of the memory that some devices need which are tried for all of them."""
@@ -29,44 +29,31 @@ Fewest = Callable[[MicrobatchPrices], Sequence[Part]]
 """Stages on as few devices as memory allows at these prices; none if all are too few."""
 
 
-def require_sizes(
-    cost: CostModel,
-    batch_size: int,
-    microbatch_size: int | None,
-    max_replicas: int,
-    *,
-    tensor: int | None = None,
-) -> None:
+def require_sizes(problem: Problem) -> None:
     """Check the arguments that every planner takes.
-
-    Args:
-        tensor: devices of each replica at most; by default as many as the profile has costs for
-            and a node holds.
 
     Raises:
         ValueError: for a batch or micro-batch that cannot be.
         InfeasiblePlanError: if the profile covers no micro-batch size, or there are more devices
             than operators, replicas and samples can use.
     """
+    cost, limit, total = problem.cost, problem.most_replicas, problem.devices
+    batch_size, microbatch_size = problem.batch_size, problem.microbatch_size
     if batch_size < 1:
         raise ValueError(f"the batch has {batch_size} samples; at least 1 is needed")
     if microbatch_size is not None and not 1 <= microbatch_size <= batch_size:
         raise ValueError(
             f"a micro-batch of {microbatch_size} samples does not fit a batch of {batch_size}"
         )
-    total = cost.cluster.num_devices
-    sizes = microbatch_sizes(batch_size, microbatch_size)
-    if not any(
-        degrees(cost, size, min(total, max_replicas), batch_size=batch_size) for size in sizes
-    ):
+    if not any(degrees(cost, size, limit, batch_size=batch_size) for size in problem.sizes):
         raise InfeasiblePlanError(
             f"the profile ({cost.profile.origin}) covers no way to run micro-batches of "
             f"{microbatch_size or f'1 to {batch_size}'} samples on up to "
-            f"{min(total, max_replicas)} replicas per stage; profile again at more sample counts"
+            f"{limit} replicas per stage; profile again at more sample counts"
         )
     node = cost.cluster.group_sizes[0]
-    tensor = tensor or max(t for t in cost.tensor_degrees if node % t == 0)
-    replicas = min(max_replicas, max(sizes))
+    tensor = max(t for t in cost.tensor_degrees if node % t == 0)
+    replicas = min(limit, problem.sizes[-1])
     usable = len(cost.graph) * replicas * tensor
     if usable < total:
         wide = f" of {tensor} devices" if tensor > 1 else ""
@@ -79,13 +66,25 @@ def require_sizes(
         )
 
 
-def explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanError:
+def explained(problem: Problem, proposals: Iterator[StageGraph]) -> Iterator[StageGraph]:
+    """Proposals, the first of which is made at once.
+
+    Raises:
+        InfeasiblePlanError: if there is none; the message says what would do.
+    """
+    first = next(proposals, None)
+    if first is None:
+        raise explain(replace(problem, any_degree=False))
+    return chain([first], proposals)
+
+
+def explain(problem: Problem) -> InfeasiblePlanError:
     """What would make the problem feasible with stages that are runs of the operators: memory on
     these devices, or more of these devices.
     """
     cost, fewest = problem.cost, runs_on_fewest_devices(problem)
     cluster, total = cost.cluster, problem.devices
-    covered = [size for size in problem.sizes(microbatch_size) if problem.prices(size).degrees]
+    covered = [size for size in problem.sizes if problem.prices(size).degrees]
 
     def enough(memory: float) -> bool:
         return bool(fewest(replace(problem.prices(size), memory_bytes=memory)))
@@ -104,7 +103,7 @@ def explain(problem: Problem, microbatch_size: int | None) -> InfeasiblePlanErro
         return InfeasiblePlanError(
             f"{name} fits the memory of {cluster.name} on {count} devices, but no plan uses all "
             f"{total} of them with at most {problem.most_replicas} replicas of a stage and "
-            f"micro-batches of up to {max(problem.sizes(microbatch_size))} samples, and a plan "
+            f"micro-batches of up to {problem.sizes[-1]} samples, and a plan "
             f"leaves no device without a stage; use {count} devices, or allow more replicas or "
             "larger micro-batches"
         )
@@ -147,8 +146,7 @@ def runs_on_fewest_devices(problem: Problem) -> Fewest:
 
         devices[h, j]  =  min over i < j of  need[h, i, j] + devices[h + 1, i]
     """
-    row = NestedSets.row(problem.cost, [1 << op for op in problem.order])
-    size = len(problem.order)
+    row, size = problem.row, len(problem.order)
 
     def headroom_in(prices: MicrobatchPrices, mode: Mode) -> NDArray[np.int32]:
         """The largest height at which each run fits: [start, stop]."""

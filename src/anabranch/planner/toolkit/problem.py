@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.series_parallel import Node, decompose, operators
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import PartPrices
@@ -18,15 +18,19 @@ class Problem:
     """A model, a cluster and the limits of a plan.
 
     Attributes:
+        microbatch_size: the one to plan with; None: all that ``toolkit.prices`` tries.
         max_replicas: replicas per stage at most; None: no limit.
         chained: every stage waits for the one before it.
+        any_degree: numbers of replicas that are no power of two as well.
     """
 
     cost: CostModel
     batch_size: int
+    microbatch_size: int | None = None
     max_replicas: int | None = None
     chained: bool = False
     recompute: bool = False
+    any_degree: bool = False
 
     @property
     def devices(self) -> int:
@@ -48,9 +52,15 @@ class Problem:
         """The operators, branch after branch."""
         return tuple(operators(self.tree))
 
-    def sizes(self, microbatch_size: int | None) -> Sequence[int]:
-        """The micro-batch sizes to try: this one, or all for None."""
-        return microbatch_sizes(self.batch_size, microbatch_size)
+    @cached_property
+    def row(self) -> NestedSets:
+        """The operators in this order: bytes and seconds of every run of them."""
+        return NestedSets.row(self.cost, [1 << op for op in self.order])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes to try, ascending."""
+        return microbatch_sizes(self.batch_size, self.microbatch_size)
 
     def prices(self, microbatch_size: int, devices: int | None = None) -> MicrobatchPrices:
         """Prices at one micro-batch size.
@@ -69,6 +79,7 @@ class Problem:
                 microbatch_size,
                 min(devices, self.most_replicas),
                 batch_size=self.batch_size,
+                every=self.any_degree,
             ),
             self.cost.cluster.memory_bytes,
             tensors=tuple(t for t in self.cost.tensor_degrees if t <= devices and node % t == 0),
