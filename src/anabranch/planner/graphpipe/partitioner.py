@@ -82,6 +82,7 @@ def prepare() -> None:
         (_hold_in_row, (seconds, ranges, 0, row, table, devices, 0.0, row, row)),
         (_hold_fewest, (seconds, ranges, 0, 0, row, 0, devices, 0.0, table, table)),
         (_share_devices, (table,) * 4),
+        (_put_beside, (row, seconds, ranges, 0, devices, table, devices, 0.0, row, ranges)),
     )
 
 
@@ -173,7 +174,8 @@ class _Search:
         self._prices, self._schedules = prices, prices.schedules
         self._chain, self._groups, self._bound, self._budget = chain, groups, bound, budget
         self._series: dict[tuple[int, int, After], Strategies] = {}
-        self._runs: dict[tuple[int, int, int, After], Strategies] = {}
+        self._runs: dict[tuple[int, int, After], list[Strategies]] = {}
+        self._others: dict[tuple[int, int, After], Strategies] = {}
         self._ends: dict[After, Strategies] = {}
 
     def stage_graph(self) -> list[PlannedStage]:
@@ -223,9 +225,8 @@ class _Search:
             if block is not None:
                 found = begins(i)
                 # 34 to 40: G_1 is a block between two stages ..
-                whole = partial(self._beside, block, 0, len(block.branches))
                 for rest in behind:
-                    found += self._before(rest, whole)
+                    found += self._before(rest, lambda c_b, block=block: self._beside(block, 0, c_b)[-1])
                 # .. or a block whose join has the tail of a branch.
                 found += self._joined(chain, i, stop, needs, rests)
                 rests[i] = self._pick_better(found)
@@ -335,31 +336,52 @@ class _Search:
         # 39: what G_2 holds decides what G_1 must; of equals one search serves all.
         return [follow(solve(c_b), d) for c_b, d in columns.items()]
 
-    def _beside(self, block: Block, start: int, stop: int, after: After) -> Strategies:
-        """DP for branches side by side (lines 41 to 46)."""
-        key = id(block), start, stop, after
-        if key not in self._runs:
-            # G_2 is one branch, or a run of them as a single stage; G_1 is what lies before.
-            found = [
-                _side_by_side(self._beside(block, start, middle, after), last)
-                for middle in range(start, stop)
-                for last in self._run(block, middle, stop, after)
-            ]
-            self._runs[key] = self._pick_better(found) if start < stop else self._no_branch()
+    def _beside(self, block: Block, start: int, after: After) -> list[Strategies]:
+        """DP for branches side by side (lines 41 to 46): those from ``start`` up to each behind it.
+
+        G_2 is one branch, or a run of them as a single stage; G_1 is what lies before.
+        """
+        key = id(block), start, after
+        if key in self._runs:
+            return self._runs[key]
+        branches = [self._branch(block, q, after) for q in range(start, len(block.branches))]
+        tables, schedules = self._prices.of_row(block.row), self._schedules
+        shape = len(branches) + 1, len(after), self._groups + 1
+        self._budget.spend(
+            shape[0] ** 2 // 2 * tables.tps.shape[1] * shape[1] ** 2 * shape[2] + CALL * shape[1]
+        )
+        least = np.full(shape, NEVER, dtype=np.int64)
+        least[0, :, 0] = 0  # no branches ask for nothing
+        choices = np.zeros((*shape, 4), dtype=np.int64)
+        _put_beside(
+            np.stack([branch.least for branch in branches]) if branches else least[1:],
+            tables.tps,
+            tables.room,
+            start,
+            np.array(after, dtype=np.int64),
+            schedules.more,
+            schedules.devices,
+            self._bound,
+            least,
+            choices,
+        )
+
+        def stages(stop: int, x: int, d: int) -> list[PlannedStage]:
+            if not stop:
+                return []
+            middle, d1, y, k = choices[stop, x, d].tolist()
+            last = [PlannedStage(block.row.mask(start + middle, start + stop), y, k)]
+            if stop - middle == 1:
+                last = branches[middle].stages(x, d - d1)
+            return [*stages(middle, x, d1), *last]
+
+        self._runs[key] = [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
         return self._runs[key]
 
-    def _run(self, block: Block, start: int, stop: int, after: After) -> list[Strategies]:
-        if stop - start == 1:
-            branch = block.branches[block.classes[start]]
-            found = self._in_series(branch, len(branch), after)
-            own = block.branches[start]
-            return [found if own is branch else _renamed(found, branch, own)]
-        tables = self._prices.of_row(block.row)
-        if tables.quickest[start, stop] > self._bound:
-            return []
-        nothing = self._nothing(after)
-        mask = partial(_run_mask, block.row, start, stop)
-        return self._single_stage(tables, start, stop, nothing.least[None], mask, [nothing])
+    def _branch(self, block: Block, q: int, after: After) -> Strategies:
+        known, own = block.branches[block.classes[q]], block.branches[q]
+        found = self._in_series(known, len(known), after)
+        return found if own is known else _renamed(found, known, own)
 
     def _joined(
         self, chain: Chain, place: int, stop: int, needs: Ints, rests: Sequence[Strategies]
@@ -396,16 +418,14 @@ class _Search:
 
     def _without_tail(self, block: Block, q: int, cut: int, after: After) -> Strategies:
         """DP for a block whose branch q ends at a cut."""
-        parts = [
-            self._beside(block, 0, q, after),
-            self._beside(block, q + 1, len(block.branches), after),
-        ]
-        if cut:
-            parts.append(self._in_series(block.branches[q], cut, after))
-        found = parts[0]
-        for part in parts[1:]:
-            found = _side_by_side(found, part)
-        return found
+        key = id(block), q, after
+        if key not in self._others:
+            self._others[key] = _side_by_side(
+                self._beside(block, 0, after)[q], self._beside(block, q + 1, after)[-1]
+            )
+        if not cut:
+            return self._others[key]
+        return _side_by_side(self._others[key], self._in_series(block.branches[q], cut, after))
 
     def _pick_better(self, options: Sequence[Strategies]) -> Strategies:
         """PickBetter (lines 18, 47): less memory, which is fewer samples in flight."""
@@ -423,10 +443,6 @@ class _Search:
             least[:, 0] = after
             self._ends[after] = Strategies(least, lambda _x, _d: [])
         return self._ends[after]
-
-    def _no_branch(self) -> Strategies:
-        """No branches, which ask for nothing."""
-        return self._nothing((0,) * len(self._schedules.configurations))
 
 
 def _run_mask(row: NestedSets, start: int, stop: int, m: int) -> int:
@@ -540,6 +556,59 @@ def _share_devices(a: Ints, b: Ints, least: Ints, chosen: Ints) -> None:
                     if larger < least[x, d1 + d2]:
                         least[x, d1 + d2] = larger
                         chosen[x, d1 + d2] = d1
+
+
+@jit.entry
+def _put_beside(
+    branches: Ints,
+    tps: Floats,
+    room: Ints,
+    start: int,
+    after: Ints,
+    more: Ints,
+    devices: Ints,
+    bound: float,
+    least: Ints,
+    choices: Ints,
+) -> None:
+    """Samples of the first branches side by side, one more at a time.
+
+    Args:
+        branches: samples of each alone: [branch, x, d].
+        tps: of runs of branches as single stages, from ``start``: [x, k, start, stop].
+        least: [stop, x, d].
+        choices: the last branch or run begins at ``middle``, those before it have d1 devices, it
+            is in configuration y and mode k: [stop, x, d, :].
+    """
+    sizes, modes, groups = tps.shape[0], tps.shape[1], least.shape[2]
+    for stop in range(1, len(least)):
+        for middle in range(stop - 1):
+            for y in range(sizes):
+                for x in range(sizes):
+                    for d1 in range(groups):
+                        samples = max(least[middle, x, d1], after[y] + more[x, y])
+                        for k in range(modes):
+                            d = d1 + devices[k]
+                            if (
+                                d < groups
+                                and samples < least[stop, x, d]
+                                and tps[y, k, start + middle, start + stop] <= bound  # 28
+                                and after[y] <= room[y, k, start + middle, start + stop]
+                            ):
+                                least[stop, x, d] = samples
+                                choices[stop, x, d, 0] = middle
+                                choices[stop, x, d, 1] = d1
+                                choices[stop, x, d, 2] = y
+                                choices[stop, x, d, 3] = k
+        for x in range(sizes):
+            for d1 in range(groups):
+                if least[stop - 1, x, d1] < NEVER:
+                    for d2 in range(groups - d1):
+                        samples = max(least[stop - 1, x, d1], branches[stop - 1, x, d2])
+                        if samples < least[stop, x, d1 + d2]:
+                            least[stop, x, d1 + d2] = samples
+                            choices[stop, x, d1 + d2, 0] = stop - 1
+                            choices[stop, x, d1 + d2, 1] = d1
 
 
 def _shifted(first: Ints, devices: Sequence[int]) -> tuple[Ints, Ints]:
