@@ -226,7 +226,7 @@ class _Search:
                 found = begins(i)
                 # 34 to 40: G_1 is a block between two stages ..
                 for rest in behind:
-                    found += self._before(rest, lambda c_b, block=block: self._beside(block, 0, c_b)[-1])
+                    found += self._before(rest, partial(self._whole, block))
                 # .. or a block whose join has the tail of a branch.
                 found += self._joined(chain, i, stop, needs, rests)
                 rests[i] = self._pick_better(found)
@@ -377,6 +377,9 @@ class _Search:
 
         self._runs[key] = [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
         return self._runs[key]
+
+    def _whole(self, block: Block, after: After) -> Strategies:
+        return self._beside(block, 0, after)[-1]
 
     def _branch(self, block: Block, q: int, after: After) -> Strategies:
         known, own = block.branches[block.classes[q]], block.branches[q]
