@@ -46,10 +46,14 @@ SOURCES = (
     "planner/pipedream/memory.py",
     "planner/pipedream/recurrence.py",
     "planner/piper/search.py",
+    "simulator/engine.py",
+    "simulator/events.py",
+    "simulator/records.py",
     "jit.py",
     "cost/buckets.py",
     "cost/communication.py",
     "cost/memory.py",
+    "cost/overheads.py",
     "cost/passes.py",
     "cost/period.py",
     "cost/stage_weights.py",
@@ -57,21 +61,22 @@ SOURCES = (
 )
 """Files of the package that are compiled, or have formulas or numbers that are."""
 
-Kind = tuple[Any, int]
+Kind = tuple[Any, Any]
 """Type of an argument: of an array its entries, as ``numpy.dtype.descr`` has them, and dimensions;
-of others ``int`` or ``float``, and 0.
+of a named tuple of arrays its module and name, and theirs; of others ``int`` or ``float``, and 0.
 """
 
 
 def compiled(function: Function) -> Function:
-    """A function that compiled functions call, and nobody else; it makes no arrays."""
-    return cast(Function, _Compiled(function))
+    """The function, which is compiled where compiled functions call it; it makes no arrays."""
+    _compiled[cast(FunctionType, function)] = _Compiled(function)
+    return function
 
 
 def entry(function: Function) -> Function:
     """A function that Python calls: compiled with all that it calls when it is called first, and
     kept on disk for other processes, where there is a folder to write to. It makes no arrays, takes
-    numbers and arrays in C order, and returns a number or nothing.
+    numbers, arrays in C order and named tuples of those, and returns a number or nothing.
     """
     return cast(Function, _Entry(function))
 
@@ -93,10 +98,17 @@ class _Compiled:
 
         code, names = self.function.__code__, dict(self.function.__globals__)
         for name in code.co_names:
-            if isinstance(names.get(name), _Compiled):
-                names[name] = names[name].dispatcher
+            called = names.get(name)
+            if isinstance(called, FunctionType):
+                called = _compiled.get(called)
+            if isinstance(called, _Compiled):
+                names[name] = called.dispatcher
         jit: Any = numba.njit  # its types lack some options
         return jit(*signature, **_OPTIONS)(FunctionType(code, names, self.function.__name__))
+
+
+_compiled: dict[FunctionType, _Compiled] = {}
+"""Functions that compiled functions may call."""
 
 
 class _Entry(_Compiled):
@@ -110,7 +122,7 @@ class _Entry(_Compiled):
 
     def __call__(self, *args: Any) -> Any:
         kinds = tuple(map(_kind, args))
-        return _Call(self, kinds, args)(*(arg for arg in args if not isinstance(arg, np.ndarray)))
+        return _Call(self, kinds, args)(*(arg for arg in args if isinstance(arg, (int, float))))
 
     def file(self, kinds: tuple[Kind, ...]) -> Path:
         """Where the machine code is kept."""
@@ -178,7 +190,7 @@ class _Call:
         self._result: Any = ctypes.c_double() if returns == "float" else ctypes.c_int64()
         self._args: list[Any] = [ctypes.byref(self._result), ctypes.byref(ctypes.c_void_p())]
         self._numbers: list[Any] = []
-        for (kind, dimensions), arg in zip(kinds, args, strict=True):
+        for (kind, dimensions), arg in _flat(kinds, args):
             if dimensions:
                 assert arg.flags.c_contiguous
                 self._args += [None, None, ctypes.c_int64(arg.size), ctypes.c_int64(arg.itemsize)]
@@ -200,6 +212,15 @@ class _Call:
         return self._result.value
 
 
+def _flat(kinds: Sequence[Kind], args: Sequence[Any]) -> Iterator[tuple[Kind, Any]]:
+    """Arguments, the entries of tuples in place of these."""
+    for kind, arg in zip(kinds, args, strict=True):
+        if isinstance(arg, tuple):
+            yield from _flat(kind[1], arg)
+        else:
+            yield kind, arg
+
+
 def bound(function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
     """An entry for these very arrays, which is called with its numbers alone: quicker than a short
     function would be with all of them. Compilation begins at once, the first call waits for it.
@@ -212,11 +233,13 @@ def compile_for(digest: str, asked: Sequence[tuple[str, str, tuple[Kind, ...], s
     """Write object code: of module, name, kinds of arguments and where to put it; for a process
     with sources of this digest.
     """
+    import numba
     from llvmlite import binding as llvm
 
     if digest != _digest():
         raise SystemExit("anabranch was changed on disk while it ran: start it again")
     gc.disable()  # all that is made lives to the end
+    _leave_out_machine_code()
     machine = _machine()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     for module, name, kinds, path in asked:
@@ -225,6 +248,8 @@ def compile_for(digest: str, asked: Sequence[tuple[str, str, tuple[Kind, ...], s
         jitted = function.jitted(returns(*(_numba_type(*kind) for kind in kinds)))
         (signature,) = jitted.signatures
         native = jitted.overloads[signature].fndesc.llvm_func_name
+        with numba.core.compiler_lock.global_compiler_lock:
+            jitted.overloads[signature].library.finalize()
         code = llvm.parse_assembly(jitted.inspect_llvm(signature))
         for defined in (f for f in code.functions if not f.is_declaration):
             if defined.name == native:
@@ -238,6 +263,22 @@ def compile_for(digest: str, asked: Sequence[tuple[str, str, tuple[Kind, ...], s
         with NamedTemporaryFile(dir=Path(path).parent, delete=False) as file:
             file.write(sha256(content).digest() + content)
         os.replace(file.name, path)
+
+
+def _leave_out_machine_code() -> None:
+    """Let numba, in a process that runs nothing, make no machine code of the functions that others
+    call: that would take most of the time, and what is kept is compiled as a whole.
+    """
+    from numba._dynfunc import make_function
+    from numba.core.codegen import JITCodeLibrary
+    from numba.core.cpu import CPUContext
+
+    def placeholder(context: Any, library: Any, fndesc: Any, env: Any) -> Any:
+        module, name = fndesc.lookup_module(), fndesc.qualname
+        return make_function(module, name, "", 0, env, (library,))
+
+    JITCodeLibrary._finalize_specific = lambda self: None  # type: ignore[method-assign]
+    CPUContext.get_executable = placeholder  # type: ignore[method-assign]
 
 
 def _kept(path: Path) -> bytes | None:
@@ -257,19 +298,25 @@ def _returned(function: _Entry) -> Any:
     return returns[function.function.__annotations__["return"]]
 
 
-def _numba_type(kind: Any, dimensions: int) -> Any:
+def _numba_type(kind: Any, dimensions: Any) -> Any:
     import numba
 
     types: Any = numba.types
+    if isinstance(dimensions, tuple):
+        module, name = kind
+        entries = [_numba_type(*entry) for entry in dimensions]
+        return types.NamedTuple(entries, getattr(import_module(module), name))
     if not dimensions:
         return {"int": types.int64, "float": types.float64}[kind]
-    entries = np.dtype(kind) if isinstance(kind, str) else np.dtype(list(kind), align=True)
-    assert isinstance(kind, str) or entries.descr == list(kind), "a record with gaps"
+    entry_type = np.dtype(kind) if isinstance(kind, str) else np.dtype(list(kind), align=True)
+    assert isinstance(kind, str) or entry_type.descr == list(kind), "a record with gaps"
     of_entries: Any = numba.from_dtype
-    return types.Array(of_entries(entries), dimensions, "C")
+    return types.Array(of_entries(entry_type), dimensions, "C")
 
 
 def _kind(arg: Any) -> Kind:
+    if isinstance(arg, tuple):
+        return (type(arg).__module__, type(arg).__name__), tuple(map(_kind, arg))
     if isinstance(arg, np.ndarray):
         return tuple(arg.dtype.descr) if arg.dtype.names else arg.dtype.str, arg.ndim
     return "float" if isinstance(arg, float) else "int", 0
@@ -317,6 +364,17 @@ def code_folder() -> Path:
     folder = Path(mkdtemp())
     atexit.register(rmtree, folder, ignore_errors=True)
     return folder
+
+
+def is_there(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether an entry has machine code by now, or some on disk, for arguments like these."""
+    called, kinds = cast(_Entry, function), tuple(map(_kind, args))
+    return kinds in called._codes or called.file(kinds).exists()
+
+
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An entry as plain Python, which takes lists for arrays, of objects for records."""
+    return cast(_Entry, function).function  # type: ignore[no-any-return]
 
 
 def is_kept(module: str) -> bool:

@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from anabranch.cluster import Cluster
-from anabranch.cost.overheads import agreement_s, message_s, restart_s, sum_s, update_cost
+from anabranch.cost.overheads import (
+    agreement_s,
+    message_s,
+    restart_s,
+    restarts_of,
+    sum_s,
+    update_cost,
+)
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import UpdateCost
 from tests.calibration.examples import calibration, cluster
@@ -35,9 +42,10 @@ def test_sums_by_number_bytes_and_ranks():
 def test_a_wait_makes_what_follows_longer():
     """0.5 s behind a wait of 2 s, half of that behind one of 1 s, no more than 1.5 s behind any."""
     restarts = ((2.0, 0.5), (4.0, 1.5))
-    found = calibration(restarts=restarts)
+    found = restarts_of(calibration(restarts=restarts))
     assert [restart_s(found, s) for s in (0, 1, 2, 3, 4, 9)] == [0, 0.25, 0.5, 1.0, 1.5, 1.5]
-    assert restart_s(calibration(), 9) == restart_s(None, 9) == 0.0
+    none = restarts_of(calibration()), restarts_of(None)
+    assert [restart_s(table, 9) for table in none] == [0.0, 0.0]
 
 
 def test_restarts_that_fall_are_refused():

@@ -1,21 +1,24 @@
 """Sums of gradients in a simulated step: when they begin, what they wait for, what they hold up."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from anabranch import jit
 from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES, endless
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
-from anabranch.simulator import stream
+from anabranch.simulator import step, stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.run import run, step_seconds
 from anabranch.timeline import Timeline
 from tests.calibration.examples import calibration
-from tests.simulator.helpers import chain, cluster, cost_model, simulate
+from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, simulate
 from tests.strategies import stage_graphs
 
 NAMES = ("op0", "op1", "op2")
@@ -270,3 +273,19 @@ def test_steps_in_a_row_read_their_batches():
     order = SCHEDULES["1f1b"]().order(SCHEDULES["1f1b"]().warm_up(graph))
     timeline = run(graph, order, reading, period=True)
     assert (timeline.step_s, timeline.period_s) == (4.0, 4.5)
+
+
+@given(priced_stage_graphs(), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_machine_code_does_the_same_as_python(example, shard):
+    """To the last bit: a plan does not depend on whether code has been compiled by then."""
+    graph, cost, schedule = example
+    cost = replace(cost, shard_optimizer=shard)
+    order = SCHEDULES[schedule]().order(graph)
+    timelines = []
+    for patience in (math.inf, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step, "PATIENCE", patience)
+            patch.setattr(jit, "is_there", lambda *_: True)
+            timelines.append(run(graph, order, cost, period=True))
+    assert timelines[0] == timelines[1]

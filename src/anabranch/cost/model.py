@@ -26,7 +26,14 @@ from anabranch.cost.memory import (
     updated_bytes,
     updaters,
 )
-from anabranch.cost.overheads import agreement_s, message_s, restart_s, share_s, sum_s, update_cost
+from anabranch.cost.overheads import (
+    agreement_s,
+    message_s,
+    restarts_of,
+    share_s,
+    sum_s,
+    update_cost,
+)
 from anabranch.cost.passes import StagePasses
 from anabranch.cost.sparse import message_bytes
 from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
@@ -264,9 +271,10 @@ class CostModel:
         """Processor seconds of a device for sending what it has updated and taking the rest."""
         return share_s(self.cluster.calibration, tensors, nbytes, devices)
 
-    def restart_s(self, waited_s: float) -> float:
+    @property
+    def restarts(self) -> list[float]:
         """See ``overheads``."""
-        return restart_s(self.cluster.calibration, waited_s)
+        return restarts_of(self.cluster.calibration)
 
     def agreement_s(self, devices: int) -> float:
         """Seconds until so many devices have the totals of the last to come."""

@@ -26,11 +26,13 @@ What a cluster was not calibrated for costs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import Calibration, Cluster
+from anabranch.jit import compiled
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import Profile, UpdateCost
 
@@ -74,12 +76,28 @@ def share_s(calibration: Calibration | None, tensors: int, nbytes: float, ranks:
     return calibration.share_tensor_s * tensors + calibration.share_byte_s * moved
 
 
-def restart_s(calibration: Calibration | None, waited_s: float) -> float:
-    """Seconds that work takes longer behind a wait."""
-    if calibration is None or not calibration.restarts or waited_s <= 0:
+def restarts_of(calibration: Calibration | None) -> list[float]:
+    """What ``restart_s`` looks up: of one wait after the other, the shortest first, its seconds and
+    those that work takes longer behind it.
+    """
+    if calibration is None or not calibration.restarts:
+        return []
+    return [0.0, 0.0, *(seconds for pair in calibration.restarts for seconds in pair)]
+
+
+@compiled
+def restart_s(restarts: Any, waited_s: float) -> float:
+    """Seconds that work takes longer behind a wait; between those that were measured on a line."""
+    last = len(restarts) - 2
+    if last < 0 or waited_s <= 0:
         return 0.0
-    waits, longer = zip((0.0, 0.0), *calibration.restarts, strict=True)
-    return float(np.interp(waited_s, waits, longer))
+    if waited_s >= restarts[last]:
+        return float(restarts[last + 1])
+    at = 0
+    while waited_s >= restarts[at + 2]:
+        at += 2
+    rise = (restarts[at + 3] - restarts[at + 1]) / (restarts[at + 2] - restarts[at])
+    return float(rise * (waited_s - restarts[at]) + restarts[at + 1])
 
 
 def agreement_s(cluster: Cluster, ranks: int) -> float:

@@ -123,8 +123,9 @@ class StepCosts(Protocol):
     def message_s(self, nbytes: float) -> tuple[float, float]:
         """Seconds of the devices at both ends of a message: its sender and its receiver."""
 
-    def restart_s(self, waited_s: float) -> float:
-        """Seconds that work takes longer on a core that has waited."""
+    @property
+    def restarts(self) -> Sequence[float]:
+        """How much longer work takes behind a wait: see ``cost.overheads.restart_s``."""
 
     @property
     def step_s(self) -> float:
@@ -267,9 +268,10 @@ class ModelCosts:
         """As calibrated."""
         return self.cost.message_s(nbytes)
 
-    def restart_s(self, waited_s: float) -> float:
+    @property
+    def restarts(self) -> Sequence[float]:
         """As calibrated."""
-        return self.cost.restart_s(waited_s)
+        return self.cost.restarts
 
     @property
     def step_s(self) -> float:
@@ -328,6 +330,7 @@ class StageTimes:
     step_s: float = field(default=0.0, init=False)
     read_s: float = field(default=0.0, init=False)
     agreement_s: float = field(default=0.0, init=False)
+    restarts: Sequence[float] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         for what, stages in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
@@ -371,10 +374,6 @@ class StageTimes:
     def message_s(self, nbytes: float) -> tuple[float, float]:
         """Nothing."""
         return 0.0, 0.0
-
-    def restart_s(self, waited_s: float) -> float:
-        """Nothing."""
-        return 0.0
 
     def base_bytes(self, stage: int, device: int) -> float:
         """Nothing."""

@@ -21,7 +21,8 @@ from enum import StrEnum
 from itertools import count
 from typing import NamedTuple
 
-from anabranch.simulator.program import ComputeUnit, Role
+from anabranch.simulator.events import Role
+from anabranch.simulator.program import ComputeUnit
 from anabranch.simulator.step import Step
 
 

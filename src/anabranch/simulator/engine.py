@@ -1,103 +1,107 @@
-"""A clock and a queue of events, and processor cores that several jobs share.
+"""A clock with events, and processor cores that several jobs share; compiled.
 
-Nothing in here knows of stages, messages or networks. An event is a call at a time; events at the
-same time happen in the order in which they were put in, so a run is repeatable to the last bit.
+Nothing in here knows of stages, messages or networks. Whoever may be waited for has at most one
+event at a time, so there is a slot for each, and the next event is the winner of a tournament::
+
+    winners        3
+                3     0           when one of the slots below changes, those above it
+    slots      2 3   0 1          are all that may change
+
+An event has a place among those of the same time, the order in which they were taken, so a run is
+repeatable to the last bit. A place can be taken early and the event put in later or never.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
-from typing import Any
+import math
 
-from anabranch.cost.overheads import slowdown_of
-
-Callback = Callable[[Any], object]
+from anabranch.jit import compiled
+from anabranch.simulator.records import Record, Table, Tables
 
 
-class Engine:
-    """The clock. ``now`` is in seconds and moves only from event to event.
+def tournament(slots: int) -> list[tuple[int, int, float]]:
+    """``NODE`` records of as many slots, without events."""
+    winners = [*range(-slots, slots)]
+    for node in range(slots - 1, -1, -1):
+        winners[node] = winners[2 * node] if node else 0
+    return [(0, winner, math.inf) for winner in winners]
 
-    An event has a place among those of the same time. A place can be taken early (``last_place +=
-    1``) and the event put in later or never; ``place`` is that of the current event.
+
+@compiled
+def expect(slot: int, time: float, place: int, nodes: Table) -> None:
+    """Let the event of a slot be at a time, whatever it was before; infinity for never."""
+    slots = len(nodes) >> 1
+    at = slots + slot
+    event = nodes[at]
+    event.time, event.place = time, place
+    at >>= 1
+    while at > 0:
+        slot = nodes[2 * at].winner
+        other = nodes[2 * at + 1].winner
+        first, second = nodes[slots + slot], nodes[slots + other]
+        if second.time < first.time or (second.time == first.time and second.place < first.place):
+            slot = other
+        nodes[at].winner = slot
+        at >>= 1
+
+
+@compiled
+def expect_at(slot: int, time: float, clock: Record, nodes: Table) -> None:
+    """Let the event of a slot be at a time, behind all that are at that time so far."""
+    clock.last_place += 1
+    expect(slot, time, clock.last_place, nodes)
+
+
+@compiled
+def next_event(clock: Record, nodes: Table) -> int:
+    """Go on to the next event; its slot, or -1 if there is none."""
+    slot = nodes[1].winner
+    event = nodes[(len(nodes) >> 1) + slot]
+    if event.time == math.inf:
+        return -1
+    clock.now, clock.place = event.time, event.place
+    expect(slot, math.inf, 0, nodes)
+    return int(slot)
+
+
+@compiled
+def begin_job(host: Record, slot: int, d: int, seconds: float, clock: Record, step: Tables) -> None:
+    """Begin so many seconds of one core's work of a device: the more jobs there are on a host, the
+    longer all take. Only the job that ends next has an event, that of the host.
+
+    Jobs are in the order of the work that one running job will have done by their ends.
     """
-
-    __slots__ = ("_queue", "last_place", "now", "place")
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.place = self.last_place = 0
-        self._queue: list[tuple[float, int, Callback, Any]] = []
-
-    def at(self, time: float, callback: Callback, argument: Any) -> None:
-        """Call ``callback(argument)`` when the clock shows ``time``, which is not in the past."""
-        # The place keeps simultaneous events in order, and tuples from comparing their callbacks.
-        self.last_place += 1
-        heappush(self._queue, (time, self.last_place, callback, argument))
-
-    def at_place(self, time: float, place: int, callback: Callback, argument: Any) -> None:
-        """Likewise, at a place that was taken before."""
-        heappush(self._queue, (time, place, callback, argument))
-
-    def after(self, seconds: float, callback: Callback, argument: Any) -> None:
-        """Call ``callback(argument)`` when this many seconds have passed."""
-        self.last_place += 1
-        heappush(self._queue, (self.now + seconds, self.last_place, callback, argument))
-
-    def run(self) -> None:
-        """Go from event to event until none is left."""
-        queue = self._queue
-        while queue:
-            self.now, self.place, callback, argument = heappop(queue)
-            callback(argument)
+    devices = step.devices
+    if host.jobs > 0:
+        host.work += (clock.now - host.since) * step.speeds[host.jobs]
+    host.since = clock.now
+    host.jobs += 1
+    device = devices[d]
+    device.work = host.work + seconds
+    before, after = -1, host.head
+    while after >= 0 and devices[after].work <= device.work:
+        before, after = after, devices[after].next_job
+    device.next_job = after
+    if before < 0:
+        host.head = d
+    else:
+        devices[before].next_job = d
+    _expect_end(host, slot, clock, step)
 
 
-class SharedCores:
-    """Jobs that share processors and memory: the more there are, the longer all take.
+@compiled
+def end_job(host: Record, slot: int, clock: Record, step: Tables) -> int:
+    """End the job that ends first; its device."""
+    d = host.head
+    host.since, host.work = clock.now, step.devices[d].work
+    host.jobs -= 1
+    host.head = step.devices[d].next_job
+    _expect_end(host, slot, clock, step)
+    return int(d)
 
-    Args:
-        slowdown: how many times as long with 1, 2, ... jobs; with more than there are entries, as
-            many times longer than the last as they are more.
 
-    Jobs are kept by the work that one running job will have done by its end, so only the job that
-    ends next has an event in the engine.
-    """
-
-    def __init__(self, engine: Engine, slowdown: Sequence[float]) -> None:
-        self._engine = engine
-        self._slowdown = slowdown
-        self._jobs: list[tuple[float, int, Callback, Any]] = []
-        self._count = 0
-        self._work = 0.0
-        self._since = 0.0
-        self._epoch = 0
-
-    def after(self, seconds: float, callback: Callback, argument: Any) -> None:
-        """Call ``callback(argument)`` after this many seconds of one core's work."""
-        self._catch_up()
-        self._count += 1
-        heappush(self._jobs, (self._work + seconds, self._count, callback, argument))
-        self._expect_next()
-
-    @property
-    def _speed(self) -> float:
-        return 1 / slowdown_of(self._slowdown, len(self._jobs))
-
-    def _catch_up(self) -> None:
-        if self._jobs:
-            self._work += (self._engine.now - self._since) * self._speed
-        self._since = self._engine.now
-
-    def _expect_next(self) -> None:
-        self._epoch += 1  # whatever end was expected before may have moved
-        if self._jobs:
-            seconds = max(self._jobs[0][0] - self._work, 0.0) / self._speed
-            self._engine.after(seconds, self._finish, self._epoch)
-
-    def _finish(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            return
-        self._since = self._engine.now
-        self._work, _, callback, argument = heappop(self._jobs)
-        self._expect_next()
-        callback(argument)
+@compiled
+def _expect_end(host: Record, slot: int, clock: Record, step: Tables) -> None:
+    if host.jobs > 0:
+        left = max(step.devices[host.head].work - host.work, 0.0)
+        expect_at(slot, clock.now + left / step.speeds[host.jobs], clock, step.nodes)

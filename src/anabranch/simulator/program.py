@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from anabranch.schedule.check import Channel, channel
 from anabranch.schedule.lower import Overlap, device_pairs, directions, lower, patterns
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
+from anabranch.simulator.events import Role
 
 
 class Price(NamedTuple):
@@ -79,27 +79,6 @@ class Mark(NamedTuple):
 
     seconds: float
     pieces: tuple[int, ...]
-
-
-class Role(Enum):
-    """What a unit stands for.
-
-    ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for those of all
-    stages of the device, and then for all devices. ``OVERHEAD`` is a device's time that no action
-    takes: of messages, or of the step. In ``GATHER`` devices that share an optimizer's state send
-    each other what they have updated. Between steps in a row nobody is held up there: ``SHARE``
-    begins it, and ``SHARED`` waits for it before the first forward of a stage. ``BEGIN`` is where a
-    step begins behind another one.
-    """
-
-    ACTION = auto()
-    OVERHEAD = auto()
-    AGREEMENT = auto()
-    UPDATE = auto()
-    GATHER = auto()
-    SHARE = auto()
-    SHARED = auto()
-    BEGIN = auto()
 
 
 class ComputeUnit(NamedTuple):
@@ -161,6 +140,7 @@ class Program:
         code: per device, its actions as integers, and the units of other roles.
         groups: devices that compute together, each being one replica.
         sums: the all-reduces of one update, by piece; those of a queue in their order.
+        updates: of every stage.
     """
 
     devices: tuple[int, ...]
@@ -170,6 +150,7 @@ class Program:
     ports: dict[tuple[str, int, int], int]
     groups: list[tuple[int, ...]]
     sums: list[Sum]
+    updates: int = 1
 
 
 def compile_schedule(
@@ -246,7 +227,9 @@ def compile_schedule(
         work._replace(waits_for=sum(stage in work.stages for stage, _ in units.finishing))
         for work in sums
     ]
-    return Program(prices.devices, code, units.known, table, prices.ports, units.groups, sums)
+    return Program(
+        prices.devices, code, units.known, table, prices.ports, units.groups, sums, updates
+    )
 
 
 def _last_backwards(actions: Sequence[Action], per_update: Sequence[int]) -> dict[int, int]:
@@ -314,7 +297,7 @@ def in_a_row(program: Program, count: int, read_s: float) -> Program:
                     result += (shared[gather] for gather in awaited.get(at, ()))
                 result.append(share.get(x, _shifted(x, size, step, count)))
         code.append(result)
-    return replace(program, code=code, units=units, messages=messages)
+    return replace(program, code=code, units=units, messages=messages, updates=count)
 
 
 def _awaited(code: Sequence[int], units: Sequence[ComputeUnit], size: int) -> dict[int, list[int]]:

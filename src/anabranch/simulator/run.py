@@ -16,7 +16,7 @@ Every device goes through its list of actions:
 - a device updates its stages when all devices are through their lists, their gradients are summed,
   and they have agreed on the loss;
 - on a calibrated cluster devices of one host compute the slower the more of them do at a time
-  (``cost.overheads`` and ``SharedCores``), sends and receives take time of the devices at both
+  (``cost.overheads`` and ``simulator.engine``), sends and receives take time of the devices at both
   ends, and so does the bookkeeping of passes and steps;
 - the step ends with the last compute, all-reduce or update.
 """

@@ -1,26 +1,45 @@
-"""The event loop of one simulated step, on integers; ``simulator.run`` says what they stand for.
+"""One simulated step: its tables, and what has happened when the clock has run.
 
-It spends its time on messages, so it works on lists of plain numbers (``simulator.program``), and a
-message is an event only for a device that waits for it: its arrival is known as soon as it starts
-to move.
+The clock runs as machine code where there is some by now, else as plain Python on lists: that takes
+as long for a small step as to fetch the code, and nobody waits for its compilation. Both do the
+same to the last bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from operator import eq, length_hint
+from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch import jit
 from anabranch.cost.overheads import slowdown_of
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.engine import Callback, Engine, SharedCores
-from anabranch.simulator.program import ComputeUnit, Program, Role
+from anabranch.simulator.engine import tournament
+from anabranch.simulator.events import Role, play
+from anabranch.simulator.program import ComputeUnit, Program
+from anabranch.simulator.records import (
+    BARRIER,
+    CLOCK,
+    DEVICE,
+    HOST,
+    MESSAGE,
+    NODE,
+    PART,
+    PIECE,
+    QUEUE,
+    RUN,
+    SUM,
+    UNIT,
+    Tables,
+    listed,
+)
 from anabranch.timeline import OverheadSpan, Span, SumSpan
 
 _WHAT = {
@@ -30,330 +49,80 @@ _WHAT = {
     Role.GATHER: "gather",
 }
 
+PATIENCE = 100_000
+"""Entries of lists that a process simulates in plain Python, some tenths of a second, before it
+fetches the machine code, or begins to compile it where none is kept.
+"""
+
+_played = 0
+
 
 class Step:
-    """The state of one simulated step.
-
-    Attributes:
-        starts: per device of its computes, updates among them; ``ends`` likewise.
-        begun: of several steps, when a device last began one.
-        summed: per all-reduce of a piece, its index and when it began.
-    """
+    """One simulated step; several in a row are one as well."""
 
     def __init__(self, program: Program, costs: StepCosts) -> None:
-        devices, messages = len(program.devices), len(program.messages.price)
         self.program = program
-        self.end = self.begun = 0.0
-        self.starts: list[list[float]] = [[] for _ in range(devices)]
-        self.ends: list[list[float]] = [[] for _ in range(devices)]
-        self._engine = Engine()
-        self._compute = self._clock(costs)
-        # When a core was last at work; behind a wait it is slower at first. A device has its own
-        # core; where there are not enough it takes the one that has waited least.
-        self._worked, self._working = [0.0] * devices, [0] * devices
-        self._core, self._cores = _cores_of(program.devices, costs)
-        self._restart_s, self._pace = costs.restart_s, [1.0] * devices
-        self._agreement_s, self._agreed = costs.agreement_s, 0
-        self._code = [iter(code) for code in program.code]
-        self._price, self._releases = program.messages.price, program.messages.releases
-        self._units = program.units
-        self._unit: list[ComputeUnit | None] = [None] * devices
-        self._missing = [len(group) for group in program.groups]
-        # Of steps in a row: how many a device has begun behind the first, and gathers that have
-        # ended, with those who wait for one.
-        self._begun = [0] * devices
-        self._shared = [0] * len(program.groups)
-        self._sharing: dict[int, list[int]] = defaultdict(list)
-        # A message moves as soon as it is both sent and posted: at the second of the two.
-        self._is_ready = list(program.messages.is_posted)
-        self._freed = [0.0] * messages
-        self._arrival = [math.inf] * messages
-        self._place = [0] * messages
-        self._waiter = [-1] * messages
-        self._free_at = [0.0] * len(program.ports)
-        self._mark = [0] * devices
-        self.summed: list[tuple[int, float]] = []
-        self._queues: dict[int, list[int]] = defaultdict(list)
-        self._parts: Counter[int] = Counter()
-        for piece, work in enumerate(program.sums):
-            self._queues[work.queue].append(piece)
-            self._parts.update(work.stages)
-        # Pieces and updates are counted through, from update to update.
-        self._is_summing = dict.fromkeys(self._queues, False)
-        self._turns = dict.fromkeys(self._queues, 0)
-        self._given: Counter[tuple[int, int]] = Counter()
-        self._sums_of: Counter[tuple[int, int]] = Counter()
-        self._updates: Counter[tuple[int, int]] = Counter()
-        self._updating: dict[tuple[int, int], list[int]] = defaultdict(list)
-
-    def _clock(self, costs: StepCosts) -> Callable[[float, Callback, int], None]:
-        slowdown, hosts = costs.slowdown, [costs.host(device) for device in self.program.devices]
-        if not slowdown or slowdown_of(slowdown, max(Counter(hosts).values())) == 1:
-            return self._engine.after
-        shared = {host: SharedCores(self._engine, slowdown) for host in set(hosts)}
-        clocks = [shared[host].after for host in hosts]
-        if len(shared) == 1:
-            return clocks[0]
-        return lambda seconds, callback, d: clocks[d](seconds, callback, d)
+        self._tables = _tables(program, costs)
 
     def run(self) -> None:
         """Start every device and go on until nothing happens."""
-        for d in range(len(self._code)):
-            self._advance(d)
-        self._engine.run()
-
-    def _advance(self, d: int) -> None:
-        """Go through the list of one device until it computes or has to wait."""
-        now, place = self._engine.now, self._engine.place
-        arrival, is_ready, transfer = self._arrival, self._is_ready, self._transfer
-        count, releases = len(arrival), self._releases
-        for x in self._code[d]:
-            if x >= 0:
-                at = arrival[x]
-                if at > now or (at == now and self._place[x] > place):
-                    self._waiter[x] = d
-                    if at < math.inf:
-                        self._engine.at_place(at, self._place[x], self._receive, x)
-                    return
-                for message in releases[x]:
-                    if is_ready[message]:
-                        transfer(message)
-                    else:
-                        is_ready[message] = True
-            elif (message := ~x) < count:
-                if is_ready[message]:
-                    transfer(message)
-                else:
-                    is_ready[message] = True
-            else:
-                unit = self._unit[d] = self._units[message - count]
-                if unit.role is Role.BEGIN:
-                    self._unit[d] = None
-                    self._begin(d, unit)
-                    continue
-                if unit.role is Role.SHARE:
-                    self._unit[d] = None
-                    self._share(unit)
-                    continue
-                if unit.role is Role.SHARED:
-                    self._unit[d] = None
-                    if self._shared[unit.group] >= self._begun[d]:
-                        continue
-                    self._sharing[unit.group].append(d)
-                    return
-                if unit.role is Role.UPDATE:
-                    self._await_sums(d, unit.stage)
-                elif unit.role is Role.AGREEMENT:
-                    self._agree(d)
-                elif unit.group < 0:
-                    self._start(d)
-                else:
-                    self._come(unit)
+        global _played
+        _played += sum(map(len, self.program.code))
+        if _played > PATIENCE:
+            if jit.is_there(play, self._tables):
+                play(self._tables)
                 return
+            jit.begin((play, (self._tables,)))
+        lists = Tables(*map(listed, self._tables))
+        jit.plain(play)(lists)
+        for table, rows in zip(self._tables, lists, strict=True):
+            names = table.dtype.names
+            table[:] = rows if names is None else [attrgetter(*names)(row) for row in rows]
 
-    def _begin(self, d: int, unit: ComputeUnit) -> None:
-        """A device begins a step behind another one."""
-        self.begun = self._engine.now
-        self._begun[d] += 1
-        for message in unit.posts:
-            if self._is_ready[message]:
-                self._transfer(message)
-            else:
-                self._is_ready[message] = True
+    @property
+    def end(self) -> float:
+        """Seconds of the step."""
+        return float(self._tables.clock["end"][0])
 
-    def _receive(self, message: int) -> None:
-        """A message has arrived that a device waits for."""
-        is_ready = self._is_ready
-        for other in self._releases[message]:
-            if is_ready[other]:
-                self._transfer(other)
-            else:
-                is_ready[other] = True
-        d, self._waiter[message] = self._waiter[message], -1
-        self._advance(d)
-
-    def _transfer(self, message: int) -> None:
-        # What _occupy does, without the call.
-        seconds, latency_s, ports, _, _ = self._price[message]
-        engine, free_at = self._engine, self._free_at
-        end = engine.now
-        for port in ports:
-            if free_at[port] > end:
-                end = free_at[port]
-        end += seconds
-        for port in ports:
-            free_at[port] = end
-        self._freed[message] = end
-        arrival = self._arrival[message] = end + latency_s
-        place = self._place[message] = engine.last_place = engine.last_place + 1
-        if self._waiter[message] >= 0:
-            engine.at_place(arrival, place, self._receive, message)
-
-    def _come(self, unit: ComputeUnit) -> None:
-        """The last device of a replica to come to a unit starts it on all of them."""
-        self._missing[unit.group] -= 1
-        if self._missing[unit.group] == 0:
-            members = self.program.groups[unit.group]
-            self._missing[unit.group] = len(members)
-            if unit.role is Role.GATHER:
-                self._gather(unit, members)
-                return
-            for d in members:
-                self._start(d)
-
-    def _gather(self, unit: ComputeUnit, members: tuple[int, ...]) -> None:
-        """Devices send each other what they have updated, on the ports of their sums."""
-        start = self._occupy(unit)
-        for d in members:
-            self.starts[d].append(start)
-            self._engine.at(start + unit.seconds, self._computed, d)
-
-    def _share(self, unit: ComputeUnit) -> None:
-        """As a gather, but nobody waits for it here."""
-        self._missing[unit.group] -= 1
-        if self._missing[unit.group] == 0:
-            self._missing[unit.group] = len(self.program.groups[unit.group])
-            self._engine.at(self._occupy(unit) + unit.seconds, self._is_shared, unit.group)
-
-    def _is_shared(self, group: int) -> None:
-        self._shared[group] += 1
-        for d in self._sharing.pop(group, ()):
-            self._advance(d)
-
-    def _occupy(self, unit: ComputeUnit) -> float:
-        """Take the ports of a gather as soon as all are free; when that is."""
-        start = max([self._engine.now, *(self._free_at[port] for port in unit.ports)])
-        for port in unit.ports:
-            self._free_at[port] = start + unit.seconds
-        return start
-
-    def _start(self, d: int) -> None:
-        """Start the compute of a device."""
-        unit = self._unit[d]
-        assert unit is not None
-        now = self._engine.now
-        self.starts[d].append(now)
-        core = self._core[d]
-        waited = now - self._worked[core] if self._working[core] < self._cores else 0.0
-        self._working[core] += 1
-        longer = self._restart_s(waited) if waited > 0 and unit.seconds else 0.0
-        pace = self._pace[d] = 1 + longer / unit.seconds if longer else 1.0
-        if unit.marks:
-            self._mark[d] = 0
-            self._compute(unit.marks[0].seconds * pace, self._pass_mark, d)
-        else:
-            self._compute(unit.seconds * pace, self._computed, d)
-
-    def _pass_mark(self, d: int) -> None:
-        """Gradients are final in the middle of a backward, which goes on."""
-        unit, at = self._unit[d], self._mark[d]
-        assert unit is not None
-        self._mark[d] = at + 1
-        if at + 1 < len(unit.marks):
-            self._compute(unit.marks[at + 1].seconds * self._pace[d], self._pass_mark, d)
-        else:
-            self._compute(unit.rest * self._pace[d], self._computed, d)
-        self._give(d, unit.stage, unit.marks[at].pieces)
-
-    def _computed(self, d: int) -> None:
-        now, unit = self._engine.now, self._unit[d]
-        assert unit is not None
-        if now > self.end:
-            self.end = now
-        self.ends[d].append(now)
-        self._unit[d] = None
-        if unit.role not in (Role.AGREEMENT, Role.GATHER):
-            self._worked[self._core[d]] = now
-            self._working[self._core[d]] -= 1
-        if unit.role is Role.UPDATE:
-            self._updates[d, unit.stage] += 1
-        self._advance(d)
-        if unit.final:
-            # After the messages of this backward, which other stages wait for.
-            self._give(d, unit.stage, unit.final)
-
-    def _give(self, d: int, stage: int, pieces: tuple[int, ...]) -> None:
-        """A device's gradients of these pieces are final."""
-        number = self._updates[d, stage]
-        for piece in pieces:
-            self._given[number, piece] += 1
-            if self._given[number, piece] == self.program.sums[piece].waits_for:
-                self._sum_next(self.program.sums[piece].queue)
-
-    def _sum_next(self, queue: int) -> None:
-        """Start the next all-reduce of a queue, if it can."""
-        pieces = self._queues[queue]
-        number, turn = divmod(self._turns[queue], len(pieces))
-        work = self.program.sums[pieces[turn]]
-        if self._is_summing[queue] or self._given[number, pieces[turn]] < work.waits_for:
-            return
-        self._is_summing[queue] = True
-        self._turns[queue] += 1
-        engine, free_at = self._engine, self._free_at
-        start = max(engine.now, max((free_at[port] for port in work.ports), default=0.0))
-        for port in work.ports:
-            free_at[port] = start + work.seconds
-        self.summed.append((pieces[turn], start))
-        engine.at(start + work.seconds, self._summed, (number, pieces[turn]))
-
-    def _summed(self, which: tuple[int, int]) -> None:
-        """An all-reduce has ended: the next one, and updates that have waited for it."""
-        number, piece = which
-        self.end = max(self.end, self._engine.now)
-        work = self.program.sums[piece]
-        self._is_summing[work.queue] = False
-        self._sum_next(work.queue)
-        for stage in work.stages:
-            self._sums_of[number, stage] += 1
-            if self._sums_of[number, stage] == self._parts[stage]:
-                for d in self._updating.pop((number, stage), ()):
-                    unit = self._unit[d]
-                    assert unit is not None
-                    if unit.role is Role.UPDATE:
-                        self._start(d)
-                    else:
-                        self._agree(d)
-
-    def _await_sums(self, d: int, stage: int) -> None:
-        """Update a stage as soon as all of its gradients are summed."""
-        number = self._updates[d, stage]
-        if self._sums_of[number, stage] == self._parts[stage]:
-            self._start(d)
-        else:
-            self._updating[number, stage].append(d)
-
-    def _agree(self, d: int) -> None:
-        """A device is through its list; the last one to have its sums lets all go on."""
-        for stage in self._stages[d]:
-            if self._sums_of[0, stage] != self._parts[stage]:
-                self._updating[0, stage].append(d)
-                return
-        self._agreed += 1
-        if self._agreed == len(self._code):
-            for other in range(len(self._code)):
-                self.starts[other].append(self._engine.now)
-                self._engine.after(self._agreement_s, self._computed, other)
+    @property
+    def begun(self) -> float:
+        """Of several steps, when a device last began one."""
+        return float(self._tables.clock["begun"][0])
 
     @cached_property
-    def _stages(self) -> list[set[int]]:
-        """Per device, the stages whose gradients it has."""
-        return [
-            {unit.stage for unit in self._units_of(d) if unit.stage >= 0}
-            for d in range(len(self._code))
-        ]
+    def starts(self) -> list[list[float]]:
+        """Per device of its computes, updates among them."""
+        return self._by_device("start")
+
+    @cached_property
+    def ends(self) -> list[list[float]]:
+        """Likewise."""
+        return self._by_device("end")
+
+    def _by_device(self, field: str) -> list[list[float]]:
+        counts = accumulate(map(len, self.units))
+        return [part.tolist() for part in np.split(self._tables.runs[field], list(counts)[:-1])]
+
+    @cached_property
+    def summed(self) -> list[tuple[int, float]]:
+        """Per all-reduce of a piece, its index and when it began."""
+        pieces = self._tables.pieces
+        places = np.argsort(pieces["begun"])[len(pieces) - int(self._tables.clock["summed"][0]) :]
+        numbers = places % max(len(self.program.sums), 1)
+        return list(zip(numbers.tolist(), pieces["start"][places].tolist(), strict=True))
 
     def _reached(self) -> list[list[int]]:
         """Per device, the part of its code that is done."""
-        waiting = {d for d in self._waiter if d >= 0}
+        devices = self._tables.devices
         return [
-            code[: len(code) - length_hint(rest) - (d in waiting or self._unit[d] is not None)]
-            for d, (code, rest) in enumerate(zip(self.program.code, self._code, strict=True))
+            code[: len(code) - left]
+            for code, left in zip(self.program.code, devices["stop"] - devices["at"], strict=True)
         ]
 
     @property
     def is_done(self) -> bool:
         """Whether all devices are through their lists."""
-        return all(map(eq, map(len, self._reached()), map(len, self.program.code)))
+        return bool((self._tables.devices["at"] == self._tables.devices["stop"]).all())
 
     def positions(self) -> list[int]:
         """Per device, how many of its actions are done."""
@@ -361,18 +130,17 @@ class Step:
 
     def spans(self, schedule: Schedule) -> list[Span]:
         """Everything that happened but for all-reduces; messages are spans at both ends."""
-        computed, exchanged = [], []
+        computed, exchanged, moved = [], [], self.moved
         for d, device in enumerate(self.program.devices):
             clock = zip(self._units_of(d), self.starts[d], self.ends[d], strict=True)
             times = ((start, end) for unit, start, end in clock if unit.role is Role.ACTION)
             code = filter(self._is_action, self.program.code[d])
             for x, action in zip(code, schedule.actions[device], strict=True):
                 message = x if x >= 0 else ~x
-                if message >= len(self._price):
+                if message >= len(self._tables.messages):
                     computed.append(Span(device, *next(times), action))
                     continue
-                start = self._freed[message] - self._price[message].occupies_s
-                exchanged.append(Span(device, start, self._arrival[message], action))
+                exchanged.append(Span(device, *moved[message], action))
         return computed + exchanged
 
     def sum_spans(self) -> Iterator[SumSpan]:
@@ -394,11 +162,11 @@ class Step:
         """Per device in the order of its list, when what it receives arrived and what it computes
         ended, and which of these are computes.
         """
-        arrival, first = np.array(self._arrival), len(self._price)
-        logged = np.array([unit.role in (Role.ACTION, Role.UPDATE) for unit in self._units])
+        arrival, first = self._tables.messages["arrival"], len(self._tables.messages)
+        logged = np.array([unit.role in (Role.ACTION, Role.UPDATE) for unit in self.program.units])
         result = []
-        for listed, ends in zip(self.program.code, self.ends, strict=True):
-            code = np.array(listed)
+        for entries, ends in zip(self.program.code, self.ends, strict=True):
+            code = np.array(entries)
             code = code[(code >= 0) | (code <= ~first)]  # without sends
             chosen = np.ones(len(code), dtype=bool)
             chosen[code < 0] = logged[~code[code < 0] - first]
@@ -432,30 +200,123 @@ class Step:
     @cached_property
     def units(self) -> list[list[ComputeUnit]]:
         """Per device, what ``starts`` and ``ends`` are of."""
-        return [self._units_of(d) for d in range(len(self._code))]
+        return [self._units_of(d) for d in range(len(self.program.code))]
 
     @property
     def moved(self) -> list[tuple[float, float]]:
         """Per message, when it began to occupy its ports, and when it had arrived."""
-        return [
-            (freed - price.occupies_s, arrival)
-            for price, freed, arrival in zip(self._price, self._freed, self._arrival, strict=True)
-        ]
+        messages = self._tables.messages
+        begun = messages["freed"] - messages["occupies"]
+        return list(zip(begun.tolist(), messages["arrival"].tolist(), strict=True))
 
     def _units_of(self, d: int) -> list[ComputeUnit]:
-        first = len(self._price)
-        return [self._units[~x - first] for x in self.program.code[d] if ~x >= first]
+        first = len(self._tables.messages)
+        return [self.program.units[~x - first] for x in self.program.code[d] if ~x >= first]
 
     def _is_action(self, x: int) -> bool:
-        unit = ~x - len(self._price)
-        return unit < 0 or self._units[unit].role is Role.ACTION
+        unit = ~x - len(self._tables.messages)
+        return unit < 0 or self.program.units[unit].role is Role.ACTION
 
 
-def _cores_of(devices: Sequence[int], costs: StepCosts) -> tuple[list[int], int]:
+class _Lists:
+    """Lists of whole numbers, one behind the other."""
+
+    def __init__(self, entries: list[int]) -> None:
+        self.entries = entries
+        self._known: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def add(self, entries: Sequence[int]) -> tuple[int, int]:
+        """Where such a list begins and ends; equal ones are one, as nobody changes them."""
+        key = tuple(entries)
+        if key not in self._known:
+            self._known[key] = len(self.entries), len(self.entries) + len(key)
+            self.entries += key
+        return self._known[key]
+
+
+def _tables(program: Program, costs: StepCosts) -> Tables:
+    """Everything before the clock runs."""
+    lists, messages = _Lists([x for code in program.code for x in code]), program.messages
+    summed = Counter(s for work in program.sums for s in work.stages)
+    stages = 1 + max([*summed, *(unit.stage for unit in program.units)], default=-1)
+    barriers = [(summed[s], -1, -1, 0, 0, 0) for s in range(stages)] * program.updates
+    units, parts = _units(program, lists, len(barriers))
+    barriers += [(0, -1, -1, *lists.add(group), len(group)) for group in program.groups]
+    queues: dict[int, list[int]] = defaultdict(list)
+    for piece, work in enumerate(program.sums):
+        queues[work.queue].append(piece)
+    summing = [lists.add(queues[q]) for q in range(len(queues))]
+    hosts = [costs.host(device) for device in program.devices]
+    jobs = range(1, max(Counter(hosts).values()) + 1)
+    slowdown = [slowdown_of(costs.slowdown, count) for count in jobs] if costs.slowdown else [1.0]
+    shared = {host: h for h, host in enumerate(dict.fromkeys(hosts)) if slowdown[-1] != 1}
+    core, cores = _cores_of(hosts, costs.cores)
+    devices, at, run = [], 0, 0
+    for d, code in enumerate(program.code):
+        ran = [program.units[u].stage for x in code if (u := ~x - len(messages.price)) >= 0]
+        held = lists.add(sorted({stage for stage in ran if stage >= 0}))
+        place = at, at + len(code), run, len(lists.entries), *held
+        lists.entries += [0] * stages
+        rest = core[d], 0, 0.0, 0.0, 1.0
+        devices.append((*place, -1, -1, -1, 0, -1, shared.get(hosts[d], -1), -1, *rest))
+        at, run = at + len(code), run + len(ran)
+    sums = [
+        (work.queue, *lists.add(work.ports), *lists.add(work.stages), work.seconds)
+        for work in program.sums
+    ]
+    moved = [
+        (*lists.add(price.ports), *lists.add(opened), posted, 0, -1, *price[:2], 0.0, math.inf)
+        for price, opened, posted in zip(
+            messages.price, messages.releases, messages.is_posted, strict=True
+        )
+    ]
+    nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
+    return Tables(
+        clock=np.array([(0, 0, 0, 0, stages, cores, 0.0, 0.0, 0.0, costs.agreement_s)], CLOCK),
+        lists=np.array(lists.entries, np.int64),
+        nodes=np.array(nodes, NODE),
+        devices=np.array(devices, DEVICE),
+        units=np.array(units, UNIT),
+        parts=np.array(parts, PART),
+        messages=np.array(moved, MESSAGE),
+        barriers=np.array(barriers, BARRIER),
+        sums=np.array(sums, SUM),
+        queues=np.array([(first, stop, first, 0, 0) for first, stop in summing], QUEUE),
+        pieces=np.array([(w.waits_for, -1, 0.0) for w in program.sums] * program.updates, PIECE),
+        hosts=np.array([(0, -1, 0.0, 0.0)] * len(shared), HOST),
+        free=np.zeros(len(program.ports)),
+        speeds=np.array([0.0, *(1 / times for times in slowdown)]),
+        restarts=np.array(costs.restarts, np.float64),
+        runs=np.zeros(run, RUN),
+    )
+
+
+def _units(
+    program: Program, lists: _Lists, first_group: int
+) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Units and their parts.
+
+    Args:
+        first_group: barriers before those of groups.
+    """
+    units: list[tuple[float, ...]] = []
+    parts: list[tuple[float, ...]] = []
+    for unit in program.units:
+        group = unit.group + first_group if unit.group >= 0 else -1
+        if unit.role in (Role.GATHER, Role.SHARE, Role.BEGIN):
+            inside = lists.add(unit.posts or unit.ports)
+        else:
+            inside = len(parts), len(parts) + len(unit.marks) + 1
+            parts += [(*lists.add(mark.pieces), mark.seconds) for mark in unit.marks]
+            parts.append((*lists.add(unit.final), unit.rest if unit.marks else unit.seconds))
+        units.append((unit.role, unit.stage, group, *inside, unit.seconds))
+    return units, parts
+
+
+def _cores_of(hosts: Sequence[int], cores: int) -> tuple[list[int], int]:
     """Per device whose core it has: its own, or the first one's of its host where those have to
     share; and how many may work there at a time.
     """
-    hosts = [costs.host(device) for device in devices]
-    if not costs.cores or max(Counter(hosts).values()) <= costs.cores:
-        return list(range(len(devices))), 1
-    return [hosts.index(host) for host in hosts], costs.cores
+    if not cores or max(Counter(hosts).values()) <= cores:
+        return list(range(len(hosts))), 1
+    return [hosts.index(host) for host in hosts], cores

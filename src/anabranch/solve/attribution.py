@@ -33,7 +33,8 @@ from anabranch.schedule import compute_order
 from anabranch.schedule.schedule import Action
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.critical_path import Cause, History, Ran, Segment
-from anabranch.simulator.program import Role, summing_s
+from anabranch.simulator.events import Role
+from anabranch.simulator.program import summing_s
 from anabranch.simulator.run import collector_paused
 from anabranch.simulator.run import simulate as simulate_step
 from anabranch.solve.explanation import Explanation, Loss

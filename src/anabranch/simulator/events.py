@@ -1,0 +1,361 @@
+"""What happens in a simulated step, event after event; compiled.
+
+``simulator.run`` says what it stands for. A message is an event only for a device that waits for
+it: its arrival is known as soon as it starts to move. Events are those of devices (a message that
+one waits for has arrived, a part of its unit has ended), then of queues of sums, of groups (what
+they have updated is shared), of hosts whose devices share cores (a job has ended).
+
+The same functions run as plain Python on lists (``simulator.step``).
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+from anabranch.cost.overheads import restart_s
+from anabranch.jit import compiled, entry
+from anabranch.simulator.engine import begin_job, end_job, expect, expect_at, next_event
+from anabranch.simulator.records import Record, Table, Tables
+
+
+class Role(IntEnum):
+    """What a unit stands for.
+
+    ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for those of all
+    stages of the device, and then for all devices. ``OVERHEAD`` is a device's time that no action
+    takes: of messages, or of the step. In ``GATHER`` devices that share an optimizer's state send
+    each other what they have updated. Between steps in a row nobody is held up there: ``SHARE``
+    begins it, and ``SHARED`` waits for it before the first forward of a stage. ``BEGIN`` is where a
+    step begins behind another one.
+    """
+
+    ACTION = 0
+    OVERHEAD = 1
+    AGREEMENT = 2
+    UPDATE = 3
+    GATHER = 4
+    SHARE = 5
+    SHARED = 6
+    BEGIN = 7
+
+
+AGREEMENT, UPDATE, GATHER = int(Role.AGREEMENT), int(Role.UPDATE), int(Role.GATHER)
+SHARE, SHARED, BEGIN = int(Role.SHARE), int(Role.SHARED), int(Role.BEGIN)
+
+
+@entry
+def play(step: Tables) -> None:
+    """Start every device and go on until nothing happens."""
+    clock = step.clock[0]
+    devices, queues, barriers = len(step.devices), len(step.queues), len(step.barriers)
+    for d in range(devices):
+        _advance(d, clock, step)
+    while True:
+        slot = next_event(clock, step.nodes)
+        if slot < 0:
+            break
+        if slot >= devices + queues + barriers:
+            host = step.hosts[slot - devices - queues - barriers]
+            slot = end_job(host, slot, clock, step)
+        if slot >= devices + queues:
+            _end_share(slot - devices - queues, clock, step)
+        elif slot >= devices:
+            _end_sum(slot - devices, clock, step)
+        elif step.devices[slot].unit < 0:
+            _receive(step.devices[slot], clock, step)
+            _advance(slot, clock, step)
+        else:
+            _end_part(slot, clock, step)
+
+
+@compiled
+def _advance(d: int, clock: Record, step: Tables) -> None:
+    """Go through the list of one device until it computes or has to wait."""
+    device, messages, lists = step.devices[d], step.messages, step.lists
+    count = len(messages)
+    while device.at < device.stop:
+        x = lists[device.at]
+        if x >= 0:
+            message = messages[x]
+            arrival = message.arrival
+            if arrival > clock.now or (arrival == clock.now and message.place > clock.place):
+                message.waiter, device.message = d, x
+                if arrival < math.inf:
+                    expect(d, arrival, message.place, step.nodes)
+                return
+            _post(message.first_release, message.stop_release, clock, step)
+        elif ~x < count:
+            _meet(~x, clock, step)
+        else:
+            u = ~x - count
+            unit = step.units[u]
+            role = unit.role
+            if role == BEGIN:
+                clock.begun = clock.now
+                device.begun += 1
+                _post(unit.first, unit.stop, clock, step)
+            elif role == SHARE:
+                _share(unit, clock, step)
+            elif role == SHARED:
+                # What is left of gathers falls from 0, by one for each step.
+                if -step.barriers[unit.group].left < device.begun:
+                    _wait(d, step.barriers[unit.group], step.devices)
+                    return
+            else:
+                device.unit = u
+                if role == UPDATE:
+                    _await_sums(d, unit.stage, clock, step)
+                elif role == AGREEMENT:
+                    _agree(d, clock, step)
+                elif unit.group < 0:
+                    _start(d, clock, step)
+                else:
+                    _come(unit.group, clock, step)
+                return
+        device.at += 1
+
+
+@compiled
+def _post(first: int, stop: int, clock: Record, step: Tables) -> None:
+    """Post the receives of messages."""
+    for i in range(first, stop):
+        _meet(step.lists[i], clock, step)
+
+
+@compiled
+def _meet(m: int, clock: Record, step: Tables) -> None:
+    """A message moves as soon as it is both sent and posted: at the second of the two."""
+    message = step.messages[m]
+    if message.ready == 0:
+        message.ready = 1
+        return
+    start = _occupy(message.first, message.stop, message.occupies, clock, step)
+    message.freed = start + message.occupies
+    message.arrival = message.freed + message.latency
+    clock.last_place += 1
+    message.place = clock.last_place
+    if message.waiter >= 0:
+        expect(message.waiter, message.arrival, message.place, step.nodes)
+
+
+@compiled
+def _occupy(first: int, stop: int, seconds: float, clock: Record, step: Tables) -> float:
+    """Take ports for a while, as soon as all are free; when that is."""
+    start = clock.now
+    for i in range(first, stop):
+        start = max(start, step.free[step.lists[i]])
+    for i in range(first, stop):
+        step.free[step.lists[i]] = start + seconds
+    return float(start)
+
+
+@compiled
+def _receive(device: Record, clock: Record, step: Tables) -> None:
+    """The message has arrived that a device waits for."""
+    message = step.messages[device.message]
+    message.waiter = device.message = -1
+    _post(message.first_release, message.stop_release, clock, step)
+    device.at += 1
+
+
+@compiled
+def _is_last(barrier: Record) -> bool:
+    """Whether a device is the last of its group to come; then nobody has come to the next time."""
+    barrier.missing -= 1
+    if barrier.missing > 0:
+        return False
+    barrier.missing = barrier.stop - barrier.first
+    return True
+
+
+@compiled
+def _come(g: int, clock: Record, step: Tables) -> None:
+    """The last device of a group to come to a unit starts it on all of them."""
+    group = step.barriers[g]
+    if not _is_last(group):
+        return
+    start = -1.0
+    for i in range(group.first, group.stop):
+        d = step.lists[i]
+        device = step.devices[d]
+        unit = step.units[device.unit]
+        if unit.role != GATHER:
+            _start(d, clock, step)
+            continue
+        # Devices send each other what they have updated, on the ports of their sums.
+        if start < 0:
+            start = _occupy(unit.first, unit.stop, unit.seconds, clock, step)
+        step.runs[device.run].start = start
+        expect_at(d, start + unit.seconds, clock, step.nodes)
+
+
+@compiled
+def _share(unit: Record, clock: Record, step: Tables) -> None:
+    """As a gather, but nobody waits for it here."""
+    if _is_last(step.barriers[unit.group]):
+        start = _occupy(unit.first, unit.stop, unit.seconds, clock, step)
+        slot = len(step.devices) + len(step.queues) + unit.group
+        expect_at(slot, start + unit.seconds, clock, step.nodes)
+
+
+@compiled
+def _end_share(b: int, clock: Record, step: Tables) -> None:
+    """What a group has updated is where it is read."""
+    barrier = step.barriers[b]
+    barrier.left -= 1
+    d, barrier.head = barrier.head, -1
+    while d >= 0:
+        device = step.devices[d]
+        after = device.behind
+        device.at += 1
+        _advance(d, clock, step)
+        d = after
+
+
+@compiled
+def _wait(d: int, barrier: Record, devices: Table) -> None:
+    """A device waits behind the others at a barrier."""
+    devices[d].behind = -1
+    if barrier.head < 0:
+        barrier.head = d
+    else:
+        devices[barrier.tail].behind = d
+    barrier.tail = d
+
+
+@compiled
+def _start(d: int, clock: Record, step: Tables) -> None:
+    """Start the unit of a device; behind a wait its core is slower at first."""
+    device = step.devices[d]
+    unit, core = step.units[device.unit], step.devices[device.core]
+    step.runs[device.run].start = clock.now
+    device.pace = 1.0
+    if core.working < clock.cores and clock.now > core.worked and unit.seconds > 0:
+        longer = restart_s(step.restarts, clock.now - core.worked)
+        if longer > 0:
+            device.pace = 1 + longer / unit.seconds
+    core.working += 1
+    device.part = unit.first
+    _compute(d, clock, step)
+
+
+@compiled
+def _compute(d: int, clock: Record, step: Tables) -> None:
+    """Start a part of a unit."""
+    device = step.devices[d]
+    seconds = step.parts[device.part].seconds * device.pace
+    if device.host < 0:
+        expect_at(d, clock.now + seconds, clock, step.nodes)
+    else:
+        slot = len(step.devices) + len(step.queues) + len(step.barriers) + device.host
+        begin_job(step.hosts[device.host], slot, d, seconds, clock, step)
+
+
+@compiled
+def _end_part(d: int, clock: Record, step: Tables) -> None:
+    """A part of a unit has ended: gradients may be final. With the last one the unit has."""
+    device = step.devices[d]
+    unit = step.units[device.unit]
+    stage, part = unit.stage, device.part
+    if part >= 0 and part + 1 < unit.stop:
+        device.part = part + 1
+        _compute(d, clock, step)
+    else:
+        clock.end = max(clock.end, clock.now)
+        step.runs[device.run].end = clock.now
+        device.run += 1
+        device.unit = device.part = -1
+        if unit.role != AGREEMENT and unit.role != GATHER:
+            core = step.devices[device.core]
+            core.worked = clock.now
+            core.working -= 1
+        if unit.role == UPDATE:
+            step.lists[device.updates + stage] += 1
+        device.at += 1
+        _advance(d, clock, step)
+    if part >= 0:
+        # After the messages of a backward, which other stages wait for.
+        _give(device.updates + stage, step.parts[part], clock, step)
+
+
+@compiled
+def _give(updates: int, part: Record, clock: Record, step: Tables) -> None:
+    """A device's gradients of the pieces of a part are final."""
+    lists = step.lists
+    for i in range(part.first, part.stop):
+        piece = step.pieces[lists[updates] * len(step.sums) + lists[i]]
+        piece.to_come -= 1
+        if piece.to_come == 0:
+            _sum_next(step.sums[lists[i]].queue, clock, step)
+
+
+@compiled
+def _sum_next(q: int, clock: Record, step: Tables) -> None:
+    """Start the next all-reduce of a queue, if it can."""
+    queue = step.queues[q]
+    number = step.lists[queue.turn]
+    at = queue.update * len(step.sums) + number
+    if queue.busy > 0 or at >= len(step.pieces) or step.pieces[at].to_come > 0:
+        return
+    queue.busy = 1
+    piece, work = step.pieces[at], step.sums[number]
+    piece.start = _occupy(work.first, work.stop, work.seconds, clock, step)
+    piece.begun = clock.summed
+    clock.summed += 1
+    expect_at(len(step.devices) + q, piece.start + work.seconds, clock, step.nodes)
+
+
+@compiled
+def _end_sum(q: int, clock: Record, step: Tables) -> None:
+    """An all-reduce has ended: the next one, and those who have waited for it."""
+    clock.end = max(clock.end, clock.now)
+    queue, lists = step.queues[q], step.lists
+    work, update = step.sums[lists[queue.turn]], queue.update
+    queue.busy = 0
+    queue.turn += 1
+    if queue.turn == queue.stop:
+        queue.turn = queue.first
+        queue.update += 1
+    _sum_next(q, clock, step)
+    for i in range(work.first_stage, work.stop_stage):
+        barrier = step.barriers[update * clock.stages + lists[i]]
+        barrier.left -= 1
+        if barrier.left > 0:
+            continue
+        d, barrier.head = barrier.head, -1
+        while d >= 0:
+            device = step.devices[d]
+            after = device.behind
+            if step.units[device.unit].role == UPDATE:
+                _start(d, clock, step)
+            else:
+                _agree(d, clock, step)
+            d = after
+
+
+@compiled
+def _await_sums(d: int, stage: int, clock: Record, step: Tables) -> None:
+    """Update a stage as soon as all of its gradients are summed."""
+    update = step.lists[step.devices[d].updates + stage]
+    barrier = step.barriers[update * clock.stages + stage]
+    if barrier.left == 0:
+        _start(d, clock, step)
+    else:
+        _wait(d, barrier, step.devices)
+
+
+@compiled
+def _agree(d: int, clock: Record, step: Tables) -> None:
+    """A device is through its list; the last one to have its sums lets all go on."""
+    devices = step.devices
+    for i in range(devices[d].first_stage, devices[d].stop_stage):
+        barrier = step.barriers[step.lists[i]]
+        if barrier.left > 0:
+            _wait(d, barrier, devices)
+            return
+    clock.agreed += 1
+    if clock.agreed == len(devices):
+        for other in range(len(devices)):
+            step.runs[devices[other].run].start = clock.now
+            expect_at(other, clock.now + clock.agreement_s, clock, step.nodes)
