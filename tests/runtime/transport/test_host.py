@@ -140,7 +140,7 @@ def test_tensors_outlive_the_transport() -> None:
 
 
 def test_a_receiver_that_is_done_and_gone_is_no_failure_of_the_sender() -> None:
-    """It may leave between the message, which it read, and the byte that was to wake it."""
+    """It may leave between the message, which it read, and the event that was to wake it."""
 
     def scenario(transport: HostTransport, rank: int) -> bool:
         if rank == 1:

@@ -7,14 +7,13 @@ abstract namespace of Linux). Then, in steps that end with a collective each::
     take the connections of higher ranks, answer    | collective |
     read the answers                                | collective | compare
 
-A hello has the descriptor of the segment, and where the messages to this peer begin. Two ranks are
-connected if both say so; otherwise (another host or user, no descriptors left) they talk in some
-other way.
+A hello has the descriptors of the segment and of an event that wakes who says it, and where the
+messages to this peer begin. Two ranks are connected if both say so; otherwise (another host or
+user, no descriptors left) they talk in some other way.
 """
 
 from __future__ import annotations
 
-import array
 import hashlib
 import os
 import secrets
@@ -23,6 +22,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 from anabranch.runtime.transport.log import Reader, Writer
@@ -36,14 +36,54 @@ _HELLO = struct.Struct("<q8q")
 _CREDENTIALS = struct.Struct("3i")
 
 
+class Event(FileIO):
+    """A counter of the kernel that one process adds to and another waits for (eventfd)."""
+
+    def __init__(self, file: int | None = None) -> None:
+        if file is None:
+            file = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        super().__init__(file, "r+")
+
+    def set(self) -> None:
+        """Wake who waits, now or next."""
+        os.eventfd_write(self.fileno(), 1)
+
+    def clear(self) -> None:
+        """Wait from now on."""
+        self.read(8)
+
+
 @dataclass
 class Peer:
-    """One rank of this host, and what leads to it; the socket only wakes it and shows its end."""
+    """One rank of this host, and what leads to it.
+
+    Attributes:
+        socket: carries nothing; the kernel closes it when the peer ends.
+        wakes: what it has written wakes this rank through this event.
+        wakes_peer: likewise the peer.
+    """
 
     socket: socket.socket
     writer: Writer
     reader: Reader
     window: Window
+    wakes: Event
+    wakes_peer: Event
+
+    def close(self) -> None:
+        """Close what the kernel would close at the end of this process."""
+        for end in (self.socket, self.wakes, self.wakes_peer):
+            end.close()
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """The hello of a peer."""
+
+    rank: int
+    segment: int
+    wakes: Event
+    begin: tuple[BlockAddress, BlockAddress]
 
 
 @dataclass
@@ -52,7 +92,12 @@ class _Arrival:
 
     socket: socket.socket
     writer: Writer
-    heard: tuple[int, tuple[BlockAddress, BlockAddress]] | None = None
+    wakes: Event
+    heard: _Heard | None = None
+
+    def close(self) -> None:
+        self.socket.close()
+        self.wakes.close()
 
 
 @dataclass
@@ -130,12 +175,9 @@ def _connected(rank: int, addresses: dict[int, bytes], segment: Segment) -> dict
         try:
             end.setblocking(False)
             end.connect(address)
-            writer = Writer(segment)
-            _say_hello(end, rank, writer, segment)
+            result[peer] = _say_hello(end, rank, segment)
         except OSError:
             end.close()
-            continue
-        result[peer] = _Arrival(end, writer)
     return result
 
 
@@ -151,36 +193,39 @@ def _accepted(
             break
         end.setblocking(False)
         try:
-            peer, file, begin = _hear_hello(end)
-            writer = Writer(segment)
-            _say_hello(end, rank, writer, segment)
+            heard = _hear_hello(end)
+            arrival = _say_hello(end, rank, segment)
         except OSError:
             end.close()
             continue
-        if peer in expected:
-            result[peer] = _Arrival(end, writer, (file, begin))
+        if heard.rank in expected:
+            arrival.heard = heard
+            result[heard.rank] = arrival
     return result
 
 
-def _say_hello(end: socket.socket, rank: int, writer: Writer, segment: Segment) -> None:
-    counter, first = writer.begin
-    socket.send_fds(end, [_HELLO.pack(rank, *counter, *first)], [segment.file])
+def _say_hello(end: socket.socket, rank: int, segment: Segment) -> _Arrival:
+    """A connection whose peer has been told of this rank."""
+    arrival = _Arrival(end, Writer(segment), Event())
+    counter, first = arrival.writer.begin
+    hello = _HELLO.pack(rank, *counter, *first)
+    socket.send_fds(end, [hello], [segment.file, arrival.wakes.fileno()])
+    return arrival
 
 
-def _hear_hello(end: socket.socket) -> tuple[int, int, tuple[BlockAddress, BlockAddress]]:
-    """Rank, descriptor of the segment, where messages begin; OSError if another user said it."""
+def _hear_hello(end: socket.socket) -> _Heard:
+    """What the peer says of itself; OSError if it is of another user."""
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(raw)[1] != os.getuid():
         raise PermissionError("a connection of another user")
-    size = array.array("i").itemsize
-    hello, ancillary, _, _ = end.recvmsg(_HELLO.size, socket.CMSG_LEN(size))
-    files = array.array("i")
-    for _, _, data in ancillary:
-        files.frombytes(data[:size])
-    if len(hello) != _HELLO.size or not files:
+    hello, files, _, _ = socket.recv_fds(end, _HELLO.size, 2)
+    if len(hello) != _HELLO.size or len(files) != 2:
+        for file in files:
+            os.close(file)
         raise ConnectionError("a hello without a segment")
     rank, *numbers = _HELLO.unpack(hello)
-    return rank, files[0], (BlockAddress(*numbers[:4]), BlockAddress(*numbers[4:]))
+    begin = BlockAddress(*numbers[:4]), BlockAddress(*numbers[4:])
+    return _Heard(rank, files[0], Event(files[1]), begin)
 
 
 def _answered(arrivals: dict[int, _Arrival]) -> dict[int, _Arrival]:
@@ -189,11 +234,10 @@ def _answered(arrivals: dict[int, _Arrival]) -> dict[int, _Arrival]:
     for peer, arrival in arrivals.items():
         if arrival.heard is None:
             try:
-                _, file, begin = _hear_hello(arrival.socket)
+                arrival.heard = _hear_hello(arrival.socket)
             except OSError:
-                arrival.socket.close()
+                arrival.close()
                 continue
-            arrival.heard = file, begin
         result[peer] = arrival
     return result
 
@@ -204,13 +248,16 @@ def _agreed(
     """Keep the connections that both ends have."""
     meeting = Meeting(segment)
     for peer, arrival in sorted(arrivals.items()):
-        assert arrival.heard is not None
-        file, begin = arrival.heard
+        heard = arrival.heard
+        assert heard is not None
         if not said[peer][rank]:
-            arrival.socket.close()
-            os.close(file)
+            arrival.close()
+            heard.wakes.close()
+            os.close(heard.segment)
             continue
-        window = Window(file)
-        reader = Reader(window, begin)
-        meeting.peers[peer] = Peer(arrival.socket, arrival.writer, reader, window)
+        window = Window(heard.segment)
+        reader = Reader(window, heard.begin)
+        meeting.peers[peer] = Peer(
+            arrival.socket, arrival.writer, reader, window, arrival.wakes, heard.wakes
+        )
     return meeting
