@@ -57,10 +57,6 @@ class Pairs:
         """Those that a mask, ascending indices or a slice name."""
         return Pairs(self.lower[keep], self.upper[keep])
 
-    def same(self, other: Pairs) -> bool:
-        """Whether these are the same pairs."""
-        return np.array_equal(self.lower, other.lower) and np.array_equal(self.upper, other.upper)
-
     def difference(self, per_set: Floats) -> Floats:
         """What the stages add to a sum per set."""
         return np.asarray(per_set[self.upper] - per_set[self.lower])

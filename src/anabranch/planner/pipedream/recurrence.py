@@ -3,14 +3,9 @@
 Level by level from the devices up: within a level all spans (u, v) for one component, then for two,
 and so on; at the last level only spans from the empty state. Every number of copies that higher
 levels may make of a component has tables of its own.
-
-What exceeds a bound is dropped at once. If nothing is found the bound rises; as no part of a plan
-exceeds the whole, the result is exact.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +13,7 @@ from numpy.typing import NDArray
 from anabranch.jit import entry
 from anabranch.planner.pipedream.terms import INFINITE, Matrix, Piece, Terms
 from anabranch.planner.toolkit.budget import Budget
-
-FIRST = 1.15
-"""The first bound, in multiples of what no plan can beat."""
-
-RISE = 1.5
-RISES = 8
-"""Ratio of the bounds that follow, and how many there are before the search has none."""
-
-_ROUNDING = 1 + 1e-9
+from anabranch.remembered import remembered
 
 
 def solve(terms: Terms, budget: Budget) -> tuple[Piece, ...] | None:
@@ -35,77 +22,49 @@ def solve(terms: Terms, budget: Budget) -> tuple[Piece, ...] | None:
     Raises:
         BudgetError: if ``budget`` runs out.
     """
-    for bound in bounds(terms.ideal_s() * FIRST):
-        found = BoundedRecurrence(terms, bound, budget).solve()
-        if found:
-            return found
-    return None
+    return _Recurrence(terms, budget).solve()
 
 
-def bounds(first: float) -> Iterator[float]:
-    """Bounds to try one after the other; the last is none."""
-    if first > 0:
-        yield from (first * RISE**i for i in range(RISES))
-    yield INFINITE
-
-
-class BoundedRecurrence:
-    """The recurrence without anything that exceeds a bound."""
-
-    def __init__(self, terms: Terms, bound: float, budget: Budget) -> None:
+class _Recurrence:
+    def __init__(self, terms: Terms, budget: Budget) -> None:
         self._terms = terms
-        self._bound = bound
         self._budget = budget
-        self._whole: dict[tuple[int, int], Matrix] = {}
 
-    def solve(self) -> tuple[Piece, ...]:
-        """A plan of the least period within the bound; no pieces if there is none."""
+    def solve(self) -> tuple[Piece, ...] | None:
+        """A plan of the least period, if there is one."""
         top = len(self._terms.tiers) - 1
         table = self._table(top, 1)
         if table.best[-1][0, -1] == INFINITE:
-            return ()
+            return None
         return self._pieces(table, top, 1, (0, len(self._terms.states) - 1))
 
+    @remembered
     def _component(self, level: int, copies: int) -> Matrix:
         """A^level on a whole component, of which there are so many copies; level -1: a device."""
         if level < 0:
-            return self._within(self._terms.compute_s(copies))
-        if (level, copies) not in self._whole:
-            count = len(self._terms.states)
-            whole = np.full((count, count), INFINITE)
-            best = self._table(level, copies).best[-1]
-            whole[: len(best)] = best
-            self._whole[level, copies] = whole
-        return self._whole[level, copies]
+            return self._terms.compute_s(copies)
+        whole: Matrix = self._table(level, copies).best[-1]
+        return whole
 
     def _table(self, level: int, copies: int) -> LevelTable:
         """T and A at a level for 1, 2 .. components."""
         size = self._terms.tiers[level].size
-        cut = self._within(self._terms.cut_s(level, copies))
+        cut = self._terms.cut_s(level, copies)
         stage = np.stack([self._stage(level, copies, m) for m in range(1, size + 1)])
-        best = stage[:, : self._starts(level, copies)].copy()
+        # At the last level a pipeline starts with the model.
+        starts = 1 if copies * self._terms.component(level) == self._terms.devices else len(cut)
+        best = stage[:, :starts].copy()
         reach = len(cut) - np.argmax(stage[:, :, ::-1] < INFINITE, axis=2)
         left = self._budget.limit - self._budget.spent
         self._budget.spend(_join(stage, cut, reach, best, left))
         return LevelTable(cut, stage, best)
-
-    def _starts(self, level: int, copies: int) -> int:
-        """States at which a component's part may begin: other devices have to do what is before."""
-        others = self._terms.devices - copies * self._terms.component(level)
-        if others == 0:
-            return 1
-        within = self._terms.work_s() <= self._bound * others * _ROUNDING
-        return int(np.flatnonzero(within)[-1]) + 1
 
     def _stage(self, level: int, copies: int, m: int) -> Matrix:
         if not self._terms.possible(copies * m):
             count = len(self._terms.states)
             return np.full((count, count), INFINITE)
         inside = self._component(level - 1, copies * m)
-        return self._within(np.maximum(inside, self._terms.reduce_s(level, copies, m)))
-
-    def _within(self, seconds: Matrix) -> Matrix:
-        return np.where(seconds <= self._bound, seconds, INFINITE)
+        return np.asarray(np.maximum(inside, self._terms.reduce_s(level, copies, m)))
 
     def _pieces(
         self, table: LevelTable, level: int, copies: int, span: tuple[int, int]

@@ -112,21 +112,6 @@ class Terms:
         height = np.minimum(self.prices.headroom(self.states.matrices(), replicas), LASTING)
         return np.where(self.states.nested, height, -1).astype(np.int16)
 
-    def ideal_s(self) -> float:
-        """Less than any plan takes: all work spread evenly, at the best sample counts."""
-        return float(self.work_s()[-1]) / self.devices
-
-    def work_s(self) -> NDArray[np.float64]:
-        """Device seconds of everything done at least, per state."""
-        counts = {
-            self.prices.samples(d) for d in range(1, self.devices + 1) if self.allowed(d)
-        } or {self.prices.microbatch_size}
-        samples = sorted(n for n in counts if self.prices.cost.covers(n))
-        if not samples:
-            return np.zeros(len(self.states))
-        per_sample = [np.add(*self.prices.cost.op_seconds(n)) / n for n in samples]
-        return self.states.sums(np.min(per_sample, axis=0)) * self.prices.microbatch_size
-
     @property
     def devices(self) -> int:
         """Devices of all levels."""

@@ -61,7 +61,6 @@ class DownsetPrices:
         self.prices = prices
         self.downsets = downsets
         self.modes = modes
-        self._last: tuple[Pairs, Border] | None = None
 
     @cached_property
     def least_s(self) -> float:
@@ -179,18 +178,11 @@ class DownsetPrices:
         kept = []
         for start in range(0, len(pairs), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
-            block = pairs[some]
-            kept.append(self._block(block, self._known_border(block), room[some], bound_s))
+            kept.append(self._block(pairs[some], room[some], bound_s))
         return joined(kept)
 
-    def _known_border(self, pairs: Pairs) -> Border:
-        """What crosses the borders; the last pairs often come up again."""
-        if self._last is None or not self._last[0].same(pairs):
-            self._last = pairs, self.downsets.border(pairs)
-        return self._last[1]
-
-    def _block(self, pairs: Pairs, border: Border, room: Ints, bound_s: float) -> StageOptions:
-        kept: list[StageOptions] = []
+    def _block(self, pairs: Pairs, room: Ints, bound_s: float) -> StageOptions:
+        border, kept = self.downsets.border(pairs), []
         for index, mode in enumerate(self.modes):
             if not mode.recompute:
                 some = np.flatnonzero(room >= mode.devices)
