@@ -141,7 +141,7 @@ class _Entry(_Compiled):
             if content is None:
                 name = self.function.__name__
                 raise RuntimeError(f"{name} could not be compiled; its process says why")
-            self._codes[kinds] = _loaded(content)
+            self._codes[kinds] = _loaded(content, kinds)
         return self._codes[kinds]
 
 
@@ -189,16 +189,15 @@ class _Call:
         returns = function.function.__annotations__["return"]
         self._result: Any = ctypes.c_double() if returns == "float" else ctypes.c_int64()
         self._args: list[Any] = [ctypes.byref(self._result), ctypes.byref(ctypes.c_void_p())]
-        self._numbers: list[Any] = []
-        for (kind, dimensions), arg in _flat(kinds, args):
+        self._numbers: list[int] = []
+        for (_, dimensions), arg in _flat(kinds, args):
             if dimensions:
                 assert arg.flags.c_contiguous
-                self._args += [None, None, ctypes.c_int64(arg.size), ctypes.c_int64(arg.itemsize)]
-                self._args.append(ctypes.c_void_p(arg.ctypes.data))
-                self._args += map(ctypes.c_int64, (*arg.shape, *arg.strides))
+                self._args += (None, None, arg.size, arg.itemsize, arg.ctypes.data)
+                self._args += (*arg.shape, *arg.strides)
             else:
-                self._numbers.append(ctypes.c_double() if kind == "float" else ctypes.c_int64())
-                self._args.append(self._numbers[-1])
+                self._numbers.append(len(self._args))
+                self._args.append(arg)
         self._function, self._kinds, self._arrays = function, kinds, args
         self._code: Any = None
 
@@ -206,7 +205,7 @@ class _Call:
         if self._code is None:
             self._code = self._function.code(self._kinds)
         for place, number in zip(self._numbers, numbers, strict=True):
-            place.value = number
+            self._args[place] = number
         failed = self._code(*self._args)
         assert not failed
         return self._result.value
@@ -328,14 +327,28 @@ _engines: list[Any] = []
 """What machine code lives in."""
 
 
-def _loaded(content: bytes) -> Any:
+def _c_types(kinds: Sequence[Kind]) -> Iterator[Any]:
+    """Types of what stands for arguments of these kinds; see ``_Call``."""
+    for kind, dimensions in kinds:
+        if isinstance(dimensions, tuple):
+            yield from _c_types(dimensions)
+        elif dimensions:
+            yield from (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+            yield from (ctypes.c_void_p, *(ctypes.c_int64,) * (2 * dimensions))
+        else:
+            yield ctypes.c_double if kind == "float" else ctypes.c_int64
+
+
+def _loaded(content: bytes, kinds: tuple[Kind, ...]) -> Any:
     from llvmlite import binding as llvm
 
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(content))
     engine.finalize_object()
     _engines.append(engine)
-    return _Code(engine.get_function_address("run"))
+    code = _Code(engine.get_function_address("run"))
+    code.argtypes = (ctypes.c_void_p, ctypes.c_void_p, *_c_types(kinds))
+    return code
 
 
 def _machine() -> Any:

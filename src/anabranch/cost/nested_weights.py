@@ -154,14 +154,15 @@ class NestedSets:
         return np.asarray((outside == 0) & ~np.eye(len(self), dtype=bool))
 
     @remembered
-    def matrices(self, tensor: int = 1) -> StageWeights:
-        """Bytes of the stages between any two sets, [lower, upper]; none where the one is not
-        inside the other.
+    def matrices(self, tensor: int = 1, lowest: int | None = None) -> StageWeights:
+        """Bytes of the stages between any two sets, or any of the ``lowest`` and another: [lower,
+        upper]; none where the one is not inside the other.
         """
-        lower, upper = np.nonzero(self.nested)
+        nested = self.nested[:lowest]
+        lower, upper = np.nonzero(nested)
         # The first pair is no stage, and stands wherever there is none.
         pairs = Pairs(*(np.concatenate([[0], at]).astype(np.int32) for at in (lower, upper)))
-        place = np.zeros((len(self), len(self)), dtype=np.intp)
+        place = np.zeros(nested.shape, dtype=np.intp)
         place[lower, upper] = np.arange(1, len(pairs))
         return self.between(pairs, tensor)[place]
 
@@ -189,7 +190,7 @@ class NestedSets:
             most = self._chain_most(own + done) - self.sums(kept)
             return np.asarray(np.maximum(most, 0.0)[pairs.lower, pairs.upper])
         found = np.zeros(pairs.lower.shape)
-        for op in np.flatnonzero(own + kept):
+        for op in bits(self.sets[-1]):
             member = self._members[:, op]
             inside = np.nonzero(member[pairs.upper] > member[pairs.lower])
             found[inside] = np.maximum(found[inside] - kept[op], own[op])
@@ -324,8 +325,12 @@ class _Passes:
     def at(self, samples: Number) -> Floats:
         """Bytes of the passes; of an array of counts one after the other."""
         if np.ndim(samples) == 0:
-            return self.sets.passes(self.pairs, float(samples), self.tensor)
-        return np.stack([self.at(count) for count in np.ravel(samples)])
+            return self._at(float(samples))
+        return np.stack([self._at(float(count)) for count in np.ravel(samples)])
+
+    @remembered
+    def _at(self, samples: float) -> Floats:
+        return self.sets.passes(self.pairs, samples, self.tensor)
 
     def __getitem__(self, places: Any) -> _Passes:
         """Those of some of the pairs."""

@@ -53,7 +53,7 @@ def test_tables_have_the_prices_of_parts(profile, size, count, memory):
     schedules = Schedules((Configuration(size),), (prices,))
     parts = PartPrices(prices)
     row = line(cost, range(len(cost.graph)), 64).row
-    tables = schedules.tables(row)
+    tables = schedules.tables(row, len(cost.graph))
     for start in range(len(cost.graph)):
         for stop in range(start + 1, len(cost.graph) + 1):
             for k, mode in enumerate(schedules.modes):

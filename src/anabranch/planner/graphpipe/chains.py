@@ -24,6 +24,7 @@ from functools import cached_property
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.series_parallel import Leaf, Node, Parallel, Series, operators, signature
+from anabranch.remembered import remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,14 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @remembered
+    def with_join(self, place: int, branch: int) -> NestedSets:
+        """A row: a branch of the block at a place, then the items behind the block."""
+        block = self.items[place]
+        assert block is not None
+        parts = [*block.branches[branch].row.parts, *self.row.parts[place + 1 :]]
+        return NestedSets.row(self.row.cost, parts)
 
     def rows(self) -> Iterator[NestedSets]:
         """The rows of the chain and of all that is inside it."""

@@ -120,14 +120,13 @@ class StagePrices:
     def __init__(self, schedules: Schedules) -> None:
         self.schedules = schedules
         self._rows: dict[int, StageTables] = {}
-        self._joins: dict[tuple[int, int, int, int], NestedSets] = {}
         self._tails: dict[int, Floats] = {}
         self._parts = [PartPrices(prices) for prices in schedules.prices]
 
-    def of_row(self, row: NestedSets) -> StageTables:
-        """Of the ranges of a row."""
+    def of_row(self, row: NestedSets, starts: int = 0) -> StageTables:
+        """Of the ranges of a row, or of those that begin at its first so many."""
         if id(row) not in self._rows:
-            self._rows[id(row)] = self.schedules.tables(row)
+            self._rows[id(row)] = self.schedules.tables(row, starts or len(row))
         return self._rows[id(row)]
 
     def tail_s(self, row: NestedSets) -> Floats:
@@ -142,17 +141,6 @@ class StagePrices:
                 [seconds[-1] - seconds[:-1] for seconds in running], axis=0
             )
         return self._tails[id(row)]
-
-    def join(self, chain: Chain, place: int, branch: int, cut: int) -> NestedSets:
-        """A row: the tail of a branch of the block at a place, then the items after the block."""
-        key = id(chain), place, branch, cut
-        if key not in self._joins:
-            block = chain.items[place]
-            assert block is not None
-            row = block.branches[branch].row
-            parts = [row.mask(cut, len(row) - 1), *chain.row.parts[place + 1 :]]
-            self._joins[key] = NestedSets.row(chain.row.cost, parts)
-        return self._joins[key]
 
     def part(self, stage: PlannedStage) -> Part:
         """A stage as the rest of the planners have it."""
@@ -344,9 +332,13 @@ class _Search:
         key = id(block), start, after
         if key in self._runs:
             return self._runs[key]
-        branches = [self._branch(block, q, after) for q in range(start, len(block.branches))]
+        classes = block.classes[start:]
+        alone = {
+            q: self._in_series(block.branches[q], len(block.branches[q]), after)
+            for q in dict.fromkeys(classes)
+        }
         tables, schedules = self._prices.of_row(block.row), self._schedules
-        shape = len(branches) + 1, len(after), self._groups + 1
+        shape = len(classes) + 1, len(after), self._groups + 1
         self._budget.spend(
             shape[0] ** 2 // 2 * tables.tps.shape[1] * shape[1] ** 2 * shape[2] + CALL * shape[1]
         )
@@ -354,7 +346,7 @@ class _Search:
         least[0, :, 0] = 0  # no branches ask for nothing
         choices = np.zeros((*shape, 4), dtype=np.int64)
         _put_beside(
-            np.stack([branch.least for branch in branches]) if branches else least[1:],
+            np.stack([alone[q].least for q in classes]) if classes else least[1:],
             tables.tps,
             tables.room,
             start,
@@ -370,9 +362,12 @@ class _Search:
             if not stop:
                 return []
             middle, d1, y, k = choices[stop, x, d].tolist()
-            last = [PlannedStage(block.row.mask(start + middle, start + stop), y, k)]
+            first = start + middle
+            last = [PlannedStage(block.row.mask(first, start + stop), y, k)]
             if stop - middle == 1:
-                last = branches[middle].stages(x, d - d1)
+                known = classes[middle]
+                last = alone[known].stages(x, d - d1)
+                last = _renamed(last, block.branches[known], block.branches[first])
             return [*stages(middle, x, d1), *last]
 
         self._runs[key] = [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
@@ -380,11 +375,6 @@ class _Search:
 
     def _whole(self, block: Block, after: After) -> Strategies:
         return self._beside(block, 0, after)[-1]
-
-    def _branch(self, block: Block, q: int, after: After) -> Strategies:
-        known, own = block.branches[block.classes[q]], block.branches[q]
-        found = self._in_series(known, len(known), after)
-        return found if own is known else _renamed(found, known, own)
 
     def _joined(
         self, chain: Chain, place: int, stop: int, needs: Ints, rests: Sequence[Strategies]
@@ -396,17 +386,17 @@ class _Search:
         for q in sorted(
             {block.classes.index(c) + block.classes.count(c) - 1 for c in block.classes}
         ):
-            for cut in self._cuts(block.branches[q]) if place + 1 < stop else []:
-                row = self._prices.join(chain, place, q, cut)
-                tables = self._prices.of_row(row)
-                if tables.quickest[0, 2] > self._bound:
+            branch = block.branches[q]
+            for cut in self._cuts(branch) if place + 1 < stop else []:
+                # Stages end behind the first item after the block or later.
+                row, end = chain.with_join(place, q), len(branch) + 1
+                tables = self._prices.of_row(row, len(branch))
+                if tables.quickest[cut, end] > self._bound:
                     continue
-                # Item 0 of the row is the tail; stages end behind the first item after the block
-                # or later.
                 begins = self._single_stage(
-                    *(tables, 0, 2),
+                    *(tables, cut, end),
                     needs[place + 2 : stop + 1],
-                    partial(_run_mask, row, 0, 2),
+                    partial(_run_mask, row, cut, end),
                     rests[place + 2 : stop + 1],
                 )
                 for begin in begins:
@@ -472,17 +462,10 @@ def _operators(chain: Chain) -> Iterator[int]:
         yield from bits(mask) if item is None else ()
 
 
-def _renamed(found: Strategies, known: Chain, own: Chain) -> Strategies:
-    """The strategies of a branch for another that is the same."""
-
-    def stages(x: int, d: int) -> list[PlannedStage]:
-        order = dict(zip(_operators(known), _operators(own), strict=True))
-        return [
-            stage._replace(mask=sum(1 << order[op] for op in bits(stage.mask)))
-            for stage in found.stages(x, d)
-        ]
-
-    return Strategies(found.least, stages)
+def _renamed(stages: list[PlannedStage], known: Chain, own: Chain) -> list[PlannedStage]:
+    """The stages of a branch for another that is the same."""
+    order = dict(zip(_operators(known), _operators(own), strict=True))
+    return [s._replace(mask=sum(1 << order[op] for op in bits(s.mask))) for s in stages]
 
 
 @jit.entry

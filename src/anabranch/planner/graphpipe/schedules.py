@@ -94,25 +94,38 @@ class Schedules:
         ]
         return np.array(table, dtype=np.int64)
 
-    def tables(self, row: NestedSets) -> StageTables:
-        """Time per sample and memory of all ranges of a row."""
-        shape = len(self.configurations), len(self.modes), len(row), len(row)
+    def tables(self, row: NestedSets, starts: int) -> StageTables:
+        """Time per sample and memory of the ranges of a row that begin at its first so many."""
+        shape = len(self.configurations), len(self.modes), starts, len(row)
         tps, room = np.full(shape, np.inf), np.full(shape, -1, dtype=np.int64)
         for x, prices in enumerate(self.prices):
-            for k, mode in enumerate(self.modes):
-                if mode in prices.modes:
-                    tps[x, k], room[x, k] = _stage(prices, row, mode)
-        tps[:, :, *np.tril_indices(len(row))] = np.inf
+            for tensor in prices.tensors:
+                found = [mode for mode in self.modes if mode.tensor == tensor]
+                used = [mode for mode in found if mode in prices.modes]
+                if used:
+                    k = [self.modes.index(mode) for mode in used]
+                    tps[x, k], room[x, k] = _stages(prices, row, used, starts)
+        tps[:, :, *np.tril_indices(starts, m=len(row))] = np.inf
         return StageTables(tps, room)
 
 
-def _stage(prices: MicrobatchPrices, row: NestedSets, mode: Mode) -> tuple[Floats, Ints]:
-    """Seconds per sample, and samples that fit, of all ranges in one mode: [start, stop]."""
-    weights = row.matrices(mode.tensor)
-    samples = prices.samples(mode.replicas)
-    running = row.compute_s(samples, mode.tensor, recompute=mode.recompute)
-    seconds = prices.period_s(weights, running[None, :] - running[:, None], mode)
-    height = prices.headroom(weights, mode.replicas, recompute=mode.recompute).astype(np.int64)
+def _stages(
+    prices: MicrobatchPrices, row: NestedSets, modes: Sequence[Mode], starts: int
+) -> tuple[Floats, Ints]:
+    """Seconds per sample, and samples that fit, in modes of as many devices per replica:
+    [mode, start, stop].
+    """
+    weights = row.matrices(modes[0].tensor, starts)
+    rates = np.array([prices.rates(mode) for mode in modes]).T[..., None, None]
+    used = np.array([(mode.replicas, mode.recompute) for mode in modes]).T[..., None, None]
+    running = np.stack(
+        [
+            row.compute_s(prices.samples(mode.replicas), mode.tensor, recompute=mode.recompute)
+            for mode in modes
+        ]
+    )
+    seconds = prices.period_s(weights, running[:, None] - running[:, :starts, None], rates)
+    height = prices.headroom(weights, used[0], recompute=used[1]).astype(np.int64)
     size = prices.microbatch_size
     return seconds / size, np.where(height == UNBOUNDED, ENDLESS, (height + 1) * size)
 

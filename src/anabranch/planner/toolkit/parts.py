@@ -57,7 +57,8 @@ class PartPrices:
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
         weights = self.cost.weights(part.mask, part.tensor)
-        return float(self.microbatch.period_s(weights, self.compute_s(part), part.mode))
+        rates = self.microbatch.rates(part.mode)
+        return float(self.microbatch.period_s(weights, self.compute_s(part), rates))
 
     @remembered
     def headroom(self, part: Part) -> int:

@@ -12,6 +12,7 @@ stage's height.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,15 +93,24 @@ class MicrobatchPrices:
         last = min(degree * tensor, self.cost.cluster.num_devices) - 1
         return self.cost.ring_price((0, last), degree)
 
-    def period_s(self, weights: StageWeights, compute_s: Number, mode: Mode) -> Number:
-        """Seconds from one micro-batch to the next of a stage, or of each of many."""
-        border, per_byte = weights.border, self.cost.border_price(mode.devices)
-        traffic = traffic_s(border.comes, border.goes, self.samples(mode.replicas), per_byte)
-        reduce_s = all_reduce_s(weights.summed, *self.ring(mode.replicas, mode.tensor))
+    def rates(self, mode: Mode) -> tuple[float, float, float, float]:
+        """Samples on the fullest replica, seconds per byte across the border, and ``ring``."""
+        ring = self.ring(mode.replicas, mode.tensor)
+        return self.samples(mode.replicas), self.cost.border_price(mode.devices), *ring
+
+    def period_s(self, weights: StageWeights, compute_s: Number, rates: Iterable[Number]) -> Number:
+        """Seconds from one micro-batch to the next of a stage, or of each of many.
+
+        Args:
+            rates: of the mode, or arrays of those of several, with axes that broadcast.
+        """
+        samples, per_byte, *ring = rates
+        traffic = traffic_s(weights.border.comes, weights.border.goes, samples, per_byte)
+        reduce_s = all_reduce_s(weights.summed, *ring)
         return period_s(work_s(compute_s, traffic), compute_s, reduce_s, self.num_microbatches)
 
     def headroom(
-        self, weights: StageWeights, replicas: Number, *, recompute: bool = False
+        self, weights: StageWeights, replicas: Number, *, recompute: Number = False
     ) -> NDArray[np.int32]:
         """The largest height at which a stage, or each of many, fits; -1 where it fits at none."""
         size = self.microbatch_size
