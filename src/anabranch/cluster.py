@@ -90,7 +90,7 @@ class Calibration:
             ``sum_byte_s`` per byte of it and other rank.
         memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
         lost_share: what other processes took of a core meanwhile, 0 to 1.
-        restarts: how much longer work takes behind a wait of the core, for its caches and its clock
+        restarts: how much longer work takes behind a wait of the rank, for its caches and its clock
             have to come back: (seconds waited, seconds longer), both ascending; in between it is
             interpolated. Empty where that is not known.
         share_tensor_s: where ranks share an optimizer's state, of sending and taking what they have

@@ -13,7 +13,7 @@
     sums        per gradient + per byte and other rank, of the processors; the links' time is in
                 ``communication``. Where ranks share the optimizer's state each byte is added up on
                 one of them, and what that has updated goes to the others
-    restart     of a core that has waited, whose work takes longer until its caches are full again
+    restart     of a device that has waited, whose work takes longer until its caches are full again
     reading     of a batch, by its samples, as measured for the workload's data; a step alone is
                 given its batch
     agreement   of loss and metrics: every rank sends its totals to all others and takes theirs

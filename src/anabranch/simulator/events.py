@@ -226,13 +226,15 @@ def _wait(d: int, barrier: Record, devices: Table) -> None:
 
 @compiled
 def _start(d: int, clock: Record, step: Tables) -> None:
-    """Start the unit of a device; behind a wait its core is slower at first."""
+    """Start the unit of a device; behind a wait it is slower at first. Where no core is free it
+    takes turns, and what that costs is in how devices slow each other down.
+    """
     device = step.devices[d]
     unit, core = step.units[device.unit], step.devices[device.core]
     step.runs[device.run].start = clock.now
     device.pace = 1.0
-    if core.working < clock.cores and clock.now > core.worked and unit.seconds > 0:
-        longer = restart_s(step.restarts, clock.now - core.worked)
+    if core.working < clock.cores and clock.now > device.worked and unit.seconds > 0:
+        longer = restart_s(step.restarts, clock.now - device.worked)
         if longer > 0:
             device.pace = 1 + longer / unit.seconds
     core.working += 1
@@ -267,9 +269,8 @@ def _end_part(d: int, clock: Record, step: Tables) -> None:
         device.run += 1
         device.unit = device.part = -1
         if unit.role != AGREEMENT and unit.role != GATHER:
-            core = step.devices[device.core]
-            core.worked = clock.now
-            core.working -= 1
+            device.worked = clock.now
+            step.devices[device.core].working -= 1
         if unit.role == UPDATE:
             step.lists[device.updates + stage] += 1
         device.at += 1
