@@ -25,16 +25,18 @@ def test_receives_are_posted_for_whole_microbatches():
     rule = SCHEDULES["gpipe"]()
     warm = rule.warm_up(GRAPH)
 
-    def posted(slots: int, *, lowered: bool) -> tuple[list[bool], list[tuple[int, ...]]]:
+    def posted(slots: int, *, lowered: bool) -> list[int]:
         order = Schedule(rule.order(warm).actions, slots)
         forward = replace(TIMES, message_edges=MessageEdges(back=()))
         given = lower(order, warm, forward.message_edges) if lowered else order
         program = compile_schedule(given, warm, forward)
-        return program.messages.is_posted, program.messages.releases
+        openers = program.messages.opener
+        assert program.messages.is_posted.tolist() == (openers < 0).tolist()
+        return openers.tolist()
 
-    one = [True, True] + [False] * 4, [(), (2, 3), (), (4, 5), (), ()]
+    one = [-1, -1, 1, 1, 3, 3]
     assert posted(1, lowered=False) == posted(1, lowered=True) == one
-    two = [True] * 4 + [False] * 2, [(), (4, 5), (), (), (), ()]
+    two = [-1, -1, -1, -1, 1, 1]
     assert posted(2, lowered=False) == posted(2, lowered=True) == two
 
 

@@ -112,7 +112,7 @@ class History:
     def __init__(self, step: Step) -> None:
         self._step, self._program = step, step.program
         program = step.program
-        self._messages = len(program.messages.price)
+        self._messages = program.size
         self.ran: tuple[tuple[Ran, ...], ...] = tuple(
             tuple(map(Ran, starts, ends, units))
             for units, starts, ends in zip(step.units, step.starts, step.ends, strict=True)
@@ -125,8 +125,7 @@ class History:
             self._at.append([p for p, x in enumerate(code) if ~x >= self._messages])
             self._sent.update({~x: (d, p) for p, x in enumerate(code) if 0 <= ~x < self._messages})
             self._received.update({x: (d, p) for p, x in enumerate(code) if x >= 0})
-        releases = program.messages.releases
-        self._opener = {m: opener for opener, opened in enumerate(releases) for m in opened}
+        self._opener: list[int] = program.messages.opener.tolist()
         self._moved = step.moved
         self._index_sums()
 
@@ -215,7 +214,7 @@ class History:
         """The last of what an event waited for."""
         if event.cause is Cause.MESSAGE:
             moments = [self._passed(*self._sent[event.number])]
-            if (opener := self._opener.get(event.number)) is not None:
+            if (opener := self._opener[event.number]) >= 0:
                 device, at = self._received[opener]
                 moments.append(self._passed(device, at + 1))
         elif event.cause is Cause.ALL_REDUCE:

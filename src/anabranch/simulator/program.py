@@ -10,12 +10,14 @@ instead of comparing actions. A device's list, with 40 messages in all::
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.cost.communication import Port
 from anabranch.errors import InvalidScheduleError
@@ -26,6 +28,10 @@ from anabranch.schedule.lower import Overlap, device_pairs, directions, lower, p
 from anabranch.schedule.schedule import Action, Kind, Schedule
 from anabranch.simulator.costs import AllReduce, StepCosts
 from anabranch.simulator.events import Role
+
+Ints = NDArray[np.int64]
+
+T = TypeVar("T", int, Ints)
 
 
 class Price(NamedTuple):
@@ -40,36 +46,21 @@ class Price(NamedTuple):
     receive_s: float = 0.0
 
 
-@dataclass(slots=True)
-class MessageTable:
-    """Every message, by index; lists of equal length.
+@dataclass(frozen=True)
+class Messages:
+    """Every message, by index.
 
     Attributes:
-        price: seconds and ports.
+        prices: different ones.
+        price: which of them.
+        opener: the message with which its receive is posted, -1 for none.
         is_posted: whether its receive is posted before anything has been received.
-        releases: messages whose receives are posted when this one has been taken.
     """
 
-    price: list[Price] = field(default_factory=list)
-    is_posted: list[bool] = field(default_factory=list)
-    releases: list[tuple[int, ...]] = field(default_factory=list)
-
-    def add(self, prices: Sequence[Price]) -> int:
-        """Put in messages of these prices, in this order; the index of the first."""
-        first = len(self.price)
-        self.price += prices
-        self.is_posted += [True] * len(prices)
-        self.releases += [()] * len(prices)
-        return first
-
-    def post(self, groups: Sequence[Sequence[int]], slots: int) -> None:
-        """Decide when the receives of one channel are posted: when those of all but the latest
-        ``slots`` micro-batches, its own included, have been taken.
-        """
-        for opener, opened in zip(groups, groups[slots:], strict=False):
-            self.releases[opener[-1]] = tuple(opened)
-            for message in opened:
-                self.is_posted[message] = False
+    prices: list[Price]
+    price: Ints
+    opener: Ints
+    is_posted: NDArray[np.bool_]
 
 
 class Mark(NamedTuple):
@@ -131,26 +122,112 @@ class Sum(NamedTuple):
     ports: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """A schedule with its messages and prices.
 
     Attributes:
         devices: as in the schedule; everything else counts devices by their position in here.
-        code: per device, its actions as integers, and the units of other roles.
+        entries: their actions as integers, and the units of other roles, one device's behind the
+            other's.
+        first: where those of a device begin, and the end.
+        stages: of each device.
         groups: devices that compute together, each being one replica.
         sums: the all-reduces of one update, by piece; those of a queue in their order.
         updates: of every stage.
     """
 
     devices: tuple[int, ...]
-    code: list[list[int]]
+    entries: Ints
+    first: Ints
+    stages: list[tuple[int, ...]]
     units: list[ComputeUnit]
-    messages: MessageTable
+    messages: Messages
     ports: dict[tuple[str, int, int], int]
     groups: list[tuple[int, ...]]
     sums: list[Sum]
     updates: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of messages."""
+        return len(self.messages.price)
+
+    @cached_property
+    def code(self) -> list[list[int]]:
+        """Entries per device."""
+        return [part.tolist() for part in np.split(self.entries, self.first[1:-1])]
+
+
+class _Lists:
+    """Lists of devices as they are put together: each entry has a position in an original list, and
+    a phase there: receives, a compute, sends, an update.
+
+    Args:
+        lengths: of the original lists; before each and behind it is room for more.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._begin = 4 * np.cumsum([0, *(length + 2 for length in lengths)])
+        self._keys: list[Ints] = []
+        self._values: list[Ints] = []
+
+    def put(self, devices: Ints | int, places: Ints, values: Ints) -> None:
+        """Put entries at these places (``_place``), behind those that are there already."""
+        self._keys.append(self._begin[devices] + places)
+        self._values.append(values)
+
+    def joined(self) -> tuple[Ints, Ints]:
+        """All entries, and where those of each device begin and end."""
+        keys = np.concatenate(self._keys)
+        order = np.argsort(keys, kind="stable")
+        return np.concatenate(self._values)[order], np.searchsorted(keys[order], self._begin)
+
+
+_RECEIVES, _COMPUTE, _SENDS, _UPDATE = range(4)
+
+
+def _place(position: T, phase: int) -> T:
+    """A place in the list of a device; position -1 is before all that the list has."""
+    return 4 * (position + 1) + phase
+
+
+class _Passes:
+    """What the lists of a schedule have, each looked at once: replicas share one.
+
+    Attributes:
+        at: per list, by its ``id``, stage and whether it is a forward: positions of the computes
+            that have messages.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.at: dict[int, dict[tuple[int, bool], list[int]]] = {}
+        for actions in schedule.actions.values():
+            if id(actions) not in self.at:
+                found: dict[tuple[int, bool], list[int]] = defaultdict(list)
+                for position, action in enumerate(actions):
+                    if action.kind.has_messages:
+                        found[action.stage, action.kind.is_forward].append(position)
+                self.at[id(actions)] = found
+
+    def stages(self, device: int) -> tuple[int, ...]:
+        """Of a device, ascending."""
+        return tuple(sorted({stage for stage, _ in self.at[id(self._schedule.actions[device])]}))
+
+    def positions(
+        self, graph: StageGraph, stage: int, forward: bool, index: Mapping[int, int]
+    ) -> tuple[Ints, Ints]:
+        """Where devices have the micro-batches of a stage: rows of positions, and which one of them
+        a device has, by its index.
+        """
+        devices = graph.stages[stage].devices
+        lists = {id(self._schedule.actions[device]): 0 for device in devices}
+        rows = {listed: row for row, listed in enumerate(lists)}
+        row_of = np.zeros(len(index), np.int64)
+        for device in devices if len(rows) > 1 else ():
+            row_of[index[device]] = rows[id(self._schedule.actions[device])]
+        return np.array([self.at[listed][stage, forward] for listed in rows]), row_of
 
 
 def compile_schedule(
@@ -167,68 +244,73 @@ def compile_schedule(
     """
     if not schedule.is_lowered and not _is_in_order(schedule, graph):
         schedule = lower(schedule, graph, costs.message_edges)
-    prices, table = MessagePrices(graph, costs, tuple(schedule.actions)), MessageTable()
-    lowered = schedule.is_lowered
-    before: _Rows = {}
-    after: _Rows = {}
-    if not lowered:
-        before, after = _put_in(schedule, graph, costs.message_edges, prices, table)
-    number = _numbering(schedule, prices, table) if lowered else None
+    prices = MessagePrices(graph, costs, tuple(schedule.actions))
+    lists = _Lists([len(actions) for actions in schedule.actions.values()])
+    passes = _Passes(schedule)
+    if schedule.is_lowered:
+        messages = _number(schedule, prices, lists)
+    else:
+        messages = _put_in(passes, schedule.slots, graph, costs.message_edges, prices, lists)
     sums = plan_sums(costs, prices.indices)
     # Where updates follow each other, each has the bookkeeping of its batch.
     units = ComputeUnits(graph, costs, prices.index, sums, costs.step_s if updates > 1 else 0.0)
-    first_unit = len(table.price)
+    first_unit = len(messages.price)
     agrees = updates == 1 and (costs.agreement_s > 0 or any(map(costs.update_s, range(len(graph)))))
     # What the first stages read is needed first.
     shared = [work for work in reversed(costs.all_reduces()) if work.gather_s]
     per_update = [graph.num_microbatches(s) // updates for s in range(len(graph))]
     last: dict[int, dict[int, int]] = {}
-    code = []
-    for device, actions in schedule.actions.items():
+    alike: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+    for d, (device, actions) in enumerate(schedule.actions.items()):
         if id(actions) not in last:  # replicas share one list
             last[id(actions)] = _last_backwards(actions, per_update if updates > 1 else ())
         ends = last[id(actions)]
-        mine: list[int] = []
-        due = -1
-        for at, (action, unit) in enumerate(
-            zip(actions, units.of_list(actions, device, ends), strict=True)
-        ):
-            if due >= 0 and not action.kind.is_send:
-                mine.append(~(first_unit + units.update(due)))
-                due = -1
-            if unit < 0:
-                assert number is not None
-                mine.append(number(action, device))
-                continue
-            if updates > 1 and at in ends and units.has_update(action.stage):
-                due = action.stage
-            if lowered or not action.kind.has_messages:
-                mine.append(~(first_unit + unit))
-                continue
-            row = action.stage, device, action.kind.is_forward
-            mine += before[row][action.microbatch]
-            mine.append(~(first_unit + unit))
-            mine += after[row][action.microbatch]
-        if prices.take_time:
-            mine = _with_overheads(mine, table.price, units)
-        if updates == 1 and costs.step_s:
-            mine.insert(0, ~(first_unit + units.overhead(costs.step_s)))
-        if agrees:
-            mine.append(~(first_unit + units.agreement()))
-        behind = [due] if updates > 1 else [stage for _, stage in sorted(ends.items())]
-        mine += [~(first_unit + units.update(s)) for s in behind if s >= 0 and units.has_update(s)]
+        at, numbers = units.of_list(actions, device, ends)
+        key = id(actions), id(numbers)
+        if key not in alike:
+            more = list[tuple[int, int]]()
+            if updates == 1 and costs.step_s:
+                more.append((_place(-1, _COMPUTE), units.overhead(costs.step_s)))
+            behind = _place(len(actions), _COMPUTE)
+            if agrees:
+                more.append((behind, units.agreement()))
+            for position, stage in sorted(ends.items()):
+                # Behind the messages of the backward.
+                while position + 1 < len(actions) and actions[position + 1].kind.is_send:
+                    position += 1
+                if units.has_update(stage):
+                    place = behind if updates == 1 else _place(position, _UPDATE)
+                    more.append((place, units.update(stage)))
+            places, others = np.array(more, np.int64).reshape(-1, 2).T
+            alike[key] = (
+                np.concatenate([_place(at, _COMPUTE), places]),
+                ~(first_unit + np.concatenate([numbers, others])),
+            )
+        lists.put(d, *alike[key])
+        gathers = list[int]()
         for work in shared:
             if device in work.devices:
-                if work.share_s:
-                    mine.append(~(first_unit + units.overhead(work.share_s)))
-                mine.append(~(first_unit + units.gather(work, prices.indices(work.ports))))
-        code.append(mine)
-    sums = [
-        work._replace(waits_for=sum(stage in work.stages for stage, _ in units.finishing))
-        for work in sums
-    ]
+                gathers += [units.overhead(work.share_s)] if work.share_s else []
+                gathers.append(units.gather(work, prices.indices(work.ports)))
+        if gathers:
+            behind = _place(len(actions), _UPDATE)
+            lists.put(d, np.full(len(gathers), behind), ~(first_unit + np.array(gathers)))
+    entries, first = lists.joined()
+    if prices.take_time:
+        entries, first = _with_overheads(entries, first, messages, units)
+    finishing = Counter(stage for stage, _ in units.finishing)
+    sums = [work._replace(waits_for=sum(finishing[s] for s in work.stages)) for work in sums]
     return Program(
-        prices.devices, code, units.known, table, prices.ports, units.groups, sums, updates
+        prices.devices,
+        entries,
+        first,
+        [passes.stages(device) for device in prices.devices],
+        units.known,
+        messages,
+        prices.ports,
+        units.groups,
+        sums,
+        updates,
     )
 
 
@@ -246,18 +328,21 @@ def _last_backwards(actions: Sequence[Action], per_update: Sequence[int]) -> dic
     return {at: stage for (stage, _), at in last.items()}
 
 
-def _with_overheads(code: list[int], price: Sequence[Price], units: ComputeUnits) -> list[int]:
-    """The code of a device with the time that it takes for messages behind each of them."""
-    count = len(price)
-    result: list[int] = []
-    for x in code:
-        result.append(x)
-        message = x if x >= 0 else ~x
-        if message < count:
-            seconds = price[message].receive_s if x >= 0 else price[message].send_s
-            if seconds:
-                result.append(~(count + units.overhead(seconds)))
-    return result
+def _with_overheads(
+    entries: Ints, first: Ints, messages: Messages, units: ComputeUnits
+) -> tuple[Ints, Ints]:
+    """The lists with the time that devices take for messages behind each of them."""
+    size = len(messages.price)
+    taken = [
+        [size + units.overhead(seconds) if seconds else -1 for seconds in price[3:]]
+        for price in messages.prices
+    ]
+    moved = np.flatnonzero(entries >= -size)
+    x = entries[moved]
+    found = np.array(taken)[messages.price[np.where(x < 0, ~x, x)], (x >= 0).astype(int)]
+    moved, found = moved[found >= 0], found[found >= 0]
+    entries = np.insert(entries, moved + 1, ~found)
+    return entries, first + np.searchsorted(moved, first)
 
 
 def in_a_row(program: Program, count: int, read_s: float) -> Program:
@@ -265,8 +350,9 @@ def in_a_row(program: Program, count: int, read_s: float) -> Program:
     batch, which takes ``read_s``, and they agree on nothing in between. What others have updated is
     there when a stage that reads it has its first forward.
     """
-    table, size = program.messages, len(program.messages.price)
-    messages, units, code = MessageTable(), [*program.units], []
+    table, size = program.messages, program.size
+    units, code = [*program.units], list[int]()
+    first = [0]
     read = [~(count * size + len(units))] if read_s else []
     units += [ComputeUnit(-1, read_s, role=Role.OVERHEAD) for _ in read]
     share: dict[int, int] = {}
@@ -276,28 +362,36 @@ def in_a_row(program: Program, count: int, read_s: float) -> Program:
             share[~(size + u)] = ~(count * size + len(units))
             shared[~(size + u)] = share[~(size + u)] - 1
             units += [unit._replace(role=role) for role in (Role.SHARE, Role.SHARED)]
-    for step in range(count):
-        first = messages.add(table.price)
-        for message, released in enumerate(table.releases):
-            messages.releases[first + message] = tuple(other + first for other in released)
-            messages.is_posted[first + message] = step == 0 and table.is_posted[message]
+    later = np.arange(count)[:, None] * size
+    messages = Messages(
+        table.prices,
+        np.tile(table.price, count),
+        np.where(table.opener >= 0, table.opener + later, -1).ravel(),
+        np.concatenate([table.is_posted, np.zeros((count - 1) * size, np.bool_)]),
+    )
     for listed in program.code:
         mine = [x for x in listed if ~x < size or units[~x - size].role is not Role.AGREEMENT]
         posted = [x for x in mine if x >= 0 and table.is_posted[x]]
         awaited = _awaited(mine, program.units, size)
-        result: list[int] = []
         for step in range(count):
             if step:
-                result.append(~(count * size + len(units)))
+                code.append(~(count * size + len(units)))
                 posts = tuple(message + step * size for message in posted)
                 units.append(ComputeUnit(-1, 0.0, role=Role.BEGIN, posts=posts))
-            result += read
+            code += read
             for at, x in enumerate(mine):
                 if step:
-                    result += (shared[gather] for gather in awaited.get(at, ()))
-                result.append(share.get(x, _shifted(x, size, step, count)))
-        code.append(result)
-    return replace(program, code=code, units=units, messages=messages, updates=count)
+                    code += (shared[gather] for gather in awaited.get(at, ()))
+                code.append(share.get(x, _shifted(x, size, step, count)))
+        first.append(len(code))
+    return replace(
+        program,
+        entries=np.array(code, np.int64),
+        first=np.array(first),
+        units=units,
+        messages=messages,
+        updates=count,
+    )
 
 
 def _awaited(code: Sequence[int], units: Sequence[ComputeUnit], size: int) -> dict[int, list[int]]:
@@ -371,6 +465,7 @@ def gradient_marks(
 
 def _is_in_order(schedule: Schedule, graph: StageGraph) -> bool:
     """Whether every stage takes all of its micro-batches in turn, as an order by hand may not."""
+    whole: dict[int, Collection[tuple[int, Kind]]] = {}
     # Replicas share one list.
     for actions in {id(actions): actions for actions in schedule.actions.values()}.values():
         done: dict[tuple[int, Kind], int] = defaultdict(int)
@@ -380,83 +475,115 @@ def _is_in_order(schedule: Schedule, graph: StageGraph) -> bool:
             done[action.stage, action.kind] += 1
         if any(count != graph.num_microbatches(stage) for (stage, _), count in done.items()):
             return False
+        whole[id(actions)] = done
+    # What misses a stage, or a direction of it, is a list by hand as well.
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            kinds = {
+                kind
+                for other, kind in whole.get(id(schedule.actions.get(device)), ())
+                if other == s
+            }
+            if Kind.FORWARD not in kinds or kinds.isdisjoint({Kind.BACKWARD, Kind.INPUT_GRADIENT}):
+                return False
     return True
 
 
-def _numbering(
-    schedule: Schedule, prices: MessagePrices, table: MessageTable
-) -> Callable[[Action, int], int]:
-    """Number the messages of a lowered schedule by their receives; the code of each action."""
+def _number(schedule: Schedule, prices: MessagePrices, lists: _Lists) -> Messages:
+    """Number the messages of a lowered schedule by their receives, and list them."""
     received: dict[Channel, list[int]] = defaultdict(list)
     groups: dict[Channel, dict[int, list[int]]] = defaultdict(dict)
+    price: list[int] = []
     for device, actions in schedule.actions.items():
         for action in actions:
             if action.kind.is_receive:
                 key = channel(action, device)
-                message = table.add([prices.price(*key, action.stop - action.start)])
-                received[key].append(message)
-                groups[key].setdefault(action.microbatch, []).append(message)
+                received[key].append(len(price))
+                groups[key].setdefault(action.microbatch, []).append(len(price))
+                price.append(prices.number(*key, action.stop - action.start))
+    opener = np.full(len(price), -1)
     for microbatches in groups.values():
-        table.post(list(microbatches.values()), schedule.slots)
+        of_channel = list(microbatches.values())
+        for before, opened in zip(of_channel, of_channel[schedule.slots :], strict=False):
+            opener[opened] = before[-1]
     left: dict[tuple[Channel, bool], Iterator[int]] = {}
-
-    def code(action: Action, device: int) -> int:
-        key, sends = channel(action, device), action.kind.is_send
-        message = next(left.setdefault((key, sends), iter(received[key])), None)
-        if message is None:
-            raise InvalidScheduleError(f"device {device}: nobody receives {action}")
-        return ~message if sends else message
-
-    return code
-
-
-_Rows = dict[tuple[int, int, bool], list[list[int]]]
-"""(stage, device, whether forward) -> per micro-batch, the code of its messages."""
+    for d, (device, actions) in enumerate(schedule.actions.items()):
+        at, entries = list[int](), list[int]()
+        for position, action in enumerate(actions):
+            if action.peer < 0:
+                continue
+            key, sends = channel(action, device), action.kind.is_send
+            message = next(left.setdefault((key, sends), iter(received[key])), None)
+            if message is None:
+                raise InvalidScheduleError(f"device {device}: nobody receives {action}")
+            at.append(position)
+            entries.append(~message if sends else message)
+        places = _place(np.array(at, np.int64), _COMPUTE)
+        lists.put(d, places, np.array(entries, np.int64))
+    return Messages(prices.known, np.array(price, np.int64), opener, opener < 0)
 
 
 def _put_in(
-    schedule: Schedule,
+    passes: _Passes,
+    slots: int,
     graph: StageGraph,
     edges: MessageEdges,
     prices: MessagePrices,
-    table: MessageTable,
-) -> tuple[_Rows, _Rows]:
-    """Number the messages that ``lower`` would put in, those of each stage edge in a row; what
-    comes before a compute and what comes after it.
+    lists: _Lists,
+) -> Messages:
+    """Number the messages that ``lower`` would put in, those of each stage edge in a row, and list
+    them before and behind the computes.
     """
-    before, after = _no_rows(graph), _no_rows(graph)
-    for source, target, forward in directions(graph, edges):
-        made_of, needed_of = (graph.stages[s].microbatch_size for s in (source, target))
-        channels: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        x, y = (source, target) if forward else (target, source)
-        for overlaps, first, unit, times in patterns(graph, x, y):
-            found = list(_pattern_messages(overlaps, graph, source, target, forward, prices))
-            at = table.add([price for _, _, _, _, price in found] * times)
-            # Every how many micro-batches the same comes again; what is left comes once.
-            sent, received = max(unit // made_of, 1), max(unit // needed_of, 1)
-            for number, (a, b, i, j, _) in enumerate(found, at):
-                ids = range(number, number + times * len(found), len(found))
-                made = after[source, a, forward][first // made_of + i :: sent]
-                needed = before[target, b, forward][first // needed_of + j :: received]
-                for message, out, into in zip(ids, made, needed, strict=False):
-                    out.append(~message)
-                    into.append(message)
-                channels[a, b] += zip(ids, count(first // needed_of + j, received), strict=False)
-        for messages in channels.values():
-            groups: dict[int, list[int]] = defaultdict(list)
-            for message, microbatch in sorted(messages):
-                groups[microbatch].append(message)
-            table.post(list(groups.values()), schedule.slots)
-    return before, after
-
-
-def _no_rows(graph: StageGraph) -> _Rows:
-    return {
-        (s, device, forward): [[] for _ in range(graph.num_microbatches(s))]
-        for s, stage in enumerate(graph.stages)
-        for device in stage.devices
+    positions = {
+        (s, forward): passes.positions(graph, s, forward, prices.index)
+        for s in range(len(graph))
         for forward in (True, False)
     }
+    found: list[Ints] = [np.zeros((7, 0), np.int64)]
+    for number, (source, target, forward) in enumerate(directions(graph, edges)):
+        made_of, needed_of = (graph.stages[s].microbatch_size for s in (source, target))
+        x, y = (source, target) if forward else (target, source)
+        sent, sent_row = positions[source, forward]
+        taken, taken_row = positions[target, forward]
+        for overlaps, first, unit, times in patterns(graph, x, y):
+            of_one = list(_pattern_messages(overlaps, graph, source, target, forward, prices))
+            a, b, i, j, price = np.array(of_one, np.int64).reshape(-1, 5).T
+            # Every how many micro-batches the same comes again; what is left comes once.
+            again = np.arange(times)[:, None]
+            i = i + first // made_of + again * max(unit // made_of, 1)
+            j = j + first // needed_of + again * max(unit // needed_of, 1)
+            columns = np.empty((7, *i.shape), np.int64)
+            columns[0], columns[1] = a, sent[sent_row[a], i]
+            columns[2], columns[3] = b, taken[taken_row[b], j]
+            columns[4], columns[5] = j, price
+            columns[6] = (number * len(prices.devices) + a) * len(prices.devices) + b
+            found.append(columns.reshape(7, -1))
+    a, at, b, needed_at, microbatch, price, way = np.concatenate(found, axis=1)
+    numbers = np.arange(len(price))
+    lists.put(a, _place(at, _SENDS), ~numbers)
+    lists.put(b, _place(needed_at, _RECEIVES), numbers)
+    opener = _openers(way, microbatch, slots)
+    return Messages(prices.known, price, opener, opener < 0)
+
+
+def _openers(way: Ints, microbatch: Ints, slots: int) -> Ints:
+    """Per message, with which one its receive is posted: when those of all but the latest ``slots``
+    micro-batches on its way, its own included, have been taken; -1 for at once.
+    """
+    opener = np.full(len(way), -1)
+    if not len(way):
+        return opener
+    order = np.argsort(way, kind="stable")
+    way, microbatch = way[order], microbatch[order]
+    begins = np.flatnonzero(np.diff(way, prepend=-1) | np.diff(microbatch, prepend=-1))
+    last = np.append(begins[1:], len(way)) - 1
+    # Of each micro-batch on a way, the one ``slots`` before it.
+    before = np.full(len(begins), -1)
+    if len(begins) > slots:
+        on_way = way[begins[slots:]] == way[begins[:-slots]]
+        before[slots:] = np.where(on_way, order[last[:-slots]], -1)
+    opener[order] = np.repeat(before, last - begins + 1)
+    return opener
 
 
 def _pattern_messages(
@@ -466,18 +593,23 @@ def _pattern_messages(
     target: int,
     forward: bool,
     prices: MessagePrices,
-) -> Iterator[tuple[int, int, int, int, Price]]:
-    """Sender and receiver, micro-batch of the one and of the other, price."""
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Sender and receiver by their index, micro-batch of the one and of the other, price."""
     sender, receiver = graph.stages[source], graph.stages[target]
+    index = prices.index
     for i, r, j, q, start, stop in overlaps:
         k, m = (i, j) if forward else (j, i)
         for a, b in device_pairs(sender, *((r, receiver, q) if forward else (q, receiver, r))):
-            price = prices.price(source, target, a, b, forward, stop - start)
-            yield a, b, k, m, price
+            price = prices.number(source, target, a, b, forward, stop - start)
+            yield index[a], index[b], k, m, price
 
 
 class MessagePrices:
-    """Prices of messages; each is asked for once."""
+    """Prices of messages; each is asked for once.
+
+    Attributes:
+        known: those of different ways and sizes.
+    """
 
     def __init__(self, graph: StageGraph, costs: StepCosts, devices: tuple[int, ...]) -> None:
         self.devices = devices
@@ -487,9 +619,13 @@ class MessagePrices:
         self._ways: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {}
         self._bytes: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._ends: dict[float, tuple[float, float]] = {}
+        self._numbers: dict[tuple[int, int, float], int] = {}
+        self.known: list[Price] = []
 
-    def price(self, source: int, target: int, a: int, b: int, forward: bool, samples: int) -> Price:
-        """Price of so many samples from stage ``source`` on device a to ``target`` on device b."""
+    def number(self, source: int, target: int, a: int, b: int, forward: bool, samples: int) -> int:
+        """Which of the known prices so many samples have from stage ``source`` on device a to
+        ``target`` on device b.
+        """
         way = self._ways.get((a, b))
         if way is None:
             route = self._costs.route(a, b)
@@ -502,7 +638,11 @@ class MessagePrices:
         nbytes = self._bytes[edge][not forward]
         if nbytes not in self._ends:
             self._ends[nbytes] = self._costs.message_s(nbytes)
-        return Price(nbytes * per_byte_s, latency_s, indices, *self._ends[nbytes])
+        number = self._numbers.setdefault((a, b, nbytes), len(self.known))
+        if number == len(self.known):
+            ends = self._ends[nbytes]
+            self.known.append(Price(nbytes * per_byte_s, latency_s, indices, *ends))
+        return number
 
     @property
     def take_time(self) -> bool:
@@ -556,13 +696,12 @@ class ComputeUnits:
         self._sums = sums
         self._summing_s = summing_s(costs)
         self._summing = {stage for work in sums for stage in work.stages}
-        self._of_list: dict[tuple[int, tuple[tuple[int, ...], ...]], list[int]] = {}
-        self._of_action: dict[tuple[int, int, Kind, bool, bool], int] = {}
+        self._of_list: dict[tuple[int, tuple[tuple[int, ...], ...]], tuple[Ints, Ints]] = {}
 
     def of_list(
         self, actions: Sequence[Action], device: int, ends: Mapping[int, int]
-    ) -> Sequence[int]:
-        """Units of the scheduled actions of a device, -1 for messages.
+    ) -> tuple[Ints, Ints]:
+        """Positions of the computes of a device in its list, and their units.
 
         Args:
             ends: where the last backwards of its stages stand; position -> stage.
@@ -571,21 +710,24 @@ class ComputeUnits:
         # Replicas with slices of the same size do the same.
         key = id(actions), tuple(self._slices[device])
         if key not in self._of_list:
-            self._of_list[key] = [
-                -1 if action.peer >= 0 else self._unit_of(action, device, at in ends)
-                for at, action in enumerate(actions)
-            ]
+            at = [at for at, action in enumerate(actions) if action.peer < 0]
+            last = [self._graph.num_microbatches(s) - 1 for s in range(len(self._graph))]
+            known: dict[tuple[int, Kind, bool, bool], int] = {}
+            units = []
+            for i in at:
+                a = actions[i]
+                kind = a.stage, a.kind, a.microbatch == last[a.stage], i in ends
+                unit = known.get(kind)
+                if unit is None:
+                    unit = known[kind] = self._unit_of(a, device, i in ends)
+                units.append(unit)
+            self._of_list[key] = np.array(at, np.int64), np.array(units, np.int64)
         return self._of_list[key]
 
     def _unit_of(self, action: Action, device: int, is_last: bool) -> int:
-        s = action.stage
-        is_short = action.microbatch == self._graph.num_microbatches(s) - 1
-        key = s, device, action.kind, is_short, is_last
-        if key not in self._of_action:
-            replica = self._replica_of[s, device]
-            start, stop = self._graph.slice(s, action.microbatch, replica)
-            self._of_action[key] = self._unit(s, action.kind, stop - start, replica, is_last)
-        return self._of_action[key]
+        replica = self._replica_of[action.stage, device]
+        start, stop = self._graph.slice(action.stage, action.microbatch, replica)
+        return self._unit(action.stage, action.kind, stop - start, replica, is_last)
 
     @cached_property
     def _slices(self) -> Mapping[int, list[tuple[int, ...]]]:

@@ -120,7 +120,7 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
     """Seconds of a step among others in a row, where a device begins the next as soon as it has
     ended one, as in ``Pipeline.steps``; None where the step is too large to simulate several.
     """
-    if STEPS_IN_A_ROW * sum(map(len, program.code)) > MOST_IN_A_ROW:
+    if STEPS_IN_A_ROW * len(program.entries) > MOST_IN_A_ROW:
         return None
     step = Step(in_a_row(program, STEPS_IN_A_ROW, costs.read_s), costs)
     step.run()

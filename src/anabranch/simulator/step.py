@@ -67,7 +67,7 @@ class Step:
     def run(self) -> None:
         """Start every device and go on until nothing happens."""
         global _played
-        _played += sum(map(len, self.program.code))
+        _played += len(self.program.entries)
         if _played > PATIENCE:
             if jit.is_there(play, self._tables):
                 play(self._tables)
@@ -219,26 +219,32 @@ class Step:
 
 
 class _Lists:
-    """Lists of whole numbers, one behind the other."""
+    """Lists of whole numbers, one behind the other.
 
-    def __init__(self, entries: list[int]) -> None:
+    Args:
+        first: where they begin.
+    """
+
+    def __init__(self, first: int, entries: list[int]) -> None:
         self.entries = entries
+        self._first = first
         self._known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def add(self, entries: Sequence[int]) -> tuple[int, int]:
         """Where such a list begins and ends; equal ones are one, as nobody changes them."""
         key = tuple(entries)
         if key not in self._known:
-            self._known[key] = len(self.entries), len(self.entries) + len(key)
+            first = self._first + len(self.entries)
+            self._known[key] = first, first + len(key)
             self.entries += key
         return self._known[key]
 
 
 def _tables(program: Program, costs: StepCosts) -> Tables:
     """Everything before the clock runs."""
-    lists, messages = _Lists([x for code in program.code for x in code]), program.messages
+    messages, lists = _messages(program)
     summed = Counter(s for work in program.sums for s in work.stages)
-    stages = 1 + max([*summed, *(unit.stage for unit in program.units)], default=-1)
+    stages = 1 + max(map(max, program.stages))
     barriers = [(summed[s], -1, -1, 0, 0, 0) for s in range(stages)] * program.updates
     units, parts = _units(program, lists, len(barriers))
     barriers += [(0, -1, -1, *lists.add(group), len(group)) for group in program.groups]
@@ -250,35 +256,32 @@ def _tables(program: Program, costs: StepCosts) -> Tables:
     jobs = range(1, max(Counter(hosts).values()) + 1)
     slowdown = [slowdown_of(costs.slowdown, count) for count in jobs] if costs.slowdown else [1.0]
     shared = {host: h for h, host in enumerate(dict.fromkeys(hosts)) if slowdown[-1] != 1}
-    core, cores = _cores_of(hosts, costs.cores)
-    devices, at, run = [], 0, 0
-    for d, code in enumerate(program.code):
-        ran = [program.units[u].stage for x in code if (u := ~x - len(messages.price)) >= 0]
-        held = lists.add(sorted({stage for stage in ran if stage >= 0}))
-        place = at, at + len(code), run, len(lists.entries), *held
-        lists.entries += [0] * stages
-        rest = core[d], 0, 0.0, 0.0, 1.0
-        devices.append((*place, -1, -1, -1, 0, -1, shared.get(hosts[d], -1), -1, *rest))
-        at, run = at + len(code), run + len(ran)
     sums = [
         (work.queue, *lists.add(work.ports), *lists.add(work.stages), work.seconds)
         for work in program.sums
     ]
-    moved = [
-        (*lists.add(price.ports), *lists.add(opened), posted, 0, -1, *price[:2], 0.0, math.inf)
-        for price, opened, posted in zip(
-            messages.price, messages.releases, messages.is_posted, strict=True
-        )
-    ]
+    devices = np.zeros(len(hosts), DEVICE)
+    for field in ("unit", "part", "message", "behind", "next_job"):
+        devices[field] = -1
+    devices["at"], devices["stop"] = program.first[:-1], program.first[1:]
+    ran = np.cumsum(program.entries < -program.size)
+    devices["run"] = np.append(0, ran)[program.first[:-1]]
+    held = [lists.add(held) for held in program.stages]
+    devices["first_stage"], devices["stop_stage"] = np.array(held).T
+    devices["host"] = [shared.get(host, -1) for host in hosts]
+    devices["core"], cores = _cores_of(hosts, costs.cores)
+    listed_before = len(program.entries) + len(lists.entries)
+    devices["updates"] = listed_before + stages * np.arange(len(hosts))
+    counts = np.zeros(stages * len(hosts), np.int64)
     nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
     return Tables(
         clock=np.array([(0, 0, 0, 0, stages, cores, 0.0, 0.0, 0.0, costs.agreement_s)], CLOCK),
-        lists=np.array(lists.entries, np.int64),
+        lists=np.concatenate([program.entries, np.array(lists.entries, np.int64), counts]),
         nodes=np.array(nodes, NODE),
-        devices=np.array(devices, DEVICE),
+        devices=devices,
         units=np.array(units, UNIT),
         parts=np.array(parts, PART),
-        messages=np.array(moved, MESSAGE),
+        messages=messages,
         barriers=np.array(barriers, BARRIER),
         sums=np.array(sums, SUM),
         queues=np.array([(first, stop, first, 0, 0) for first, stop in summing], QUEUE),
@@ -287,8 +290,23 @@ def _tables(program: Program, costs: StepCosts) -> Tables:
         free=np.zeros(len(program.ports)),
         speeds=np.array([0.0, *(1 / times for times in slowdown)]),
         restarts=np.array(costs.restarts, np.float64),
-        runs=np.zeros(run, RUN),
+        runs=np.zeros(ran[-1], RUN),
     )
+
+
+def _messages(program: Program) -> tuple[NDArray[np.void], _Lists]:
+    """The messages, and lists that begin with those that are posted with each other."""
+    found, opener = program.messages, program.messages.opener
+    opened = np.argsort(opener, kind="stable")[np.count_nonzero(opener < 0) :]
+    lists = _Lists(len(program.entries), opened.tolist())
+    prices = [
+        (*lists.add(price.ports), 0, 0, 0, 0, 0, *price[:2], 0, math.inf) for price in found.prices
+    ]
+    table = np.array(prices, MESSAGE)[found.price]
+    bounds = len(program.entries) + np.searchsorted(opener[opened], np.arange(program.size + 1))
+    table["first_release"], table["stop_release"] = bounds[:-1], bounds[1:]
+    table["ready"], table["waiter"] = found.is_posted, -1
+    return table, lists
 
 
 def _units(

@@ -107,11 +107,11 @@ def _longest_path_s(cost: CostModel, samples: int) -> float:
 
 def busiest_link(step: Step) -> Floor:
     """What the port carries that carries most."""
-    program = step.program
+    program, messages = step.program, step.program.messages
     carried: dict[int, float] = defaultdict(float)
-    for price in program.messages.price:
+    for price, count in zip(messages.prices, np.bincount(messages.price), strict=True):
         for port in price.ports:
-            carried[port] += price.occupies_s
+            carried[port] += float(count) * price.occupies_s
     for work in program.sums:
         for port in work.ports:
             carried[port] += work.seconds

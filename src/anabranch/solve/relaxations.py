@@ -66,7 +66,7 @@ def relaxations(
         device_seconds: what each device computes in a step.
     """
     found = []
-    affordable = MOST_ACTIONS // max(sum(map(len, step.program.code)), 1)
+    affordable = MOST_ACTIONS // max(len(step.program.entries), 1)
     # A change that is not asked for is not priced either.
     for change, what, costs in islice(_changes(graph, cost, device_seconds), affordable):
         stages = costs.graph
