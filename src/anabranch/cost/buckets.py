@@ -12,6 +12,11 @@ from typing import TypeVar
 BUCKET_BYTES = 25 * 2**20
 """Gradients in one bucket at most, unless a single one is larger; PyTorch's default."""
 
+PIECE_SHARE = 0.125
+"""Largest piece of an all-reduce that is simulated as one, as a share of the bytes before it or
+after it, whichever are fewer: less makes more events, more is coarser.
+"""
+
 Gradient = TypeVar("Gradient")
 
 
@@ -36,6 +41,13 @@ def cut_into_buckets(
         buckets[-1].append(gradient)
         size += more
     return buckets
+
+
+def piece_bytes(before: float, left: float) -> float:
+    """How much of an all-reduce is simulated as one: finer near the ends, which decide when the
+    first sum begins and what is left after the last backward.
+    """
+    return max(BUCKET_BYTES, min(before, left) * PIECE_SHARE)
 
 
 def turn(holders: tuple[int, ...], stages: Sequence[int]) -> tuple[tuple[int, ...], int]:

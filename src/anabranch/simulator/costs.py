@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from anabranch.cost import CostModel
-from anabranch.cost.buckets import BUCKET_BYTES, cut_into_buckets, turn
+from anabranch.cost.buckets import cut_into_buckets, piece_bytes, turn
 from anabranch.cost.communication import Port, Route
 from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.sparse import ring_bytes
@@ -24,11 +24,6 @@ from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message
 from anabranch.plans.rings import Holder, rings
 from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.simulator.stage_costs import StageCosts, stage_costs
-
-PIECE_SHARE = 0.125
-"""Largest piece of an all-reduce that is simulated as one, as a share of the bytes before it or
-after it, whichever are fewer: less makes more events, more is coarser.
-"""
 
 
 class Piece(NamedTuple):
@@ -485,14 +480,12 @@ def _sharded(work: AllReduce, share_s: float) -> AllReduce:
 
 
 def _pieces(buckets: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Small buckets together, large ones cut, the finer the nearer to the ends, which decide when
-    the first sum begins and what is left after the last backward.
-    """
+    """Small buckets together, large ones cut, by ``piece_bytes``."""
     left = sum(bucket.nbytes for bucket in buckets)
     before, count = 0, 1
     pieces: list[Piece] = []
     for bucket in buckets:
-        size = max(BUCKET_BYTES, int(min(before, left) * PIECE_SHARE))
+        size = piece_bytes(before, left)
         if pieces and count == 1 and pieces[-1].nbytes + bucket.nbytes <= size:
             last = pieces.pop()
             final = tuple(map(min, zip(last.final, bucket.final, strict=True)))

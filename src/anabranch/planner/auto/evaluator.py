@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.cost.overheads import slowdown_of
 from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH, Op, OpGraph
 from anabranch.jit import bound
@@ -74,11 +75,10 @@ class Evaluator:
         edges = min(len(readers), devices * devices) + devices
         self._stages = np.zeros(devices, tables.STAGE)
         edge_of = np.zeros((devices, devices), np.int32)
-        ports = [np.zeros(devices + nodes) for _ in range(3)]
-        cores = np.zeros(round(_cores(cost)))
+        ports = [np.zeros(devices + nodes) for _ in range(2)]
         # Filled with zeros through these: of records that would take longer.
         self._words = self._stages.view(np.int64).reshape(devices, -1)
-        self._cleared: tuple[NDArray[Any], ...] = edge_of, *ports, cores
+        self._cleared: tuple[NDArray[Any], ...] = edge_of, *ports
         rest: tuple[Any, ...] = (
             np.array([problem], tables.PROBLEM),
             _degrees(cost),
@@ -90,8 +90,11 @@ class Evaluator:
             np.zeros(edges, tables.EDGE),
             edge_of,
             np.zeros((devices, nodes), np.int64),
+            np.zeros(devices, np.int64),
+            np.zeros((2, devices + nodes)),
             *ports,
-            cores,
+            np.zeros(len(cost.graph) + devices, tables.PIECE),
+            _paces(cost),
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
         per_stage = [np.zeros(devices, np.int32) for _ in range(3)]
@@ -195,9 +198,19 @@ def _message(cost: CostModel) -> tuple[float, float]:
 
 def _cores(cost: CostModel) -> float:
     """Devices that compute at full speed together, where all share cores; 0 where they do not."""
+    paces = _paces(cost)
+    return (len(paces) - 1) / paces[-1] if len(paces) else 0.0
+
+
+def _paces(cost: CostModel) -> NDArray[np.float64]:
+    """[devices that compute, on all hosts alike]: times as long as alone; empty where devices do
+    not share cores.
+    """
     cluster = cost.cluster
-    slowdown = cluster.slowdown
-    if not slowdown or not cluster.shared_cores:
-        return 0.0
-    hosts = cluster.num_devices // cluster.levels[0].size
-    return hosts * len(slowdown) / slowdown[-1]
+    if not cluster.slowdown or not cluster.shared_cores:
+        return np.empty(0)
+    jobs = np.maximum(
+        np.arange(cluster.num_devices + 1) * cluster.levels[0].size, cluster.num_devices
+    )
+    jobs = -(-jobs // cluster.num_devices)
+    return np.array([slowdown_of(cluster.slowdown, int(count)) for count in jobs])

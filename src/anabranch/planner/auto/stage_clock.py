@@ -1,8 +1,8 @@
 """The clock of the evaluator: stages as single machines, compiled.
 
 Letters and records are those of ``stage_tables``. Ways of messages are 0 ahead and 1 back. When
-ports are free to send, to receive and to sum is in ``leaving``, ``entering`` and ``summing``: first
-links of stages, [s], then the cards of nodes, of which a stage takes all at once.
+ports are free to send and to receive is in ``leaving`` and ``entering``: first links of stages,
+[s], then the cards of nodes, of which a stage takes all at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from anabranch.jit import compiled, entry
 from anabranch.planner.auto.stage_tables import (
     Record,
+    State,
     Table,
     chain_stages,
     count_devices,
@@ -78,87 +79,68 @@ def _compute_s(stage: Record) -> float:
 def _message_s(edge: Record, way: int, samples: int) -> float:
     """Seconds of a message that waits for nothing."""
     nbytes = message_bytes(edge, way, samples)
-    if nbytes == 0:
-        return 0.0
-    links = min(edge.source_links, edge.target_links)
-    return float(nbytes * edge.byte_s / links + edge.latency)
+    return float(nbytes * edge.byte_s + edge.latency) if nbytes > 0 else 0.0
 
 
 @compiled
-def _busiest_port_s(
-    batch_size: int,
-    count: int,
-    stages: Table,
-    edges: Table,
-    nodes: Table,
-    leaving: Table,
-    entering: Table,
-) -> float:
+def _busiest_port_s(batch_size: int, count: int, state: State) -> float:
     """Seconds of the messages of a batch on the port that has most of them."""
-    longest = 0.0
+    stages, leaving, entering, longest = state.stages, state.leaving, state.entering, 0.0
     for e in range(count):
-        edge = edges[e]
+        edge = state.edges[e]
         s, t, far = edge.source, edge.target, edge.far
         size = min(stages[s].microbatch, stages[t].microbatch)
-        ahead = message_bytes(edge, 0, size) * edge.byte_s * batch_size / size
-        back = message_bytes(edge, 1, size) * edge.byte_s * batch_size / size
-        for ports, x, busy in (
-            (leaving, s, ahead / edge.source_links),
-            (entering, t, ahead / edge.target_links),
-            (leaving, t, back / edge.target_links),
-            (entering, s, back / edge.source_links),
+        ahead = message_bytes(edge, 0, size) * batch_size / size
+        back = message_bytes(edge, 1, size) * batch_size / size
+        for ports, x, nbytes, link_s, card_s in (
+            (leaving, s, ahead, edge.source_link_s, edge.source_card_s),
+            (entering, t, ahead, edge.target_link_s, edge.target_card_s),
+            (leaving, t, back, edge.target_link_s, edge.target_card_s),
+            (entering, s, back, edge.source_link_s, edge.source_card_s),
         ):
-            until = _free_at(ports, x, far, stages, nodes) + busy
-            _occupy(ports, x, far, until, stages, nodes)
-            longest = max(longest, until)
+            start = _free_at(ports, x, far, state)
+            _occupy(ports, x, far, start + nbytes * link_s, start + nbytes * card_s, state)
+            longest = max(longest, _free_at(ports, x, far, state))
     return longest
 
 
 @compiled
-def _free_at(ports: Table, s: int, far: int, stages: Table, nodes: Table) -> float:
+def _free_at(ports: Table, s: int, far: int, state: State) -> float:
     """When all ports of a stage are free."""
     free = float(ports[s])
     if far > 0:
-        for i in range(stages[s].nodes):
-            free = max(free, ports[nodes[s, i]])
+        for i in range(state.stages[s].nodes):
+            free = max(free, ports[state.nodes[s, i]])
     return free
 
 
 @compiled
-def _occupy(ports: Table, s: int, far: int, until: float, stages: Table, nodes: Table) -> None:
-    """Take all ports of a stage."""
-    ports[s] = until
+def _occupy(ports: Table, s: int, far: int, link: float, card: float, state: State) -> None:
+    """Take all ports of a stage until then, links and cards."""
+    ports[s] = link
     if far > 0:
-        for i in range(stages[s].nodes):
-            ports[nodes[s, i]] = until
+        for i in range(state.stages[s].nodes):
+            ports[state.nodes[s, i]] = card
 
 
 @compiled
-def _transfer(
-    edge: Record,
-    way: int,
-    samples: int,
-    start: float,
-    stages: Table,
-    nodes: Table,
-    leaving: Table,
-    entering: Table,
-) -> float:
+def _transfer(edge: Record, way: int, samples: int, start: float, state: State) -> float:
     """When a message has been sent whose ports are taken from a start on, or as soon as they are
     free.
     """
-    busy = message_bytes(edge, way, samples) * edge.byte_s
-    if busy == 0:
+    nbytes = message_bytes(edge, way, samples)
+    if nbytes == 0:
         return start
-    sender, receiver, far = edge.source, edge.target, edge.far
-    leaves, enters = busy / edge.source_links, busy / edge.target_links
+    out, into = state.leaving, state.entering
     if way == 1:
-        sender, receiver, leaves, enters = receiver, sender, enters, leaves
-    start = max(start, _free_at(leaving, sender, far, stages, nodes))
-    start = max(start, _free_at(entering, receiver, far, stages, nodes))
-    _occupy(leaving, sender, far, start + leaves, stages, nodes)
-    _occupy(entering, receiver, far, start + enters, stages, nodes)
-    return float(start + max(leaves, enters))
+        out, into = into, out
+    s, t, far = edge.source, edge.target, edge.far
+    start = max(start, _free_at(out, s, far, state), _free_at(into, t, far, state))
+    link, card = start + nbytes * edge.source_link_s, start + nbytes * edge.source_card_s
+    _occupy(out, s, far, link, card, state)
+    link, card = start + nbytes * edge.target_link_s, start + nbytes * edge.target_card_s
+    _occupy(into, t, far, link, card, state)
+    return float(start + nbytes * edge.byte_s)
 
 
 @compiled
@@ -193,21 +175,11 @@ def _turn(stage: Record, at: float) -> None:
 
 
 @compiled
-def _take(
-    s: int,
-    batch_size: int,
-    slots: int,
-    stages: Table,
-    edges: Table,
-    nodes: Table,
-    leaving: Table,
-    entering: Table,
-    cores: Table,
-    arrivals: Table,
-) -> None:
+def _take(s: int, batch_size: int, slots: int, state: State) -> None:
     """A stage takes the messages of its next action, as far as they are sent; for each one it posts
     the receive of a later one, which may have waited for that. With the last it can begin.
     """
+    stages, arrivals = state.stages, state.arrivals
     stage = stages[s]
     way = stage.way
     done = stage.backwards if way == 1 else stage.forwards
@@ -218,7 +190,7 @@ def _take(
     first = (done + slots) * size
     while stage.taking >= 0:
         e = stage.taking
-        edge = edges[e]
+        edge = state.edges[e]
         sender = stages[edge.target if way == 1 else edge.source]
         sent = (sender.backwards if way == 1 else sender.forwards) * sender.microbatch
         if sent < stop:
@@ -230,12 +202,13 @@ def _take(
             edge.posted_ahead = done + slots + 1
         samples = min(sent, batch_size, first + size) - first
         if samples > 0:
-            gone = _transfer(edge, way, samples, stage.ready, stages, nodes, leaving, entering)
+            gone = _transfer(edge, way, samples, stage.ready, state)
             arrivals[way, e, done + slots] = gone + edge.latency
         stage.taking = edge.next_leaving if way == 1 else edge.next_entering
-    stage.until = stage.ready
-    if len(cores) == 0:
-        stage.until += _action_s(stage)
+    if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
+        stage.until = stage.ready
+    else:
+        _compute(stage, stage.ready + _action_s(stage), state.pieces)
 
 
 @compiled
@@ -248,70 +221,67 @@ def _action_s(stage: Record) -> float:
 
 
 @compiled
-def _compute(start: float, seconds: float, devices: int, cores: Table) -> float:
-    """The end of an action that starts then, on so many devices.
+def _compute(stage: Record, until: float, pieces: Table) -> None:
+    """A stage computes its next action until then; in its last backward it begins to sum."""
+    stage.until = until
+    if stage.way == 1 and stage.backwards + 1 == stage.total:
+        stage.passes = until - stage.passed
+        _ask(stage, 0.0, pieces)
 
-    Args:
-        cores: when each of those is free that devices share.
+
+@compiled
+def _share(now: float, more: int, running: int, paces: Table, stages: Table) -> int:
+    """So many more devices compute from now on; how many there are then. All that compute share
+    their cores.
     """
-    end = start + seconds
-    for _ in range(devices):
-        core = 0
-        for c in range(len(cores)):
-            if cores[c] < cores[core]:
-                core = c
-        cores[core] = max(start, cores[core]) + seconds
-        end = max(end, cores[core])
+    factor = paces[running + more] / paces[running]
+    for s in range(len(stages)):
+        stage = stages[s]
+        if stage.begun > 0:
+            stage.until = now + (stage.until - now) * factor
+    return running + more
+
+
+@compiled
+def _ask(stage: Record, at: float, pieces: Table) -> None:
+    """When the next piece of a stage's gradients asks for links: when it is final, at that time at
+    the earliest.
+    """
+    stage.asks = np.inf
+    if stage.piece > 0:
+        stage.asks = max(at, stage.passes + pieces[stage.piece - 1].final)
+
+
+@compiled
+def _sum(s: int, state: State) -> float:
+    """When a piece of a stage's gradients is summed that asks for links now: it waits until those
+    are free that others have asked for before.
+    """
+    stage, leaving, entering = state.stages[s], state.leaving, state.entering
+    far, piece = 1 if stage.nodes > 1 else 0, state.pieces[stage.piece - 1]
+    start = max(stage.asks, _free_at(leaving, s, far, state), _free_at(entering, s, far, state))
+    end = float(start + piece.seconds)
+    _occupy(leaving, s, far, end, end, state)
+    _occupy(entering, s, far, end, end, state)
+    piece.parts -= 1
+    if piece.parts == 0:
+        stage.piece = piece.next
+    _ask(stage, end, state.pieces)
     return end
 
 
 @compiled
-def _sum(
-    s: int,
-    end: float,
-    stages: Table,
-    nodes: Table,
-    leaving: Table,
-    entering: Table,
-    summing: Table,
-) -> float:
-    """When the gradients of a stage are summed. What is left of that when its last backward ends
-    waits for messages on the same links; of those to come it lets each go first.
-    """
-    stage = stages[s]
-    if stage.sums == 0:
-        return end
-    far = 1 if stage.nodes > 1 else 0
-    start = max(end, _free_at(leaving, s, far, stages, nodes))
-    start = max(start, _free_at(entering, s, far, stages, nodes))
-    start = max(start, _free_at(summing, s, far, stages, nodes))
-    _occupy(summing, s, far, start + stage.sums, stages, nodes)
-    return float(start + stage.sums)
-
-
-@compiled
-def _run(
-    batch_size: int,
-    slots: int,
-    stages: Table,
-    edges: Table,
-    nodes: Table,
-    leaving: Table,
-    entering: Table,
-    summing: Table,
-    cores: Table,
-    arrivals: Table,  # [way, e, micro-batch of the receiver] of the last of its messages
-    limit: float,
-) -> float:
+def _run(batch_size: int, slots: int, state: State, limit: float) -> float:
     """The clock: of all stages the one whose next action ends first, message after message.
 
     Returns:
         Seconds of the step; infinity where they are beyond the limit.
     """
+    stages, edges, paces = state.stages, state.edges, state.paces
     shown, count = _count_shown(stages), stages[0].total
     if shown < 0:
         return np.inf
-    slow, actions, update = 0, 0, 0.0
+    slow, actions, summing, running, update = 0, 0, 0, 0, 0.0
     if shown > 0:
         batch_size -= (count - shown) * stages[0].microbatch
     for s in range(len(stages)):
@@ -321,28 +291,42 @@ def _run(
         stage.left = _compute_s(stage) + stage.behind
         update = max(update, stage.update)
         actions += 2 * stage.total
+        stage.asks = np.inf
+        summing += stage.piece > 0
         if stage.forward + stage.backward > stages[slow].forward + stages[slow].backward:
             slow = s
         _turn(stage, 0.0)
     for s in range(len(stages)):
-        _take(s, batch_size, slots, stages, edges, nodes, leaving, entering, cores, arrivals)
+        _take(s, batch_size, slots, state)
     if shown > 0:
         limit -= (count - shown) * (stages[slow].forward + stages[slow].backward)
     first, last, period = shown // 3, 2 * shown // 3, 0.0
     step = 0.0
-    while actions > 0:
-        s, end = len(stages), np.inf
+    while actions + summing > 0:
+        s, end, sums = len(stages), np.inf, False
         for t in range(len(stages)):
             if stages[t].until < end:
-                s, end = t, stages[t].until
+                s, end, sums = t, stages[t].until, False
+            if stages[t].asks < end:
+                s, end, sums = t, stages[t].asks, True
         if s == len(stages):
             return np.inf
         stage = stages[s]
-        way, seconds = stage.way, _action_s(stage)
-        if len(cores) > 0 and stage.begun == 0:
-            stage.begun = 1
-            stage.until = _compute(end, seconds, stage.devices, cores)
+        if sums:
+            step = max(step, _sum(s, state))
+            if step + update > limit:
+                return np.inf
+            summing -= stage.piece == 0
             continue
+        way, seconds = stage.way, _action_s(stage)
+        if len(paces) > 0:
+            if stage.begun == 0:
+                running = _share(end, stage.devices, running, paces, stages)
+                stage.begun = 1
+                _compute(stage, end + seconds * paces[running], state.pieces)
+                continue
+            stage.begun = 0
+            running = _share(end, -stage.devices, running, paces, stages)
         actions -= 1
         stage.left -= seconds
         if end + stage.left + update > limit:
@@ -367,31 +351,20 @@ def _run(
             posted = edge.posted_back if way == 1 else edge.posted_ahead
             for j in range(low // size, min(-(-high // size), posted)):
                 samples = min(high, (j + 1) * size) - max(low, j * size)
-                gone = _transfer(edge, way, samples, end, stages, nodes, leaving, entering)
-                arrivals[way, e, j] = gone + edge.latency
+                gone = _transfer(edge, way, samples, end, state)
+                state.arrivals[way, e, j] = gone + edge.latency
             e = edge.next_entering if way == 1 else edge.next_leaving
         _turn(stage, end)
-        _take(s, batch_size, slots, stages, edges, nodes, leaving, entering, cores, arrivals)
+        _take(s, batch_size, slots, state)
         e = stage.entering if way == 1 else stage.leaving
         while e >= 0:
             edge = edges[e]
             receiver = edge.source if way == 1 else edge.target
             if stages[receiver].taking == e:
-                _take(
-                    receiver,
-                    batch_size,
-                    slots,
-                    stages,
-                    edges,
-                    nodes,
-                    leaving,
-                    entering,
-                    cores,
-                    arrivals,
-                )
+                _take(receiver, batch_size, slots, state)
             e = edge.next_entering if way == 1 else edge.next_leaving
         if way == 1 and done + 1 == stage.total:
-            step = max(step, _sum(s, end, stages, nodes, leaving, entering, summing))
+            step = max(step, end)
     return step + update + (count - shown) * period if shown > 0 else step + update
 
 
@@ -420,23 +393,26 @@ def step_s(
     edges: Table,
     edge_of: Table,
     nodes: Table,
+    devices: Table,
+    loads: Table,
     leaving: Table,
     entering: Table,
-    summing: Table,
-    cores: Table,
+    pieces: Table,
+    paces: Table,
     arrivals: Table,
 ) -> float:
     """Seconds of a step, or of a period without a flush; infinity where there is none in the limit.
 
     Args:
         count: of stages; tables of stages have more entries.
-        stages: this and the next ones: see ``stage_tables``; stages, ``edge_of``, ports and cores
+        stages: this and the next ones: see ``stage_tables``; stages, ``edge_of``, ports and paces
             are all zeros.
     """
     stages, microbatch, recompute = stages[:count], microbatch[:count], recompute[:count]
+    state = State(stages, edges, nodes, leaving, entering, pieces, paces, arrivals)
     problem = problems[0]
     batch_size, flush = problem.batch_size, problem.flush > 0
-    if not count_devices(owner, tensor, levels[0].devices, stages, nodes):
+    if not count_devices(owner, tensor, levels[0].devices, stages, nodes, devices):
         return np.inf
     if not split_samples(microbatch, tensor, degree_of, measured, problem, stages):
         return np.inf
@@ -456,28 +432,13 @@ def step_s(
     count_in_flight(deep, flush, stages, edges)
     if not fit_memory(recompute, sharded, problem, stages, edges):
         return np.inf
-    price_messages(joined, levels, problem, stages, edges)
-    price_sums(home, sharded, op_seconds, op_bytes, levels, problem, stages)
+    price_messages(joined, levels, problem, stages, edges, devices, loads)
+    price_sums(home, sharded, op_seconds, op_bytes, levels, problem, stages, pieces)
     least = _least_s(problem, stages, edges)
     if not flush:
-        least = max(
-            least, _busiest_port_s(batch_size, joined, stages, edges, nodes, leaving, entering)
-        )
+        least = max(least, _busiest_port_s(batch_size, joined, state))
     if least > limit or not flush:
         return least if least <= limit else np.inf
-    # Work takes cores in turn instead of sharing them, which adds up to the same.
-    seconds = _run(
-        batch_size,
-        problem.receive_slots,
-        stages,
-        edges,
-        nodes,
-        leaving,
-        entering,
-        summing,
-        cores,
-        arrivals,
-        limit,
-    )
+    seconds = _run(batch_size, problem.receive_slots, state, limit)
     seconds = max(seconds, least)
     return seconds if seconds <= limit else np.inf

@@ -12,12 +12,12 @@ measured; g tensor degrees; d devices; l levels of the cluster.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from anabranch.cost.buckets import BUCKET_BYTES
-from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
+from anabranch.cost.buckets import piece_bytes
+from anabranch.cost.communication import all_reduce_s, ring_price
 from anabranch.cost.memory import memory_terms, updated_bytes
 from anabranch.cost.passes import pass_behind
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
@@ -29,6 +29,27 @@ Table = Any
 
 Record = Any
 """An entry of a table of records: what is assigned to a field is in the table."""
+
+
+class State(NamedTuple):
+    """Tables of a draft that runs.
+
+    Attributes:
+        nodes: [s, 0 to its nodes] places of their cards among ports.
+        leaving: [port] when it is free to send.
+        entering: [port] when it is free to receive.
+        paces: [devices that compute] times as long as alone; empty where that is no matter.
+        arrivals: [way, e, micro-batch of the receiver] of the last of its messages.
+    """
+
+    stages: Table
+    edges: Table
+    nodes: Table
+    leaving: Table
+    entering: Table
+    pieces: Table
+    paces: Table
+    arrivals: Table
 
 
 def _record(whole: str, real: str) -> np.dtype[np.void]:
@@ -60,38 +81,47 @@ PROBLEM = _record(
     "versions_in_flight more_versions",
 )
 
-# Of a draft, or counted: devices, the first, the last, and nodes that they are on; of the fullest
+# Of a draft, or counted: devices, the first of these among those of all stages, the least, the
+# greatest, and nodes that they are on; of the fullest
 # replica samples, and the row of seconds below them; likewise of the last micro-batch, which may be
 # a short one. Micro-batches of a step, in flight at least, in flight if memory were endless, and as
 # it is. The stage at its place in a topological order, values and edges that have been counted; the
 # first edge into it and out of it, or -1; forwards and backwards so far. Of its next action: the
-# way; the edge whose message it takes next, -1 for none; whether it has begun on cores.
+# way; the edge whose message it takes next, -1 for none; whether it has begun on cores. Of its sums
+# the first piece that is left and 1, or 0; the last one likewise.
 #
 # Seconds: forward, backward, those of the last micro-batch, what that leaves of its all-reduce, its
 # update; at least from the beginning of the step to its first forward and from its last backward to
-# the end. In the last backward what operators have passed, and when gradients are summed. Of its
-# next action when it may begin, as far as that is known, and when it ends, infinity where that is
-# not known; what it has left to do.
+# the end. In the last backward what operators have passed, when the gradients that wait are final,
+# and when all are summed; when it begins to pass them. Of its next action when it may begin, as far as that is known, and when
+# it ends, infinity where that is not known; what it has left to do. When it asks for links for the
+# next piece of its sums.
 #
 # Bytes: as of operators; what a pass of all samples takes besides; that enter and that return, per
-# sample and whatever the samples; gradients that wait for a bucket to be full.
+# sample and whatever the samples; gradients that are summed, that wait, and that are in pieces.
 STAGE = _record(
-    "microbatch k operators devices low high nodes replicas samples row last last_row degree total "
-    "least wanted in_flight ordered counted entering leaving forwards backwards way taking begun",
+    "microbatch k operators devices first low high nodes replicas samples row last last_row degree total "
+    "least wanted in_flight ordered counted entering leaving forwards backwards way taking begun piece "
+    "last_piece",
     "above last_above forward backward last_forward last_backward sums update before behind passed "
-    "summed ready until left "
+    "final summed passes ready until left asks "
     "parameters trainable tables rows largest largest_gradient kept passing enters enters_fixed "
-    "returns returns_fixed waiting",
+    "returns returns_fixed gradients waiting cut",
 )
 
-# Whether it leaves a node; the next edge with the same end, or -1; of the receiver's micro-batches
-# on either way, how many have their receives posted. Bytes ahead and back, per sample and whatever
-# the samples; seconds of a byte on a single link, and of latency; links that share it at either
-# end.
+# Whether it takes cards of nodes; the next edge with the same end, or -1; of the receiver's
+# micro-batches on either way, how many have their receives posted. Bytes ahead and back, per sample
+# and whatever the samples; seconds of latency, and of a byte of a message on the busiest of all
+# ports on its way; of a byte of all messages on the busiest link and card at either end.
 EDGE = _record(
     "source target far next_entering next_leaving posted_ahead posted_back",
-    "ahead ahead_fixed back back_fixed byte_s latency source_links target_links",
+    "ahead ahead_fixed back back_fixed latency byte_s "
+    "source_link_s target_link_s source_card_s target_card_s",
 )
+
+# Part of a stage's gradients that is final, after so many seconds of its operators in the last
+# backward, and then summed; parts of it that take ports one after the other. The next piece and 1.
+PIECE = _record("parts next", "final seconds")
 
 _in_flight_samples = cast(Callable[..., int], compiled(in_flight_samples))
 _waited_for_samples = cast(Callable[..., int], compiled(waited_for_samples))
@@ -102,13 +132,20 @@ _touched_bytes = cast(Callable[..., float], compiled(touched_bytes))
 _pass_behind = cast(Callable[..., float], compiled(pass_behind))
 _ring_price = cast(Callable[..., tuple[float, float]], compiled(ring_price))
 _all_reduce_s = cast(Callable[..., float], compiled(all_reduce_s))
-_transfer_s = cast(Callable[..., float], compiled(transfer_s))
+_piece_bytes = cast(Callable[..., float], compiled(piece_bytes))
 
 
 @compiled
-def count_devices(owner: Table, tensor: Table, node: int, stages: Table, nodes: Table) -> bool:
-    """How many devices every stage has, between which, and on which nodes, [s, 0 to its nodes];
-    whether the devices of each replica lie inside a node.
+def count_devices(
+    owner: Table,
+    tensor: Table,
+    node: int,
+    stages: Table,
+    nodes: Table,  # [s, 0 to its nodes]
+    devices: Table,  # stage after stage
+) -> bool:
+    """How many devices every stage has, which, and on which nodes; whether the devices of each
+    replica lie inside a node.
     """
     for d in range(len(owner)):
         s = owner[d]
@@ -123,6 +160,16 @@ def count_devices(owner: Table, tensor: Table, node: int, stages: Table, nodes: 
             stage.nodes += 1
         stage.devices += 1
         stage.high = d
+    first = 0
+    for s in range(len(stages)):
+        stages[s].first = first
+        first += stages[s].devices
+    for d in range(len(owner)):
+        stage = stages[owner[d]]
+        devices[stage.first + stage.counted] = d
+        stage.counted += 1
+    for s in range(len(stages)):
+        stages[s].counted = 0
     return True
 
 
@@ -421,21 +468,20 @@ def message_bytes(edge: Record, way: int, samples: int) -> float:
 
 
 @compiled
-def price_messages(count: int, levels: Table, problem: Record, stages: Table, edges: Table) -> None:
+def price_messages(
+    count: int,
+    levels: Table,
+    problem: Record,
+    stages: Table,
+    edges: Table,
+    devices: Table,
+    loads: Table,
+) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
     for e in range(count):
         edge = edges[e]
         source, target = stages[edge.source], stages[edge.target]
-        copies = min(source.replicas, target.replicas)
-        edge.ahead_fixed *= copies
-        edge.back_fixed *= copies
-        level = level_of(min(source.low, target.low), max(source.high, target.high), levels)
-        # The devices of a node share its card; inside of one everyone has a link.
-        edge.far = 1 if level > 0 and levels[0].devices > 1 else 0
-        edge.source_links = source.nodes if level > 0 else source.devices
-        edge.target_links = target.nodes if level > 0 else target.devices
-        edge.byte_s = 1 / levels[level].bandwidth
-        edge.latency = levels[level].latency
+        _route(edge, source, target, levels, devices, loads)
         edge.posted_ahead = edge.posted_back = problem.receive_slots
         size = min(source.microbatch, target.microbatch)
         for way in range(2):
@@ -450,6 +496,66 @@ def price_messages(count: int, levels: Table, problem: Record, stages: Table, ed
 
 
 @compiled
+def _route(
+    edge: Record,
+    source: Record,
+    target: Record,
+    levels: Table,
+    devices: Table,
+    loads: Table,  # [out or in, devices and then nodes] zeros
+) -> None:
+    """Seconds of a byte between two stages, by the slices that their replicas have in common.
+
+    ::
+
+        micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
+        micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
+    """
+    b, c = source.microbatch, target.microbatch
+    size, node = min(b, c), levels[0].devices
+    out_s, in_s, out_card_s, in_card_s = 0.0, 0.0, 0.0, 0.0
+    start, copies, farthest = 0, 0, 0
+    while start < max(b, c):
+        i = ((start % b + 1) * source.replicas - 1) // b
+        j = ((start % c + 1) * target.replicas - 1) // c
+        stop = min(
+            start - start % b + b * (i + 1) // source.replicas,
+            start - start % c + c * (j + 1) // target.replicas,
+        )
+        taking, giving = target.devices // target.replicas, source.devices // source.replicas
+        for k in range(taking):
+            sender = devices[source.first + i * giving + k % giving]
+            receiver = devices[target.first + j * taking + k]
+            level = level_of(min(sender, receiver), max(sender, receiver), levels)
+            seconds = (stop - start) / levels[level].bandwidth
+            loads[0, sender] += seconds
+            loads[1, receiver] += seconds
+            out_s, in_s = max(out_s, loads[0, sender]), max(in_s, loads[1, receiver])
+            if level > 0:
+                sender = len(devices) + sender // node
+                receiver = len(devices) + receiver // node
+                loads[0, sender] += seconds
+                loads[1, receiver] += seconds
+                out_card_s = max(out_card_s, loads[0, sender])
+                in_card_s = max(in_card_s, loads[1, receiver])
+            farthest = max(farthest, level)
+        start = stop
+        copies += start <= size
+        if start == size:
+            edge.byte_s = max(max(out_s, in_s), max(out_card_s, in_card_s)) / size
+    edge.ahead_fixed *= copies
+    edge.back_fixed *= copies
+    edge.latency = levels[farthest].latency
+    edge.far = 1 if farthest > 0 and node > 1 else 0
+    edge.source_link_s, edge.target_link_s = out_s / max(b, c), in_s / max(b, c)
+    edge.source_card_s, edge.target_card_s = out_card_s / max(b, c), in_card_s / max(b, c)
+    for stage in (source, target):
+        for i in range(stage.first, stage.first + stage.devices):
+            for port in (devices[i], len(devices) + devices[i] // node):
+                loads[0, port] = loads[1, port] = 0.0
+
+
+@compiled
 def price_sums(
     home: Table,
     sharded: bool,
@@ -458,10 +564,11 @@ def price_sums(
     levels: Table,
     problem: Record,
     stages: Table,
+    pieces: Table,
 ) -> None:
     """Seconds of each stage's all-reduce behind its last backward, and of its update.
 
-    With a flush gradients are summed in buckets while the last backward goes on, the last operators
+    With a flush gradients are summed in pieces while the last backward goes on, the last operators
     first; where replicas share the optimizer's state half of the ring comes behind the update.
     """
     half = 0.5 if sharded and problem.flush else 1.0
@@ -470,42 +577,60 @@ def price_sums(
         updated = _touched_bytes(stage.trainable, stage.tables, stage.rows)
         if sharded:
             updated = _updated_bytes(updated, stage.largest, stage.replicas)
-        byte_s, latency_s = _ring(stage, levels)
-        summed = _summed_bytes(stage.trainable, stage.tables, stage.rows)
-        reduce_s = _all_reduce_s(summed, byte_s, latency_s)
+        stage.gradients = _summed_bytes(stage.trainable, stage.tables, stage.rows)
+        reduce_s = _sum_s(stage, stage.gradients, levels)
         stage.update = updated * problem.update_byte + (1 - half) * reduce_s
         if not problem.flush:
             stage.sums = reduce_s
     if not problem.flush:
         return
+    count = 0
     for i in range(len(home) - 1, -1, -1):
         stage = stages[home[i]]
         if stage.replicas > 1:
+            held = op_bytes[stage.degree, i]
+            nbytes = _summed_bytes(held.trainable, held.tables, held.rows)
+            if stage.waiting > 0 and stage.waiting + nbytes > _piece(stage):
+                count = _cut_piece(stage, half, levels, pieces, count)
             low = op_seconds[stage.degree, stage.last_row, i].backward
             high = op_seconds[stage.degree, stage.last_row + 1, i].backward
             stage.passed += _between(low, high, stage.last_above)
-            held = op_bytes[stage.degree, i]
-            stage.waiting += _summed_bytes(held.trainable, held.tables, held.rows)
-            if stage.waiting > BUCKET_BYTES:
-                _sum_bucket(stage, half, levels)
+            if nbytes > 0:
+                stage.final = stage.passed
+                stage.waiting += nbytes
     for s in range(len(stages)):
         stage = stages[s]
-        if stage.replicas > 1:
-            _sum_bucket(stage, half, levels)
-            stage.sums = max(0.0, stage.summed - stage.passed)
+        if stage.waiting > 0:
+            count = _cut_piece(stage, half, levels, pieces, count)
+        stage.sums = max(0.0, stage.summed - stage.passed)
 
 
 @compiled
-def _ring(stage: Record, levels: Table) -> tuple[float, float]:
-    """Seconds per byte and of latency of a stage's all-reduces."""
+def _sum_s(stage: Record, nbytes: float, levels: Table) -> float:
+    """Seconds of an all-reduce of a stage."""
     level = levels[level_of(stage.low, stage.high, levels)]
-    return _ring_price(level.bandwidth, level.latency, stage.replicas, 1)
+    byte_s, latency_s = _ring_price(level.bandwidth, level.latency, stage.replicas, 1)
+    return _all_reduce_s(nbytes, byte_s, latency_s)
 
 
 @compiled
-def _sum_bucket(stage: Record, half: float, levels: Table) -> None:
-    """Sum what waits, when the operators so far have been passed and the sums before have ended."""
-    byte_s, latency_s = _ring(stage, levels)
-    sum_s = _transfer_s(stage.waiting, byte_s, latency_s) * half
-    stage.summed = max(stage.summed, stage.passed) + sum_s
+def _piece(stage: Record) -> float:
+    """Bytes of a stage's next piece."""
+    return _piece_bytes(stage.cut, stage.gradients - stage.cut)
+
+
+@compiled
+def _cut_piece(stage: Record, half: float, levels: Table, pieces: Table, count: int) -> int:
+    """What waits as a piece, summed when it is final and the one before is; pieces then."""
+    piece, sum_s = pieces[count], _sum_s(stage, stage.waiting, levels) * half
+    piece.parts = max(1, round(stage.waiting / _piece(stage)))
+    piece.next, piece.final, piece.seconds = 0, stage.final, sum_s / piece.parts
+    if stage.piece == 0:
+        stage.piece = count + 1
+    else:
+        pieces[stage.last_piece - 1].next = count + 1
+    stage.last_piece = count + 1
+    stage.summed = max(stage.summed, stage.final) + sum_s
+    stage.cut += stage.waiting
     stage.waiting = 0.0
+    return count + 1
