@@ -24,8 +24,9 @@ TOWERS = shapes.towers("towers", 3, 1, layers=3, top=2)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "any"])
 @pytest.mark.parametrize("node", [None, 2], ids=["one node", "nodes of 2"])
 def test_it_is_about_what_the_simulator_says(plain, node):
-    """Of random drafts the median is within 1 %, and the order nearly the same; where every stage
-    has one device an evaluation follows each message, and is within 2 %.
+    """Of random drafts the median is within .5 %, most of the plain ones within 1 %, and the order
+    nearly the same; where every stage has one device an evaluation follows each message, and is
+    within 2 %.
     """
     cost = cost_model(TOWERS, 8, node=node, memory=2**40, bandwidth=5e9, latency_s=1e-5)
     evaluate = Evaluator(cost, 64)
@@ -39,7 +40,8 @@ def test_it_is_about_what_the_simulator_says(plain, node):
     assert len(found) > 40
     assert len(single) > 10
     errors = [abs(ours / theirs - 1) for ours, theirs in found]
-    assert median(errors) < 0.01
+    assert median(errors) < 0.005
+    assert np.quantile(errors, 0.9) < (0.01 if plain else 0.06)
     assert max(abs(ours / theirs - 1) for ours, theirs in single) < 0.02
     ours, theirs = (np.argsort(np.argsort(column)).tolist() for column in zip(*found, strict=True))
     assert correlation(ours, theirs) > 0.9
@@ -113,7 +115,18 @@ def test_without_a_flush_the_slowest_stage_counts():
     assert Evaluator(cost, 8, versions=(1000.0, 0.0))(held) == math.inf
 
 
-def test_devices_that_share_cores_take_turns():
+@pytest.mark.parametrize("owner", ["0101", "0011", "0111", "0001"])
+def test_messages_go_where_replicas_have_samples_in_common(owner):
+    """Replicas of two stages on two nodes that meet inside of both or neither, and three for one: a
+    hundredth of the bandwidth between nodes makes that the difference.
+    """
+    cost = cost_model(TOWERS, 4, node=2, memory=2**40, bandwidth=1e10, card=1e8)
+    half = len(cost.graph) // 2
+    mixed = draft("0" * half + "1" * (len(cost.graph) - half), owner, microbatch=8)
+    assert Evaluator(cost, 32)(mixed) == pytest.approx(simulated_s(cost, 32, mixed), rel=0.02)
+
+
+def test_devices_that_share_cores_have_equal_parts_of_them():
     """Two operators of 1 s per sample side by side, as one micro-batch of 8 on a device each: 8 s,
     but 16 s where both devices have one core.
     """
@@ -143,4 +156,4 @@ def test_a_sum_waits_for_messages_on_the_same_links():
     cost = cost_model(TOWERS, 4, node=2, memory=2**40, bandwidth=1e9)
     half = len(cost.graph) // 2
     mixed = draft("0" * half + "1" * (len(cost.graph) - half), "0011", microbatch=8)
-    assert Evaluator(cost, 8)(mixed) == pytest.approx(simulated_s(cost, 8, mixed), rel=0.05)
+    assert Evaluator(cost, 8)(mixed) == pytest.approx(simulated_s(cost, 8, mixed), rel=0.01)

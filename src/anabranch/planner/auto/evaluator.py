@@ -6,15 +6,16 @@ of two drafts is the quicker one:
 - kFkB with the warm-up of Table 2 (``plans.in_flight``), micro-batch sizes and k of every stage,
   and the last micro-batch, which may be a short one;
 - messages on links and on the cards of nodes that stages share, beside compute, each as soon as
-  its receive is posted;
-- all-reduces in buckets beside the last backward, behind messages on the same links; then updates,
-  which wait for all of them, and what replicas that share the optimizer's state send each other;
+  its receive is posted; by the slices that replicas of two stages have in common, which may meet
+  inside of nodes;
+- all-reduces, piece by piece from within the last backward on, in turn with messages on the same
+  links; then updates, which wait for all of them, and what replicas that share the optimizer's
+  state send each other;
 - memory with recomputation and, without a flush, with versions of the weights;
-- processor cores that devices share, one action after the other.
+- processor cores that all devices that compute have equal shares of.
 
-It is no judge: what it likes is simulated (``simulator``). Left out are slices of uneven size,
-replicas that meet those of another stage inside of nodes while both stages span several,
-all-reduces that hold messages up, parameters that stages share, and what more than one value in a
+It is no judge: what it likes is simulated (``simulator``). Left out are replicas that run one after
+another, as their messages come, parameters that stages share, and what more than one value in a
 message costs.
 """
 
@@ -59,7 +60,7 @@ class Evaluator:
     ) -> None:
         cluster, devices = cost.cluster, cost.cluster.num_devices
         fewest, most = (1, batch_size) if cost.profile.proportional else _range(cost)
-        problem = (
+        numbers = (
             *(batch_size, max_replicas or devices, versions is None, fewest, most),
             *(cost.receive_slots, cluster.memory_bytes, cost.optimizer_factor),
             *(cost.update.byte_s, cost.microbatch_s, *_message(cost), _cores(cost)),
@@ -73,20 +74,30 @@ class Evaluator:
         values, readers = _values(cost)
         nodes = -(-devices // cluster.group_sizes[0])
         edges = min(len(readers), devices * devices) + devices
-        self._stages = np.zeros(devices, tables.STAGE)
+        stages = np.zeros(devices, tables.STAGE)
         edge_of = np.zeros((devices, devices), np.int32)
-        ports = [np.zeros(devices + nodes) for _ in range(2)]
+        ports = np.zeros(devices + nodes), np.zeros(devices + nodes)
         # Filled with zeros through these: of records that would take longer.
-        self._words = self._stages.view(np.int64).reshape(devices, -1)
+        self._words = stages.view(np.int64).reshape(devices, -1)
         self._cleared: tuple[NDArray[Any], ...] = edge_of, *ports
-        rest: tuple[Any, ...] = (
-            np.array([problem], tables.PROBLEM),
+        per_stage = [np.zeros(devices, np.int32) for _ in range(3)]
+        self._home, self._owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
+        self._microbatch, self._k, self._tensor = per_stage
+        self._recompute = np.zeros(devices, np.bool_)
+        given = tables.Given(
+            *(self._home, self._owner, self._microbatch, self._k, self._recompute, self._tensor)
+        )
+        problem = tables.Problem(
+            np.array([numbers], tables.NUMBERS),
             _degrees(cost),
             *_seconds(cost, tables.OPERATOR_SECONDS),
             _bytes(cost, tables.OPERATOR_BYTES),
             np.array(values, tables.VALUE),
             readers,
             np.array(levels, tables.LEVEL),
+        )
+        state = tables.State(
+            stages,
             np.zeros(edges, tables.EDGE),
             edge_of,
             np.zeros((devices, nodes), np.int64),
@@ -97,15 +108,8 @@ class Evaluator:
             _paces(cost),
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
-        per_stage = [np.zeros(devices, np.int32) for _ in range(3)]
-        self._home, self._owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
-        self._microbatch, self._k, self._tensor = per_stage
-        self._recompute = np.zeros(devices, np.bool_)
-        self._step_s = bound(
-            step_s,
-            *(self._home, self._owner, self._microbatch, self._k, self._recompute, self._tensor),
-            *(1, False, False, False, 0.0, self._stages, *rest),
-        )
+        scalars = 1, False, False, False, 0.0
+        self._step_s = bound(step_s, given, *scalars, problem, state)
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """About how many seconds; infinity where it cannot run or takes longer than the limit."""
@@ -116,8 +120,7 @@ class Evaluator:
         self._home[:], self._owner[:] = draft.home, draft.owner
         self._microbatch[:count], self._k[:count] = draft.microbatch, draft.k
         self._recompute[:count], self._tensor[:count] = draft.recompute, draft.tensor
-        flags = draft.deep, draft.chained, draft.sharded
-        seconds: float = self._step_s(count, *flags, limit)
+        seconds: float = self._step_s(count, draft.deep, draft.chained, draft.sharded, limit)
         return seconds
 
 

@@ -1,8 +1,8 @@
 """The clock of the evaluator: stages as single machines, compiled.
 
 Letters and records are those of ``stage_tables``. Ways of messages are 0 ahead and 1 back. When
-ports are free to send and to receive is in ``leaving`` and ``entering``: first links of stages,
-[s], then the cards of nodes, of which a stage takes all at once.
+ports are free to send and to receive is in ``leaving`` and ``entering``; of cards a stage takes
+those of all its nodes at once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import numpy as np
 
 from anabranch.jit import compiled, entry
 from anabranch.planner.auto.stage_tables import (
+    Given,
+    Problem,
     Record,
     State,
     Table,
@@ -36,7 +38,7 @@ MOST_SHOWN = 8 * SHOWN
 
 
 @compiled
-def _least_s(problem: Record, stages: Table, edges: Table) -> float:
+def _least_s(numbers: Record, stages: Table, edges: Table) -> float:
     """No step is shorter than the busiest stage with the way to it and back from it, or than all
     work on the cores that are shared.
     """
@@ -60,12 +62,12 @@ def _least_s(problem: Record, stages: Table, edges: Table) -> float:
             e = edge.next_entering
         compute = _compute_s(stage)
         work += compute * stage.devices
-        if problem.flush:  # nobody updates before all have their sums
+        if numbers.flush:  # nobody updates before all have their sums
             longest = max(longest, stage.before + compute + stage.behind)
             update = max(update, stage.update)
         else:
             longest = max(longest, compute + stage.sums + stage.update)
-    return max(longest, work / problem.cores if problem.cores > 0 else 0.0) + update
+    return max(longest, work / numbers.cores if numbers.cores > 0 else 0.0) + update
 
 
 @compiled
@@ -208,7 +210,7 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
     if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
         stage.until = stage.ready
     else:
-        _compute(stage, stage.ready + _action_s(stage), state.pieces)
+        _compute(stage, stage.ready, 1.0, state.pieces)
 
 
 @compiled
@@ -221,11 +223,13 @@ def _action_s(stage: Record) -> float:
 
 
 @compiled
-def _compute(stage: Record, until: float, pieces: Table) -> None:
-    """A stage computes its next action until then; in its last backward it begins to sum."""
-    stage.until = until
+def _compute(stage: Record, start: float, pace: float, pieces: Table) -> None:
+    """A stage begins its next action, which takes so many times as long as alone; in its last
+    backward it begins to sum.
+    """
+    stage.until, stage.pace = start + _action_s(stage) * pace, pace
     if stage.way == 1 and stage.backwards + 1 == stage.total:
-        stage.passes = until - stage.passed
+        stage.passed_all = stage.until
         _ask(stage, 0.0, pieces)
 
 
@@ -249,7 +253,8 @@ def _ask(stage: Record, at: float, pieces: Table) -> None:
     """
     stage.asks = np.inf
     if stage.piece > 0:
-        stage.asks = max(at, stage.passes + pieces[stage.piece - 1].final)
+        left = stage.passed - pieces[stage.piece - 1].final
+        stage.asks = max(at, stage.passed_all - left * stage.pace)
 
 
 @compiled
@@ -271,13 +276,13 @@ def _sum(s: int, state: State) -> float:
 
 
 @compiled
-def _run(batch_size: int, slots: int, state: State, limit: float) -> float:
+def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float) -> float:
     """The clock: of all stages the one whose next action ends first, message after message.
 
     Returns:
         Seconds of the step; infinity where they are beyond the limit.
     """
-    stages, edges, paces = state.stages, state.edges, state.paces
+    edges, paces = state.edges, state.paces
     shown, count = _count_shown(stages), stages[0].total
     if shown < 0:
         return np.inf
@@ -323,7 +328,7 @@ def _run(batch_size: int, slots: int, state: State, limit: float) -> float:
             if stage.begun == 0:
                 running = _share(end, stage.devices, running, paces, stages)
                 stage.begun = 1
-                _compute(stage, end + seconds * paces[running], state.pieces)
+                _compute(stage, end, paces[running], state.pieces)
                 continue
             stage.begun = 0
             running = _share(end, -stage.devices, running, paces, stages)
@@ -370,75 +375,43 @@ def _run(batch_size: int, slots: int, state: State, limit: float) -> float:
 
 @entry
 def step_s(
-    home: Table,
-    owner: Table,
-    microbatch: Table,
-    k: Table,
-    recompute: Table,
-    tensor: Table,
+    given: Given,
     count: int,
     deep: bool,
     chained: bool,
     sharded: bool,
     limit: float,
-    stages: Table,
-    problems: Table,  # the only one
-    degree_of: Table,
-    measured: Table,
-    op_seconds: Table,
-    op_bytes: Table,
-    values: Table,
-    readers: Table,
-    levels: Table,
-    edges: Table,
-    edge_of: Table,
-    nodes: Table,
-    devices: Table,
-    loads: Table,
-    leaving: Table,
-    entering: Table,
-    pieces: Table,
-    paces: Table,
-    arrivals: Table,
+    problem: Problem,
+    state: State,
 ) -> float:
     """Seconds of a step, or of a period without a flush; infinity where there is none in the limit.
 
     Args:
-        count: of stages; tables of stages have more entries.
-        stages: this and the next ones: see ``stage_tables``; stages, ``edge_of``, ports and paces
-            are all zeros.
+        count: of stages.
     """
-    stages, microbatch, recompute = stages[:count], microbatch[:count], recompute[:count]
-    state = State(stages, edges, nodes, leaving, entering, pieces, paces, arrivals)
-    problem = problems[0]
-    batch_size, flush = problem.batch_size, problem.flush > 0
-    if not count_devices(owner, tensor, levels[0].devices, stages, nodes, devices):
+    stages, edges, numbers = state.stages[:count], state.edges, problem.numbers[0]
+    batch_size, flush = numbers.batch_size, numbers.flush > 0
+    if not count_devices(given, problem, stages, state):
         return np.inf
-    if not split_samples(microbatch, tensor, degree_of, measured, problem, stages):
+    if not split_samples(given, problem, stages):
         return np.inf
-    if not sum_operators(home, recompute, op_seconds, op_bytes, problem.action, stages):
+    if not sum_operators(given, problem, stages):
         return np.inf
-    for s in range(len(stages)):
-        stage = stages[s]
-        stage.k, stage.entering, stage.leaving = k[s], -1, -1
-        for i in range(stage.nodes):  # their ports come behind those of stages
-            nodes[s, i] += len(owner)
-    joined = join_stages(home, values, readers, stages, edges, edge_of)
+    joined = join_stages(given.home, problem, stages, state)
     if not sort_stages(edges, stages):
         return np.inf
     if chained:
-        joined = chain_stages(joined, stages, edges, edge_of)
+        joined = chain_stages(joined, stages, state)
     order_edges(stages, edges)
     count_in_flight(deep, flush, stages, edges)
-    if not fit_memory(recompute, sharded, problem, stages, edges):
+    if not fit_memory(given.recompute, sharded, numbers, stages, edges):
         return np.inf
-    price_messages(joined, levels, problem, stages, edges, devices, loads)
-    price_sums(home, sharded, op_seconds, op_bytes, levels, problem, stages, pieces)
-    least = _least_s(problem, stages, edges)
+    price_messages(joined, problem, stages, state)
+    price_sums(given.home, sharded, problem, stages, state.pieces)
+    least = _least_s(numbers, stages, edges)
     if not flush:
         least = max(least, _busiest_port_s(batch_size, joined, state))
     if least > limit or not flush:
         return least if least <= limit else np.inf
-    seconds = _run(batch_size, problem.receive_slots, state, limit)
-    seconds = max(seconds, least)
+    seconds = max(_run(batch_size, numbers.receive_slots, stages, state, limit), least)
     return seconds if seconds <= limit else np.inf

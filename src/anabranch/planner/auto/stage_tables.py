@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from anabranch.cost.buckets import piece_bytes
-from anabranch.cost.communication import all_reduce_s, ring_price
+from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes
+from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
 from anabranch.cost.memory import memory_terms, updated_bytes
 from anabranch.cost.passes import pass_behind
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
@@ -31,25 +31,44 @@ Record = Any
 """An entry of a table of records: what is assigned to a field is in the table."""
 
 
+class Problem(NamedTuple):
+    """A model on a cluster."""
+
+    numbers: Table  # the only record
+    degree_of: Table  # [devices of a replica] its place among tensor degrees, or -1
+    measured: Table  # [n] samples
+    op_seconds: Table  # [g, n, i]
+    op_bytes: Table  # [g, i]
+    values: Table  # [v]
+    readers: Table
+    levels: Table  # [l]
+
+
+class Given(NamedTuple):
+    """The arrays of a draft, which may have more entries than that has stages."""
+
+    home: Table
+    owner: Table
+    microbatch: Table
+    k: Table
+    recompute: Table
+    tensor: Table
+
+
 class State(NamedTuple):
-    """Tables of a draft that runs.
+    """What follows from a draft. Ports are links of stages, [s], then cards of nodes."""
 
-    Attributes:
-        nodes: [s, 0 to its nodes] places of their cards among ports.
-        leaving: [port] when it is free to send.
-        entering: [port] when it is free to receive.
-        paces: [devices that compute] times as long as alone; empty where that is no matter.
-        arrivals: [way, e, micro-batch of the receiver] of the last of its messages.
-    """
-
-    stages: Table
-    edges: Table
-    nodes: Table
-    leaving: Table
-    entering: Table
+    stages: Table  # and more entries; zeros at first
+    edges: Table  # [e]
+    edge_of: Table  # [s, t] edge and 1, or 0; zeros at first
+    nodes: Table  # [s, 0 to its nodes] ports of their cards
+    devices: Table  # those of stage after stage
+    loads: Table  # [out or in, devices and then nodes] zeros
+    leaving: Table  # [port] when it is free to send; zeros at first
+    entering: Table  # [port] when it is free to receive; zeros at first
     pieces: Table
-    paces: Table
-    arrivals: Table
+    paces: Table  # [devices that compute] times as long as alone; empty where that is no matter
+    arrivals: Table  # [way, e, micro-batch of the receiver] of the last of its messages
 
 
 def _record(whole: str, real: str) -> np.dtype[np.void]:
@@ -75,38 +94,38 @@ LEVEL = _record("devices", "bandwidth latency")
 
 # Fewest and most samples that the profile covers. Cores: devices that compute at full speed
 # together, 0 where all do. Versions of the weights per micro-batch in flight, and besides.
-PROBLEM = _record(
+NUMBERS = _record(
     "batch_size most_replicas flush fewest most receive_slots",
     "memory optimizer_factor update_byte action send send_byte cores "
     "versions_in_flight more_versions",
 )
 
-# Of a draft, or counted: devices, the first of these among those of all stages, the least, the
-# greatest, and nodes that they are on; of the fullest
-# replica samples, and the row of seconds below them; likewise of the last micro-batch, which may be
-# a short one. Micro-batches of a step, in flight at least, in flight if memory were endless, and as
-# it is. The stage at its place in a topological order, values and edges that have been counted; the
-# first edge into it and out of it, or -1; forwards and backwards so far. Of its next action: the
-# way; the edge whose message it takes next, -1 for none; whether it has begun on cores. Of its sums
-# the first piece that is left and 1, or 0; the last one likewise.
+# Of a draft, or counted: devices, the place of the first among those of all stages, the least and
+# the greatest, and nodes that they are on; of the fullest replica samples, and the row of seconds
+# below them; likewise of the last micro-batch, which may be a short one. Micro-batches of a step,
+# in flight at least, in flight if memory were endless, and as it is. The stage at its place in a
+# topological order; what has been counted; the first edge into it and out of it, or -1; forwards
+# and backwards so far. Of its next action: the way; the edge whose message it takes next, -1 for
+# none; whether it has begun on cores. The first and last piece of its sums, and 1; 0 for none.
 #
 # Seconds: forward, backward, those of the last micro-batch, what that leaves of its all-reduce, its
 # update; at least from the beginning of the step to its first forward and from its last backward to
 # the end. In the last backward what operators have passed, when the gradients that wait are final,
-# and when all are summed; when it begins to pass them. Of its next action when it may begin, as far as that is known, and when
-# it ends, infinity where that is not known; what it has left to do. When it asks for links for the
-# next piece of its sums.
+# when all are summed; when it ends. Of its next action when it may begin, as far as that is known,
+# and when it ends, infinity where that is not known; what it has left to do; how many times as long
+# as alone it takes. When it asks for links for the next piece of its sums.
 #
 # Bytes: as of operators; what a pass of all samples takes besides; that enter and that return, per
-# sample and whatever the samples; gradients that are summed, that wait, and that are in pieces.
+# sample and whatever the samples; gradients that are summed, that are in pieces, and that
+# wait, in about so many buckets.
 STAGE = _record(
-    "microbatch k operators devices first low high nodes replicas samples row last last_row degree total "
-    "least wanted in_flight ordered counted entering leaving forwards backwards way taking begun piece "
-    "last_piece",
+    "microbatch k operators devices first low high nodes replicas samples row last last_row degree "
+    "total least wanted in_flight ordered counted entering leaving forwards backwards way taking "
+    "begun piece last_piece",
     "above last_above forward backward last_forward last_backward sums update before behind passed "
-    "final summed passes ready until left asks "
+    "final summed passed_all ready until left pace asks "
     "parameters trainable tables rows largest largest_gradient kept passing enters enters_fixed "
-    "returns returns_fixed gradients waiting cut",
+    "returns returns_fixed gradients cut waiting buckets",
 )
 
 # Whether it takes cards of nodes; the next edge with the same end, or -1; of the receiver's
@@ -132,29 +151,24 @@ _touched_bytes = cast(Callable[..., float], compiled(touched_bytes))
 _pass_behind = cast(Callable[..., float], compiled(pass_behind))
 _ring_price = cast(Callable[..., tuple[float, float]], compiled(ring_price))
 _all_reduce_s = cast(Callable[..., float], compiled(all_reduce_s))
+_transfer_s = cast(Callable[..., float], compiled(transfer_s))
 _piece_bytes = cast(Callable[..., float], compiled(piece_bytes))
 
 
 @compiled
-def count_devices(
-    owner: Table,
-    tensor: Table,
-    node: int,
-    stages: Table,
-    nodes: Table,  # [s, 0 to its nodes]
-    devices: Table,  # stage after stage
-) -> bool:
+def count_devices(given: Given, problem: Problem, stages: Table, state: State) -> bool:
     """How many devices every stage has, which, and on which nodes; whether the devices of each
     replica lie inside a node.
     """
+    owner, nodes, node = given.owner, state.nodes, problem.levels[0].devices
     for d in range(len(owner)):
         s = owner[d]
         stage = stages[s]
-        inside = d // node
+        inside = len(owner) + d // node
         if stage.devices == 0:
             stage.low = d
         if stage.nodes == 0 or nodes[s, stage.nodes - 1] != inside:
-            if stage.devices % tensor[s]:
+            if stage.devices % given.tensor[s]:
                 return False
             nodes[s, stage.nodes] = inside
             stage.nodes += 1
@@ -166,7 +180,7 @@ def count_devices(
         first += stages[s].devices
     for d in range(len(owner)):
         stage = stages[owner[d]]
-        devices[stage.first + stage.counted] = d
+        state.devices[stage.first + stage.counted] = d
         stage.counted += 1
     for s in range(len(stages)):
         stages[s].counted = 0
@@ -174,27 +188,21 @@ def count_devices(
 
 
 @compiled
-def split_samples(
-    microbatch: Table,
-    tensor: Table,
-    degree_of: Table,  # [devices of a replica] its place among tensor degrees, or -1
-    measured: Table,  # [n] samples
-    problem: Record,
-    stages: Table,
-) -> bool:
+def split_samples(given: Given, problem: Problem, stages: Table) -> bool:
     """Replicas and their samples; whether all have some that the profile covers."""
-    for s in range(len(microbatch)):
-        stage, b = stages[s], microbatch[s]
-        if stage.devices == 0 or stage.devices % tensor[s] or tensor[s] >= len(degree_of):
+    numbers, measured = problem.numbers[0], problem.measured
+    for s in range(len(stages)):
+        stage, b, tensor = stages[s], given.microbatch[s], given.tensor[s]
+        if stage.devices == 0 or stage.devices % tensor or tensor >= len(problem.degree_of):
             return False
-        replicas = stage.devices // tensor[s]
-        stage.microbatch, stage.replicas, stage.degree = b, replicas, degree_of[tensor[s]]
-        stage.samples = -(-b // replicas)
-        stage.total = -(-problem.batch_size // b)
-        if stage.degree < 0 or replicas > min(b, problem.most_replicas) or b > problem.batch_size:
+        replicas = stage.devices // tensor
+        stage.microbatch, stage.k, stage.replicas = b, given.k[s], replicas
+        stage.degree, stage.samples = problem.degree_of[tensor], -(-b // replicas)
+        stage.total = -(-numbers.batch_size // b)
+        if stage.degree < 0 or replicas > min(b, numbers.most_replicas) or b > numbers.batch_size:
             return False
-        stage.last = problem.batch_size - (stage.total - 1) * b
-        if max(stage.last // replicas, 1) < problem.fewest or stage.samples > problem.most:
+        stage.last = numbers.batch_size - (stage.total - 1) * b
+        if max(stage.last // replicas, 1) < numbers.fewest or stage.samples > numbers.most:
             return False
         stage.row, stage.above = _place(stage.samples, measured)
         stage.last_row, stage.last_above = stage.row, stage.above
@@ -222,17 +230,11 @@ def _between(low: float, high: float, above: float) -> float:
 
 
 @compiled
-def sum_operators(
-    home: Table,
-    recompute: Table,
-    op_seconds: Table,  # [g, n, i]
-    op_bytes: Table,  # [g, i]
-    action_s: float,
-    stages: Table,
-) -> bool:
+def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
     """Seconds and bytes of the stages; whether every stage has operators."""
-    for i in range(len(home)):
-        stage = stages[home[i]]
+    op_seconds, action_s = problem.op_seconds, problem.numbers[0].action
+    for i in range(len(given.home)):
+        stage = stages[given.home[i]]
         low = op_seconds[stage.degree, stage.row, i]
         high = op_seconds[stage.degree, stage.row + 1, i]
         stage.operators += 1
@@ -243,7 +245,7 @@ def sum_operators(
             high = op_seconds[stage.degree, stage.last_row + 1, i]
             stage.last_forward += _between(low.forward, high.forward, stage.last_above)
             stage.last_backward += _between(low.backward, high.backward, stage.last_above)
-        held = op_bytes[stage.degree, i]
+        held = problem.op_bytes[stage.degree, i]
         stage.parameters += held.parameters
         stage.trainable += held.trainable
         stage.tables += held.tables
@@ -253,13 +255,13 @@ def sum_operators(
         stage.largest_gradient = max(stage.largest_gradient, held.largest_gradient)
         own = held.largest_gradient + held.working * stage.samples
         stage.passing = _pass_behind(stage.passing, held.kept * stage.samples, own)
-    for s in range(len(recompute)):
+    for s in range(len(stages)):
         stage = stages[s]
         if stage.operators == 0:
             return False
         if stage.last == stage.microbatch:
             stage.last_forward, stage.last_backward = stage.forward, stage.backward
-        if recompute[s]:
+        if given.recompute[s]:
             stage.backward += stage.forward
             stage.last_backward += stage.last_forward
         _lengthen(stage, 0, action_s, action_s)
@@ -279,12 +281,12 @@ def _lengthen(stage: Record, way: int, seconds: float, last: float) -> None:
 
 
 @compiled
-def _add_edge(s: int, t: int, count: int, stages: Table, edges: Table, edge_of: Table) -> int:
+def _add_edge(s: int, t: int, count: int, stages: Table, state: State) -> int:
     """An edge, if there is none yet; how many there are then."""
-    if edge_of[s, t] > 0:
+    if state.edge_of[s, t] > 0:
         return count
-    edge, source, target = edges[count], stages[s], stages[t]
-    edge_of[s, t] = count + 1
+    edge, source, target = state.edges[count], stages[s], stages[t]
+    state.edge_of[s, t] = count + 1
     edge.source, edge.target = s, t
     edge.next_leaving, edge.next_entering = source.leaving, target.entering
     source.leaving, target.entering = count, count
@@ -293,28 +295,23 @@ def _add_edge(s: int, t: int, count: int, stages: Table, edges: Table, edge_of: 
 
 
 @compiled
-def join_stages(
-    home: Table,
-    values: Table,  # [v]
-    readers: Table,
-    stages: Table,
-    edges: Table,  # [e]
-    edge_of: Table,  # [s, t] edge and 1, or 0
-) -> int:
+def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> int:
     """Edges between stages and what flows along them; how many there are."""
     count = 0
-    for v in range(len(values)):
-        value = values[v]
+    for s in range(len(stages)):
+        stages[s].entering, stages[s].leaving = -1, -1
+    for v in range(len(problem.values)):
+        value = problem.values[v]
         s = int(home[value.producer])
         source, leaves = stages[s], False
         for reader in range(value.first, value.last):
-            t = int(home[readers[reader]])
+            t = int(home[problem.readers[reader]])
             target = stages[t]
             if t == s or target.counted == v + 1:  # this value has come to it before
                 continue
             target.counted, leaves = v + 1, True
-            count = _add_edge(s, t, count, stages, edges, edge_of)
-            edge = edges[edge_of[s, t] - 1]
+            count = _add_edge(s, t, count, stages, state)
+            edge = state.edges[state.edge_of[s, t] - 1]
             edge.ahead += value.per_sample
             edge.ahead_fixed += value.fixed
             edge.back += value.per_sample * value.gradient
@@ -351,13 +348,13 @@ def sort_stages(edges: Table, stages: Table) -> bool:
 
 
 @compiled
-def chain_stages(count: int, stages: Table, edges: Table, edge_of: Table) -> int:
+def chain_stages(count: int, stages: Table, state: State) -> int:
     """Edges from every stage to the next in the order, as far as there are none; how many edges
     there are then.
     """
     for place in range(len(stages) - 1):
         s, t = stages[place].ordered, stages[place + 1].ordered
-        count = _add_edge(s, t, count, stages, edges, edge_of)
+        count = _add_edge(s, t, count, stages, state)
     return count
 
 
@@ -406,7 +403,7 @@ def count_in_flight(deep: bool, flush: bool, stages: Table, edges: Table) -> Non
 
 @compiled
 def fit_memory(
-    recompute: Table, sharded: bool, problem: Record, stages: Table, edges: Table
+    recompute: Table, sharded: bool, numbers: Record, stages: Table, edges: Table
 ) -> bool:
     """Micro-batches in flight as memory allows (``cost.memory``); whether the least ones fit."""
     for place in range(len(stages)):
@@ -425,14 +422,14 @@ def fit_memory(
             stage.passing,
             1.0 if recompute[s] else 0.0,
             stage.replicas,
-            1 + problem.more_versions + problem.versions_in_flight * stage.least,
-            problem.optimizer_factor,
-            problem.receive_slots,
+            1 + numbers.more_versions + numbers.versions_in_flight * stage.least,
+            numbers.optimizer_factor,
+            numbers.receive_slots,
             stage.tables,
             stage.rows,
         )
-        free = problem.memory - resident - backward
-        if stage.least * flight > free or resident + sums > problem.memory:
+        free = numbers.memory - resident - backward
+        if stage.least * flight > free or resident + sums > numbers.memory:
             return False
         room = stage.wanted
         if room > stage.least:
@@ -468,42 +465,28 @@ def message_bytes(edge: Record, way: int, samples: int) -> float:
 
 
 @compiled
-def price_messages(
-    count: int,
-    levels: Table,
-    problem: Record,
-    stages: Table,
-    edges: Table,
-    devices: Table,
-    loads: Table,
-) -> None:
+def price_messages(count: int, problem: Problem, stages: Table, state: State) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
+    numbers = problem.numbers[0]
     for e in range(count):
-        edge = edges[e]
+        edge = state.edges[e]
         source, target = stages[edge.source], stages[edge.target]
-        _route(edge, source, target, levels, devices, loads)
-        edge.posted_ahead = edge.posted_back = problem.receive_slots
+        _route(edge, source, target, problem.levels, state)
+        edge.posted_ahead = edge.posted_back = numbers.receive_slots
         size = min(source.microbatch, target.microbatch)
         for way in range(2):
             whole = message_bytes(edge, way, size)
             last = message_bytes(edge, way, min(source.last, target.last))
             if whole > 0:
                 replicas = target.replicas if way else source.replicas
-                seconds = problem.send + problem.send_byte * whole / replicas
-                last_s = problem.send + problem.send_byte * last / replicas
+                seconds = numbers.send + numbers.send_byte * whole / replicas
+                last_s = numbers.send + numbers.send_byte * last / replicas
                 _lengthen(source, way, seconds, last_s)
                 _lengthen(target, way, seconds, last_s)
 
 
 @compiled
-def _route(
-    edge: Record,
-    source: Record,
-    target: Record,
-    levels: Table,
-    devices: Table,
-    loads: Table,  # [out or in, devices and then nodes] zeros
-) -> None:
+def _route(edge: Record, source: Record, target: Record, levels: Table, state: State) -> None:
     """Seconds of a byte between two stages, by the slices that their replicas have in common.
 
     ::
@@ -511,6 +494,7 @@ def _route(
         micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
         micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
     """
+    devices, loads = state.devices, state.loads
     b, c = source.microbatch, target.microbatch
     size, node = min(b, c), levels[0].devices
     out_s, in_s, out_card_s, in_card_s = 0.0, 0.0, 0.0, 0.0
@@ -556,39 +540,31 @@ def _route(
 
 
 @compiled
-def price_sums(
-    home: Table,
-    sharded: bool,
-    op_seconds: Table,
-    op_bytes: Table,
-    levels: Table,
-    problem: Record,
-    stages: Table,
-    pieces: Table,
-) -> None:
+def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, pieces: Table) -> None:
     """Seconds of each stage's all-reduce behind its last backward, and of its update.
 
     With a flush gradients are summed in pieces while the last backward goes on, the last operators
     first; where replicas share the optimizer's state half of the ring comes behind the update.
     """
-    half = 0.5 if sharded and problem.flush else 1.0
+    numbers, levels, op_seconds = problem.numbers[0], problem.levels, problem.op_seconds
+    half = 0.5 if sharded and numbers.flush else 1.0
     for s in range(len(stages)):
         stage = stages[s]
         updated = _touched_bytes(stage.trainable, stage.tables, stage.rows)
         if sharded:
             updated = _updated_bytes(updated, stage.largest, stage.replicas)
         stage.gradients = _summed_bytes(stage.trainable, stage.tables, stage.rows)
-        reduce_s = _sum_s(stage, stage.gradients, levels)
-        stage.update = updated * problem.update_byte + (1 - half) * reduce_s
-        if not problem.flush:
+        reduce_s = _all_reduce_s(stage.gradients, *_ring(stage, levels))
+        stage.update = updated * numbers.update_byte + (1 - half) * reduce_s
+        if not numbers.flush:
             stage.sums = reduce_s
-    if not problem.flush:
+    if not numbers.flush:
         return
     count = 0
     for i in range(len(home) - 1, -1, -1):
         stage = stages[home[i]]
         if stage.replicas > 1:
-            held = op_bytes[stage.degree, i]
+            held = problem.op_bytes[stage.degree, i]
             nbytes = _summed_bytes(held.trainable, held.tables, held.rows)
             if stage.waiting > 0 and stage.waiting + nbytes > _piece(stage):
                 count = _cut_piece(stage, half, levels, pieces, count)
@@ -598,6 +574,7 @@ def price_sums(
             if nbytes > 0:
                 stage.final = stage.passed
                 stage.waiting += nbytes
+                stage.buckets += min(1.0, nbytes / BUCKET_BYTES)
     for s in range(len(stages)):
         stage = stages[s]
         if stage.waiting > 0:
@@ -606,11 +583,10 @@ def price_sums(
 
 
 @compiled
-def _sum_s(stage: Record, nbytes: float, levels: Table) -> float:
-    """Seconds of an all-reduce of a stage."""
+def _ring(stage: Record, levels: Table) -> tuple[float, float]:
+    """Seconds per byte and of latency of a stage's all-reduces."""
     level = levels[level_of(stage.low, stage.high, levels)]
-    byte_s, latency_s = _ring_price(level.bandwidth, level.latency, stage.replicas, 1)
-    return _all_reduce_s(nbytes, byte_s, latency_s)
+    return _ring_price(level.bandwidth, level.latency, stage.replicas, 1)
 
 
 @compiled
@@ -622,7 +598,9 @@ def _piece(stage: Record) -> float:
 @compiled
 def _cut_piece(stage: Record, half: float, levels: Table, pieces: Table, count: int) -> int:
     """What waits as a piece, summed when it is final and the one before is; pieces then."""
-    piece, sum_s = pieces[count], _sum_s(stage, stage.waiting, levels) * half
+    byte_s, latency_s = _ring(stage, levels)
+    latency_s *= max(1.0, stage.buckets)
+    piece, sum_s = pieces[count], _transfer_s(stage.waiting, byte_s, latency_s) * half
     piece.parts = max(1, round(stage.waiting / _piece(stage)))
     piece.next, piece.final, piece.seconds = 0, stage.final, sum_s / piece.parts
     if stage.piece == 0:
@@ -632,5 +610,5 @@ def _cut_piece(stage: Record, half: float, levels: Table, pieces: Table, count: 
     stage.last_piece = count + 1
     stage.summed = max(stage.summed, stage.final) + sum_s
     stage.cut += stage.waiting
-    stage.waiting = 0.0
+    stage.waiting, stage.buckets = 0.0, 0.0
     return count + 1
