@@ -9,9 +9,10 @@ import torch
 from hypothesis import settings
 
 # No test reads or writes what the user's own commands keep: captures, and what was measured on the
-# machine at hand.
-os.environ["ANABRANCH_CACHE"] = tempfile.mkdtemp(prefix="anabranch-tests-")
-atexit.register(shutil.rmtree, os.environ["ANABRANCH_CACHE"], ignore_errors=True)
+# machine at hand. The workers of a run share what they keep.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["ANABRANCH_CACHE"] = tempfile.mkdtemp(prefix="anabranch-tests-")
+    atexit.register(shutil.rmtree, os.environ["ANABRANCH_CACHE"], ignore_errors=True)
 
 # Results are compared bit for bit between processes, and additions are ordered by threads.
 torch.set_num_threads(1)

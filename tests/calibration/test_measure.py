@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from anabranch import launch
-from anabranch.calibration import side_by_side
+from anabranch.calibration import overheads, restarts, side_by_side
 from anabranch.calibration.machine import this_machine
 from anabranch.calibration.measure import Seen, calibrate, gathered, joined
 from anabranch.calibration.messages import SIZES, Exchange, Line
@@ -23,6 +23,8 @@ from tests.calibration import examples
 @pytest.mark.dist
 def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     """Two of its ranks, all links between them, and figures that a cluster accepts."""
+    monkeypatch.setattr(overheads, "_TURNS", 1)
+    monkeypatch.setattr(restarts, "_ROUNDS", 1)
     monkeypatch.setattr(side_by_side, "_ROUNDS", 1)
     monkeypatch.setattr(side_by_side, "_WINDOW_S", 0.01)
     monkeypatch.setattr(side_by_side, "counts", lambda cores, most: (1, 2))

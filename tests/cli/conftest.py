@@ -15,6 +15,7 @@ from anabranch.cli.source import ModelSource
 from anabranch.files import save_cluster, save_profile
 from anabranch.graph import capture as graph_capture
 from anabranch.graph.capture import Captured
+from anabranch.models import MODELS
 from anabranch.workload import Workload
 from tests.cli.examples import TOWERS, four
 from tests.simulator.helpers import chain, cluster, cost_model
@@ -26,13 +27,14 @@ _CAPTURE = graph_capture.capture
 
 @pytest.fixture(autouse=True)
 def _captured_once(monkeypatch):
-    """The models of this folder are built and captured once for all tests: commands leave them as
-    they were, since what trains is a fork. Not where a test has its own ``capture``.
+    """Built-in models and those of this folder are built and captured once for all tests: commands
+    leave them as they were, since what trains is a fork. Not where a test has its own ``capture``.
     """
     build, capture = ModelSource.workload, ModelSource.capture
 
     def built(source: ModelSource, *, meta: bool = False) -> Workload:
-        if meta or not source.model.startswith("tests.cli.models:"):
+        lasting = source.model in MODELS or source.model.startswith("tests.cli.models:")
+        if meta or not lasting:
             return build(source, meta=meta)
         key = source.model, source.preset, *source.options.items()
         if key not in _WORKLOADS:
