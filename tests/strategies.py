@@ -95,6 +95,7 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         memory_bandwidth=draw(st.floats(1.0, 1e15)),
         restarts=draw(st.sampled_from([(), ((0.5, 0.25), (1.0, 0.5))])),
         value_s=draw(st.floats(0, 1)),
+        crowded_s=draw(st.floats(0, 1)),
     )
 
 

@@ -95,6 +95,8 @@ class Calibration:
             interpolated. Empty where that is not known.
         share_tensor_s: where ranks share an optimizer's state, of sending and taking what they have
             updated, for each parameter, and ``share_byte_s`` per byte that a rank sends or takes.
+        crowded_s: that a core stands idle, while others are overfull, for each wait of a rank
+            behind which no core is free.
     """
 
     machine: Machine
@@ -114,6 +116,7 @@ class Calibration:
     share_tensor_s: float = 0.0
     share_byte_s: float = 0.0
     value_s: float = 0.0
+    crowded_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):

@@ -263,6 +263,21 @@ def test_work_behind_a_wait_takes_longer():
     assert simulate(graph, shared).step_s == 5.5
 
 
+def test_a_core_idles_behind_waits_where_others_are_full():
+    """Devices 1 and 2 wait 1 s for device 0. The first to begin finds the core free, the other one
+    loses half a second; their work of 1 and 1.5 s takes turns.
+    """
+    free = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
+    none = dict.fromkeys(("microbatch_s", "step_s", "sum_tensor_s", "sum_byte_s"), 0.0)
+    edges, steps = ((0, 1), (0, 2)), []
+    graph = StageGraph(tuple(Stage((f"op{s}",), (s,), 1) for s in range(3)), edges, 1)
+    for crowded_s in (0.0, 0.5):
+        costs = calibration(slowdown=(1.0, 2.0, 3.0), crowded_s=crowded_s, **free, **none)
+        machines = replace(cluster(3), cores=1, calibration=costs)
+        steps.append(simulate(graph, cost_model(edges, [1] * 3, [0] * 3, machines)).step_s)
+    assert steps == [3.0, 3.5]
+
+
 def test_steps_in_a_row_read_their_batches():
     """A step of 4 s alone, which is given its batch; in a row it reads two samples, 0.25 s each."""
     cost = cost_model((), [1], [1], cluster(1))

@@ -7,7 +7,7 @@ import platform
 import socket
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import torch
@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from anabranch import launch
 from anabranch.calibration import messages, overheads, side_by_side, sums
+from anabranch.calibration.crowding import Turns, crowded_s, measure_turns
 from anabranch.calibration.machine import this_machine
 from anabranch.calibration.messages import Exchange, Line
 from anabranch.calibration.overheads import Overheads
@@ -49,6 +50,7 @@ class Seen:
         paces: by number of ranks that compute.
         links: exchanges with other ranks, by rank.
         alone: what it costs without others; of the first rank.
+        crowded: rounds in which there was more to do than cores; of ranks of one host.
     """
 
     host: str
@@ -56,6 +58,7 @@ class Seen:
     links: dict[int, list[Exchange]]
     sums: Sums | None = None
     alone: Overheads | None = None
+    crowded: list[Turns] = field(default_factory=list)
 
 
 def calibrate(progress: Progress | None = None) -> Calibrated:
@@ -129,11 +132,15 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
     mesh.barrier()
     summing = sums.measure_sums(mesh) if size > 1 and mesh.rank in sums.RANKS else None
     mesh.barrier()
+    crowded: list[Turns] = []
+    if transport is not None and len(set(hosts)) == 1 and size > (cores := os.cpu_count() or 1):
+        tag = len(chosen)
+        crowded = measure_turns(transport, mesh.rank, size, cores, tag, mesh.barrier)
     if transport is not None:
         transport.flush()
         mesh.part("calibration", 10.0)
         transport.close()
-    return Seen(hosts[mesh.rank], paces, links, summing)
+    return Seen(hosts[mesh.rank], paces, links, summing, crowded=crowded)
 
 
 def _host() -> str:
@@ -185,6 +192,7 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
         share_tensor_s=statistics.fmean(s.share.fixed_s for s in summing) if summing else 0.0,
         share_byte_s=statistics.fmean(s.share.byte_s for s in summing) if summing else 0.0,
         value_s=alone.value_s,
+        crowded_s=crowded_s([one.crowded for one in seen], cores),
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)

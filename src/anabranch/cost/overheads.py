@@ -14,6 +14,8 @@
                 ``communication``. Where ranks share the optimizer's state each byte is added up on
                 one of them, and what that has updated goes to the others
     restart     of a device that has waited, whose work takes longer until its caches are full again
+    crowding    of a core that idles while ranks wait for others, for each wait of a rank behind
+                which no core is free: the system moves waiting ranks only now and then
     reading     of a batch, by its samples, as measured for the workload's data; a step alone is
                 given its batch
     agreement   of loss and metrics: every rank sends its totals to all others and takes theirs

@@ -105,6 +105,7 @@ class _Calibration(Strict):
     share_tensor_s: Seconds = 0.0
     share_byte_s: Seconds = 0.0
     value_s: Seconds = 0.0
+    crowded_s: Seconds = 0.0
 
 
 class ClusterFile(Strict):

@@ -119,6 +119,10 @@ class StepCosts(Protocol):
         """Seconds of the devices at both ends of a message: its sender and its receiver."""
 
     @property
+    def crowded_s(self) -> float:
+        """How much longer work takes behind a wait where no core is free."""
+
+    @property
     def restarts(self) -> Sequence[float]:
         """How much longer work takes behind a wait: see ``cost.overheads.restart_s``."""
 
@@ -264,6 +268,12 @@ class ModelCosts:
         return self.cost.message_s(nbytes)
 
     @property
+    def crowded_s(self) -> float:
+        """As calibrated."""
+        calibration = self.cost.cluster.calibration
+        return calibration.crowded_s if calibration else 0.0
+
+    @property
     def restarts(self) -> Sequence[float]:
         """As calibrated."""
         return self.cost.restarts
@@ -326,6 +336,7 @@ class StageTimes:
     read_s: float = field(default=0.0, init=False)
     agreement_s: float = field(default=0.0, init=False)
     restarts: Sequence[float] = field(default=(), init=False)
+    crowded_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         for what, stages in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):

@@ -227,14 +227,16 @@ def _wait(d: int, barrier: Record, devices: Table) -> None:
 @compiled
 def _start(d: int, clock: Record, step: Tables) -> None:
     """Start the unit of a device; behind a wait it is slower at first. Where no core is free it
-    takes turns, and what that costs is in how devices slow each other down.
+    takes turns: what its caches lose is in how devices slow each other down, but a core may idle.
     """
     device = step.devices[d]
     unit, core = step.units[device.unit], step.devices[device.core]
     step.runs[device.run].start = clock.now
     device.pace = 1.0
-    if core.working < clock.cores and clock.now > device.worked and unit.seconds > 0:
-        longer = restart_s(step.restarts, clock.now - device.worked)
+    if clock.now > device.worked and unit.seconds > 0:
+        longer = clock.crowded_s
+        if core.working < clock.cores:
+            longer = restart_s(step.restarts, clock.now - device.worked)
         if longer > 0:
             device.pace = 1 + longer / unit.seconds
     core.working += 1

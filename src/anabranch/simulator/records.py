@@ -30,8 +30,11 @@ def _record(whole: str, real: str = "") -> np.dtype[np.void]:
 
 # The place of an event among those of the same time: of the current one, and the last that was
 # taken. Devices that have agreed; sums that have begun. Stages; devices that may work on a core.
-# When the last thing ended; of several steps, when a device last began one. Of an agreement.
-CLOCK = _record("place last_place agreed summed stages cores", "now end begun agreement_s")
+# When the last thing ended; of several steps, when a device last began one. Of an agreement; of a
+# wait where cores are crowded.
+CLOCK = _record(
+    "place last_place agreed summed stages cores", "now end begun agreement_s crowded_s"
+)
 
 # A node of the tournament between events, with its winner. Its second half are the slots.
 NODE = _record("place winner", "time")

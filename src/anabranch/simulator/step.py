@@ -275,7 +275,9 @@ def _tables(program: Program, costs: StepCosts) -> Tables:
     counts = np.zeros(stages * len(hosts), np.int64)
     nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
     return Tables(
-        clock=np.array([(0, 0, 0, 0, stages, cores, 0.0, 0.0, 0.0, costs.agreement_s)], CLOCK),
+        clock=np.array(
+            [(0, 0, 0, 0, stages, cores, 0.0, 0.0, 0.0, costs.agreement_s, costs.crowded_s)], CLOCK
+        ),
         lists=np.concatenate([program.entries, np.array(lists.entries, np.int64), counts]),
         nodes=np.array(nodes, NODE),
         devices=devices,

@@ -169,5 +169,6 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"sharing what was updated takes {calibration.share_tensor_s * 1e6:.0f} us per parameter "
         f"and {calibration.share_byte_s * 2**20 * 1e6:.0f} us per MiB sent or taken",
         *_restarts(calibration),
+        f"where no core is free, one idles {calibration.crowded_s * 1e3:.2f} ms per wait of a rank",
         f"an update goes through memory at {calibration.memory_bandwidth / 1e9:.1f} GB/s",
     ]
