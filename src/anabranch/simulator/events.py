@@ -43,6 +43,9 @@ class Role(IntEnum):
 AGREEMENT, UPDATE, GATHER = int(Role.AGREEMENT), int(Role.UPDATE), int(Role.GATHER)
 SHARE, SHARED, BEGIN = int(Role.SHARE), int(Role.SHARED), int(Role.BEGIN)
 
+NO_WORK_S = 1e-12
+"""What takes no longer than this has no caches to fill: no wait makes it longer."""
+
 
 @entry
 def play(step: Tables) -> None:
@@ -233,7 +236,7 @@ def _start(d: int, clock: Record, step: Tables) -> None:
     unit, core = step.units[device.unit], step.devices[device.core]
     step.runs[device.run].start = clock.now
     device.pace = 1.0
-    if clock.now > device.worked and unit.seconds > 0:
+    if clock.now > device.worked and unit.seconds > NO_WORK_S:
         longer = clock.crowded_s
         if core.working < clock.cores:
             longer = restart_s(step.restarts, clock.now - device.worked)
