@@ -133,3 +133,14 @@ def slowdown_of(slowdown: Sequence[float] | NDArray[np.float64], jobs: int) -> f
     if jobs <= len(slowdown):
         return float(slowdown[jobs - 1])
     return float(slowdown[-1] * jobs / len(slowdown))
+
+
+def computed_at_once(cluster: Cluster) -> float:
+    """How many devices alone compute as much as all of the cluster do together at best, which may
+    be while some of them wait.
+    """
+    if not cluster.slowdown:
+        return cluster.num_devices
+    size = cluster.levels[0].size
+    of_a_host = max(n / slowdown_of(cluster.slowdown, n) for n in range(1, size + 1))
+    return of_a_host * cluster.num_devices / size

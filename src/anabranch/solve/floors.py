@@ -19,7 +19,7 @@ import numpy as np
 from anabranch.cost import CostModel
 from anabranch.cost.communication import Port
 from anabranch.cost.model import Floats
-from anabranch.cost.overheads import slowdown_of
+from anabranch.cost.overheads import computed_at_once
 from anabranch.plans.plan import memory_text, ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator.step import Step
@@ -51,7 +51,7 @@ def floors(graph: StageGraph, cost: CostModel) -> Iterator[Floor]:
     """Those that hold for any plan of this batch on this cluster."""
     batch_size, total = graph.batch_size, _devices(cost)
     per_sample = _least_s_per_sample(cost, batch_size)
-    at_once = _at_once(cost)
+    at_once = computed_at_once(cost.cluster)
     where = f"over {total} devices"
     if at_once < total:
         where += f", like {at_once:.3g} alone"
@@ -63,16 +63,6 @@ def floors(graph: StageGraph, cost: CostModel) -> Iterator[Floor]:
     yield Floor("largest_operator", float(per_sample[largest]) * batch_size / parts, where, True)
     slices = "1 sample" if smallest == 1 else f"{smallest} samples"
     yield Floor("longest_path", _longest_path_s(cost, smallest), f"of {slices}", True)
-
-
-def _at_once(cost: CostModel) -> float:
-    """How many devices alone would compute as much as all of them together."""
-    cluster = cost.cluster
-    if not cluster.slowdown:
-        return cluster.num_devices
-    ranks = range(1, cluster.levels[0].size + 1)
-    of_a_host = max(n / slowdown_of(cluster.slowdown, n) for n in ranks)
-    return of_a_host * cluster.num_devices / cluster.levels[0].size
 
 
 def _devices(cost: CostModel) -> int:

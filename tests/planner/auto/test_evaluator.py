@@ -12,6 +12,7 @@ import pytest
 from anabranch.cost import CostModel
 from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.profile.profile import UpdateCost
+from tests.calibration.examples import calibration
 from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft
 from tests.planner.auto.simulated import simulated_s
@@ -137,6 +138,22 @@ def test_devices_that_share_cores_have_equal_parts_of_them():
     assert Evaluator(apart, 8)(both) == pytest.approx(simulated_s(apart, 8, both))
     assert Evaluator(shared, 8)(both) == pytest.approx(simulated_s(shared, 8, both))
     assert Evaluator(shared, 8)(both) == pytest.approx(2 * Evaluator(apart, 8)(both))
+
+
+@pytest.mark.parametrize(
+    ("cores", "slowdown", "seconds"), [(4, (1.0, 1.5, 2.0), 12.0), (2, (1.0, 1.0, 3.0), 8.0)]
+)
+def test_devices_slow_each_other_as_calibrated(cores, slowdown, seconds):
+    """The same operators where two devices slow each other although each has a core, and where two
+    do not, though all three would do less at once than one alone.
+    """
+    none = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
+    found = calibration(slowdown=slowdown, microbatch_s=0.0, step_s=0.0, **none)
+    profile = linked_model(3, [(0, 2), (1, 2)], [1, 1, 0]).profile
+    machine = replace(cluster(3), cores=cores, calibration=found)
+    cost, both = CostModel(profile, machine), draft("012", "012", microbatch=8)
+    assert simulated_s(cost, 8, both) == pytest.approx(seconds)
+    assert Evaluator(cost, 8)(both) == pytest.approx(seconds)
 
 
 def test_nobody_updates_before_all_have_their_sums():

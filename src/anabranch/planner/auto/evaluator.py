@@ -12,7 +12,8 @@ of two drafts is the quicker one:
   links; then updates, which wait for all of them, and what replicas that share the optimizer's
   state send each other;
 - memory with recomputation and, without a flush, with versions of the weights;
-- processor cores that all devices that compute have equal shares of.
+- how much devices of a host slow each other while they compute, whether they have a core each or
+  share some.
 
 It is no judge: what it likes is simulated (``simulator``). Left out are replicas that run one after
 another, as their messages come, parameters that stages share, and what more than one value in a
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.cost.overheads import slowdown_of
+from anabranch.cost.overheads import computed_at_once, slowdown_of
 from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH, Op, OpGraph
 from anabranch.jit import bound
@@ -200,20 +201,20 @@ def _message(cost: CostModel) -> tuple[float, float]:
 
 
 def _cores(cost: CostModel) -> float:
-    """Devices that compute at full speed together, where all share cores; 0 where they do not."""
-    paces = _paces(cost)
-    return (len(paces) - 1) / paces[-1] if len(paces) else 0.0
+    """Devices alone that compute as much as all together at best; 0 where none slows another."""
+    return computed_at_once(cost.cluster) if len(_paces(cost)) else 0.0
 
 
 def _paces(cost: CostModel) -> NDArray[np.float64]:
-    """[devices that compute, on all hosts alike]: times as long as alone; empty where devices do
-    not share cores.
+    """[devices that compute, on all hosts alike]: times as long as alone; empty where none slows
+    another.
     """
     cluster = cost.cluster
-    if not cluster.slowdown or not cluster.shared_cores:
+    if not cluster.slowdown:
         return np.empty(0)
     jobs = np.maximum(
         np.arange(cluster.num_devices + 1) * cluster.levels[0].size, cluster.num_devices
     )
     jobs = -(-jobs // cluster.num_devices)
-    return np.array([slowdown_of(cluster.slowdown, int(count)) for count in jobs])
+    paces = np.array([slowdown_of(cluster.slowdown, int(count)) for count in jobs])
+    return paces if paces[-1] > 1 else np.empty(0)

@@ -92,8 +92,9 @@ VALUE = _record("producer first last", "gradient per_sample fixed")
 # Devices of a group, and the slowest link up to it.
 LEVEL = _record("devices", "bandwidth latency")
 
-# Fewest and most samples that the profile covers. Cores: devices that compute at full speed
-# together, 0 where all do. Versions of the weights per micro-batch in flight, and besides.
+# Fewest and most samples that the profile covers. Cores: devices alone that compute as much as all
+# together at best, 0 where none slows another. Versions of the weights per micro-batch in flight,
+# and besides.
 NUMBERS = _record(
     "batch_size most_replicas flush fewest most receive_slots",
     "memory optimizer_factor update_byte action send send_byte cores "
