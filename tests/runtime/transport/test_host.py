@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -255,21 +257,42 @@ def test_a_connection_that_one_end_lacks_is_used_by_neither(
     monkeypatch: pytest.MonkeyPatch, function: str, failing: int
 ) -> None:
     """A rank runs out of descriptors at the lower or at the upper end of its connections; the
-    others stay connected.
+    others stay connected. Nobody keeps what is not used: of each peer there are two events, a
+    socket and a segment.
     """
 
     def fail(*_: object) -> None:
         raise OSError("no descriptors")
 
-    def work() -> list[int]:
+    def work() -> tuple[list[int], Counter[str]]:
         if dist.get_rank() == failing:
             monkeypatch.setattr(meeting, function, fail)
-        return sorted(meet(dist.get_rank(), exchange).peers)
+        exchange(b"-")
+        before = _descriptors()
+        met = meet(dist.get_rank(), exchange)
+        return sorted(met.peers), _descriptors() - before
 
+    lists = [[r for r in range(3) if r != rank and failing not in (r, rank)] for rank in range(3)]
     expected = [
-        [r for r in range(3) if r != rank and failing not in (r, rank)] for rank in range(3)
+        (peers, Counter(events=2 * len(peers), sockets=len(peers), segments=1 + len(peers)))
+        for peers in lists
     ]
     assert launch.run(work, 3, timeout=30.0) == expected
+
+
+def _descriptors() -> Counter[str]:
+    """What this process has open; a segment counts once, however often it is mapped."""
+    found: Counter[str] = Counter()
+    segments = set()
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the list itself
+            leads_to = os.readlink(f"/proc/self/fd/{file}")
+            found["events"] += "eventfd" in leads_to
+            found["sockets"] += leads_to.startswith("socket:")
+            if "memfd" in leads_to:
+                segments.add(os.stat(int(file)).st_ino)
+    found["segments"] = len(segments)
+    return found
 
 
 def _all_to_all() -> tuple[list[str], list[int]]:

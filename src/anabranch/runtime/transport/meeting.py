@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -84,6 +85,10 @@ class _Heard:
     segment: int
     wakes: Event
     begin: tuple[BlockAddress, BlockAddress]
+
+    def close(self) -> None:
+        self.wakes.close()
+        os.close(self.segment)
 
 
 @dataclass
@@ -192,15 +197,16 @@ def _accepted(
         except OSError:
             break
         end.setblocking(False)
-        try:
+        with suppress(OSError), ExitStack() as undo:
+            undo.callback(end.close)
             heard = _hear_hello(end)
+            undo.callback(heard.close)
             arrival = _say_hello(end, rank, segment)
-        except OSError:
-            end.close()
-            continue
-        if heard.rank in expected:
-            arrival.heard = heard
-            result[heard.rank] = arrival
+            undo.callback(arrival.close)
+            if heard.rank in expected:
+                arrival.heard = heard
+                result[heard.rank] = arrival
+                undo.pop_all()
     return result
 
 
@@ -252,8 +258,7 @@ def _agreed(
         assert heard is not None
         if not said[peer][rank]:
             arrival.close()
-            heard.wakes.close()
-            os.close(heard.segment)
+            heard.close()
             continue
         window = Window(heard.segment)
         reader = Reader(window, heard.begin)
