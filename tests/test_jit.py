@@ -43,6 +43,7 @@ def test_a_file_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch):
     args = np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
     path = add_twice.file(tuple(map(jit._kind, args)))
     path.write_bytes(b"no machine code")
+    assert not jit.is_there(add_twice, *args)
     assert add_twice(*args) == 3
     kept = path.read_bytes()
     path.write_bytes(kept[:-1])

@@ -382,7 +382,7 @@ def code_folder() -> Path:
 def is_there(function: Callable[..., Any], *args: Any) -> bool:
     """Whether an entry has machine code by now, or some on disk, for arguments like these."""
     called, kinds = cast(_Entry, function), tuple(map(_kind, args))
-    return kinds in called._codes or called.file(kinds).exists()
+    return kinds in called._codes or _kept(called.file(kinds)) is not None
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -400,7 +400,8 @@ def _parents() -> Iterator[Path]:
     if asked := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(asked)
     yield Path(__file__).parent / "__pycache__"
-    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anabranch"
+    with suppress(RuntimeError):  # a user without a home
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anabranch"
 
 
 @cache

@@ -13,6 +13,7 @@ from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.program import compile_schedule
 from anabranch.simulator.run import run, step_seconds
+from tests.simulator.helpers import cluster, cost_model
 
 GRAPH = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 2)), ((0, 1),), 6)
 TIMES = StageTimes([{1: 1.0}] * 2, [{1: 2.0}] * 2)
@@ -105,3 +106,23 @@ def test_a_message_that_nobody_receives_is_named() -> None:
     times = StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2)
     with pytest.raises(InvalidScheduleError, match="nobody receives 0SF1"):
         step_seconds(two_stages(2), schedule, times)
+
+
+@pytest.mark.parametrize(
+    ("order", "seconds"),
+    [("0: 0F0 0B0\n1: 0F0 0B0\n2: ", 3), ("0: 0F0 0B0\n1: 0F0 0B0 0B0", 5), ("0: \n1: ", 0)],
+)
+def test_lists_by_hand_may_lack_something(order: str, seconds: float) -> None:
+    """A device, or all of them, with nothing to do; a replica that does less than the other."""
+    graph = StageGraph((Stage(("a",), (0, 1), 2),), (), 2)
+    assert step_seconds(graph, Schedule.parse(order), TIMES) == seconds
+
+
+def test_a_stage_that_nobody_computes_is_none_of_the_others() -> None:
+    """Its gradients are summed all the same, in the queue of its devices; that has no barrier of
+    another one's for it.
+    """
+    stages = tuple(Stage((f"op{s}",), (0, 1), 2) for s in range(2))
+    cost = cost_model((), [1, 1], [1, 1], cluster(2), parameter_bytes=1)
+    order = Schedule.parse("0: 0F0 0B0\n1: 0F0 0B0")
+    assert step_seconds(StageGraph(stages, (), 2), order, cost) == pytest.approx(2)

@@ -302,3 +302,15 @@ def test_machine_code_does_the_same_as_python(example, shard):
             patch.setattr(jit, "is_there", lambda *_: True)
             timelines.append(run(graph, order, cost, period=True))
     assert timelines[0] == timelines[1]
+
+
+def test_python_does_it_where_nothing_can_be_compiled(monkeypatch):
+    """No process is to be had for it; a step is simulated all the same."""
+
+    def begin(*_: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(step, "PATIENCE", 0)
+    monkeypatch.setattr(jit, "is_there", lambda *_: False)
+    monkeypatch.setattr(jit, "begin", begin)
+    assert simulate(replicated(), three_buckets(1.0)).step_s == 13

@@ -242,12 +242,13 @@ def compile_schedule(
     Raises:
         InvalidScheduleError: if a send has no receive.
     """
-    if not schedule.is_lowered and not _is_in_order(schedule, graph):
-        schedule = lower(schedule, graph, costs.message_edges)
+    has_messages = schedule.is_lowered
+    if not has_messages and not _is_in_order(schedule, graph):
+        schedule, has_messages = lower(schedule, graph, costs.message_edges), True
     prices = MessagePrices(graph, costs, tuple(schedule.actions))
     lists = _Lists([len(actions) for actions in schedule.actions.values()])
     passes = _Passes(schedule)
-    if schedule.is_lowered:
+    if has_messages:
         messages = _number(schedule, prices, lists)
     else:
         messages = _put_in(passes, schedule.slots, graph, costs.message_edges, prices, lists)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
@@ -57,6 +58,16 @@ fetches the machine code, or begins to compile it where none is kept.
 _played = 0
 
 
+def _is_compiled(tables: Tables) -> bool:
+    """Whether there is machine code by now; otherwise its compilation has begun, if it can."""
+    # A machine that has no room for files or processes has plain Python.
+    with suppress(OSError):
+        if jit.is_there(play, tables):
+            return True
+        jit.begin((play, (tables,)))
+    return False
+
+
 class Step:
     """One simulated step; several in a row are one as well."""
 
@@ -68,11 +79,9 @@ class Step:
         """Start every device and go on until nothing happens."""
         global _played
         _played += len(self.program.entries)
-        if _played > PATIENCE:
-            if jit.is_there(play, self._tables):
-                play(self._tables)
-                return
-            jit.begin((play, (self._tables,)))
+        if _played > PATIENCE and _is_compiled(self._tables):
+            play(self._tables)
+            return
         lists = Tables(*map(listed, self._tables))
         jit.plain(play)(lists)
         for table, rows in zip(self._tables, lists, strict=True):
@@ -244,7 +253,9 @@ def _tables(program: Program, costs: StepCosts) -> Tables:
     """Everything before the clock runs."""
     messages, lists = _messages(program)
     summed = Counter(s for work in program.sums for s in work.stages)
-    stages = 1 + max(map(max, program.stages))
+    # A list by hand may lack a stage whose gradients are summed nevertheless.
+    named = *(unit.stage for unit in program.units), *summed
+    stages = 1 + max(named, default=-1)
     barriers = [(summed[s], -1, -1, 0, 0, 0) for s in range(stages)] * program.updates
     units, parts = _units(program, lists, len(barriers))
     barriers += [(0, -1, -1, *lists.add(group), len(group)) for group in program.groups]
@@ -264,8 +275,8 @@ def _tables(program: Program, costs: StepCosts) -> Tables:
     for field in ("unit", "part", "message", "behind", "next_job"):
         devices[field] = -1
     devices["at"], devices["stop"] = program.first[:-1], program.first[1:]
-    ran = np.cumsum(program.entries < -program.size)
-    devices["run"] = np.append(0, ran)[program.first[:-1]]
+    ran = np.append(0, np.cumsum(program.entries < -program.size))
+    devices["run"] = ran[program.first[:-1]]
     held = [lists.add(held) for held in program.stages]
     devices["first_stage"], devices["stop_stage"] = np.array(held).T
     devices["host"] = [shared.get(host, -1) for host in hosts]
