@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def counts(cluster: Cluster, devices: Sequence[int]) -> Place:
 
 def hop_price(cluster: Cluster, source: Place, target: Place) -> tuple[float, float]:
     """Seconds per byte of one micro-batch and seconds of latency between two stages."""
-    price: Any = cast(Any, links.hop_price).function
+    price: Any = links.hop_price
     per_byte, latency_s = price(links.links(cluster), np.array([source, target]), 0, 1)
     return float(per_byte), float(latency_s)
 

@@ -17,7 +17,7 @@ from anabranch.profile.profile import OpCost, Profile
 from tests.planner.dapple.latency import hop_price, latency, phases, pivot
 
 SECONDS = st.floats(0, 10)
-PREPENDED, LATENCY_S = (cast(Any, function).function for function in (prepended, latency_s))
+PREPENDED, LATENCY_S = cast(Any, prepended), cast(Any, latency_s)
 ROWS = st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=7)
 
 
