@@ -137,7 +137,7 @@ class Calibration:
             return ""
         return (
             f"other processes took {self.lost_share:.0%} of a core while it was calibrated, so "
-            "latencies are too long at least; calibrate again when the machine is quiet"
+            "latencies at least are too long; calibrate again when the machine is quiet"
         )
 
 

@@ -14,4 +14,5 @@ def test_idle_cores_are_shared_out_to_the_waits():
     slow = [Turns(7.0, 9.0, 0.0, 1)] * 3
     ranks = list(zip(first, calm, slow, strict=True))
     assert crowded_s(ranks, cores=2) == 0.25
+    assert crowded_s(ranks, cores=2 - 1 / 3) == 0.0, "others computed meanwhile"
     assert crowded_s([(), ()], cores=2) == 0.0

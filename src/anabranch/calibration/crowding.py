@@ -73,8 +73,12 @@ def measure_turns(
     return found
 
 
-def crowded_s(ranks: Sequence[Sequence[Turns]], cores: int) -> float:
-    """Seconds of a core that are lost for each wait; of the median round, 0 without any."""
+def crowded_s(ranks: Sequence[Sequence[Turns]], cores: float) -> float:
+    """Seconds of a core that are lost for each wait; of the median round, 0 without any.
+
+    Args:
+        cores: without what other processes take of them.
+    """
     lost = []
     for turns in zip(*ranks, strict=True):
         seconds = max(turn.end for turn in turns) - min(turn.begin for turn in turns)

@@ -174,6 +174,7 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
     send = _line([[x.send_s for x in exchanges] for exchanges in ends])
     receive = _line([[x.receive_s for x in exchanges] for exchanges in ends])
     summing = [one.sums for one in seen if one.sums is not None]
+    lost = side_by_side.lost_share(on_host)
     calibration = Calibration(
         this_machine(),
         datetime.now(UTC).date().isoformat(),
@@ -187,12 +188,12 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
         sum_tensor_s=statistics.fmean(s.sum.fixed_s for s in summing) if summing else 0.0,
         sum_byte_s=statistics.fmean(s.sum.byte_s for s in summing) if summing else 0.0,
         memory_bandwidth=alone.memory_bandwidth,
-        lost_share=side_by_side.lost_share(on_host),
+        lost_share=lost,
         restarts=alone.restarts,
         share_tensor_s=statistics.fmean(s.share.fixed_s for s in summing) if summing else 0.0,
         share_byte_s=statistics.fmean(s.share.byte_s for s in summing) if summing else 0.0,
         value_s=alone.value_s,
-        crowded_s=crowded_s([one.crowded for one in seen], cores),
+        crowded_s=crowded_s([one.crowded for one in seen], cores - lost),
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)

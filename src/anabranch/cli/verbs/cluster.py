@@ -134,11 +134,11 @@ def _show(cluster: Cluster) -> None:
 
 
 def _restarts(calibration: Calibration) -> list[str]:
-    behind = ", ".join(
-        f"{longer * 1e3:.2f} ms behind {waited * 1e3:g} ms"
+    listed = ", ".join(
+        f"{longer * 1e3:.2f} ms after {waited * 1e3:g} ms"
         for waited, longer in calibration.restarts
     )
-    return [f"work takes longer after a wait: {behind}"] if behind else []
+    return [f"work takes longer after a wait: {listed}"] if listed else []
 
 
 def calibration_rows(cluster: Cluster) -> list[str]:
@@ -169,6 +169,7 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"sharing what was updated takes {calibration.share_tensor_s * 1e6:.0f} us per parameter "
         f"and {calibration.share_byte_s * 2**20 * 1e6:.0f} us per MiB sent or taken",
         *_restarts(calibration),
-        f"where no core is free, one idles {calibration.crowded_s * 1e3:.2f} ms per wait of a rank",
+        f"with more ranks than cores a core idles {calibration.crowded_s * 1e3:.2f} ms for each "
+        "wait of a rank",
         f"an update goes through memory at {calibration.memory_bandwidth / 1e9:.1f} GB/s",
     ]
