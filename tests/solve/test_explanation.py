@@ -20,7 +20,7 @@ def test_a_pipeline_of_two_stages():
         "  work                          3000.00 ms  over 2 devices",
         "  largest operator              4000.00 ms  op1, over 1",
         "  longest path, there and back  6000.00 ms  of 1 sample",
-        "  this plan's busiest link      1000.00 ms  out of device 0",
+        "  this plan, by busiest link    1000.00 ms  out of device 0",
         "the step of device 1 (stage 1), which computes most, is",
         "  work                          3000.00 ms  37.5%  evenly, in its best slices",
         "  imbalance                     1000.00 ms  12.5%  above the mean device",

@@ -33,9 +33,9 @@ _FLOORS = {
     "work": "work",
     "largest_operator": "largest operator",
     "longest_path": "longest path, there and back",
-    "busiest_link": "this plan's busiest link",
-    "all_reduce": "its longest all-reduce",
-    "data_parallel_all_reduce": "one of data parallelism",
+    "busiest_link": "this plan, by busiest link",
+    "all_reduce": "this plan, by all-reduce",
+    "data_parallel_all_reduce": "data parallelism, likewise",
 }
 
 _CAUSES = {
