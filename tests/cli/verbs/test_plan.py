@@ -125,8 +125,12 @@ def test_data_parallelism_is_a_baseline_of_every_plan(run, document, profile):
     assert baseline == free["baselines"]["data-parallel"]["predicted"]["step_s"]
     assert baseline < straight["predicted"]["step_s"]
     assert free["gain"]["data-parallel"] >= 1 - 1e-9
-    _, out, _ = run(*arguments, "--max-replicas", "1")
+    _, out, _ = run(*arguments, "--max-replicas", "1", "-o", "straight.json")
     assert "data parallelism is faster than this plan: --planner data-parallel plans it\n" in out
+    better = document(*arguments, "--from", "straight.json")
+    assert better["baselines"]["from"]["predicted"] == straight["predicted"]
+    assert better["gain"]["from"] >= 1
+    assert "against the plan of --from (" in run(*arguments, "--from", "straight.json")[1]
 
 
 def test_a_plan_remembers_how_its_model_was_built(document, tmp_path):

@@ -36,7 +36,12 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
         code, _, err = run("simulate", plan, profile, option, str(tmp_path / "no" / "such"))
         assert code == 1, "a folder that is not there is one paragraph"
         assert "cannot be written: there is no folder" in err
+    assert "itself says" not in run("simulate", plan, profile)[2]
     broken = json.loads(Path(plan).read_text())
+    broken["predicted"]["step_s"] *= 2
+    broken["predicted"]["samples_per_s"] /= 2
+    Path(plan).write_text(json.dumps(broken))
+    assert "plan.json itself says" in run("simulate", plan, profile)[2], "figures of another plan"
     broken["stages"][0]["operators"].pop()
     if not broken["stages"][0]["operators"]:
         broken["stages"][0]["operators"] = ["nothing"]

@@ -77,8 +77,8 @@ def plan(
     """
     from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
+    from anabranch.solve import Baseline, explain, foreseen
     from anabranch.solve import baselines as compared
-    from anabranch.solve import explain
     from anabranch.solve import plan as search
 
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
@@ -91,6 +91,7 @@ def plan(
     )
     if is_timed:
         begin_compiling(planner)
+    given = load_plan(start) if start is not None else None
     try:
         found = usage(
             search,
@@ -104,7 +105,7 @@ def plan(
             mode=planning.mode,
             policy=policy or "",
             optimizer=optimizer,
-            start=load_plan(start) if start is not None else None,
+            start=given,
         )
     except KeyboardInterrupt:
         raise SearchStoppedError(
@@ -115,6 +116,9 @@ def plan(
     if model.file is not None:
         save_plan(found, model.file)
     others: dict[str, Baseline | AnabranchError] = {}
+    if given is not None and given.stage_graph.batch_size == planning.batch_size:
+        with suppress(AnabranchError):  # it may not fit as it stands
+            others["from"] = Baseline.of(foreseen(given, costs, cluster)[0])
     if baselines and planner == "auto":
         if interrupted(found):
             note(
@@ -171,7 +175,7 @@ def against(name: str, other: Baseline | AnabranchError, ours: Plan) -> str:
     step_s, graph = other.step_s, other.graph
     gain = ratio(step_s, ours.figures.step_s)
     return (
-        f"against {name} ({step_s * 1e3:.2f} ms, depth {graph.depth}, "
+        f"against {_NAMES.get(name, name)} ({step_s * 1e3:.2f} ms, depth {graph.depth}, "
         f"micro-batch {graph.stages[0].microbatch_size}, {other.schedule}): "
         f"{'our plan takes no time' if gain is None else f'{gain:.2f}x'}"
     )
@@ -183,10 +187,17 @@ _OPTIONS = {
     "straight sequential": "--planner sequential --max-replicas 1",
 }
 
+_NAMES = {"from": "the plan of --from", "straight sequential": "sequential without replicas"}
+"""Baselines whose names in a document do not say what they are."""
+
 
 def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
     """A line on the best baseline, if that is better than our plan."""
-    plans = {n: other for n, other in others.items() if not isinstance(other, AnabranchError)}
+    plans = {
+        n: other
+        for n, other in others.items()
+        if n in _OPTIONS and not isinstance(other, AnabranchError)
+    }
     name = min(plans, key=lambda name: plans[name].step_s, default="")
     if not name or plans[name].step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli.comparison import staleness_table
-from anabranch.cli.output import print_json, print_table, say_written
+from anabranch.cli.output import note, print_json, print_table, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
 from anabranch.cli.spread import spread
 from anabranch.cli.writable import file_to_write
-from anabranch.plans.plan import Mode, Plan, headline
+from anabranch.plans.plan import Mode, Plan, headline, time_text
 
 if TYPE_CHECKING:
     from anabranch.solve import Explanation, Simulated
@@ -102,8 +102,20 @@ def simulate(
         text = page(shown, [(title, timeline)], graphs=[graph], tables=tables)
         report.write_text(text, encoding="utf-8")
     files = {"trace": trace, "report": report}
+    if (chosen, schedule, policy, other.cluster) == (plan.mode, None, None, None):
+        _say_if_changed(plan, plan_file, shown)
     facts = {**source.facts, **(_actions(timeline) if actions else {})} if as_json else None
     _say(shown, timeline, found, explanation, facts, files)
+
+
+def _say_if_changed(plan: Plan, file: Path, found: Plan) -> None:
+    """Remark that the figures in a plan file are not those of the plan in it."""
+    noted, step_s = plan.predicted, found.figures.step_s
+    if noted is not None and abs(noted.step_s - step_s) > 0.05 * noted.step_s:
+        note(
+            f"{file} itself says {time_text(noted.step_s)}: it was changed since it was planned, "
+            "or its costs were others"
+        )
 
 
 def _actions(timeline: Timeline) -> dict[str, Any]:
