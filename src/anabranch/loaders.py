@@ -25,7 +25,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, islice
 from typing import Any
 
@@ -152,6 +152,17 @@ class Loader:
         """Whether the source holds samples, and has an index."""
         has_index = hasattr(self.source, "__getitem__") and hasattr(self.source, "__len__")
         return has_index and not isinstance(self.source, DataLoader | IterableDataset)
+
+    def num_batches(self, batch_size: int) -> int | None:
+        """Batches of an epoch; None where the source does not say."""
+        if self._is_indexed_set:
+            return -(-len(self.source) // batch_size)
+        if isinstance(self.source, DataLoader) and not isinstance(
+            self.source.dataset, IterableDataset
+        ):
+            with suppress(TypeError):  # a sampler of the user's own may have no length
+                return len(self.source)
+        return None
 
     @property
     def has_state(self) -> bool:

@@ -25,6 +25,7 @@ STEPS = replace(
     period_s=4.25,
     gradients="right: loss and 2 gradients",
     restarts=2,
+    others_share=0.25,
     parts=(Part("work", 0.3, "evenly"), Part("warm-up", 0.2)),
 )
 ENDLESS = replace(
@@ -85,6 +86,8 @@ def test_terminal_document_and_page_say_the_same(run: Run, tmp_path: Path, capsy
         assert rows["peak memory"].startswith(memory_text(max(document["device_peak_bytes"])))
     assert document["restarts"] == run.restarts
     assert rows.get("restarts", "0").startswith(str(run.restarts))
+    taken = rows.get("other processes", "0%")
+    assert taken.startswith(f"{document['others_share']:.0%}")
 
 
 def test_the_picture_shows_the_steps_that_are_told(tmp_path: Path) -> None:

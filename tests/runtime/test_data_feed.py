@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from anabranch import launch
 from anabranch.errors import DataError, LoaderError
@@ -53,6 +55,23 @@ def test_what_was_not_read_is_never_taken_for_values() -> None:
     assert leaves_of(captured, given, CPU, read=reads).keys() == given.keys()
     with pytest.raises(DataError, match="a batch was read without label"):
         leaves_of(captured, given, CPU)
+
+
+def test_what_is_left_of_so_many_epochs() -> None:
+    """Ten samples in batches of four are three; two epochs in all, of which four batches are done.
+    A function may yield any number.
+    """
+    workload = built("TwoBranch").workload
+
+    def left(data: object) -> int | None:
+        feed = DataFeed(replace(workload, data=data), 4, lambda error: None)
+        feed.epoch, feed.position = 1, 1
+        return feed.batches_left(2)
+
+    columns = Columns(batch(10))
+    assert left(Loader(columns, shuffle=False)) == 2
+    assert left(Loader(DataLoader(columns, batch_size=4, drop_last=True), shuffle=False)) == 1
+    assert left(lambda size, epoch: iter(())) is None
 
 
 @pytest.mark.dist

@@ -42,14 +42,31 @@ class OtherLoad:
         seconds = time.perf_counter() - self._began
         return max(0.0, _others_s() - self._before) / max(seconds, 1e-9)
 
+    def share(self) -> float:
+        """Of the time of all cores, what they have taken."""
+        return min(1.0, self.cores() / (os.cpu_count() or 1))
+
+
+def idle_s() -> float:
+    """Seconds that cores have idled since the machine was started, of all cores together; 0 where
+    the kernel does not say.
+    """
+    idle, waiting = map(int, (_times() or "cpu 0 0 0 0 0").split()[4:6])
+    return (idle + waiting) / os.sysconf("SC_CLK_TCK")
+
 
 def _others_s() -> float:
     """Processor seconds of others since the machine was started."""
+    line = _times()
+    return computed_s(line, os.sysconf("SC_CLK_TCK")) - sum(os.times()[:4]) if line else 0.0
+
+
+def _times() -> str:
+    """The first line of /proc/stat; empty where there is none."""
     try:
-        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+        return Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
     except OSError:
-        return 0.0
-    return computed_s(line, os.sysconf("SC_CLK_TCK")) - sum(os.times()[:4])
+        return ""
 
 
 def computed_s(line: str, ticks: int) -> float:

@@ -168,6 +168,7 @@ class Job:
         mini-batch) shown beside the measured; ``on_interrupt`` is that of ``launch.run``.
         """
         from anabranch import launch
+        from anabranch.calibration.machine import OtherLoad
         from anabranch.runtime.asynchronous.requirements import round_robin_of
         from anabranch.runtime.guards.interrupt import listening
         from anabranch.runtime.guards.stall import PATIENCE_S, default_timeout_s
@@ -208,8 +209,9 @@ class Job:
         if "RANK" in os.environ:
             with listening():
                 return rank()
-        devices = len(plan.stage_graph.devices)
-        return launch.run(rank, devices, stall_timeout=timeout_s, on_interrupt=on_interrupt)[0]
+        devices, load = len(plan.stage_graph.devices), OtherLoad()
+        run = launch.run(rank, devices, stall_timeout=timeout_s, on_interrupt=on_interrupt)[0]
+        return replace(run, others_share=load.share())
 
     def _looks(self, *, replans: bool) -> Looks | None:
         """What training is compared with meanwhile: nothing where only a plan file knows the

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
+from anabranch.cluster import BUSY
 from anabranch.plans.plan import NOT_PREDICTED, memory_text, time_text
 from anabranch.record.run import LAST_LOSSES, WEIGHED_STEP
 from anabranch.report.figure import Figure, Table, ms, spent
@@ -58,6 +59,7 @@ def _learned(document: Document) -> Iterator[Figure]:
 def _of_steps(document: Document) -> Iterator[Figure]:
     step_s, predicted_s = document["step_s"], document["predicted_step_s"]
     yield Figure("step", time_text(step_s), _beside(step_s, predicted_s))
+    yield from _others(document)
     if document["period_s"]:
         more = "each; a rank begins the next when it has done its part"
         if document["predicted_period_s"] is not None:
@@ -80,6 +82,13 @@ def _of_steps(document: Document) -> Iterator[Figure]:
     for text in document.get("plan_changes", ()):
         when, _, why = text.partition(": ")
         yield Figure("another plan", when, why)
+
+
+def _others(document: Document) -> Iterator[Figure]:
+    """Where other processes made it slower."""
+    if (share := document["others_share"]) > BUSY:
+        more = "of the processor cores' time, which no prediction knows of"
+        yield Figure("other processes", f"{share:.0%}", more)
 
 
 def _peak(document: Document) -> Figure:
@@ -107,6 +116,7 @@ def _without_flush(document: Document) -> Iterator[Figure]:
     period_s, predicted_s = document["period_s"], document["predicted_period_s"]
     if period_s:
         yield Figure("mini-batch", time_text(period_s), _beside(period_s, predicted_s))
+    yield from _others(document)
     yield Figure("samples per second", f"{document['samples_per_s']:,.0f}", "")
     behind = ", ".join(map(str, document["version_difference"]))
     yield Figure("version difference", behind, "updates from forward to backward, by stage")

@@ -179,6 +179,7 @@ class _RunFile(Strict):
     gradients: str = ""
     origin: _Origin | None = None
     parts: list[_Part] = Field(default_factory=list)
+    others_share: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 def _to_timeline(file: _Timeline) -> Timeline:

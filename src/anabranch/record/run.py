@@ -109,6 +109,8 @@ class Run:
         gradients: what the comparison of gradients with one process said; empty if not known.
         origin: None for a run that nobody has kept.
         parts: what the predicted step is spent on; may be empty.
+        others_share: of the time of all processor cores of this machine, what other processes took
+            meanwhile; 0 where that is not known.
     """
 
     plan: Plan
@@ -132,6 +134,7 @@ class Run:
     gradients: str = ""
     origin: Origin | None = None
     parts: tuple[Part, ...] = ()
+    others_share: float = 0.0
 
     @property
     def measured(self) -> Timeline | None:
@@ -175,6 +178,7 @@ class Run:
             "chance": dict(self.chance),
             "gradients": self.gradients,
             "restarts": self.restarts,
+            "others_share": self.others_share,
         }
         if self.policy:
             return {

@@ -80,6 +80,12 @@ class DataFeed:
                 )
             self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
 
+    def batches_left(self, epochs: int) -> int | None:
+        """Of so many epochs in all; None where the loader does not say."""
+        data = self._workload.data
+        each = data.num_batches(self._batch_size) if isinstance(data, Loader) else None
+        return None if each is None else max(0, (epochs - self.epoch) * each - self.position)
+
     def report_to(self, fail: Callable[[BaseException], None]) -> None:
         """Whom to tell of data that raises, from now on."""
         self._fail = fail

@@ -551,6 +551,12 @@ class BasePipeline:
         """
         return self._session.feed.batches(epochs)
 
+    def batches_left(self, epochs: int) -> int | None:
+        """How many batches so many epochs in all have from where training is; None where the data
+        does not say.
+        """
+        return self._session.feed.batches_left(epochs)
+
     def finish_saving(self) -> None:
         """Wait until a checkpoint of ``save(wait=False)`` is on the disk.
 

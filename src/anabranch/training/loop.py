@@ -215,7 +215,9 @@ class _Course(Generic[_Pipe]):
         self.pipe: _Pipe = make(workload, plan, **options)
         self.start_s = time.perf_counter() - began
         require_place(folder, self._resume, is_series=save_every is not None)
-        self.reporter, self.clock = Reporter(self.pipe, steps, callbacks), Clock()
+        left = None if epochs is None else self.pipe.batches_left(epochs)
+        total = min((n for n in (steps, left) if n is not None), default=None)
+        self.reporter, self.clock = Reporter(self.pipe, total, callbacks), Clock()
         self._pauses = Pauses(
             self.pipe,
             self.reporter,

@@ -265,4 +265,7 @@ def _agreed(
         meeting.peers[peer] = Peer(
             arrival.socket, arrival.writer, reader, window, arrival.wakes, heard.wakes
         )
+    if segment is not None and not meeting.peers:  # nobody would close it
+        segment.close()
+        meeting.segment = None
     return meeting
