@@ -4,15 +4,21 @@ import atexit
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 
 import torch
 from hypothesis import settings
+
+from anabranch.planner.auto import settings as search_settings
 
 # No test reads or writes what the user's own commands keep: captures, and what was measured on the
 # machine at hand. The workers of a run share what they keep.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["ANABRANCH_CACHE"] = tempfile.mkdtemp(prefix="anabranch-tests-")
     atexit.register(shutil.rmtree, os.environ["ANABRANCH_CACHE"], ignore_errors=True)
+
+# Searches are short: how good plans are after one of full length is what benchmarks/planners says.
+search_settings.SETTINGS = replace(search_settings.SETTINGS, evaluations=1_000, neighbours=100)
 
 # Results are compared bit for bit between processes, and additions are ordered by threads.
 torch.set_num_threads(1)

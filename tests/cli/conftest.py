@@ -11,48 +11,65 @@ import pytest
 import torch
 
 from anabranch import cli
+from anabranch.cli import job, source
 from anabranch.cli.source import ModelSource
 from anabranch.files import save_cluster, save_profile
 from anabranch.graph import capture as graph_capture
 from anabranch.graph.capture import Captured
 from anabranch.models import MODELS
+from anabranch.profile.profile import Profile
 from anabranch.workload import Workload
 from tests.cli.examples import TOWERS, four
 from tests.simulator.helpers import chain, cluster, cost_model
 
 _WORKLOADS: dict[object, Workload] = {}
 _CAPTURED: dict[tuple[int, str], Captured] = {}
+_MEASURED: dict[tuple[int, int, tuple[int, ...], str], Profile] = {}
+_PROFILES: list[str] = []
 _CAPTURE = graph_capture.capture
 
 
 @pytest.fixture(autouse=True)
 def _captured_once(monkeypatch):
-    """Built-in models and those of this folder are built and captured once for all tests: commands
-    leave them as they were, since what trains is a fork. Not where a test has its own ``capture``.
+    """Built-in models and those of this folder are built, captured and measured once for all tests:
+    commands leave them as they were, since what trains is a fork. Not where a test has its own
+    ``capture``.
     """
-    build, capture = ModelSource.workload, ModelSource.capture
+    build, capture, measure = ModelSource.workload, ModelSource.capture, source.measured
 
-    def built(source: ModelSource, *, meta: bool = False) -> Workload:
-        lasting = source.model in MODELS or source.model.startswith("tests.cli.models:")
+    def built(model: ModelSource, *, meta: bool = False) -> Workload:
+        lasting = model.model in MODELS or model.model.startswith("tests.cli.models:")
         if meta or not lasting:
-            return build(source, meta=meta)
-        key = source.model, source.preset, *source.options.items()
+            return build(model, meta=meta)
+        key = model.model, model.preset, *model.options.items()
         if key not in _WORKLOADS:
-            _WORKLOADS[key] = build(source)
+            _WORKLOADS[key] = build(model)
         torch.manual_seed(0)
         return _WORKLOADS[key]
 
-    def captured(source: ModelSource, workload: Workload) -> Captured:
+    def captured(model: ModelSource, workload: Workload) -> Captured:
         is_kept = any(workload is kept for kept in _WORKLOADS.values())
         if not is_kept or graph_capture.capture is not _CAPTURE:
-            return capture(source, workload)
-        key = id(workload), source.granularity
+            return capture(model, workload)
+        key = id(workload), model.granularity
         if key not in _CAPTURED:
-            _CAPTURED[key] = capture(source, workload)
+            _CAPTURED[key] = capture(model, workload)
         return _CAPTURED[key]
+
+    def measured(
+        captured: Captured, workload: Workload, counts: tuple[int, ...], device: str, *progress: Any
+    ) -> Profile:
+        if not any(captured is kept for kept in _CAPTURED.values()):
+            return measure(captured, workload, counts, device, *progress)
+        key = id(captured), id(workload), counts, device
+        if key not in _MEASURED:
+            _MEASURED[key] = measure(captured, workload, counts, device, *progress)
+        return _MEASURED[key]
 
     monkeypatch.setattr(ModelSource, "workload", built)
     monkeypatch.setattr(ModelSource, "capture", captured)
+    for home in (source, job):
+        monkeypatch.setattr(home, "measured", measured)
 
 
 @pytest.fixture
@@ -123,9 +140,11 @@ def four_files(tmp_path) -> tuple[str, ...]:
 @pytest.fixture
 def profile(run, tmp_path) -> str:
     """A profile file of the towers, estimated so that it is the same everywhere."""
-    path = str(tmp_path / "profile.json")
-    code, _, err = run(
-        "profile", TOWERS, "--device", "v100", "--batch-size", "16", "-o", "width=64", "-o", path
-    )
-    assert code == 0, err
-    return path
+    path = tmp_path / "profile.json"
+    if not _PROFILES:
+        options = ("--device", "v100", "--batch-size", "16", "-o", "width=64", "-o", str(path))
+        code, _, err = run("profile", TOWERS, *options)
+        assert code == 0, err
+        _PROFILES.append(path.read_text())
+    path.write_text(_PROFILES[0])
+    return str(path)

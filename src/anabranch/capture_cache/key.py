@@ -69,11 +69,11 @@ def own_sources(files: Mapping[str, Path]) -> Any:
 
 def is_installed(file: Path) -> bool:
     """Whether a file is of Python, or of a package that is installed, this one included."""
-    return any(file.is_relative_to(place) for place in _installed_places())
+    return str(file).startswith(_installed_places())
 
 
 @cache
-def _installed_places() -> tuple[Path, ...]:
+def _installed_places() -> tuple[str, ...]:
     places = {*sysconfig.get_paths().values(), str(_PACKAGE)}
     places |= {entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))}
     torch = importlib.util.find_spec("torch")
@@ -81,7 +81,8 @@ def _installed_places() -> tuple[Path, ...]:
         places.add(str(Path(torch.origin).parent))
     wanted = [Path(place) for place in places if place]
     # The folder of scripts and the prefix itself may hold a user's files.
-    return tuple(p for p in wanted if p.name not in ("bin", "Scripts") and p != Path(sys.prefix))
+    others = (p for p in wanted if p.name not in ("bin", "Scripts") and p != Path(sys.prefix))
+    return tuple(f"{place}{os.sep}" for place in others)
 
 
 def _installed_packages() -> Iterator[list[Any]]:
