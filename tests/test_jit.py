@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import numpy as np
 import pytest
 
@@ -28,7 +31,7 @@ def test_compiled_code_is_kept_and_does_what_the_function_does(tmp_path, monkeyp
     assert add_twice(table, places, 1.5, 2) == 3
     assert table.tolist() == [[0, 3], [0, 0], [0, 3]]
     (kept,) = tmp_path.iterdir()
-    monkeypatch.setattr(jit, "_begin", lambda calls: None)
+    assert not jit.begin((add_twice, (table, places, 0.0, 0)))
     call = jit.bound(add_twice, table, places, 0.0, 0)
     places[0] = 1
     assert call(0.5, 1) == 3
@@ -60,9 +63,14 @@ def test_sources_that_changed_are_not_compiled(tmp_path, monkeypatch, capfd):
     assert "start it again" in capfd.readouterr().err
 
 
-def test_machine_code_of_a_module_is_kept_or_not(tmp_path, monkeypatch):
-    """By its files, in the folder."""
+def test_a_numba_with_other_names_inside_compiles_slowly(tmp_path, monkeypatch):
+    """What is left out for speed is none of what numba promises."""
     monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
-    (tmp_path / "anabranch.planner.auto.stage_clock.step_s.0.o").touch()
-    assert jit.is_kept("stage_clock")
-    assert not jit.is_kept("partitioner")
+    monkeypatch.setitem(sys.modules, "numba.core.codegen", types.ModuleType("codegen"))
+    jit._leave_out_machine_code()
+    monkeypatch.undo()
+    args = np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
+    kinds = tuple(map(jit._kind, args))
+    monkeypatch.setattr(jit, "_leave_out_machine_code", lambda: None)
+    jit.compile_for(jit._digest(), [(__name__, "add_twice", kinds, str(tmp_path / "code"))])
+    assert jit._loaded((tmp_path / "code").read_bytes()[32:], kinds)

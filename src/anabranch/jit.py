@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import os
 import subprocess
 import sys
@@ -150,22 +149,28 @@ _compilers: dict[tuple[int, Path], subprocess.Popen[bytes]] = {}
 """
 
 
-def begin(*calls: tuple[Callable[..., Any], Sequence[Any]]) -> None:
+def begin(*calls: tuple[Callable[..., Any], Sequence[Any]], nice: int = 0) -> bool:
     """Begin to compile entries for arguments like these, in one process, as far as they are not
-    kept: the first call of each waits for it.
+    kept: the first call of each waits for it. Whether something has to be compiled.
+
+    Args:
+        nice: so much the process gives way to others, see ``os.nice``.
     """
-    _begin([(cast(_Entry, function), tuple(map(_kind, args))) for function, args in calls])
+    asked = [(cast(_Entry, function), tuple(map(_kind, args))) for function, args in calls]
+    return _begin(asked, nice)
 
 
-def _begin(calls: Sequence[tuple[_Entry, tuple[Kind, ...]]]) -> None:
+def _begin(calls: Sequence[tuple[_Entry, tuple[Kind, ...]]], nice: int = 0) -> bool:
     asked = []
     for called, kinds in calls:
         path, function = called.file(kinds), called.function
         if (os.getpid(), path) not in _compilers and _kept(path) is None:
             asked.append((function.__module__, function.__name__, kinds, str(path)))
     if not asked:
-        return
-    run = "import ast, sys; sys.path[:], *asked = ast.literal_eval(sys.argv[1]); "
+        return False
+    # All that is made lives to the end.
+    run = f"import ast, gc, os, sys; gc.disable(); os.nice({nice}); "
+    run += "sys.path[:], *asked = ast.literal_eval(sys.argv[1]); "
     run += f"from {__name__} import compile_for; compile_for(*asked)"
     compiler = subprocess.Popen(
         # Without -P it would import what lies in the working directory.
@@ -176,37 +181,35 @@ def _begin(calls: Sequence[tuple[_Entry, tuple[Kind, ...]]]) -> None:
     )
     atexit.register(compiler.kill)
     _compilers.update(((os.getpid(), Path(path)), compiler) for *_, path in asked)
+    return True
 
 
 class _Call:
-    """A call of an entry for these arrays, by pointers to them; numbers come with each call.
+    """A call of an entry for these arrays; numbers come with each call.
 
-    The code takes arguments as numba passes them: where to put the result and an error, and of an
-    array two owners, which it does not have, entries, bytes of one, where they are, sizes, strides.
+    The code takes numbers, and where all else is in a row of words, which is as numba passes it:
+    where to put the result and an error, and of an array two owners, which it does not have,
+    entries, bytes of one, where they are, sizes, strides.
     """
 
     def __init__(self, function: _Entry, kinds: tuple[Kind, ...], args: Sequence[Any]) -> None:
         returns = function.function.__annotations__["return"]
         self._result: Any = ctypes.c_double() if returns == "float" else ctypes.c_int64()
-        self._args: list[Any] = [ctypes.byref(self._result), ctypes.byref(ctypes.c_void_p())]
-        self._numbers: list[int] = []
+        self._error = ctypes.c_void_p()
+        words = [ctypes.addressof(self._result), ctypes.addressof(self._error)]
         for (_, dimensions), arg in _flat(kinds, args):
             if dimensions:
                 assert arg.flags.c_contiguous
-                self._args += (None, None, arg.size, arg.itemsize, arg.ctypes.data)
-                self._args += (*arg.shape, *arg.strides)
-            else:
-                self._numbers.append(len(self._args))
-                self._args.append(arg)
+                words += (0, 0, arg.size, arg.itemsize, arg.ctypes.data, *arg.shape, *arg.strides)
+        self._words = (ctypes.c_int64 * len(words))(*words)
+        self._place = ctypes.addressof(self._words)
         self._function, self._kinds, self._arrays = function, kinds, args
         self._code: Any = None
 
     def __call__(self, *numbers: float) -> Any:
         if self._code is None:
             self._code = self._function.code(self._kinds)
-        for place, number in zip(self._numbers, numbers, strict=True):
-            self._args[place] = number
-        failed = self._code(*self._args)
+        failed = self._code(self._place, *numbers)
         assert not failed
         return self._result.value
 
@@ -222,9 +225,8 @@ def _flat(kinds: Sequence[Kind], args: Sequence[Any]) -> Iterator[tuple[Kind, An
 
 def bound(function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
     """An entry for these very arrays, which is called with its numbers alone: quicker than a short
-    function would be with all of them. Compilation begins at once, the first call waits for it.
+    function would be with all of them.
     """
-    begin((function, example))
     return _Call(cast(_Entry, function), tuple(map(_kind, example)), example)
 
 
@@ -237,7 +239,6 @@ def compile_for(digest: str, asked: Sequence[tuple[str, str, tuple[Kind, ...], s
 
     if digest != _digest():
         raise SystemExit("anabranch was changed on disk while it ran: start it again")
-    gc.disable()  # all that is made lives to the end
     _leave_out_machine_code()
     machine = _machine()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
@@ -247,14 +248,16 @@ def compile_for(digest: str, asked: Sequence[tuple[str, str, tuple[Kind, ...], s
         jitted = function.jitted(returns(*(_numba_type(*kind) for kind in kinds)))
         (signature,) = jitted.signatures
         native = jitted.overloads[signature].fndesc.llvm_func_name
-        with numba.core.compiler_lock.global_compiler_lock:
+        with numba.core.compiler_lock.global_compiler_lock, suppress(RuntimeError):  # it has been
             jitted.overloads[signature].library.finalize()
         code = llvm.parse_assembly(jitted.inspect_llvm(signature))
         for defined in (f for f in code.functions if not f.is_declaration):
             if defined.name == native:
-                defined.name = "run"
+                caller = _caller(defined, kinds)
             else:
                 defined.linkage = llvm.Linkage.internal
+        code.link_in(llvm.parse_assembly(caller))
+        code.get_function(native).linkage = llvm.Linkage.internal
         builder = llvm.create_pass_builder(machine, options)
         builder.getModulePassManager().run(code, builder)
         # Whole or not at all.
@@ -264,20 +267,47 @@ def compile_for(digest: str, asked: Sequence[tuple[str, str, tuple[Kind, ...], s
         os.replace(file.name, path)
 
 
+def _caller(native: Any, kinds: tuple[Kind, ...]) -> str:
+    """A function that is called as ``_Call`` does it and calls another, in LLVM's language."""
+    types = [str(argument.type) for argument in native.arguments]
+    word = "ptr" if "ptr" in types else "i64*"  # which LLVM told apart once
+    given, read, words = ["i64 %words"], list[str](), 0
+    for i, number in enumerate(("", "", *_numbers(kinds))):
+        if number:
+            given.append(f"{number} %a{i}")
+            continue
+        cast = "bitcast" if types[i] == "i64" else "inttoptr"
+        read += [
+            f"%at{i} = add i64 %words, {8 * words}",
+            f"%from{i} = inttoptr i64 %at{i} to {word}",
+            f"%word{i} = load i64, {word} %from{i}",
+            f"%a{i} = {cast} i64 %word{i} to {types[i]}",
+        ]
+        words += 1
+    passed = ", ".join(f"{kind} %a{i}" for i, kind in enumerate(types))
+    lines = [
+        f'declare i32 @"{native.name}"({", ".join(types)})',
+        f"define i32 @run({', '.join(given)}) {{",
+        *read,
+        f'%failed = call i32 @"{native.name}"({passed})',
+        "ret i32 %failed",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
 def _leave_out_machine_code() -> None:
     """Let numba, in a process that runs nothing, make no machine code of the functions that others
-    call: that would take most of the time, and what is kept is compiled as a whole.
+    call: that would take half of the time, and what is kept is compiled as a whole. Where numba has
+    other names for this it takes that time.
     """
-    from numba._dynfunc import make_function
-    from numba.core.codegen import JITCodeLibrary
-    from numba.core.cpu import CPUContext
+    with suppress(ImportError):
+        from numba.core.codegen import JITCodeLibrary
+        from numba.core.cpu import CPUContext
 
-    def placeholder(context: Any, library: Any, fndesc: Any, env: Any) -> Any:
-        module, name = fndesc.lookup_module(), fndesc.qualname
-        return make_function(module, name, "", 0, env, (library,))
-
-    JITCodeLibrary._finalize_specific = lambda self: None  # type: ignore[method-assign]
-    CPUContext.get_executable = placeholder  # type: ignore[method-assign]
+        if hasattr(JITCodeLibrary, "_finalize_specific") and hasattr(CPUContext, "get_executable"):
+            JITCodeLibrary._finalize_specific = lambda self: None  # type: ignore[method-assign]
+            CPUContext.get_executable = lambda *_: [].append  # type: ignore[method-assign]
 
 
 def _kept(path: Path) -> bytes | None:
@@ -327,16 +357,15 @@ _engines: list[Any] = []
 """What machine code lives in."""
 
 
-def _c_types(kinds: Sequence[Kind]) -> Iterator[Any]:
-    """Types of what stands for arguments of these kinds; see ``_Call``."""
+def _numbers(kinds: Sequence[Kind]) -> Iterator[str]:
+    """Of all that numba passes for such arguments, the types of numbers; see ``_Call``."""
     for kind, dimensions in kinds:
         if isinstance(dimensions, tuple):
-            yield from _c_types(dimensions)
+            yield from _numbers(dimensions)
         elif dimensions:
-            yield from (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-            yield from (ctypes.c_void_p, *(ctypes.c_int64,) * (2 * dimensions))
+            yield from ("",) * (5 + 2 * dimensions)
         else:
-            yield ctypes.c_double if kind == "float" else ctypes.c_int64
+            yield "double" if kind == "float" else "i64"
 
 
 def _loaded(content: bytes, kinds: tuple[Kind, ...]) -> Any:
@@ -347,7 +376,8 @@ def _loaded(content: bytes, kinds: tuple[Kind, ...]) -> Any:
     engine.finalize_object()
     _engines.append(engine)
     code = _Code(engine.get_function_address("run"))
-    code.argtypes = (ctypes.c_void_p, ctypes.c_void_p, *_c_types(kinds))
+    c_types: dict[str, Any] = {"double": ctypes.c_double, "i64": ctypes.c_int64}
+    code.argtypes = (ctypes.c_int64, *(c_types[number] for number in _numbers(kinds) if number))
     return code
 
 
@@ -388,11 +418,6 @@ def is_there(function: Callable[..., Any], *args: Any) -> bool:
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """An entry as plain Python, which takes lists for arrays, of objects for records."""
     return cast(_Entry, function).function  # type: ignore[no-any-return]
-
-
-def is_kept(module: str) -> bool:
-    """Whether machine code of a module of planners, such as ``stage_clock``, is on disk."""
-    return any(code_folder().glob(f"*.{module}.*.o"))
 
 
 def _parents() -> Iterator[Path]:

@@ -296,9 +296,9 @@ def test_machine_code_does_the_same_as_python(example, shard):
     cost = replace(cost, shard_optimizer=shard)
     order = SCHEDULES[schedule]().order(graph)
     timelines = []
-    for patience in (math.inf, 0):
+    for fetched in (math.inf, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "PATIENCE", patience)
+            patch.setattr(step, "FETCHED", fetched)
             patch.setattr(jit, "is_there", lambda *_: True)
             timelines.append(run(graph, order, cost, period=True))
     assert timelines[0] == timelines[1]
@@ -310,7 +310,7 @@ def test_python_does_it_where_nothing_can_be_compiled(monkeypatch):
     def begin(*_: object) -> None:
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr(step, "PATIENCE", 0)
+    monkeypatch.setattr(step, "COMPILED", 0)
     monkeypatch.setattr(jit, "is_there", lambda *_: False)
     monkeypatch.setattr(jit, "begin", begin)
     assert simulate(replicated(), three_buckets(1.0)).step_s == 13

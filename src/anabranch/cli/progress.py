@@ -32,18 +32,17 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
 
 
 def begin_compiling(planner: str) -> None:
-    """Begin the compilation that a search needs, and say so, unless it has been kept."""
+    """Begin the compilation that a search needs, and say so, as far as it has not been kept."""
     if planner != "auto":
         return
-    from anabranch.jit import is_kept
+    from anabranch.planner.auto import evaluator
+    from anabranch.planner.graphpipe import partitioner
+    from anabranch.simulator import step
 
-    if not is_kept("stage_clock"):
-        from anabranch.planner.auto import evaluator
-        from anabranch.planner.graphpipe import partitioner
-
+    if evaluator.prepare():
         note("planner auto compiles its evaluator; that takes some ten seconds, once")
-        evaluator.prepare()
-        partitioner.prepare()
+    partitioner.prepare()
+    step.prepare()
 
 
 class TrainingProgress:

@@ -50,21 +50,28 @@ _WHAT = {
     Role.GATHER: "gather",
 }
 
-PATIENCE = 100_000
-"""Entries of lists that a process simulates in plain Python, some tenths of a second, before it
-fetches the machine code, or begins to compile it where none is kept.
+FETCHED, COMPILED = 5_000, 100_000
+"""Entries of lists that a process simulates in plain Python before it fetches the machine code, as
+long as that takes; and where none is kept, before it begins to compile it: some seconds.
 """
 
 _played = 0
 
 
+def prepare() -> None:
+    """Begin to compile the clock beside all else."""
+    tables = *(CLOCK, np.int64, NODE, DEVICE, UNIT, PART, MESSAGE, BARRIER, SUM, QUEUE, PIECE), HOST
+    jit.begin((play, [Tables(*(np.zeros(0, t) for t in (*tables, *(float,) * 3, RUN)))]), nice=10)
+
+
 def _is_compiled(tables: Tables) -> bool:
-    """Whether there is machine code by now; otherwise its compilation has begun, if it can."""
+    """Whether there is machine code by now; otherwise its compilation has begun, if it pays."""
     # A machine that has no room for files or processes has plain Python.
     with suppress(OSError):
-        if jit.is_there(play, tables):
+        if _played > FETCHED and jit.is_there(play, tables):
             return True
-        jit.begin((play, (tables,)))
+        if _played > COMPILED:
+            jit.begin((play, (tables,)))
     return False
 
 
@@ -79,7 +86,7 @@ class Step:
         """Start every device and go on until nothing happens."""
         global _played
         _played += len(self.program.entries)
-        if _played > PATIENCE and _is_compiled(self._tables):
+        if _is_compiled(self._tables):
             play(self._tables)
             return
         lists = Tables(*map(listed, self._tables))

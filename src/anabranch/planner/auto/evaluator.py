@@ -33,7 +33,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.overheads import computed_at_once, slowdown_of
 from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH, Op, OpGraph
-from anabranch.jit import bound
+from anabranch.jit import begin, bound
 from anabranch.planner.auto import stage_tables as tables
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
@@ -76,11 +76,6 @@ class Evaluator:
         nodes = -(-devices // cluster.group_sizes[0])
         edges = min(len(readers), devices * devices) + devices
         stages = np.zeros(devices, tables.STAGE)
-        edge_of = np.zeros((devices, devices), np.int32)
-        ports = np.zeros(devices + nodes), np.zeros(devices + nodes)
-        # Filled with zeros through these: of records that would take longer.
-        self._words = stages.view(np.int64).reshape(devices, -1)
-        self._cleared: tuple[NDArray[Any], ...] = edge_of, *ports
         per_stage = [np.zeros(devices, np.int32) for _ in range(3)]
         self._home, self._owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
         self._microbatch, self._k, self._tensor = per_stage
@@ -99,25 +94,24 @@ class Evaluator:
         )
         state = tables.State(
             stages,
+            stages.view(np.int64).reshape(devices, -1),
             np.zeros(edges, tables.EDGE),
-            edge_of,
             np.zeros((devices, nodes), np.int64),
             np.zeros(devices, np.int64),
             np.zeros((2, devices + nodes)),
-            *ports,
+            np.zeros(devices + nodes),
+            np.zeros(devices + nodes),
             np.zeros(len(cost.graph) + devices, tables.PIECE),
             _paces(cost),
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
-        scalars = 1, False, False, False, 0.0
-        self._step_s = bound(step_s, given, *scalars, problem, state)
+        example = given, 1, False, False, False, 0.0, problem, state
+        self.is_new = begin((step_s, example))
+        self._step_s = bound(step_s, *example)
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """About how many seconds; infinity where it cannot run or takes longer than the limit."""
         count = len(draft.microbatch)
-        self._words[:count] = 0
-        for table in self._cleared:
-            table.fill(0)
         self._home[:], self._owner[:] = draft.home, draft.owner
         self._microbatch[:count], self._k[:count] = draft.microbatch, draft.k
         self._recompute[:count], self._tensor[:count] = draft.recompute, draft.tensor
@@ -125,11 +119,11 @@ class Evaluator:
         return seconds
 
 
-def prepare() -> None:
-    """Begin to compile the evaluator, which is the same for all models."""
+def prepare() -> bool:
+    """Begin to compile the evaluator, which is the same for all models; whether it has to be."""
     graph, costs = OpGraph((Op("any"),), ()), (OpCost((1.0,), (1.0,), 0),)
     profile = Profile(graph, (1,), costs, device="any", source="estimated")
-    Evaluator(CostModel(profile, Cluster.preset("local:1")), batch_size=1)
+    return Evaluator(CostModel(profile, Cluster.preset("local:1")), batch_size=1).is_new
 
 
 def _range(cost: CostModel) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from anabranch.planner.auto.stage_tables import (
     State,
     Table,
     chain_stages,
+    clear,
     count_devices,
     count_in_flight,
     fit_memory,
@@ -391,17 +392,18 @@ def step_s(
     """
     stages, edges, numbers = state.stages[:count], state.edges, problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
+    clear(count, state)
     if not count_devices(given, problem, stages, state):
         return np.inf
     if not split_samples(given, problem, stages):
         return np.inf
     if not sum_operators(given, problem, stages):
         return np.inf
-    joined = join_stages(given.home, problem, stages, state)
+    joined = join_stages(given.home, problem, stages, edges)
     if not sort_stages(edges, stages):
         return np.inf
     if chained:
-        joined = chain_stages(joined, stages, state)
+        joined = chain_stages(joined, stages, edges)
     order_edges(stages, edges)
     count_in_flight(deep, flush, stages, edges)
     if not fit_memory(given.recompute, sharded, numbers, stages, edges):

@@ -58,14 +58,14 @@ class Given(NamedTuple):
 class State(NamedTuple):
     """What follows from a draft. Ports are links of stages, [s], then cards of nodes."""
 
-    stages: Table  # and more entries; zeros at first
+    stages: Table  # and more entries
+    words: Table  # [s, field] the same
     edges: Table  # [e]
-    edge_of: Table  # [s, t] edge and 1, or 0; zeros at first
     nodes: Table  # [s, 0 to its nodes] ports of their cards
     devices: Table  # those of stage after stage
     loads: Table  # [out or in, devices and then nodes] zeros
-    leaving: Table  # [port] when it is free to send; zeros at first
-    entering: Table  # [port] when it is free to receive; zeros at first
+    leaving: Table  # [port] when it is free to send
+    entering: Table  # [port] when it is free to receive
     pieces: Table
     paces: Table  # [devices that compute] times as long as alone; empty where that is no matter
     arrivals: Table  # [way, e, micro-batch of the receiver] of the last of its messages
@@ -154,6 +154,16 @@ _ring_price = cast(Callable[..., tuple[float, float]], compiled(ring_price))
 _all_reduce_s = cast(Callable[..., float], compiled(all_reduce_s))
 _transfer_s = cast(Callable[..., float], compiled(transfer_s))
 _piece_bytes = cast(Callable[..., float], compiled(piece_bytes))
+
+
+@compiled
+def clear(count: int, state: State) -> None:
+    """Zeros for so many stages and all ports."""
+    for s in range(count):
+        for field in range(state.words.shape[1]):
+            state.words[s, field] = 0
+    for port in range(len(state.leaving)):
+        state.leaving[port] = state.entering[port] = 0.0
 
 
 @compiled
@@ -282,21 +292,23 @@ def _lengthen(stage: Record, way: int, seconds: float, last: float) -> None:
 
 
 @compiled
-def _add_edge(s: int, t: int, count: int, stages: Table, state: State) -> int:
-    """An edge, if there is none yet; how many there are then."""
-    if state.edge_of[s, t] > 0:
-        return count
-    edge, source, target = state.edges[count], stages[s], stages[t]
-    state.edge_of[s, t] = count + 1
+def _find_edge(s: int, t: int, count: int, stages: Table, edges: Table) -> int:
+    """The number of an edge, which is made as one more than so many if there is none yet."""
+    e = stages[s].leaving
+    while e >= 0:
+        if edges[e].target == t:
+            return int(e)
+        e = edges[e].next_leaving
+    edge, source, target = edges[count], stages[s], stages[t]
     edge.source, edge.target = s, t
     edge.next_leaving, edge.next_entering = source.leaving, target.entering
     source.leaving, target.entering = count, count
     edge.ahead, edge.ahead_fixed, edge.back, edge.back_fixed = 0.0, 0.0, 0.0, 0.0
-    return count + 1
+    return count
 
 
 @compiled
-def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> int:
+def join_stages(home: Table, problem: Problem, stages: Table, edges: Table) -> int:
     """Edges between stages and what flows along them; how many there are."""
     count = 0
     for s in range(len(stages)):
@@ -311,8 +323,9 @@ def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> i
             if t == s or target.counted == v + 1:  # this value has come to it before
                 continue
             target.counted, leaves = v + 1, True
-            count = _add_edge(s, t, count, stages, state)
-            edge = state.edges[state.edge_of[s, t] - 1]
+            e = _find_edge(s, t, count, stages, edges)
+            count = max(count, e + 1)
+            edge = edges[e]
             edge.ahead += value.per_sample
             edge.ahead_fixed += value.fixed
             edge.back += value.per_sample * value.gradient
@@ -349,13 +362,13 @@ def sort_stages(edges: Table, stages: Table) -> bool:
 
 
 @compiled
-def chain_stages(count: int, stages: Table, state: State) -> int:
+def chain_stages(count: int, stages: Table, edges: Table) -> int:
     """Edges from every stage to the next in the order, as far as there are none; how many edges
     there are then.
     """
     for place in range(len(stages) - 1):
         s, t = stages[place].ordered, stages[place + 1].ordered
-        count = _add_edge(s, t, count, stages, state)
+        count = max(count, _find_edge(s, t, count, stages, edges) + 1)
     return count
 
 
