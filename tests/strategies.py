@@ -96,6 +96,8 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         restarts=draw(st.sampled_from([(), ((0.5, 0.25), (1.0, 0.5))])),
         value_s=draw(st.floats(0, 1)),
         crowded_s=draw(st.floats(0, 1)),
+        restart_work_s=draw(st.floats(0, 1)),
+        crowded_work_s=draw(st.floats(0, 1)),
     )
 
 

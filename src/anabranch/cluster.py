@@ -92,11 +92,13 @@ class Calibration:
         lost_share: what other processes took of a core meanwhile, 0 to 1.
         restarts: how much longer work takes behind a wait of the rank, for its caches and its clock
             have to come back: (seconds waited, seconds longer), both ascending; in between it is
-            interpolated. Empty where that is not known.
+            interpolated. Empty where that is not known. That is of long work: ``restart_work_s`` is
+            the work in which all but 1/e of it is lost.
         share_tensor_s: where ranks share an optimizer's state, of sending and taking what they have
             updated, for each parameter, and ``share_byte_s`` per byte that a rank sends or takes.
         crowded_s: that a core stands idle, while others are overfull, for each wait of a rank
-            behind which no core is free.
+            behind which no core is free, and ``crowded_work_s`` the work in which all but 1/e of
+            that is lost.
     """
 
     machine: Machine
@@ -117,6 +119,8 @@ class Calibration:
     share_byte_s: float = 0.0
     value_s: float = 0.0
     crowded_s: float = 0.0
+    restart_work_s: float = 0.0
+    crowded_work_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from anabranch.calibration.crowding import Turns, crowded_s
+from math import log
+
+import pytest
+
+from anabranch.calibration.crowding import Turns, crowding
 
 
 def test_idle_cores_are_shared_out_to_the_waits():
-    """Two cores for 3 s are 6 s, of which three ranks computed 5; one second of idling for 4 waits.
-    In a round without waits nothing is lost; the median of three rounds counts.
+    """In two rounds of three ranks cores idled 3 s and 1 s: 1 s for each of 4 waits, at most; with
+    short work half as much, behind 1.5 s of it.
     """
-    first = [Turns(0.0, 3.0, 2.0, 2), Turns(0.0, 2.5, 2.0, 1), Turns(0.5, 2.5, 1.0, 1)]
-    calm = [Turns(5.0, 6.0, 0.5, 0)] * 3
-    slow = [Turns(7.0, 9.0, 0.0, 1)] * 3
-    ranks = list(zip(first, calm, slow, strict=True))
-    assert crowded_s(ranks, cores=2) == 0.25
-    assert crowded_s(ranks, cores=2 - 1 / 3) == 0.0, "others computed meanwhile"
-    assert crowded_s([(), ()], cores=2) == 0.0
+    first = [Turns(0.0, 2.0, 4.0, 1), Turns(0.5, 2.5, 4.0, 1), Turns(1.0, 3.0, 4.0, 0)]
+    second = [Turns(5.0, 6.0, 4.0, 1), Turns(5.0, 5.5, 4.0, 1), Turns(5.0, 5.5, 4.0, 0)]
+    long = [*zip(first, second, strict=True)]
+    short = [[Turns(0.0, 1.0, 1.0, waits)] for waits in (1, 1, 0)]
+    calm = [[Turns(0.0, 1.0, 1.0, 0)]] * 3
+    half = crowding([*zip(short, long, strict=True)])
+    assert half == (1.0, pytest.approx(1.5 / log(2)))
+    assert crowding([(rounds, rounds) for rounds in long]) == (1.0, 0.0), "all at once"
+    assert crowding([(rounds, rounds) for rounds in calm]) == (0.0, 0.0)
+    assert crowding([[], []]) == (0.0, 0.0)

@@ -7,15 +7,16 @@ import torch
 
 from anabranch.calibration import overheads
 from anabranch.calibration.overheads import _VALUES, Overheads, _Alone, _Found, _Layer
+from anabranch.calibration.restarts import Restarts
 
 
 def test_values_are_told_from_messages_and_passes(monkeypatch: pytest.MonkeyPatch):
     """A message takes 2 s at its sender and 3 s at its receiver, and half a second at both for each
     value; a pass takes 4 s, whether or not something goes to another rank.
     """
-    alone = _Alone(0.0, 0.0, 100.0, ((1.0, 0.5),))
+    alone = _Alone(0.0, 0.0, 100.0, Restarts(((1.0, 0.5),), 0.25))
 
-    def found(values: int) -> _Found:
+    def found(values: int, *, restarts: bool = True) -> _Found:
         return _Found(2.0 + values / 2, 3.0 + values / 2, 8.0, 6.0, alone)
 
     monkeypatch.setattr(overheads, "_found", found)

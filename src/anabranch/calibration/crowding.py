@@ -7,14 +7,16 @@ one more of them than there are cores always has something to do::
     rank 0 --> rank 1 --> rank 2 --> rank 3 --> rank 0
       works      works      works      waits
 
-So no core ever has to be idle, and the time in which one was is shared out to the waits. Work
-between two waits is of a few milliseconds, as that of a pass; behind passes of 25 ms about twice as
-much was lost as behind 3 ms.
+So no core ever has to be idle, and the time in which one was is shared out to the waits. It ends
+with such a tick, or when a rank on the full core is through: so the longer ranks work between
+waits, the more is lost. On two cores a core idled .3 ms per wait with 1 ms of work behind each, .7
+with 4, 1.1 with 13 and 2 with 50. Rounds with short and with long work tell how much it is at most,
+and in how much work most of that is lost.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from anabranch.calibration.machine import idle_s
 from anabranch.runtime.transport import Transport
 
-_ROUNDS, _TURNS = 4, 60
-_PIECES = 1, 2, 3
+_ROUNDS = 4
+_TURNS = 60, 12
+"""Of a round with short work, and of one with long."""
+_PIECES = (1, 2, 3), (10, 20, 30)
 """Of work between two waits, in turn; about a millisecond each."""
 _WAIT_S = 3e-4
 """A shorter wait is that of a message which was about to come."""
@@ -34,55 +39,72 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What one rank did in one round: when it began and ended, its processor seconds, and how often
-    it waited.
+    """What one rank saw in one round: how long cores had idled since the machine was started, at
+    its begin and at its end; its own processor seconds, and how often it waited.
     """
 
-    begin: float
-    end: float
+    begin_idle_s: float
+    end_idle_s: float
     processor_s: float
     waits: int
 
 
 def measure_turns(
     transport: Transport, rank: int, size: int, cores: int, tag: int, meet: Callable[[], None]
-) -> list[Turns]:
-    """This rank's rounds; call it on all ranks of a host, which are more than its cores."""
+) -> list[list[Turns]]:
+    """This rank's rounds with short work, and those with long; call it on all ranks of a host,
+    which are more than its cores.
+    """
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256))
     values, nothing = torch.randn(4, 256), torch.zeros(1)
     specs = [(nothing.shape, nothing.dtype)]
     before, behind = (rank - 1) % size, (rank + 1) % size
     begins = rank * (cores + 1) // size != (rank + 1) * (cores + 1) // size
-    found = []
-    for _ in range(_ROUNDS):
+    found: list[list[Turns]] = [[], []]
+    for kind in (0, 1) * _ROUNDS:
         meet()
-        begin, used, waits = time.perf_counter(), time.process_time(), 0
-        for turn in range(_TURNS):
+        begin, used, waits = idle_s(), time.process_time(), 0
+        for turn in range(_TURNS[kind]):
             if turn or not begins:
                 asked = time.perf_counter()
                 transport.receive(specs, _CPU, before, tag).wait()
                 waits += time.perf_counter() - asked > _WAIT_S
-            for _ in range(_PIECES[(turn + rank) % len(_PIECES)]):
+            for _ in range(_PIECES[kind][(turn + rank) % len(_PIECES[kind])]):
                 torch.autograd.backward(block(values).sum())
             transport.send([nothing], behind, tag)
         used = time.process_time() - used
-        found.append(Turns(begin, time.perf_counter(), used, waits))
+        found[kind].append(Turns(begin, idle_s(), used, waits))
         if begins:
             transport.receive(specs, _CPU, before, tag).wait()
     return found
 
 
-def crowded_s(ranks: Sequence[Sequence[Turns]], cores: float) -> float:
-    """Seconds of a core that are lost for each wait; of the median round, 0 without any.
+def crowding(ranks: Sequence[Sequence[Sequence[Turns]]]) -> tuple[float, float]:
+    """Seconds of a core that are lost at most for each wait, and the work in which all but 1/e of
+    that is; 0 without any.
 
     Args:
-        cores: without what other processes take of them.
+        ranks: of each the rounds with short and with long work.
     """
-    lost = []
-    for turns in zip(*ranks, strict=True):
-        seconds = max(turn.end for turn in turns) - min(turn.begin for turn in turns)
-        idle = cores * seconds - sum(turn.processor_s for turn in turns)
-        waits = sum(turn.waits for turn in turns)
-        lost.append(max(0.0, idle) / waits if waits else 0.0)
-    return statistics.median(lost) if lost else 0.0
+    if not all(ranks):
+        return 0.0, 0.0
+    (short_s, work_s), (most_s, _) = (
+        _per_wait([rounds[kind] for rounds in ranks]) for kind in (0, 1)
+    )
+    if not short_s < most_s:
+        return most_s, 0.0
+    return most_s, -work_s / math.log1p(-short_s / most_s) if short_s else work_s
+
+
+def _per_wait(ranks: Sequence[Sequence[Turns]]) -> tuple[float, float]:
+    """Seconds in which a core was idle, and seconds of work, for each wait of all rounds."""
+    rounds = [*zip(*ranks, strict=True)]
+    waits = sum(turn.waits for turns in rounds for turn in turns)
+    if not waits:
+        return 0.0, 0.0
+    # The kernel tells them to 10 ms, which is too little for one round.
+    idle = sum(
+        max(t.end_idle_s for t in turns) - min(t.begin_idle_s for t in turns) for turns in rounds
+    )
+    return idle / waits, sum(turn.processor_s for turns in rounds for turn in turns) / waits

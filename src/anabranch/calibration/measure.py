@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from anabranch import launch
 from anabranch.calibration import messages, overheads, side_by_side, sums
-from anabranch.calibration.crowding import Turns, crowded_s, measure_turns
+from anabranch.calibration.crowding import Turns, crowding, measure_turns
 from anabranch.calibration.machine import this_machine
 from anabranch.calibration.messages import Exchange, Line
 from anabranch.calibration.overheads import Overheads
@@ -50,7 +50,8 @@ class Seen:
         paces: by number of ranks that compute.
         links: exchanges with other ranks, by rank.
         alone: what it costs without others; of the first rank.
-        crowded: rounds in which there was more to do than cores; of ranks of one host.
+        crowded: rounds in which there was more to do than cores, with short and with long work; of
+            ranks of one host.
     """
 
     host: str
@@ -58,7 +59,7 @@ class Seen:
     links: dict[int, list[Exchange]]
     sums: Sums | None = None
     alone: Overheads | None = None
-    crowded: list[Turns] = field(default_factory=list)
+    crowded: list[list[Turns]] = field(default_factory=list)
 
 
 def calibrate(progress: Progress | None = None) -> Calibrated:
@@ -132,7 +133,7 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
     mesh.barrier()
     summing = sums.measure_sums(mesh) if size > 1 and mesh.rank in sums.RANKS else None
     mesh.barrier()
-    crowded: list[Turns] = []
+    crowded: list[list[Turns]] = []
     if transport is not None and len(set(hosts)) == 1 and size > (cores := os.cpu_count() or 1):
         tag = len(chosen)
         crowded = measure_turns(transport, mesh.rank, size, cores, tag, mesh.barrier)
@@ -174,7 +175,7 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
     send = _line([[x.send_s for x in exchanges] for exchanges in ends])
     receive = _line([[x.receive_s for x in exchanges] for exchanges in ends])
     summing = [one.sums for one in seen if one.sums is not None]
-    lost = side_by_side.lost_share(on_host)
+    crowded_s, crowded_work_s = crowding([one.crowded for one in seen])
     calibration = Calibration(
         this_machine(),
         datetime.now(UTC).date().isoformat(),
@@ -188,12 +189,14 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
         sum_tensor_s=statistics.fmean(s.sum.fixed_s for s in summing) if summing else 0.0,
         sum_byte_s=statistics.fmean(s.sum.byte_s for s in summing) if summing else 0.0,
         memory_bandwidth=alone.memory_bandwidth,
-        lost_share=lost,
-        restarts=alone.restarts,
+        lost_share=side_by_side.lost_share(on_host),
+        restarts=alone.restarts.longer,
         share_tensor_s=statistics.fmean(s.share.fixed_s for s in summing) if summing else 0.0,
         share_byte_s=statistics.fmean(s.share.byte_s for s in summing) if summing else 0.0,
         value_s=alone.value_s,
-        crowded_s=crowded_s([one.crowded for one in seen], cores - lost),
+        crowded_s=crowded_s,
+        restart_work_s=alone.restarts.work_s,
+        crowded_work_s=crowded_work_s,
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch import launch
-from anabranch.calibration.restarts import measure_restarts, work
+from anabranch.calibration.restarts import NO_RESTARTS, Restarts, measure_restarts, work
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan
@@ -72,7 +72,6 @@ class Overheads:
             that enters or leaves its stage, or gradient of one.
         step_s: of a step besides its actions, and the update.
         memory_bandwidth: bytes/s of an update.
-        restarts: see ``Calibration``.
     """
 
     send_s: float
@@ -80,7 +79,7 @@ class Overheads:
     microbatch_s: float
     step_s: float
     memory_bandwidth: float
-    restarts: tuple[tuple[float, float], ...] = ()
+    restarts: Restarts = NO_RESTARTS
     value_s: float = 0.0
 
 
@@ -151,7 +150,7 @@ class _Alone:
     operators_s: float
     update_s: float
     memory_bandwidth: float
-    restarts: tuple[tuple[float, float], ...] = ()
+    restarts: Restarts = NO_RESTARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ class _Found:
 
 def measure_overheads() -> Overheads:
     """Measure them on local ranks, alone on the machine."""
-    one, several = _found(1), _found(_VALUES)
+    one, several = _found(1), _found(_VALUES, restarts=False)
     more_s = several.send_s + several.receive_s - one.send_s - one.receive_s
     value_s = max(0.0, more_s) / (2 * (_VALUES - 1))
     return Overheads(
@@ -186,8 +185,12 @@ def measure_overheads() -> Overheads:
     )
 
 
-def _found(values: int) -> _Found:
-    """Of a chain in which so many values go from rank to rank."""
+def _found(values: int, *, restarts: bool = True) -> _Found:
+    """Of a chain in which so many values go from rank to rank.
+
+    Args:
+        restarts: whether they are measured as well.
+    """
     torch.manual_seed(0)
     workload, whole = _workload(values), _workload(values)
     captured = capture(workload.module, workload.example)
@@ -202,7 +205,7 @@ def _found(values: int) -> _Found:
     )
     # Ranks forget the parameters of other stages; to be timed, the model has to be whole.
     spare = capture(whole.module, whole.example)
-    return _means(launch.run(_rank, _RANKS, workload, chosen, captured, whole, spare))
+    return _means(launch.run(_rank, _RANKS, workload, chosen, captured, whole, spare, restarts))
 
 
 def _means(ranks: Sequence[_Seen]) -> _Found:
@@ -233,7 +236,12 @@ def _workload(values: int) -> Workload:
 
 
 def _rank(
-    workload: Workload, chosen: Plan, captured: Captured, whole: Workload, spare: Captured
+    workload: Workload,
+    chosen: Plan,
+    captured: Captured,
+    whole: Workload,
+    spare: Captured,
+    restarts: bool,
 ) -> _Seen:
     pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
     pipe._workers.clock = _ProcessorClock()
@@ -261,12 +269,13 @@ def _rank(
     alone = None if measurement is None else _alone(whole, measurement.profile())
     dist.barrier()
     if alone is not None:
-        alone = replace(alone, restarts=measure_restarts())
+        if restarts:
+            alone = replace(alone, restarts=measure_restarts())
         dist.barrier()
     else:
-        piece, restarted = work(), dist.barrier(async_op=True)
+        pieces_s, restarted = work(), dist.barrier(async_op=True)
         while not restarted.is_completed():
-            piece()
+            pieces_s()
     return _Seen(statistics.median(steps), medians, alone)
 
 

@@ -27,6 +27,7 @@ What a cluster was not calibrated for costs nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ from anabranch.cluster import Calibration, Cluster
 from anabranch.jit import compiled
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import Profile, UpdateCost
+
+NO_WORK_S = 1e-12
+"""What takes no longer than this has no caches to fill: no wait makes it longer."""
 
 
 def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, float]:
@@ -100,6 +104,17 @@ def restart_s(restarts: Any, waited_s: float) -> float:
         at += 2
     rise = (restarts[at + 3] - restarts[at + 1]) / (restarts[at + 2] - restarts[at])
     return float(rise * (waited_s - restarts[at]) + restarts[at + 1])
+
+
+def lost_share(seconds: float, work_s: float) -> float:
+    """Of what is yet to be lost for a wait, the share that is lost in so many seconds of work.
+
+    Args:
+        work_s: in which all but 1/e of it is lost; 0 for at once.
+    """
+    if seconds <= NO_WORK_S:
+        return 0.0
+    return -math.expm1(-seconds / work_s) if work_s else 1.0
 
 
 def agreement_s(cluster: Cluster, ranks: int) -> float:

@@ -106,6 +106,8 @@ class _Calibration(Strict):
     share_byte_s: Seconds = 0.0
     value_s: Seconds = 0.0
     crowded_s: Seconds = 0.0
+    restart_work_s: Seconds = 0.0
+    crowded_work_s: Seconds = 0.0
 
 
 class ClusterFile(Strict):

@@ -123,6 +123,14 @@ class StepCosts(Protocol):
         """How much longer work takes behind a wait where no core is free."""
 
     @property
+    def crowded_work_s(self) -> float:
+        """Work in which that is lost: see ``cost.overheads.lost_share``."""
+
+    @property
+    def restart_work_s(self) -> float:
+        """Work in which restarts are lost."""
+
+    @property
     def restarts(self) -> Sequence[float]:
         """How much longer work takes behind a wait: see ``cost.overheads.restart_s``."""
 
@@ -274,6 +282,18 @@ class ModelCosts:
         return calibration.crowded_s if calibration else 0.0
 
     @property
+    def crowded_work_s(self) -> float:
+        """As calibrated."""
+        calibration = self.cost.cluster.calibration
+        return calibration.crowded_work_s if calibration else 0.0
+
+    @property
+    def restart_work_s(self) -> float:
+        """As calibrated."""
+        calibration = self.cost.cluster.calibration
+        return calibration.restart_work_s if calibration else 0.0
+
+    @property
     def restarts(self) -> Sequence[float]:
         """As calibrated."""
         return self.cost.restarts
@@ -336,7 +356,9 @@ class StageTimes:
     read_s: float = field(default=0.0, init=False)
     agreement_s: float = field(default=0.0, init=False)
     restarts: Sequence[float] = field(default=(), init=False)
+    restart_work_s: float = field(default=0.0, init=False)
     crowded_s: float = field(default=0.0, init=False)
+    crowded_work_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         for what, stages in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):

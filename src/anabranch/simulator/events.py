@@ -43,9 +43,6 @@ class Role(IntEnum):
 AGREEMENT, UPDATE, GATHER = int(Role.AGREEMENT), int(Role.UPDATE), int(Role.GATHER)
 SHARE, SHARED, BEGIN = int(Role.SHARE), int(Role.SHARED), int(Role.BEGIN)
 
-NO_WORK_S = 1e-12
-"""What takes no longer than this has no caches to fill: no wait makes it longer."""
-
 
 @entry
 def play(step: Tables) -> None:
@@ -229,19 +226,22 @@ def _wait(d: int, barrier: Record, devices: Table) -> None:
 
 @compiled
 def _start(d: int, clock: Record, step: Tables) -> None:
-    """Start the unit of a device; behind a wait it is slower at first. Where no core is free it
+    """Start the unit of a device; behind a wait it is slower for a while. Where no core is free it
     takes turns: what its caches lose is in how devices slow each other down, but a core may idle.
     """
     device = step.devices[d]
     unit, core = step.units[device.unit], step.devices[device.core]
     step.runs[device.run].start = clock.now
-    device.pace = 1.0
-    if clock.now > device.worked and unit.seconds > NO_WORK_S:
-        longer = clock.crowded_s
-        if core.working < clock.cores:
-            longer = restart_s(step.restarts, clock.now - device.worked)
-        if longer > 0:
-            device.pace = 1 + longer / unit.seconds
+    is_crowded = core.working >= clock.cores
+    if clock.now > device.worked:
+        waited = clock.now - device.worked
+        device.cold = 0.0 if is_crowded else restart_s(step.restarts, waited)
+        device.crowded = clock.crowded_s
+    cold, crowded = device.cold * unit.cold, device.crowded * unit.crowded
+    device.cold -= cold
+    device.crowded -= crowded
+    longer = cold + crowded if is_crowded else cold
+    device.pace = 1 + longer / unit.seconds if longer > 0 else 1.0
     core.working += 1
     device.part = unit.first
     _compute(d, clock, step)

@@ -43,15 +43,17 @@ NODE = _record("place winner", "time")
 # has done; stages that it has. The current unit, the part of it, and the message that it waits for.
 # Steps begun behind the first. Who waits behind it for the same thing. Its host, if that has a
 # clock of its own; the job there that ends next, and the work done by its own end. The device whose
-# core it has, and how many work there. When it last worked, and how much slower it is.
+# core it has, and how many work there. When it last worked, and how much slower it is; what it has
+# yet to lose for its last wait: in cold caches, and where cores are crowded.
 DEVICE = _record(
     "at stop run updates first_stage stop_stage unit part message begun behind host next_job core "
     "working",
-    "work worked pace",
+    "work worked pace cold crowded",
 )
 
-# Parts of a compute; ports of a gather; receives that a beginning posts.
-UNIT = _record("role stage group first stop", "seconds")
+# Parts of a compute; ports of a gather; receives that a beginning posts. Of what its device has yet
+# to lose for a wait, the shares that are lost in it.
+UNIT = _record("role stage group first stop", "seconds cold crowded")
 
 # Pieces whose gradients are final behind it.
 PART = _record("first stop", "seconds")

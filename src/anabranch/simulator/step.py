@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch import jit
-from anabranch.cost.overheads import slowdown_of
+from anabranch.cost.overheads import lost_share, slowdown_of
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.engine import tournament
@@ -264,7 +264,7 @@ def _tables(program: Program, costs: StepCosts) -> Tables:
     named = *(unit.stage for unit in program.units), *summed
     stages = 1 + max(named, default=-1)
     barriers = [(summed[s], -1, -1, 0, 0, 0) for s in range(stages)] * program.updates
-    units, parts = _units(program, lists, len(barriers))
+    units, parts = _units(program, lists, len(barriers), costs)
     barriers += [(0, -1, -1, *lists.add(group), len(group)) for group in program.groups]
     queues: dict[int, list[int]] = defaultdict(list)
     for piece, work in enumerate(program.sums):
@@ -330,7 +330,7 @@ def _messages(program: Program) -> tuple[NDArray[np.void], _Lists]:
 
 
 def _units(
-    program: Program, lists: _Lists, first_group: int
+    program: Program, lists: _Lists, first_group: int, costs: StepCosts
 ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """Units and their parts.
 
@@ -347,7 +347,8 @@ def _units(
             inside = len(parts), len(parts) + len(unit.marks) + 1
             parts += [(*lists.add(mark.pieces), mark.seconds) for mark in unit.marks]
             parts.append((*lists.add(unit.final), unit.rest if unit.marks else unit.seconds))
-        units.append((unit.role, unit.stage, group, *inside, unit.seconds))
+        lost = (lost_share(unit.seconds, s) for s in (costs.restart_work_s, costs.crowded_work_s))
+        units.append((unit.role, unit.stage, group, *inside, unit.seconds, *lost))
     return units, parts
 
 
