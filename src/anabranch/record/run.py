@@ -17,7 +17,7 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.timeline import Timeline
 
 RECORDED_STEPS = 3
-"""Steps of which a timeline is recorded; the one with the median time is kept."""
+"""Steps of which a timeline is recorded at a time; the one with the median time is shown."""
 
 WEIGHED_STEP = 2 + RECORDED_STEPS
 """The step whose peak memory is measured: after one that sets up, and those with a timeline."""

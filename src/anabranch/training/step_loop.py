@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
@@ -12,13 +13,18 @@ from anabranch.timeline import Timeline
 from anabranch.training.reporter import Clock, Reporter
 from anabranch.workload import Batch
 
+_MOST_KEPT = 10 * RECORDED_STEPS
+"""Timelines, of the latest looks, of which the median one is shown: where ranks share cores, single
+steps differ by a third. Each holds the spans of a step.
+"""
+
 
 class StepLoop:
     """The steps of a run, one alone or many in a row, and what was measured of the present plan.
 
     Attributes:
         seconds: of steps alone; also the first, which sets things up.
-        recorded: timelines of the last of them.
+        recorded: timelines of the last of them that were recorded together.
         peak_bytes: of the step that was weighed.
     """
 
@@ -34,6 +40,7 @@ class StepLoop:
         """Forget what was measured of another plan."""
         self._earlier, self.seconds = self.seconds, []
         self.recorded: list[Timeline] = []
+        self._timelines: deque[Timeline] = deque(maxlen=_MOST_KEPT)
         self.peak_bytes: tuple[int, ...] = ()
         self._in_a_row: list[list[float]] = []
 
@@ -59,6 +66,7 @@ class StepLoop:
         if weighs:
             self.peak_bytes = pipe.peak_bytes or ()
         self.recorded = recorded or self.recorded
+        self._timelines += recorded
         return done == count
 
     def in_a_row(self, count: int | None) -> bool:
@@ -78,7 +86,7 @@ class StepLoop:
     @property
     def timeline(self) -> Timeline | None:
         """Of the step with the median time."""
-        ordered = sorted(self.recorded, key=lambda timeline: timeline.step_s)
+        ordered = sorted(self._timelines, key=lambda timeline: timeline.step_s)
         return ordered[len(ordered) // 2] if ordered else None
 
     @property
