@@ -10,11 +10,11 @@ from anabranch.calibration.crowding import Turns, crowding
 
 
 def test_idle_cores_are_shared_out_to_the_waits():
-    """In two rounds of three ranks cores idled 3 s and 1 s: 1 s for each of 4 waits, at most; with
-    short work half as much, behind 1.5 s of it.
+    """In two rounds of three ranks cores idled 3 s and 1 s until the first was through: 1 s for
+    each of 4 waits, at most; with short work half as much, behind 1.5 s of it.
     """
-    first = [Turns(0.0, 2.0, 4.0, 1), Turns(0.5, 2.5, 4.0, 1), Turns(1.0, 3.0, 4.0, 0)]
-    second = [Turns(5.0, 6.0, 4.0, 1), Turns(5.0, 5.5, 4.0, 1), Turns(5.0, 5.5, 4.0, 0)]
+    first = [Turns(0.0, 3.0, 4.0, 1), Turns(0.5, 3.5, 4.0, 1), Turns(1.0, 4.0, 4.0, 0)]
+    second = [Turns(5.0, 7.0, 4.0, 1), Turns(5.0, 6.5, 4.0, 1), Turns(5.0, 6.0, 4.0, 0)]
     long = [*zip(first, second, strict=True)]
     short = [[Turns(0.0, 1.0, 1.0, waits)] for waits in (1, 1, 0)]
     calm = [[Turns(0.0, 1.0, 1.0, 0)]] * 3

@@ -10,8 +10,8 @@ one more of them than there are cores always has something to do::
 So no core ever has to be idle, and the time in which one was is shared out to the waits. It ends
 with such a tick, or when a rank on the full core is through: so the longer ranks work between
 waits, the more is lost. On two cores a core idled .3 ms per wait with 1 ms of work behind each, .7
-with 4, 1.1 with 13 and 2 with 50. Rounds with short and with long work tell how much it is at most,
-and in how much work most of that is lost.
+with 4, 1.1 with 13 and 1.5 with 25. Rounds with short and with long work tell how much it is at
+most, and in how much work most of that is lost.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure_turns(
     found: list[list[Turns]] = [[], []]
     for kind in (0, 1) * _ROUNDS:
         meet()
-        begin, used, waits = idle_s(), time.process_time(), 0
+        begin_idle_s, used, waits = idle_s(), time.process_time(), 0
         for turn in range(_TURNS[kind]):
             if turn or not begins:
                 asked = time.perf_counter()
@@ -74,7 +74,7 @@ def measure_turns(
                 torch.autograd.backward(block(values).sum())
             transport.send([nothing], behind, tag)
         used = time.process_time() - used
-        found[kind].append(Turns(begin, idle_s(), used, waits))
+        found[kind].append(Turns(begin_idle_s, idle_s(), used, waits))
         if begins:
             transport.receive(specs, _CPU, before, tag).wait()
     return found
@@ -103,8 +103,9 @@ def _per_wait(ranks: Sequence[Sequence[Turns]]) -> tuple[float, float]:
     waits = sum(turn.waits for turns in rounds for turn in turns)
     if not waits:
         return 0.0, 0.0
-    # The kernel tells them to 10 ms, which is too little for one round.
+    # Until the first is through its turns: then there is less to do. The kernel tells idling to
+    # 10 ms, which is too little for one round.
     idle = sum(
-        max(t.end_idle_s for t in turns) - min(t.begin_idle_s for t in turns) for turns in rounds
+        min(t.end_idle_s for t in turns) - min(t.begin_idle_s for t in turns) for turns in rounds
     )
     return idle / waits, sum(turn.processor_s for turns in rounds for turn in turns) / waits
