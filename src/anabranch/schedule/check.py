@@ -53,17 +53,35 @@ def check(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
     """
     if not schedule.is_lowered:
         schedule = lower(schedule, graph, edges)
+    check_order(schedule, graph, edges)
+    _check_pairs(schedule, graph)
+    _check_deadlock(schedule, graph)
+
+
+def check_order(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> None:
+    """Prove all but that messages have two ends and nobody waits forever: of lists without messages
+    both are seen when they are simulated.
+
+    Raises:
+        InvalidScheduleError: as ``check`` does.
+    """
     if schedule.slots < 1:
         raise InvalidScheduleError(
             f"the schedule posts {schedule.slots} receives per channel; at least 1 is needed"
         )
     _check_devices(schedule, graph)
+    held: dict[int, list[int]] = {device: [] for device in graph.devices}
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            held[device].append(s)
+    checked = set[tuple[object, ...]]()  # replicas share a list
     for device, actions in schedule.actions.items():
-        _check_order(device, actions, graph)
+        key = id(actions), *held[device]
+        if key not in checked:
+            _check_list(device, actions, held[device], graph)
+        checked.add(key)
     check_handovers(schedule, graph, edges)
     _check_replicas(schedule, graph)
-    _check_pairs(schedule, graph)
-    _check_deadlock(schedule, graph)
 
 
 def channel(action: Action, device: int) -> Channel:
@@ -155,10 +173,11 @@ def _check_devices(schedule: Schedule, graph: StageGraph) -> None:
         )
 
 
-def _check_order(device: int, actions: Sequence[Action], graph: StageGraph) -> None:
-    """C4, number in flight and completeness of the stages on one device."""
+def _check_list(
+    device: int, actions: Sequence[Action], mine: Sequence[int], graph: StageGraph
+) -> None:
+    """C4, number in flight and completeness of the stages on one device, which are ``mine``."""
     done: Counter[tuple[int, Kind]] = Counter()
-    mine = {s for s, stage in enumerate(graph.stages) if device in stage.devices}
     split = {a.stage for a in actions if a.kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)}
     for at, action in enumerate(actions):
         if action.stage not in mine:
@@ -264,6 +283,8 @@ def _message_problem(
 def _check_replicas(schedule: Schedule, graph: StageGraph) -> None:
     """The devices of one replica compute the same in the same order."""
     for (s, device), group in _groups(graph).items():
+        if schedule.actions[device] is schedule.actions[group[0]]:
+            continue
         mine, first = (
             [a for a in schedule.actions[member] if a.stage == s and a.peer < 0]
             for member in (device, group[0])
@@ -373,7 +394,7 @@ def _groups(graph: StageGraph) -> dict[tuple[int, int], tuple[int, ...]]:
     return {
         (s, device): stage.devices[first : first + stage.tensor]
         for s, stage in enumerate(graph.stages)
+        if stage.tensor > 1
         for first in range(0, len(stage.devices), stage.tensor)
         for device in stage.devices[first : first + stage.tensor]
-        if stage.tensor > 1
     }

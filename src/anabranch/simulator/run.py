@@ -43,14 +43,20 @@ from anabranch.timeline import Timeline
 
 
 def run(
-    graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts, *, period: bool = False
+    graph: StageGraph,
+    schedule: Schedule,
+    costs: CostModel | StepCosts,
+    *,
+    period: bool = False,
+    messages: bool = True,
 ) -> Timeline:
     """Simulate one step and record it.
 
     Args:
-        schedule: actions per device; messages are put in if it has none.
+        schedule: actions per device, with messages or without.
         costs: a cost model for the model of this graph, or seconds per stage.
         period: also say how long the step takes among others in a row (``Timeline.period_s``).
+        messages: show them, where the schedule has none; figures are the same without.
 
     Returns:
         The predicted timeline. Messages are spans at both ends, from the start of the transfer to
@@ -64,16 +70,16 @@ def run(
     with collector_paused():
         prices = _prices(graph, costs)
         check_handovers(schedule, graph, prices.message_edges)
-        lowered = with_messages(schedule, graph, prices)
-        step = simulate(graph, lowered, prices)
-        timeline = timeline_of(step, lowered, graph, prices)
+        step = simulate(graph, schedule, prices)
+        shown = with_messages(schedule, graph, prices) if messages else schedule
+        timeline = timeline_of(step, shown, graph, prices)
         return replace(timeline, period_s=_period_s(step.program, prices)) if period else timeline
 
 
-def timeline_of(step: Step, lowered: Schedule, graph: StageGraph, costs: StepCosts) -> Timeline:
-    """What has happened in a step, by its schedule with messages."""
+def timeline_of(step: Step, schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Timeline:
+    """What has happened in a step, with messages where its schedule has them."""
     return Timeline(
-        spans=tuple(sorted(step.spans(lowered), key=attrgetter("device", "start", "end"))),
+        spans=tuple(sorted(step.spans(schedule), key=attrgetter("device", "start", "end"))),
         devices=tuple(sorted(step.program.devices)),
         source="predicted",
         step_s=step.end,

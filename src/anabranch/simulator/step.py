@@ -145,18 +145,18 @@ class Step:
         return [sum(map(self._is_action, code)) for code in self._reached()]
 
     def spans(self, schedule: Schedule) -> list[Span]:
-        """Everything that happened but for all-reduces; messages are spans at both ends."""
-        computed, exchanged, moved = [], [], self.moved
+        """The actions of a schedule as they happened; messages are spans at both ends."""
+        computed, exchanged, moved = [], [], self.moved if schedule.is_lowered else []
         for d, device in enumerate(self.program.devices):
-            clock = zip(self._units_of(d), self.starts[d], self.ends[d], strict=True)
+            clock = zip(self.units[d], self.starts[d], self.ends[d], strict=True)
             times = ((start, end) for unit, start, end in clock if unit.role is Role.ACTION)
-            code = filter(self._is_action, self.program.code[d])
-            for x, action in zip(code, schedule.actions[device], strict=True):
-                message = x if x >= 0 else ~x
-                if message >= len(self._tables.messages):
+            codes = (x if x >= 0 else ~x for x in self.program.code[d])
+            message = (x for x in codes if x < self.program.size)
+            for action in schedule.actions[device]:
+                if action.peer < 0:
                     computed.append(Span(device, *next(times), action))
-                    continue
-                exchanged.append(Span(device, *moved[message], action))
+                else:
+                    exchanged.append(Span(device, *moved[next(message)], action))
         return computed + exchanged
 
     def sum_spans(self) -> Iterator[SumSpan]:
@@ -169,7 +169,7 @@ class Step:
     def overhead_spans(self) -> Iterator[OverheadSpan]:
         """What devices did besides their actions."""
         for d, device in enumerate(self.program.devices):
-            clock = zip(self._units_of(d), self.starts[d], self.ends[d], strict=True)
+            clock = zip(self.units[d], self.starts[d], self.ends[d], strict=True)
             for unit, start, end in clock:
                 if unit.role is not Role.ACTION and end > start:
                     yield OverheadSpan(device, start, end, _WHAT[unit.role])
@@ -200,13 +200,13 @@ class Step:
         return {
             device
             for d, device in enumerate(self.program.devices)
-            if any(unit.role is Role.UPDATE for unit in self._units_of(d))
+            if any(unit.role is Role.UPDATE for unit in self.units[d])
         }
 
     def memory(self, d: int) -> list[tuple[float, float]]:
         """When a device took or released how many bytes."""
         changes = []
-        for unit, start, end in zip(self._units_of(d), self.starts[d], self.ends[d], strict=True):
+        for unit, start, end in zip(self.units[d], self.starts[d], self.ends[d], strict=True):
             if unit.before:
                 changes.append((start, unit.before))
             if unit.after:
@@ -216,7 +216,8 @@ class Step:
     @cached_property
     def units(self) -> list[list[ComputeUnit]]:
         """Per device, what ``starts`` and ``ends`` are of."""
-        return [self._units_of(d) for d in range(len(self.program.code))]
+        first, units = self.program.size, self.program.units
+        return [[units[~x - first] for x in code if ~x >= first] for code in self.program.code]
 
     @property
     def moved(self) -> list[tuple[float, float]]:
@@ -224,10 +225,6 @@ class Step:
         messages = self._tables.messages
         begun = messages["freed"] - messages["occupies"]
         return list(zip(begun.tolist(), messages["arrival"].tolist(), strict=True))
-
-    def _units_of(self, d: int) -> list[ComputeUnit]:
-        first = len(self._tables.messages)
-        return [self.program.units[~x - first] for x in self.program.code[d] if ~x >= first]
 
     def _is_action(self, x: int) -> bool:
         unit = ~x - len(self._tables.messages)

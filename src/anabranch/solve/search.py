@@ -274,12 +274,11 @@ class Found:
         """The plan, with all figures of its step by a schedule that is checked."""
         best, cost, started = self.best, self.cost, time.perf_counter()
         require(best.graph, cost)
+        figures = partial(checked_run, best.graph, best.schedule, cost, messages=False)
         try:
-            timeline = checked_run(best.graph, best.schedule, cost)
-        except (
-            KeyboardInterrupt
-        ):  # the search is over, and a moment is left: only insisting ends it
-            timeline = checked_run(best.graph, best.schedule, cost)
+            timeline = figures()
+        except KeyboardInterrupt:  # the search is over, a moment is left: only insisting ends it
+            timeline = figures()
         return Plan(
             stage_graph=best.graph,
             schedule=best.schedule,

@@ -21,6 +21,7 @@ from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import compute_order, endless, rule_named, schedule_of
+from anabranch.schedule.check import check_order
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
@@ -140,13 +141,16 @@ def checked_run(
     schedule: str,
     cost: CostModel,
     slower: Mapping[int, float] | None = None,
+    *,
+    messages: bool = True,
 ) -> Timeline:
-    """The timeline of one step, by a schedule that was checked; ``slower`` as ``ModelCosts`` has
-    it.
+    """The timeline of one step by a schedule that is checked; ``slower`` as ``ModelCosts`` has it,
+    ``messages`` as ``run``.
     """
     costs = ModelCosts(graph, cost, slower=slower or {})
-    checked = schedule_of(graph, schedule, costs.message_edges, slots=cost.receive_slots)
-    return run(graph, checked, costs, period=True)
+    order = compute_order(graph, schedule, slots=cost.receive_slots)
+    check_order(order, graph, costs.message_edges)
+    return run(graph, order, costs, period=True, messages=messages)
 
 
 @dataclass(frozen=True)
