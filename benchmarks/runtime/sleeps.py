@@ -65,7 +65,7 @@ class Linked(StageTimes):
         if self.cluster is None:
             return super().route(a, b)
         link = self.cluster.link(a, b)
-        return Route(link.bandwidth, link.latency_s, self.cluster.ports(a, b))
+        return Route(1 / link.bandwidth, link.latency_s, self.cluster.ports(a, b))
 
 
 def predicted_s(

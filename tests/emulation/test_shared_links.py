@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.emulation.shared_links import SharedLinks
-from anabranch.simulator.program import Price, Sum
+from anabranch.emulation.shared_links import Price, SharedLinks
+from anabranch.simulator.sums import Sum
 
 AB, AC = (0, 1, 0), (0, 2, 0)
 

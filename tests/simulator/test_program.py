@@ -65,8 +65,8 @@ def test_halves_of_a_backward_take_half_of_it_each():
     graph = StageGraph((Stage(("a",), (0,), 1),), (), 1)
     schedule = Schedule.parse("0: 0F0 0I0 0W0")
     program = compile_schedule(schedule, graph, TIMES)
-    assert program.code == [[~0, ~1, ~2]]
-    assert [unit.seconds for unit in program.units] == [1, 1, 1]
+    (code,) = program.code
+    assert [program.units[~x].seconds for x in code] == [1, 1, 1]
 
 
 def test_nothing_travels_between_stages_that_share_a_device():

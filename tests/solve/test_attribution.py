@@ -1,11 +1,15 @@
 """Explanations of steps that can be checked by eye, and of any."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 
 import anabranch
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.check import check
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.profile.profile import UpdateCost
 from anabranch.simulator.critical_path import Cause
 from anabranch.solve import explain, simulate
 from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
@@ -69,6 +73,18 @@ def test_data_parallelism_is_said_plainly():
     assert "have to lose less than 66.7% of its step" in said
 
 
+def test_its_own_update_is_not_that_of_others():
+    """Each parameter takes 1 s to update: device 0 has one of them, device 1 has two, and both
+    begin when all have agreed.
+    """
+    cost = cost_model(chain(3), [3, 1, 1], [3, 1, 1], cluster(2), parameter_bytes=1)
+    profile = replace(cost.profile, update=UpdateCost(0.0, 1.0, 0.0))
+    stages = (Stage(("op0",), (0,), 1), Stage(("op1", "op2"), (1,), 1))
+    graph = StageGraph(stages, ((0, 1),), 1)
+    why = losses(explained(graph, replace(cost, profile=profile)))
+    assert (why["update 0"], why["other_updates 1"]) == (1.0, 1.0)
+
+
 def test_devices_without_a_stage_are_a_loss():
     """One device of four works: a quarter of its time would do."""
     why = explained(stage_graph((), [(0,)], 4), cost_model((), [1], [2], cluster(4)))
@@ -77,8 +93,6 @@ def test_devices_without_a_stage_are_a_loss():
 
 def test_recompute_and_smaller_slices():
     """The forward is run again; on top, slices of one sample take as long as those of two."""
-    from dataclasses import replace
-
     from anabranch.profile.profile import OpCost
 
     cost = cost_model((), [1], [2], cluster(1))

@@ -19,7 +19,7 @@ from anabranch.runtime.messages import Layout
 from anabranch.runtime.worker import executed
 from anabranch.schedule import SCHEDULES, schedule_of
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.program import Sum, plan_sums
+from anabranch.simulator.sums import Sum, plan_sums
 
 Links = Literal["modelled", "host"]
 

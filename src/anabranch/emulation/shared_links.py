@@ -21,8 +21,9 @@ import mmap
 import multiprocessing
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from anabranch.simulator.program import Price, Sum
+from anabranch.simulator.sums import Sum
 
 Channel = tuple[int, int, int]
 """Sending rank, receiving rank, tag."""
@@ -35,6 +36,16 @@ _NEVER = -1.0
 _PER_MESSAGE = 3  # sent, posted, arrives
 _PER_SUM = 2  # gradients that are still to come, when the latest of them came
 _PER_QUEUE = 2  # sums that have been started, when the latest of them ends
+
+
+class Price(NamedTuple):
+    """What a message costs: seconds that it occupies its ports, seconds from then until it has
+    arrived, indices of the ports on its way.
+    """
+
+    occupies_s: float
+    latency_s: float
+    ports: tuple[int, ...]
 
 
 class SharedLinks:

@@ -16,7 +16,7 @@ from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.emulation import Emulation
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.mesh import Mesh, Pending
-from anabranch.simulator.program import gradient_marks
+from anabranch.simulator.sums import gradient_marks
 
 POLL_S = 1e-3
 """Device seconds between two looks at sums of which nothing is known yet."""

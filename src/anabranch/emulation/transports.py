@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from anabranch.emulation.clock import DeviceClock
-from anabranch.emulation.shared_links import Channel, SharedLinks
+from anabranch.emulation.shared_links import Channel, Price, SharedLinks
 from anabranch.runtime.transport import Receipt, Spec, Transport
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.program import Price
 
 
 class LinkPrices:

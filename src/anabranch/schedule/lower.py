@@ -28,12 +28,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
-from anabranch.plans.stages import Stage, StageGraph, split_evenly
+from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.schedule.schedule import Action, Kind, Schedule
+
+Ints = NDArray[np.int64]
 
 
 class Overlap(NamedTuple):
@@ -45,15 +50,6 @@ class Overlap(NamedTuple):
     target_replica: int
     start: int
     stop: int
-
-
-class Pattern(NamedTuple):
-    """Overlaps that come again so many times, from a sample on, every ``samples``."""
-
-    overlaps: tuple[Overlap, ...]
-    first: int
-    samples: int
-    times: int
 
 
 class Message(NamedTuple):
@@ -112,70 +108,66 @@ def messages(
     graph: StageGraph, source: int, target: int, *, forward: bool = True
 ) -> Iterator[Message]:
     """What one stage sends to another, ascending; nothing between a device and itself."""
-    sender, receiver = graph.stages[source], graph.stages[target]
-    pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for i, r, j, q, start, stop in exchanges(graph, source, target, forward=forward):
-        if (r, q) not in pairs:
-            pairs[r, q] = device_pairs(sender, r, receiver, q)
-        for a, b in pairs[r, q]:
-            yield Message(i, a, j, b, start, stop)
+    return map(Message._make, message_table(graph, source, target, forward=forward).T.tolist())
 
 
-def exchanges(graph: StageGraph, source: int, target: int, *, forward: bool) -> Iterator[Overlap]:
-    """``overlaps`` seen from the stage that sends: gradients go from target to source."""
-    if forward:
-        yield from overlaps(graph, source, target)
-        return
-    for i, r, j, q, start, stop in overlaps(graph, target, source):
-        yield Overlap(j, q, i, r, start, stop)
-
-
-def device_pairs(source: Stage, r: int, target: Stage, q: int) -> list[tuple[int, int]]:
-    """Who of replica r of the source sends a slice to whom of replica q of the target."""
-    return [(a, b) for a, b in _givers(source, r, target, q) if a != b]
+def message_table(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
+    """``messages`` as columns: a row for each field of ``Message``."""
+    given = _given(graph, source, target, forward=forward)
+    _, sender, _, receiver, *_ = given
+    return given[:, sender != receiver]
 
 
 def handovers(graph: StageGraph, x: int, y: int) -> Iterator[tuple[int, int, int]]:
     """(device, micro-batch of stage x, micro-batch of stage y) where a device that holds both
     stages has samples of the one for the other, without a message.
     """
-    source, target = graph.stages[x], graph.stages[y]
-    if set(source.devices).isdisjoint(target.devices):
-        return
-    for i, r, j, q, _, _ in overlaps(graph, x, y):
-        yield from ((a, i, j) for a, b in _givers(source, r, target, q) if a == b)
+    if not set(graph.stages[x].devices).isdisjoint(graph.stages[y].devices):
+        given = _given(graph, x, y, forward=True)
+        i, sender, j, receiver, *_ = given
+        yield from zip(*np.array([sender, i, j])[:, sender == receiver].tolist(), strict=True)
 
 
-def _givers(source: Stage, r: int, target: Stage, q: int) -> Iterator[tuple[int, int]]:
-    have = source.devices[r * source.tensor : (r + 1) * source.tensor]
-    needed = target.devices[q * target.tensor : (q + 1) * target.tensor]
-    return ((have[k % source.tensor], device) for k, device in enumerate(needed))
+def _given(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
+    """Columns as ``Message`` has them of all that one stage has for another: who gives each slice
+    to whom, be it to itself.
+    """
+    if forward:
+        i, r, j, q, start, stop = _overlap_table(graph, source, target)
+    else:  # gradients go from target to source
+        j, q, i, r, start, stop = _overlap_table(graph, target, source)
+    having, needing = graph.stages[source], graph.stages[target]
+    turn = np.arange(needing.tensor) % having.tensor
+    senders = np.array(having.devices).reshape(-1, having.tensor)[r][:, turn]
+    receivers = np.array(needing.devices).reshape(-1, needing.tensor)[q]
+    columns = (i[:, None], senders, j[:, None], receivers, start[:, None], stop[:, None])
+    return np.array(np.broadcast_arrays(*columns)).reshape(6, -1)
 
 
 def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:
     """Slices of stage x cut by slices of stage y, ascending; they tile the batch."""
-    b_x, b_y = graph.stages[x].microbatch_size, graph.stages[y].microbatch_size
-    for pattern, begin, samples, times in patterns(graph, x, y):
-        for first in range(begin, begin + times * samples, samples):
-            before_x, before_y = first // b_x, first // b_y
-            for i, r, j, q, start, stop in pattern:
-                yield Overlap(i + before_x, r, j + before_y, q, start + first, stop + first)
+    return map(Overlap._make, _overlap_table(graph, x, y).T.tolist())
 
 
-def patterns(graph: StageGraph, x: int, y: int) -> Iterator[Pattern]:
-    """``overlaps`` by what repeats itself in them."""
+def _overlap_table(graph: StageGraph, x: int, y: int) -> Ints:
+    """``overlaps`` as columns: those of a few micro-batches come again and again, then what is left
+    of the batch.
+    """
     source, target = graph.stages[x], graph.stages[y]
-    sizes = source.microbatch_size, source.replicas, target.microbatch_size, target.replicas
-    unit = math.lcm(source.microbatch_size, target.microbatch_size)
+    b_x, b_y = source.microbatch_size, target.microbatch_size
+    unit = math.lcm(b_x, b_y)
     times, left = divmod(graph.batch_size, unit)
-    if times:
-        yield Pattern(_cut(*sizes, unit), 0, unit, times)
-    if left:
-        yield Pattern(_cut(*sizes, left), times * unit, left, 1)
+    # Of each field, how much more it is a unit later.
+    later = np.array([unit // b_x, 0, unit // b_y, 0, unit, unit])
+    cut = partial(_cut, b_x, source.replicas, b_y, target.replicas)
+    parts = [(cut(unit), np.arange(times))] if times else []
+    parts += [(cut(left), np.array([times]))] if left else []
+    tables = [table[:, None] + np.multiply.outer(later, again)[..., None] for table, again in parts]
+    return np.concatenate([table.reshape(6, -1) for table in tables], axis=1)
 
 
 @lru_cache(maxsize=256)
-def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> tuple[Overlap, ...]:
+def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> Ints:
     """Overlaps of so many samples in micro-batches of b_x on d_x replicas, and of b_y on d_y."""
     made, needed = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
     result = []
@@ -186,7 +178,7 @@ def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> tuple[Overlap,
         if start < stop:
             result.append(Overlap(i, r, j, q, start, stop))
         a, b = a + (stop_x <= stop_y), b + (stop_y <= stop_x)
-    return tuple(result)
+    return np.array(result).T
 
 
 def _slices(size: int, replicas: int, samples: int) -> list[tuple[int, int, int, int]]:

@@ -6,154 +6,107 @@ stage and links that cost nothing: a step is then the schedule's ideal for measu
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from anabranch.cost import CostModel
-from anabranch.cost.buckets import cut_into_buckets, piece_bytes, turn
-from anabranch.cost.communication import Port, Route
+from anabranch.cost.buckets import turn
+from anabranch.cost.communication import Route
 from anabranch.cost.memory import DeviceMemory
-from anabranch.cost.sparse import ring_bytes
 from anabranch.errors import InvalidPlanError
-from anabranch.graph.opgraph import Parameter
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
-from anabranch.plans.rings import Holder, rings
-from anabranch.plans.stages import StageGraph, split_evenly
+from anabranch.plans.stages import StageGraph
+from anabranch.simulator.all_reduces import AllReduce, all_reduces_of
 from anabranch.simulator.stage_costs import StageCosts, stage_costs
 
 
-class Piece(NamedTuple):
-    """Gradients that are final together and take their ports together: a bucket, part of a large
-    one, so that messages get between, or several small ones.
+@dataclass(frozen=True)
+class Overheads:
+    """What devices lose besides their work, as calibrated.
 
     Attributes:
-        final: per stage of the all-reduce, the operator whose backward is the last that adds to
-            them there.
+        slowdown: how many times as long computing takes while 1, 2, ... devices of a host compute;
+            empty where each computes on its own.
+        cores: processor cores of a host; 0 where each device has its own.
+        restarts: how much longer work takes behind a wait, see ``cost.overheads.restart_s``.
+        restart_work_s: work in which that is lost, see ``cost.overheads.lost_share``.
+        crowded_s: how much longer it takes where no core is free.
+        crowded_work_s: work in which that is lost.
+        step_s: seconds of each device in a step besides its actions, sums and updates.
+        read_s: seconds in which each device reads a batch, before a step.
+        agreement_s: seconds until all devices know that the last one is through its list.
     """
 
-    nbytes: int
-    seconds: float
-    final: tuple[int, ...]
-
-
-class _Gradient(NamedTuple):
-    """Bytes to be summed, and per stage the operator whose backward is the last that adds to it."""
-
-    nbytes: int
-    final: tuple[int, ...]
-
-
-class AllReduce(NamedTuple):
-    """Gradients that devices sum up, piece after piece, each as soon as it is final in the last
-    backwards of all of these stages.
-
-    Attributes:
-        device_s: what all of it takes of each device's own time.
-        gather_s: where the devices share the optimizer's state, seconds in which they send each
-            other what they have updated, after the update.
-        share_s: what that takes of each device's own time.
-    """
-
-    stages: tuple[int, ...]
-    devices: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    ports: tuple[Port, ...]
-    device_s: float = 0.0
-    gather_s: float = 0.0
-    share_s: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """Of all pieces."""
-        return sum(piece.nbytes for piece in self.pieces)
-
-    @property
-    def seconds(self) -> float:
-        """Of all pieces, one after the other."""
-        return sum(piece.seconds for piece in self.pieces)
+    slowdown: Sequence[float] = ()
+    cores: int = 0
+    restarts: Sequence[float] = ()
+    restart_work_s: float = 0.0
+    crowded_s: float = 0.0
+    crowded_work_s: float = 0.0
+    step_s: float = 0.0
+    read_s: float = 0.0
+    agreement_s: float = 0.0
 
 
 class StepCosts(Protocol):
-    """Prices of one stage graph. Samples are those of one replica's slice of a micro-batch."""
+    """Prices of one stage graph, nothing unless they are given. Samples are those of one replica's
+    slice of a micro-batch.
+    """
 
     @property
-    def slowdown(self) -> Sequence[float]:
-        """How many times as long computing takes while 1, 2, ... devices of a host compute; empty
-        where each computes on its own.
-        """
-
-    @property
-    def cores(self) -> int:
-        """Processor cores of a host; 0 where each device has its own."""
+    def overheads(self) -> Overheads:
+        """Besides the work."""
+        return Overheads()
 
     def host(self, device: int) -> int:
         """The host whose processors a device shares."""
+        return 0
 
     @property
     def message_edges(self) -> MessageEdges:
         """Stage edges along which stages wait for one another."""
+        return EVERY_EDGE
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward."""
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """Bytes along a stage edge, forward and back."""
+        return 0.0, 0.0
 
     def route(self, a: int, b: int) -> Route:
         """The way from device a to device b."""
+        return Route(0.0, 0.0, ())
 
     def all_reduces(self) -> Sequence[AllReduce]:
         """The sums of gradients before an update; those of the same devices in their order."""
+        return ()
 
     def gradient_share(self, stage: int, samples: int, operator: int) -> float:
         """Share of a backward after which an operator has been passed."""
+        return 1.0
 
     def update_s(self, stage: int) -> float:
         """Seconds of the update of a stage's parameters, on each of its devices."""
+        return 0.0
 
     def message_s(self, nbytes: float) -> tuple[float, float]:
         """Seconds of the devices at both ends of a message: its sender and its receiver."""
-
-    @property
-    def crowded_s(self) -> float:
-        """How much longer work takes behind a wait where no core is free."""
-
-    @property
-    def crowded_work_s(self) -> float:
-        """Work in which that is lost: see ``cost.overheads.lost_share``."""
-
-    @property
-    def restart_work_s(self) -> float:
-        """Work in which restarts are lost."""
-
-    @property
-    def restarts(self) -> Sequence[float]:
-        """How much longer work takes behind a wait: see ``cost.overheads.restart_s``."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of each device in a step besides its actions, sums and updates."""
-
-    @property
-    def read_s(self) -> float:
-        """Seconds in which each device reads a batch, before a step."""
-
-    @property
-    def agreement_s(self) -> float:
-        """Seconds until all devices know that the last one is through its list."""
+        return 0.0, 0.0
 
     def base_bytes(self, stage: int, device: int) -> float:
         """Memory of a device of a stage with nothing in flight."""
+        return 0.0
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         """Memory from a forward to the end of its backward, and on top during the backward."""
+        return 0.0, 0.0
 
     def sum_bytes(self, stage: int) -> float:
         """Memory on top of ``base_bytes`` while its gradients are summed, after all backwards."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -200,15 +153,26 @@ class ModelCosts:
     def _values(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
         return edge_values(self.graph, self.cost.graph)
 
-    @property
-    def slowdown(self) -> Sequence[float]:
-        """The cluster's."""
-        return self.cost.cluster.slowdown
-
-    @property
-    def cores(self) -> int:
-        """The cluster's."""
-        return self.cost.cluster.cores
+    @cached_property
+    def overheads(self) -> Overheads:
+        """Of its devices, by their number, on this cluster."""
+        cost, cluster = self.cost, self.cost.cluster
+        known = Overheads(
+            cluster.slowdown,
+            cluster.cores,
+            cost.restarts,
+            step_s=cost.step_s,
+            read_s=cost.profile.read_sample_s * self.graph.batch_size,
+            agreement_s=cost.agreement_s(len(self.graph.devices)),
+        )
+        if (calibration := cluster.calibration) is None:
+            return known
+        return replace(
+            known,
+            restart_work_s=calibration.restart_work_s,
+            crowded_s=calibration.crowded_s,
+            crowded_work_s=calibration.crowded_work_s,
+        )
 
     def host(self, device: int) -> int:
         """The innermost group of the cluster."""
@@ -260,7 +224,7 @@ class ModelCosts:
         devices = tuple(self.graph.stages[s].devices for s in stages)
         known: dict[Hashable, tuple[AllReduce, ...]] = self.cost.memo.setdefault(AllReduce, {})
         if (holders, devices) not in known:
-            known[holders, devices] = tuple(_sums(self.cost, holders, devices))
+            known[holders, devices] = tuple(all_reduces_of(self.cost, holders, devices))
         return (work._replace(stages=stages) for work in known[holders, devices])
 
     def gradient_share(self, stage: int, samples: int, operator: int) -> float:
@@ -274,44 +238,6 @@ class ModelCosts:
     def message_s(self, nbytes: float) -> tuple[float, float]:
         """As calibrated."""
         return self.cost.message_s(nbytes)
-
-    @property
-    def crowded_s(self) -> float:
-        """As calibrated."""
-        calibration = self.cost.cluster.calibration
-        return calibration.crowded_s if calibration else 0.0
-
-    @property
-    def crowded_work_s(self) -> float:
-        """As calibrated."""
-        calibration = self.cost.cluster.calibration
-        return calibration.crowded_work_s if calibration else 0.0
-
-    @property
-    def restart_work_s(self) -> float:
-        """As calibrated."""
-        calibration = self.cost.cluster.calibration
-        return calibration.restart_work_s if calibration else 0.0
-
-    @property
-    def restarts(self) -> Sequence[float]:
-        """As calibrated."""
-        return self.cost.restarts
-
-    @property
-    def step_s(self) -> float:
-        """As calibrated."""
-        return self.cost.step_s
-
-    @property
-    def read_s(self) -> float:
-        """As profiled."""
-        return self.cost.profile.read_sample_s * self.graph.batch_size
-
-    @cached_property
-    def agreement_s(self) -> float:
-        """As calibrated, by the number of devices."""
-        return self.cost.agreement_s(len(self.graph.devices))
 
     def base_bytes(self, stage: int, device: int) -> float:
         """Weights, gradients, optimizer state and receive buffers."""
@@ -337,7 +263,7 @@ class ModelCosts:
 
 
 @dataclass(frozen=True)
-class StageTimes:
+class StageTimes(StepCosts):
     """Seconds per stage, links that cost nothing, no memory.
 
     Attributes:
@@ -352,13 +278,6 @@ class StageTimes:
     backward_s: Sequence[Mapping[int, float]]
     cores: int = 0
     message_edges: MessageEdges = EVERY_EDGE
-    step_s: float = field(default=0.0, init=False)
-    read_s: float = field(default=0.0, init=False)
-    agreement_s: float = field(default=0.0, init=False)
-    restarts: Sequence[float] = field(default=(), init=False)
-    restart_work_s: float = field(default=0.0, init=False)
-    crowded_s: float = field(default=0.0, init=False)
-    crowded_work_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         for what, stages in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
@@ -367,170 +286,13 @@ class StageTimes:
                     raise ValueError(f"{what} of stage {s} needs a time for at least one sample")
 
     @property
-    def slowdown(self) -> Sequence[float]:
-        """None up to the cores."""
-        return (1.0,) * self.cores
-
-    def host(self, device: int) -> int:
-        """One for all."""
-        return 0
+    def overheads(self) -> Overheads:
+        """No slowdown up to the cores."""
+        return Overheads((1.0,) * self.cores, self.cores)
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """The given seconds."""
         return _at(self.forward_s[stage], samples), _at(self.backward_s[stage], samples)
-
-    def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
-        """Nothing."""
-        return 0.0, 0.0
-
-    def route(self, a: int, b: int) -> Route:
-        """Free."""
-        return Route(0.0, 0.0, ())
-
-    def all_reduces(self) -> Sequence[AllReduce]:
-        """None."""
-        return ()
-
-    def gradient_share(self, stage: int, samples: int, operator: int) -> float:
-        """At its end."""
-        return 1.0
-
-    def update_s(self, stage: int) -> float:
-        """Nothing."""
-        return 0.0
-
-    def message_s(self, nbytes: float) -> tuple[float, float]:
-        """Nothing."""
-        return 0.0, 0.0
-
-    def base_bytes(self, stage: int, device: int) -> float:
-        """Nothing."""
-        return 0.0
-
-    def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
-        """Nothing."""
-        return 0.0, 0.0
-
-    def sum_bytes(self, stage: int) -> float:
-        """Nothing."""
-        return 0.0
-
-
-def least_sum_s(costs: StepCosts, work: AllReduce, stage: int, samples: Collection[int]) -> float:
-    """A lower bound of the seconds from the end of a stage's last backward to the end of its sums.
-
-    Args:
-        samples: of the last backward, on each device.
-    """
-    at, bound = work.stages.index(stage), math.inf
-    for n in set(samples):
-        backward, left, longest = costs.compute_s(stage, n)[1], 0.0, 0.0
-        for piece in reversed(work.pieces):
-            left += piece.seconds
-            share = costs.gradient_share(stage, n, piece.final[at])
-            longest = max(longest, left - (1 - share) * backward)
-        bound = min(bound, longest)
-    return bound
-
-
-def _sums(
-    cost: CostModel, holders: Sequence[StageCosts], devices: Sequence[tuple[int, ...]]
-) -> Iterator[AllReduce]:
-    """Those of the parameters that all of some stages read, and no others, which are numbered from
-    0 here; one for each of their ``plans.rings``.
-    """
-    union = sum(holder.mask for holder in holders)
-    names = {
-        name
-        for name in holders[0].readers
-        if all(name in holder.readers for holder in holders) and not cost.users[name] & ~union
-    }
-    owned = [p for p in reversed(cost.graph.parameters) if p.name in names and p.nbytes]
-    stages, whole_bytes = tuple(range(len(holders))), sum(parameter.nbytes for parameter in owned)
-    held_by = [
-        Holder(held, holder.stage.tensor, holder.shard)
-        for held, holder in zip(devices, holders, strict=True)
-    ]
-    samples = max(holder.most_samples for holder in holders)
-    for _, ring, held in rings({stages: whole_bytes}, held_by) if owned else ():
-        share = held / whole_bytes
-        # Tables whose rows are exchanged come last, as in the runtime.
-        whole: list[_Gradient] = []
-        by_rows: list[_Gradient] = []
-        for parameter in owned:
-            summed = _summed_bytes(cost, share, samples, len(ring), parameter)
-            final = tuple(holder.readers[parameter.name] for holder in holders)
-            is_whole = summed == _held_bytes(share, parameter)
-            (whole if is_whole else by_rows).append(_Gradient(summed, final))
-        buckets = [
-            _bucket(cost, gradients, ring)
-            for kind in (whole, by_rows)
-            for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
-        ]
-        total = sum(gradient.nbytes for gradient in whole + by_rows)
-        own_s = cost.sum_s(len(owned), total, len(ring))
-        ports = _ring_ports(cost, ring)
-        work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
-        if cost.shard_optimizer:
-            work = _sharded(work, cost.share_s(len(owned), total, len(ring)))
-        yield work
-
-
-def _summed_bytes(
-    cost: CostModel, share: float, samples: int, holders: int, parameter: Parameter
-) -> int:
-    """Bytes of a gradient in a ring, or those of a ring that takes as long as its rows.
-
-    Args:
-        samples: of a batch on the fullest device.
-    """
-    held = _held_bytes(share, parameter)
-    if parameter.table is None or not cost.has_rows(parameter) or share < 1:
-        return held
-    return min(held, ring_bytes(parameter.table, samples, holders))
-
-
-def _bucket(cost: CostModel, gradients: Sequence[_Gradient], devices: tuple[int, ...]) -> Piece:
-    nbytes = sum(gradient.nbytes for gradient in gradients)
-    final = tuple(map(min, zip(*(gradient.final for gradient in gradients), strict=True)))
-    return Piece(nbytes, cost.bucket_s(nbytes, devices), final)
-
-
-def _ring_ports(cost: CostModel, devices: tuple[int, ...]) -> tuple[Port, ...]:
-    after = devices[1:] + devices[:1]
-    ports = (p for a, b in zip(devices, after, strict=True) for p in cost.route(a, b).ports)
-    return tuple(dict.fromkeys(ports))
-
-
-def _held_bytes(share: float, parameter: Parameter) -> int:
-    return math.ceil(parameter.nbytes * share)
-
-
-def _sharded(work: AllReduce, share_s: float) -> AllReduce:
-    """A sum that one device of the ring has, and its way to the others: half of the ring each."""
-    pieces = tuple(piece._replace(seconds=piece.seconds / 2) for piece in work.pieces)
-    return work._replace(pieces=pieces, gather_s=work.seconds / 2, share_s=share_s)
-
-
-def _pieces(buckets: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Small buckets together, large ones cut, by ``piece_bytes``."""
-    left = sum(bucket.nbytes for bucket in buckets)
-    before, count = 0, 1
-    pieces: list[Piece] = []
-    for bucket in buckets:
-        size = piece_bytes(before, left)
-        if pieces and count == 1 and pieces[-1].nbytes + bucket.nbytes <= size:
-            last = pieces.pop()
-            final = tuple(map(min, zip(last.final, bucket.final, strict=True)))
-            seconds = last.seconds + bucket.seconds
-            pieces.append(Piece(last.nbytes + bucket.nbytes, seconds, final))
-        else:
-            count = max(round(bucket.nbytes / size), 1)
-            seconds = bucket.seconds / count
-            parts = split_evenly(0, bucket.nbytes, count)
-            pieces += [Piece(stop - start, seconds, bucket.final) for start, stop in parts]
-        before, left = before + bucket.nbytes, left - bucket.nbytes
-    return tuple(pieces)
 
 
 def _at(seconds: Mapping[int, float], samples: int) -> float:

@@ -22,8 +22,8 @@ from itertools import count
 from typing import NamedTuple
 
 from anabranch.simulator.events import Role
-from anabranch.simulator.program import ComputeUnit
 from anabranch.simulator.step import Step
+from anabranch.simulator.units import ComputeUnit
 
 
 class Cause(StrEnum):

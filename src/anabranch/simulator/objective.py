@@ -29,10 +29,12 @@ from anabranch.plans.whole_batch import fitted
 from anabranch.schedule import compute_order, endless, rule_named
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import stream
-from anabranch.simulator.costs import AllReduce, ModelCosts, StepCosts, least_sum_s
+from anabranch.simulator.all_reduces import AllReduce
+from anabranch.simulator.costs import ModelCosts, StepCosts
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.staleness import versions_of
 from anabranch.simulator.steady import Estimate, estimate_step_s
+from anabranch.simulator.sums import least_sum_s
 from anabranch.weights import WeightPolicy
 
 Result = TypeVar("Result")

@@ -37,7 +37,8 @@ from anabranch.schedule.check import check_handovers, describe_deadlock
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
-from anabranch.simulator.program import Program, compile_schedule, in_a_row
+from anabranch.simulator.in_a_row import in_a_row
+from anabranch.simulator.program import Program, compile_schedule
 from anabranch.simulator.step import Step
 from anabranch.timeline import Timeline
 
@@ -71,13 +72,16 @@ def run(
         prices = _prices(graph, costs)
         check_handovers(schedule, graph, prices.message_edges)
         step = simulate(graph, schedule, prices)
-        shown = with_messages(schedule, graph, prices) if messages else schedule
-        timeline = timeline_of(step, shown, graph, prices)
+        timeline = timeline_of(step, schedule, graph, prices, messages=messages)
         return replace(timeline, period_s=_period_s(step.program, prices)) if period else timeline
 
 
-def timeline_of(step: Step, schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Timeline:
-    """What has happened in a step, with messages where its schedule has them."""
+def timeline_of(
+    step: Step, schedule: Schedule, graph: StageGraph, costs: StepCosts, *, messages: bool = True
+) -> Timeline:
+    """What has happened in a step; ``messages`` as ``run`` has it."""
+    if messages:
+        schedule = with_messages(schedule, graph, costs)
     return Timeline(
         spans=tuple(sorted(step.spans(schedule), key=attrgetter("device", "start", "end"))),
         devices=tuple(sorted(step.program.devices)),
@@ -128,18 +132,30 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
     """
     if STEPS_IN_A_ROW * len(program.entries) > MOST_IN_A_ROW:
         return None
-    step = Step(in_a_row(program, STEPS_IN_A_ROW, costs.read_s), costs)
+    step = Step(in_a_row(program, STEPS_IN_A_ROW, costs.overheads.read_s), costs)
     step.run()
     # Steps alone were executed before; in a row they wait for nothing more.
     assert step.is_done
     return step.end - step.begun
 
 
-def simulate(graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts) -> Step:
-    """Run one step and keep when everything happened, as numbers."""
+def simulate(
+    graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts, *, updates: int = 1
+) -> Step:
+    """Run one step and keep when everything happened, as numbers.
+
+    Args:
+        updates: of every stage, see ``compile_schedule``.
+
+    Raises:
+        DeadlockError: if it does not come to its end.
+    """
     prices = _prices(graph, costs)
-    step = Step(compile_schedule(schedule, graph, prices), prices)
-    execute(step, graph, schedule, prices)
+    step = Step(compile_schedule(schedule, graph, prices, updates=updates), prices)
+    step.run()
+    if not step.is_done:
+        stuck = dict(zip(step.program.devices, step.positions(), strict=True))
+        raise DeadlockError(describe_deadlock(with_messages(schedule, graph, prices), graph, stuck))
     return step
 
 
@@ -152,14 +168,6 @@ def with_messages(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Sc
     if schedule.is_lowered:
         return schedule
     return lower(schedule, graph, costs.message_edges)
-
-
-def execute(step: Step, graph: StageGraph, schedule: Schedule, costs: StepCosts) -> None:
-    """Run a step to its end, or raise a ``DeadlockError``."""
-    step.run()
-    if not step.is_done:
-        stuck = dict(zip(step.program.devices, step.positions(), strict=True))
-        raise DeadlockError(describe_deadlock(with_messages(schedule, graph, costs), graph, stuck))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One simulated step: its tables, and what has happened when the clock has run.
+"""One simulated step: what has happened when the clock has run.
 
 The clock runs as machine code where there is some by now, else as plain Python on lists: that takes
 as long for a small step as to fetch the code, and nobody waits for its compilation. Both do the
@@ -7,9 +7,7 @@ same to the last bit.
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
@@ -19,28 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch import jit
-from anabranch.cost.overheads import lost_share, slowdown_of
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.engine import tournament
 from anabranch.simulator.events import Role, play
-from anabranch.simulator.program import ComputeUnit, Program
-from anabranch.simulator.records import (
-    BARRIER,
-    CLOCK,
-    DEVICE,
-    HOST,
-    MESSAGE,
-    NODE,
-    PART,
-    PIECE,
-    QUEUE,
-    RUN,
-    SUM,
-    UNIT,
-    Tables,
-    listed,
-)
+from anabranch.simulator.program import Program
+from anabranch.simulator.records import Tables, listed
+from anabranch.simulator.tables import tables_of
+from anabranch.simulator.units import ComputeUnit
 from anabranch.timeline import OverheadSpan, Span, SumSpan
 
 _WHAT = {
@@ -80,7 +63,7 @@ class Step:
 
     def __init__(self, program: Program, costs: StepCosts) -> None:
         self.program = program
-        self._tables = _tables(program, costs)
+        self._tables = tables_of(program, costs)
 
     def run(self) -> None:
         """Start every device and go on until nothing happens."""
@@ -229,130 +212,3 @@ class Step:
     def _is_action(self, x: int) -> bool:
         unit = ~x - len(self._tables.messages)
         return unit < 0 or self.program.units[unit].role is Role.ACTION
-
-
-class _Lists:
-    """Lists of whole numbers, one behind the other.
-
-    Args:
-        first: where they begin.
-    """
-
-    def __init__(self, first: int, entries: list[int]) -> None:
-        self.entries = entries
-        self._first = first
-        self._known: dict[tuple[int, ...], tuple[int, int]] = {}
-
-    def add(self, entries: Sequence[int]) -> tuple[int, int]:
-        """Where such a list begins and ends; equal ones are one, as nobody changes them."""
-        key = tuple(entries)
-        if key not in self._known:
-            first = self._first + len(self.entries)
-            self._known[key] = first, first + len(key)
-            self.entries += key
-        return self._known[key]
-
-
-def _tables(program: Program, costs: StepCosts) -> Tables:
-    """Everything before the clock runs."""
-    messages, lists = _messages(program)
-    summed = Counter(s for work in program.sums for s in work.stages)
-    # A list by hand may lack a stage whose gradients are summed nevertheless.
-    named = *(unit.stage for unit in program.units), *summed
-    stages = 1 + max(named, default=-1)
-    barriers = [(summed[s], -1, -1, 0, 0, 0) for s in range(stages)] * program.updates
-    units, parts = _units(program, lists, len(barriers), costs)
-    barriers += [(0, -1, -1, *lists.add(group), len(group)) for group in program.groups]
-    queues: dict[int, list[int]] = defaultdict(list)
-    for piece, work in enumerate(program.sums):
-        queues[work.queue].append(piece)
-    summing = [lists.add(queues[q]) for q in range(len(queues))]
-    hosts = [costs.host(device) for device in program.devices]
-    jobs = range(1, max(Counter(hosts).values()) + 1)
-    slowdown = [slowdown_of(costs.slowdown, count) for count in jobs] if costs.slowdown else [1.0]
-    shared = {host: h for h, host in enumerate(dict.fromkeys(hosts)) if slowdown[-1] != 1}
-    sums = [
-        (work.queue, *lists.add(work.ports), *lists.add(work.stages), work.seconds)
-        for work in program.sums
-    ]
-    devices = np.zeros(len(hosts), DEVICE)
-    for field in ("unit", "part", "message", "behind", "next_job"):
-        devices[field] = -1
-    devices["at"], devices["stop"] = program.first[:-1], program.first[1:]
-    ran = np.append(0, np.cumsum(program.entries < -program.size))
-    devices["run"] = ran[program.first[:-1]]
-    held = [lists.add(held) for held in program.stages]
-    devices["first_stage"], devices["stop_stage"] = np.array(held).T
-    devices["host"] = [shared.get(host, -1) for host in hosts]
-    devices["core"], cores = _cores_of(hosts, costs.cores)
-    listed_before = len(program.entries) + len(lists.entries)
-    devices["updates"] = listed_before + stages * np.arange(len(hosts))
-    counts = np.zeros(stages * len(hosts), np.int64)
-    nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
-    return Tables(
-        clock=np.array(
-            [(0, 0, 0, 0, stages, cores, 0.0, 0.0, 0.0, costs.agreement_s, costs.crowded_s)], CLOCK
-        ),
-        lists=np.concatenate([program.entries, np.array(lists.entries, np.int64), counts]),
-        nodes=np.array(nodes, NODE),
-        devices=devices,
-        units=np.array(units, UNIT),
-        parts=np.array(parts, PART),
-        messages=messages,
-        barriers=np.array(barriers, BARRIER),
-        sums=np.array(sums, SUM),
-        queues=np.array([(first, stop, first, 0, 0) for first, stop in summing], QUEUE),
-        pieces=np.array([(w.waits_for, -1, 0.0) for w in program.sums] * program.updates, PIECE),
-        hosts=np.array([(0, -1, 0.0, 0.0)] * len(shared), HOST),
-        free=np.zeros(len(program.ports)),
-        speeds=np.array([0.0, *(1 / times for times in slowdown)]),
-        restarts=np.array(costs.restarts, np.float64),
-        runs=np.zeros(ran[-1], RUN),
-    )
-
-
-def _messages(program: Program) -> tuple[NDArray[np.void], _Lists]:
-    """The messages, and lists that begin with those that are posted with each other."""
-    found, opener = program.messages, program.messages.opener
-    opened = np.argsort(opener, kind="stable")[np.count_nonzero(opener < 0) :]
-    lists = _Lists(len(program.entries), opened.tolist())
-    prices = [
-        (*lists.add(price.ports), 0, 0, 0, 0, 0, *price[:2], 0, math.inf) for price in found.prices
-    ]
-    table = np.array(prices, MESSAGE)[found.price]
-    bounds = len(program.entries) + np.searchsorted(opener[opened], np.arange(program.size + 1))
-    table["first_release"], table["stop_release"] = bounds[:-1], bounds[1:]
-    table["ready"], table["waiter"] = found.is_posted, -1
-    return table, lists
-
-
-def _units(
-    program: Program, lists: _Lists, first_group: int, costs: StepCosts
-) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-    """Units and their parts.
-
-    Args:
-        first_group: barriers before those of groups.
-    """
-    units: list[tuple[float, ...]] = []
-    parts: list[tuple[float, ...]] = []
-    for unit in program.units:
-        group = unit.group + first_group if unit.group >= 0 else -1
-        if unit.role in (Role.GATHER, Role.SHARE, Role.BEGIN):
-            inside = lists.add(unit.posts or unit.ports)
-        else:
-            inside = len(parts), len(parts) + len(unit.marks) + 1
-            parts += [(*lists.add(mark.pieces), mark.seconds) for mark in unit.marks]
-            parts.append((*lists.add(unit.final), unit.rest if unit.marks else unit.seconds))
-        lost = (lost_share(unit.seconds, s) for s in (costs.restart_work_s, costs.crowded_work_s))
-        units.append((unit.role, unit.stage, group, *inside, unit.seconds, *lost))
-    return units, parts
-
-
-def _cores_of(hosts: Sequence[int], cores: int) -> tuple[list[int], int]:
-    """Per device whose core it has: its own, or the first one's of its host where those have to
-    share; and how many may work there at a time.
-    """
-    if not cores or max(Counter(hosts).values()) <= cores:
-        return list(range(len(hosts))), 1
-    return [hosts.index(host) for host in hosts], cores

@@ -28,19 +28,17 @@ from dataclasses import dataclass
 
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule import compute_order, schedule_of
+from anabranch.schedule import checked_order, compute_order
 from anabranch.schedule.endless import ENDLESS, repeated
-from anabranch.schedule.schedule import Schedule
-from anabranch.simulator.costs import StepCosts, least_sum_s
-from anabranch.simulator.program import compile_schedule
+from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.run import (
     collector_paused,
-    execute,
     memory_of,
+    simulate,
     timeline_of,
 )
 from anabranch.simulator.steady import TOLERANCE, Log, find_period, logs_of
-from anabranch.simulator.step import Step
+from anabranch.simulator.sums import least_sum_s
 from anabranch.timeline import Timeline
 from anabranch.weights import units_in_flight
 
@@ -89,7 +87,7 @@ def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
         for _ in range(MOST_STREAMS):
             whole = repeated(graph, batches)
             order = compute_order(whole, ENDLESS, slots=slots)
-            step = _simulate(graph, whole, order, costs)
+            step = simulate(whole, order, costs, updates=batches)
             simulated += batches * len(graph.devices)
             logs = logs_of(step, whole, order, graph.batch_size, step.updating)
             period = find_period(logs, TOLERANCE * step.end)
@@ -157,22 +155,15 @@ def record(
         ``endless.repeated(graph, batches)`` has their samples.
     """
     whole = repeated(graph, shown(graph) if batches is None else batches)
-    schedule = schedule_of(whole, ENDLESS, costs.message_edges, slots=slots)
+    order = checked_order(whole, ENDLESS, costs.message_edges, slots=slots)
     with collector_paused():
-        step = _simulate(graph, whole, schedule, costs)
-        return timeline_of(step, schedule, whole, costs)
+        step = simulate(whole, order, costs, updates=whole.batch_size // graph.batch_size)
+        return timeline_of(step, order, whole, costs)
 
 
 def shown(graph: StageGraph) -> int:
     """Mini-batches of a timeline that is asked for without saying how many."""
     return 2 * max(units_held(graph, s) for s in range(len(graph))) + SHOWN
-
-
-def _simulate(graph: StageGraph, whole: StageGraph, schedule: Schedule, costs: StepCosts) -> Step:
-    updates = whole.batch_size // graph.batch_size
-    step = Step(compile_schedule(schedule, whole, costs, updates=updates), costs)
-    execute(step, whole, schedule, costs)
-    return step
 
 
 def _slowest_pace(logs: list[Log]) -> float:

@@ -14,7 +14,8 @@ The losses are those of the device that computes most. What its time goes to add
 
 Other stages' compute on these ways back is warm-up before the device's first backward, drain after
 its last forward, and waiting for other stages in between. The rest are messages of one stage edge,
-their waiting for ports, all-reduces that outlast the last backward, agreement and update.
+their waiting for ports, all-reduces that outlast the last backward, agreement, update, and waiting
+for updates of other stages that take longer.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from anabranch.schedule.schedule import Action
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.critical_path import Cause, History, Ran, Segment
 from anabranch.simulator.events import Role
-from anabranch.simulator.program import summing_s
 from anabranch.simulator.run import collector_paused
 from anabranch.simulator.run import simulate as simulate_step
+from anabranch.simulator.sums import summing_s
 from anabranch.solve.explanation import Explanation, Loss
 from anabranch.solve.floors import busiest_link, floors, sum_floors, work_floor
 from anabranch.solve.relaxations import relaxations
@@ -182,9 +183,20 @@ def _waits(history: History, d: int, actions: Sequence[Action]) -> Iterator[Loss
     first_backward = next((r.start for r, kind in ran if not kind.is_forward), 0.0)
     last_forward = max((r.end for r, kind in ran if kind.is_forward), default=0.0)
 
+    updates = [r for r in units if r.cause is Cause.UPDATE]
+
     def losses(segments: Iterable[Segment]) -> Iterator[Loss]:
         for segment in segments:
             cause: str = segment.cause.value
+            if segment.cause is Cause.UPDATE:
+                # Meanwhile it updates its own stages, if that does not take as long.
+                left = segment.end - segment.start
+                for r in updates:
+                    own = max(0.0, min(segment.end, r.end) - max(segment.start, r.start))
+                    left -= own
+                    yield Loss(cause, own, r.stages)
+                yield Loss("other_updates", left, segment.stages)
+                continue
             if segment.cause is Cause.COMPUTE:
                 if segment.end <= first_backward:
                     cause = "warm_up"

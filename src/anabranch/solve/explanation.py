@@ -53,6 +53,7 @@ _CAUSES = {
     "all_reduce": ("all-reduce that sticks out", "of the last backward"),
     "agreement": ("agreement on the loss", "of all devices"),
     "update": ("update", "of its parameters"),
+    "other_updates": ("waiting for other updates", "of more or larger parameters"),
     "gather": ("sending what was updated", "to replicas that share the optimizer"),
 }
 
@@ -64,8 +65,8 @@ class Loss:
     """A part of the step.
 
     Attributes:
-        cause: see ``solve.attribution``; for waiting, ``warm_up``, ``drain``, ``other_stages`` or a
-            value of ``Cause``.
+        cause: see ``solve.attribution``; for waiting, ``warm_up``, ``drain``, ``other_stages``,
+            ``other_updates`` or a value of ``Cause``.
         stages: whose compute, all-reduce or update; of messages, from which stage to which.
     """
 

@@ -10,7 +10,7 @@ all-reduce        of the stages that sum longest; and of the whole model over al
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -99,9 +99,10 @@ def busiest_link(step: Step) -> Floor:
     """What the port carries that carries most."""
     program, messages = step.program, step.program.messages
     carried: dict[int, float] = defaultdict(float)
-    for price, count in zip(messages.prices, np.bincount(messages.price), strict=True):
-        for port in price.ports:
-            carried[port] += float(count) * price.occupies_s
+    moved = Counter(zip(messages.way.tolist(), messages.occupies_s.tolist(), strict=True))
+    for (way, seconds), count in moved.items():
+        for port in messages.ways[way]:
+            carried[port] += count * seconds
     for work in program.sums:
         for port in work.ports:
             carried[port] += work.seconds

@@ -16,7 +16,8 @@ from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import compute_order
-from anabranch.simulator.costs import AllReduce, ModelCosts
+from anabranch.simulator.all_reduces import AllReduce
+from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.step import Step
 

@@ -20,8 +20,7 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import compute_order, endless, rule_named, schedule_of
-from anabranch.schedule.check import check_order
+from anabranch.schedule import checked_order, compute_order, endless, rule_named, schedule_of
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
@@ -148,8 +147,7 @@ def checked_run(
     ``messages`` as ``run``.
     """
     costs = ModelCosts(graph, cost, slower=slower or {})
-    order = compute_order(graph, schedule, slots=cost.receive_slots)
-    check_order(order, graph, costs.message_edges)
+    order = checked_order(graph, schedule, costs.message_edges, slots=cost.receive_slots)
     return run(graph, order, costs, period=True, messages=messages)
 
 

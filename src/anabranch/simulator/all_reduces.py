@@ -1,0 +1,168 @@
+"""All-reduces of a stage graph: which gradients devices sum up, in pieces, and their seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from anabranch.cost import CostModel
+from anabranch.cost.buckets import cut_into_buckets, piece_bytes
+from anabranch.cost.communication import Port
+from anabranch.cost.sparse import ring_bytes
+from anabranch.graph.opgraph import Parameter
+from anabranch.plans.rings import Holder, rings
+from anabranch.plans.stages import split_evenly
+from anabranch.simulator.stage_costs import StageCosts
+
+
+class Piece(NamedTuple):
+    """Gradients that are final together and take their ports together: a bucket, part of a large
+    one, so that messages get between, or several small ones.
+
+    Attributes:
+        final: per stage of the all-reduce, the operator whose backward is the last that adds to
+            them there.
+    """
+
+    nbytes: int
+    seconds: float
+    final: tuple[int, ...]
+
+
+class _Gradient(NamedTuple):
+    """Bytes to be summed, and per stage the operator whose backward is the last that adds to it."""
+
+    nbytes: int
+    final: tuple[int, ...]
+
+
+class AllReduce(NamedTuple):
+    """Gradients that devices sum up, piece after piece, each as soon as it is final in the last
+    backwards of all of these stages.
+
+    Attributes:
+        device_s: what all of it takes of each device's own time.
+        gather_s: where the devices share the optimizer's state, seconds in which they send each
+            other what they have updated, after the update.
+        share_s: what that takes of each device's own time.
+    """
+
+    stages: tuple[int, ...]
+    devices: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    ports: tuple[Port, ...]
+    device_s: float = 0.0
+    gather_s: float = 0.0
+    share_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def seconds(self) -> float:
+        """Of all pieces, one after the other."""
+        return sum(piece.seconds for piece in self.pieces)
+
+
+def all_reduces_of(
+    cost: CostModel, holders: Sequence[StageCosts], devices: Sequence[tuple[int, ...]]
+) -> Iterator[AllReduce]:
+    """Those of the parameters that all of some stages read, and no others, which are numbered from
+    0 here; one for each of their ``plans.rings``.
+    """
+    union = sum(holder.mask for holder in holders)
+    names = {
+        name
+        for name in holders[0].readers
+        if all(name in holder.readers for holder in holders) and not cost.users[name] & ~union
+    }
+    owned = [p for p in reversed(cost.graph.parameters) if p.name in names and p.nbytes]
+    stages, whole_bytes = tuple(range(len(holders))), sum(parameter.nbytes for parameter in owned)
+    held_by = [
+        Holder(held, holder.stage.tensor, holder.shard)
+        for held, holder in zip(devices, holders, strict=True)
+    ]
+    samples = max(holder.most_samples for holder in holders)
+    for _, ring, held in rings({stages: whole_bytes}, held_by) if owned else ():
+        share = held / whole_bytes
+        # Tables whose rows are exchanged come last, as in the runtime.
+        whole: list[_Gradient] = []
+        by_rows: list[_Gradient] = []
+        for parameter in owned:
+            summed = _summed_bytes(cost, share, samples, len(ring), parameter)
+            final = tuple(holder.readers[parameter.name] for holder in holders)
+            is_whole = summed == _held_bytes(share, parameter)
+            (whole if is_whole else by_rows).append(_Gradient(summed, final))
+        buckets = [
+            _bucket(cost, gradients, ring)
+            for kind in (whole, by_rows)
+            for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
+        ]
+        total = sum(gradient.nbytes for gradient in whole + by_rows)
+        own_s = cost.sum_s(len(owned), total, len(ring))
+        ports = _ring_ports(cost, ring)
+        work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
+        if cost.shard_optimizer:
+            work = _sharded(work, cost.share_s(len(owned), total, len(ring)))
+        yield work
+
+
+def _summed_bytes(
+    cost: CostModel, share: float, samples: int, holders: int, parameter: Parameter
+) -> int:
+    """Bytes of a gradient in a ring, or those of a ring that takes as long as its rows.
+
+    Args:
+        samples: of a batch on the fullest device.
+    """
+    held = _held_bytes(share, parameter)
+    if parameter.table is None or not cost.has_rows(parameter) or share < 1:
+        return held
+    return min(held, ring_bytes(parameter.table, samples, holders))
+
+
+def _bucket(cost: CostModel, gradients: Sequence[_Gradient], devices: tuple[int, ...]) -> Piece:
+    nbytes = sum(gradient.nbytes for gradient in gradients)
+    final = tuple(map(min, zip(*(gradient.final for gradient in gradients), strict=True)))
+    return Piece(nbytes, cost.bucket_s(nbytes, devices), final)
+
+
+def _ring_ports(cost: CostModel, devices: tuple[int, ...]) -> tuple[Port, ...]:
+    after = devices[1:] + devices[:1]
+    ports = (p for a, b in zip(devices, after, strict=True) for p in cost.route(a, b).ports)
+    return tuple(dict.fromkeys(ports))
+
+
+def _held_bytes(share: float, parameter: Parameter) -> int:
+    return math.ceil(parameter.nbytes * share)
+
+
+def _sharded(work: AllReduce, share_s: float) -> AllReduce:
+    """A sum that one device of the ring has, and its way to the others: half of the ring each."""
+    pieces = tuple(piece._replace(seconds=piece.seconds / 2) for piece in work.pieces)
+    return work._replace(pieces=pieces, gather_s=work.seconds / 2, share_s=share_s)
+
+
+def _pieces(buckets: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Small buckets together, large ones cut, by ``piece_bytes``."""
+    left = sum(bucket.nbytes for bucket in buckets)
+    before, count = 0, 1
+    pieces: list[Piece] = []
+    for bucket in buckets:
+        size = piece_bytes(before, left)
+        if pieces and count == 1 and pieces[-1].nbytes + bucket.nbytes <= size:
+            last = pieces.pop()
+            final = tuple(map(min, zip(last.final, bucket.final, strict=True)))
+            seconds = last.seconds + bucket.seconds
+            pieces.append(Piece(last.nbytes + bucket.nbytes, seconds, final))
+        else:
+            count = max(round(bucket.nbytes / size), 1)
+            seconds = bucket.seconds / count
+            parts = split_evenly(0, bucket.nbytes, count)
+            pieces += [Piece(stop - start, seconds, bucket.final) for start, stop in parts]
+        before, left = before + bucket.nbytes, left - bucket.nbytes
+    return tuple(pieces)

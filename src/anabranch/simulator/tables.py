@@ -1,0 +1,160 @@
+"""Tables of a simulated step before its clock runs; ``records`` says what they hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.cost.overheads import lost_share, slowdown_of
+from anabranch.simulator.costs import Overheads, StepCosts
+from anabranch.simulator.engine import tournament
+from anabranch.simulator.events import Role
+from anabranch.simulator.program import Program
+from anabranch.simulator.records import (
+    BARRIER,
+    CLOCK,
+    DEVICE,
+    HOST,
+    MESSAGE,
+    NODE,
+    PART,
+    PIECE,
+    QUEUE,
+    RUN,
+    SUM,
+    UNIT,
+    Tables,
+)
+
+
+class SharedLists:
+    """Lists of whole numbers, one behind the other.
+
+    Args:
+        first: where they begin.
+    """
+
+    def __init__(self, first: int, entries: list[int]) -> None:
+        self.entries = entries
+        self._first = first
+        self._known: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def add(self, entries: Sequence[int]) -> tuple[int, int]:
+        """Where such a list begins and ends; equal ones are one, as nobody changes them."""
+        key = tuple(entries)
+        if key not in self._known:
+            first = self._first + len(self.entries)
+            self._known[key] = first, first + len(key)
+            self.entries += key
+        return self._known[key]
+
+
+def tables_of(program: Program, costs: StepCosts) -> Tables:
+    """Everything before the clock runs."""
+    messages, lists = _messages(program)
+    summed = Counter(s for work in program.sums for s in work.stages)
+    # A list by hand may lack a stage whose gradients are summed nevertheless.
+    named = *(unit.stage for unit in program.units), *summed
+    stages = 1 + max(named, default=-1)
+    barriers = [(summed[s], -1, -1, 0, 0, 0) for s in range(stages)] * program.updates
+    units, parts = _units(program, lists, len(barriers), costs.overheads)
+    barriers += [(0, -1, -1, *lists.add(group), len(group)) for group in program.groups]
+    queues: dict[int, list[int]] = defaultdict(list)
+    for piece, work in enumerate(program.sums):
+        queues[work.queue].append(piece)
+    summing = [lists.add(queues[q]) for q in range(len(queues))]
+    hosts = [costs.host(device) for device in program.devices]
+    jobs = range(1, max(Counter(hosts).values()) + 1)
+    lost = costs.overheads
+    slowdown = [slowdown_of(lost.slowdown, count) for count in jobs] if lost.slowdown else [1.0]
+    shared = {host: h for h, host in enumerate(dict.fromkeys(hosts)) if slowdown[-1] != 1}
+    sums = [
+        (work.queue, *lists.add(work.ports), *lists.add(work.stages), work.seconds)
+        for work in program.sums
+    ]
+    devices = np.zeros(len(hosts), DEVICE)
+    for field in ("unit", "part", "message", "behind", "next_job"):
+        devices[field] = -1
+    devices["at"], devices["stop"] = program.first[:-1], program.first[1:]
+    ran = np.append(0, np.cumsum(program.entries < -program.size))
+    devices["run"] = ran[program.first[:-1]]
+    held = [lists.add(held) for held in program.stages]
+    devices["first_stage"], devices["stop_stage"] = np.array(held).T
+    devices["host"] = [shared.get(host, -1) for host in hosts]
+    devices["core"], cores = _cores_of(hosts, lost.cores)
+    listed_before = len(program.entries) + len(lists.entries)
+    devices["updates"] = listed_before + stages * np.arange(len(hosts))
+    counts = np.zeros(stages * len(hosts), np.int64)
+    nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
+    return Tables(
+        clock=np.array(
+            [(0, 0, 0, 0, stages, cores, 0.0, 0.0, 0.0, lost.agreement_s, lost.crowded_s)], CLOCK
+        ),
+        lists=np.concatenate([program.entries, np.array(lists.entries, np.int64), counts]),
+        nodes=np.array(nodes, NODE),
+        devices=devices,
+        units=np.array(units, UNIT),
+        parts=np.array(parts, PART),
+        messages=messages,
+        barriers=np.array(barriers, BARRIER),
+        sums=np.array(sums, SUM),
+        queues=np.array([(first, stop, first, 0, 0) for first, stop in summing], QUEUE),
+        pieces=np.array([(w.waits_for, -1, 0.0) for w in program.sums] * program.updates, PIECE),
+        hosts=np.array([(0, -1, 0.0, 0.0)] * len(shared), HOST),
+        free=np.zeros(len(program.ports)),
+        speeds=np.array([0.0, *(1 / times for times in slowdown)]),
+        restarts=np.array(lost.restarts, np.float64),
+        runs=np.zeros(ran[-1], RUN),
+    )
+
+
+def _messages(program: Program) -> tuple[NDArray[np.void], SharedLists]:
+    """The messages, and lists that begin with those that are posted with each other."""
+    found, opener = program.messages, program.messages.opener
+    opened = np.argsort(opener, kind="stable")[np.count_nonzero(opener < 0) :]
+    lists = SharedLists(len(program.entries), opened.tolist())
+    table = np.zeros(len(found), MESSAGE)
+    ports = np.array([*map(lists.add, found.ways)]).reshape(-1, 2)
+    table["first"], table["stop"] = ports[found.way].T
+    bounds = len(program.entries) + np.searchsorted(opener[opened], np.arange(len(found) + 1))
+    table["first_release"], table["stop_release"] = bounds[:-1], bounds[1:]
+    table["ready"], table["waiter"] = found.is_posted, -1
+    table["occupies"], table["latency"] = found.occupies_s, found.latency_s
+    table["arrival"] = math.inf
+    return table, lists
+
+
+def _units(
+    program: Program, lists: SharedLists, first_group: int, lost: Overheads
+) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Units and their parts.
+
+    Args:
+        first_group: barriers before those of groups.
+    """
+    units: list[tuple[float, ...]] = []
+    parts: list[tuple[float, ...]] = []
+    for unit in program.units:
+        group = unit.group + first_group if unit.group >= 0 else -1
+        if unit.role in (Role.GATHER, Role.SHARE, Role.BEGIN):
+            inside = lists.add(unit.posts or unit.ports)
+        else:
+            inside = len(parts), len(parts) + len(unit.marks) + 1
+            parts += [(*lists.add(mark.pieces), mark.seconds) for mark in unit.marks]
+            parts.append((*lists.add(unit.final), unit.rest if unit.marks else unit.seconds))
+        shares = (lost_share(unit.seconds, s) for s in (lost.restart_work_s, lost.crowded_work_s))
+        units.append((unit.role, unit.stage, group, *inside, unit.seconds, *shares))
+    return units, parts
+
+
+def _cores_of(hosts: Sequence[int], cores: int) -> tuple[list[int], int]:
+    """Per device whose core it has: its own, or the first one's of its host where those have to
+    share; and how many may work there at a time.
+    """
+    if not cores or max(Counter(hosts).values()) <= cores:
+        return list(range(len(hosts))), 1
+    return [hosts.index(host) for host in hosts], cores

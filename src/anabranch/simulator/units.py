@@ -1,0 +1,171 @@
+"""Units: what devices do in a step besides sending and receiving, with its price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from anabranch.plans.stages import StageGraph
+from anabranch.remembered import remembered
+from anabranch.schedule.schedule import Action, Kind
+from anabranch.simulator.all_reduces import AllReduce
+from anabranch.simulator.costs import StepCosts
+from anabranch.simulator.events import Role
+from anabranch.simulator.sums import Mark, Sum, gradient_marks, summing_s
+
+
+class ComputeUnit(NamedTuple):
+    """Compute that many steps have in common.
+
+    Attributes:
+        stage: index, or -1.
+        before: bytes that are taken when it starts.
+        after: bytes that are released when it ends.
+        group: index of the devices that start it together, or -1.
+        marks: where gradients become final in it.
+        rest: seconds after the last mark.
+        final: pieces whose gradients are final at its end.
+        posts: receives that a ``BEGIN`` posts.
+        ports: that a ``GATHER`` takes.
+        stages: that read what a ``GATHER`` brings.
+    """
+
+    stage: int
+    seconds: float
+    before: float = 0.0
+    after: float = 0.0
+    group: int = -1
+    marks: tuple[Mark, ...] = ()
+    rest: float = 0.0
+    final: tuple[int, ...] = ()
+    role: Role = Role.ACTION
+    posts: tuple[int, ...] = ()
+    ports: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+
+
+class ComputeUnits:
+    """Units by number; equal ones are one.
+
+    Attributes:
+        numbers: of all that are known, ascending.
+        groups: role, stages and devices of units that several devices start together, likewise.
+
+    Args:
+        besides_s: seconds of each update besides its own.
+    """
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        costs: StepCosts,
+        index: Mapping[int, int],
+        sums: Sequence[Sum],
+        besides_s: float = 0.0,
+    ) -> None:
+        self._graph, self._costs, self._sums, self._besides_s = graph, costs, sums, besides_s
+        self._device = index
+        self.numbers: dict[ComputeUnit, int] = {}
+        self.groups: dict[tuple[Role, tuple[int, ...], tuple[int, ...]], int] = {}
+        self._summing_s = summing_s(costs)
+        self._summing = {stage for work in sums for stage in work.stages}
+
+    def number(self, unit: ComputeUnit) -> int:
+        """Which one it is."""
+        return self.numbers.setdefault(unit, len(self.numbers))
+
+    def of_actions(
+        self, actions: Sequence[Action], device: int, ends: Mapping[int, int]
+    ) -> Iterator[tuple[int, int]]:
+        """Positions of the computes of a device in its list, and their units.
+
+        Args:
+            ends: where the last backwards of its stages stand; position -> stage.
+        """
+        last = [self._graph.num_microbatches(s) - 1 for s in range(len(self._graph))]
+        known: dict[tuple[int, Kind, bool, bool], int] = {}
+        for at, action in enumerate(actions):
+            if action.peer < 0:
+                stage = action.stage
+                kind = stage, action.kind, action.microbatch == last[stage], at in ends
+                if kind not in known:
+                    known[kind] = self._action(action, device, at in ends)
+                yield at, known[kind]
+
+    @cached_property
+    def _replica_of(self) -> Mapping[tuple[int, int], int]:
+        return {
+            (s, device): at // stage.tensor
+            for s, stage in enumerate(self._graph.stages)
+            for at, device in enumerate(stage.devices)
+        }
+
+    @cached_property
+    def slices(self) -> Mapping[int, list[tuple[int, ...]]]:
+        """Per device, of its stages: index, samples of the first and the last slice, group."""
+        found: dict[int, list[tuple[int, ...]]] = {device: [] for device in self._device}
+        for (s, device), replica in self._replica_of.items():
+            last = self._graph.num_microbatches(s) - 1
+            cuts = (self._graph.slice(s, i, replica) for i in (0, last))
+            sizes = (stop - start for start, stop in cuts)
+            found.setdefault(device, []).append((s, *sizes, self._group(s, replica)))
+        return found
+
+    def _group(self, stage: int, replica: int) -> int:
+        """Devices that compute together, being one replica; -1 for a single one."""
+        tensor, devices = self._graph.stages[stage].tensor, self._graph.stages[stage].devices
+        if tensor == 1:
+            return -1
+        return self._together(Role.ACTION, (stage,), devices[replica * tensor :][:tensor])
+
+    def _together(self, role: Role, stages: tuple[int, ...], devices: Sequence[int]) -> int:
+        members = tuple(self._device[device] for device in devices)
+        return self.groups.setdefault((role, stages, members), len(self.groups))
+
+    def has_update(self, stage: int) -> bool:
+        """Whether a stage has gradients to sum, or takes time to update."""
+        return stage in self._summing or self._update_s(stage) > 0
+
+    def _update_s(self, stage: int) -> float:
+        return self._costs.update_s(stage) + self._besides_s
+
+    def update(self, stage: int) -> int:
+        """That of the update of a stage."""
+        return self.number(ComputeUnit(stage, self._update_s(stage), role=Role.UPDATE))
+
+    def overhead(self, seconds: float) -> int:
+        """That of a device's time that no action takes."""
+        return self.number(ComputeUnit(-1, seconds, role=Role.OVERHEAD))
+
+    def gathers(self, work: AllReduce, ports: tuple[int, ...]) -> list[int]:
+        """Those in which the devices of an all-reduce send each other what they have updated."""
+        group = self._together(Role.GATHER, work.stages, work.devices)
+        unit = ComputeUnit(
+            -1, work.gather_s, group=group, role=Role.GATHER, ports=ports, stages=work.stages
+        )
+        return [self.overhead(work.share_s)] * (work.share_s > 0) + [self.number(unit)]
+
+    def _action(self, action: Action, device: int, is_last: bool) -> int:
+        stage, replica = action.stage, self._replica_of[action.stage, device]
+        start, stop = self._graph.slice(stage, action.microbatch, replica)
+        group = self._group(stage, replica)
+        return self._priced(stage, action.kind, stop - start, group, is_last)
+
+    @remembered
+    def _priced(self, stage: int, kind: Kind, samples: int, group: int, is_last: bool) -> int:
+        forward_s, seconds = self._costs.compute_s(stage, samples)
+        held, inside = self._costs.flight_bytes(stage, samples)
+        before, after = inside, inside + held
+        if kind is Kind.FORWARD:
+            seconds, before, after = forward_s, held, 0.0
+        elif kind is not Kind.BACKWARD:
+            # Profiles do not tell the halves apart; on matrix products they cost the same.
+            seconds /= 2
+            before, after = (inside, 0.0) if kind is Kind.INPUT_GRADIENT else (0.0, after)
+        if not is_last:
+            return self.number(ComputeUnit(stage, seconds, before, after, group))
+        seconds += self._summing_s[stage]
+        marks, final = gradient_marks(self._costs, self._sums, stage, samples, seconds)
+        rest = seconds - sum(mark.seconds for mark in marks)
+        return self.number(ComputeUnit(stage, seconds, before, after, group, marks, rest, final))
