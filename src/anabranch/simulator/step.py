@@ -22,7 +22,7 @@ from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.events import Role, play
 from anabranch.simulator.program import Program
 from anabranch.simulator.records import Tables, listed
-from anabranch.simulator.tables import tables_of
+from anabranch.simulator.tables import empty_tables, tables_of
 from anabranch.simulator.units import ComputeUnit
 from anabranch.timeline import OverheadSpan, Span, SumSpan
 
@@ -43,8 +43,7 @@ _played = 0
 
 def prepare() -> None:
     """Begin to compile the clock beside all else."""
-    tables = *(CLOCK, np.int64, NODE, DEVICE, UNIT, PART, MESSAGE, BARRIER, SUM, QUEUE, PIECE), HOST
-    jit.begin((play, [Tables(*(np.zeros(0, t) for t in (*tables, *(float,) * 3, RUN)))]), nice=10)
+    jit.begin((play, [empty_tables()]), nice=10)
 
 
 def _is_compiled(tables: Tables) -> bool:
