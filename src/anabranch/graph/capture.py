@@ -580,7 +580,8 @@ class _Exporter:
             )
         if any(program.writes_to(BATCH_LEAF)):
             raise NotPlainError("the batch is changed in place")
-        return counted_means(program)
+        with without_dynamo():
+            return counted_means(program)
 
     def export(self) -> None:
         """Export the module, if possible for any number of samples."""
