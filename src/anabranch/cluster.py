@@ -224,16 +224,36 @@ class Cluster:
         chosen = sorted(devices)
         return self.link(chosen[0], chosen[-1])
 
-    def ports(self, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
-        """What a transfer from a to b occupies: ("out" or "in", level, group) per port on the way.
+    def ports(self, a: int, b: int) -> tuple[int, ...]:
+        """What a transfer from a to b occupies, out of a and into b in turn; see ``port``."""
+        occupied = list[int]()
+        for size, first in self._port_levels[: self.link(a, b).level + 1]:
+            occupied += (first + 2 * (a // size), first + 2 * (b // size) + 1)
+        return tuple(occupied)
+
+    def port(self, number: int) -> tuple[str, int, int]:
+        """A port: "out" or "in", level, group.
 
         At level 0 the port belongs to the device; at level i to the group of level i - 1.
         """
-        occupied = [("out", 0, a), ("in", 0, b)]
-        for level in range(1, self.link(a, b).level + 1):
-            size = self.group_sizes[level - 1]
-            occupied += [("out", level, a // size), ("in", level, b // size)]
-        return tuple(occupied)
+        level = sum(first <= number for _, first in self._port_levels) - 1
+        group, into = divmod(number - self._port_levels[level][1], 2)
+        return "in" if into else "out", level, group
+
+    @cached_property
+    def num_ports(self) -> int:
+        """Of all levels."""
+        size, first = self._port_levels[-1]
+        return first + 2 * (self.num_devices // size)
+
+    @cached_property
+    def _port_levels(self) -> list[tuple[int, int]]:
+        """Per level, devices behind a port of it, and the first of these ports."""
+        levels, first = list[tuple[int, int]](), 0
+        for size in (1, *self.group_sizes[:-1]):
+            levels.append((size, first))
+            first += 2 * (self.num_devices // size)
+        return levels
 
     @staticmethod
     def preset(text: str) -> Cluster:

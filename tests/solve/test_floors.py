@@ -70,7 +70,7 @@ def test_the_busiest_link_carries_messages_and_sums():
     cost = cost_model(edges, [1, 1, 1], [1, 1, 1], cluster(3, bandwidth=2.0), value_bytes=1)
     graph = a_plan(stage_graph(edges, [(0,), (1,), (2,)], 4)).stage_graph
     step = simulate(graph, compute_order(graph, "1f1b"), ModelCosts(graph, cost))
-    found = busiest_link(step)
+    found = busiest_link(step, cost.cluster)
     assert found.seconds == 4.0
     assert found.what.endswith(" device 2")
 
@@ -94,7 +94,7 @@ def test_no_step_is_below_its_floors(drawn):
     graph, cost, schedule = drawn
     assume(all(stage.microbatch_size >= stage.replicas for stage in graph.stages))
     step = simulate(graph, compute_order(graph, schedule), ModelCosts(graph, cost))
-    found = [*floors(graph, cost), busiest_link(step), *sum_floors(step, cost)]
+    found = [*floors(graph, cost), busiest_link(step, cost.cluster), *sum_floors(step, cost)]
     for floor in found:
         if floor.kind != "data_parallel_all_reduce":
             assert floor.seconds <= step.end * (1 + 1e-9)

@@ -10,16 +10,15 @@ from anabranch.cluster import Cluster
 from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.cost.stage_weights import Number
 
-Port = tuple[str, int, int]
-"""What a transfer occupies; ``Cluster.ports`` says how it is written."""
-
 
 class Route(NamedTuple):
-    """The way from one device to another: seconds per byte, of latency, and ports on the way."""
+    """The way from one device to another: seconds per byte, of latency, and ports on the way, which
+    are those of ``Cluster.port``.
+    """
 
     per_byte_s: float
     latency_s: float
-    ports: tuple[Port, ...]
+    ports: tuple[int, ...]
 
 
 def transfer_s(nbytes: Number, per_byte_s: Number, latency_s: Number) -> Number:

@@ -61,13 +61,10 @@ class Emulation:
         self.sums = self._plan_sums()
         self.message_bytes = self.num_messages = 0
         channels = self._channels()
-        # Ranks look up ports, and must all find the same index; so all are known before the fork.
-        for source, target, _ in channels:
-            self.prices.price(source, target, 0)
         for stage in range(len(graph)):
             for samples in graph.slice_sizes(stage):
                 self.costs.compute_s(stage, samples)
-        self.shared_links = SharedLinks(channels, len(self.prices.ports), self.sums)
+        self.shared_links = SharedLinks(channels, cluster.num_ports, self.sums)
 
     def layout(self, device: int) -> Layout:
         """The messages of a device."""
@@ -103,5 +100,5 @@ class Emulation:
         graph = self.plan.stage_graph
         return tuple(
             work._replace(waits_for=sum(len(graph.stages[s].devices) for s in work.stages))
-            for work in plan_sums(self.costs, self.prices.indices)
+            for work in plan_sums(self.costs)
         )

@@ -15,20 +15,15 @@ from anabranch.simulator.costs import StepCosts
 
 
 class LinkPrices:
-    """Prices of messages on the links of a cluster; ``ports`` are all that were asked for."""
+    """Prices of messages on the links of a cluster."""
 
     def __init__(self, costs: StepCosts, devices: Sequence[int]) -> None:
         self._costs, self._devices = costs, devices
-        self.ports: dict[tuple[str, int, int], int] = {}
 
     def price(self, source: int, target: int, nbytes: int) -> Price:
         """Price of so many bytes from one rank to another."""
         route = self._costs.route(self._devices[source], self._devices[target])
-        return Price(nbytes * route.per_byte_s, route.latency_s, self.indices(route.ports))
-
-    def indices(self, ports: Sequence[tuple[str, int, int]]) -> tuple[int, ...]:
-        """Indices of ports."""
-        return tuple(self.ports.setdefault(port, len(self.ports)) for port in ports)
+        return Price(nbytes * route.per_byte_s, route.latency_s, route.ports)
 
 
 class ModelledTransport:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from anabranch.cost import CostModel
 from anabranch.cost.buckets import cut_into_buckets, piece_bytes
-from anabranch.cost.communication import Port
 from anabranch.cost.sparse import ring_bytes
 from anabranch.graph.opgraph import Parameter
 from anabranch.plans.rings import Holder, rings
@@ -52,7 +51,7 @@ class AllReduce(NamedTuple):
     stages: tuple[int, ...]
     devices: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    ports: tuple[Port, ...]
+    ports: tuple[int, ...]
     device_s: float = 0.0
     gather_s: float = 0.0
     share_s: float = 0.0
@@ -131,7 +130,7 @@ def _bucket(cost: CostModel, gradients: Sequence[_Gradient], devices: tuple[int,
     return Piece(nbytes, cost.bucket_s(nbytes, devices), final)
 
 
-def _ring_ports(cost: CostModel, devices: tuple[int, ...]) -> tuple[Port, ...]:
+def _ring_ports(cost: CostModel, devices: tuple[int, ...]) -> tuple[int, ...]:
     after = devices[1:] + devices[:1]
     ports = (p for a, b in zip(devices, after, strict=True) for p in cost.route(a, b).ports)
     return tuple(dict.fromkeys(ports))

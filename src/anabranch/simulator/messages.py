@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost.communication import Port
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
 from anabranch.remembered import remembered
@@ -62,20 +61,10 @@ class Messages:
 
 
 class MessagePrices:
-    """Prices of messages between devices, which are counted by their position.
-
-    Attributes:
-        ports: those on any way, with their numbers.
-    """
+    """Prices of messages between devices, which are counted by their position."""
 
     def __init__(self, costs: StepCosts, devices: tuple[int, ...]) -> None:
-        self.devices = devices
-        self.ports: dict[Port, int] = {}
-        self._costs = costs
-
-    def indices(self, ports: Iterable[Port]) -> tuple[int, ...]:
-        """Numbers of ports; those that are new get one."""
-        return tuple(self.ports.setdefault(port, len(self.ports)) for port in ports)
+        self.devices, self._costs = np.array(devices), costs
 
     @remembered
     def nbytes(self, source: int, target: int, forward: bool, samples: int) -> float:
@@ -85,22 +74,16 @@ class MessagePrices:
 
     def messages(self, sender: Ints, receiver: Ints, nbytes: Floats, opener: Ints) -> Messages:
         """Messages by these columns."""
-        pairs, first, way = np.unique(
-            sender * len(self.devices) + receiver, return_index=True, return_inverse=True
-        )
-        # Ports are numbered in the order in which messages come to them.
-        routes = {}
-        for pair in np.argsort(first).tolist():
-            a, b = divmod(int(pairs[pair]), len(self.devices))
-            route = self._costs.route(self.devices[a], self.devices[b])
-            routes[pair] = route.per_byte_s, route.latency_s, self.indices(route.ports)
-        known = [routes[pair] for pair in range(len(pairs))]
-        per_byte_s, latency_s = np.array([prices[:2] for prices in known]).reshape(-1, 2).T
+        count = len(self.devices)
+        pairs, way = np.unique(sender * count + receiver, return_inverse=True)
+        ends = zip(*(self.devices[side].tolist() for side in divmod(pairs, count)), strict=True)
+        routes = [self._costs.route(a, b) for a, b in ends]
+        per_byte_s, latency_s = np.array([route[:2] for route in routes]).reshape(-1, 2).T
         sizes, size = np.unique(nbytes, return_inverse=True)
         ends_s = np.array([self._costs.message_s(float(n)) for n in sizes]).reshape(-1, 2).T
         return Messages(
             way,
-            [ports for *_, ports in known],
+            [route.ports for route in routes],
             nbytes * per_byte_s[way],
             latency_s[way],
             ends_s[:, size],
@@ -113,7 +96,7 @@ def numbered(schedule: Schedule, prices: MessagePrices, lists: Lists) -> Message
     """Number the messages of a lowered schedule by their receives, and list them."""
     received: dict[Channel, list[int]] = defaultdict(list)
     groups: dict[Channel, dict[int, list[int]]] = defaultdict(dict)
-    index = {device: d for d, device in enumerate(prices.devices)}
+    index = {device: d for d, device in enumerate(schedule.actions)}
     found: list[tuple[float, ...]] = []
     for device, actions in schedule.actions.items():
         for action in actions:
@@ -156,8 +139,8 @@ def put_in(
     """Number the messages that ``lower`` would put in, those of each stage edge in a row, and list
     them before and behind the computes.
     """
-    index = np.zeros(max(*graph.devices, *prices.devices) + 1, np.int64)
-    index[list(prices.devices)] = np.arange(len(prices.devices))
+    index = np.zeros(max(*graph.devices, *schedule.actions) + 1, np.int64)
+    index[prices.devices] = np.arange(len(prices.devices))
     columns, sizes = [np.zeros((6, 0), np.int64)], [np.zeros(0)]
     for number, (source, target, forward) in enumerate(directions(graph, costs.message_edges)):
         i, a, j, b, start, stop = message_table(graph, source, target, forward=forward)

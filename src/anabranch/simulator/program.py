@@ -49,7 +49,6 @@ class Program:
     stages: list[tuple[int, ...]]
     units: list[ComputeUnit]
     messages: Messages
-    ports: dict[tuple[str, int, int], int]
     groups: list[tuple[int, ...]]
     sums: list[Sum]
     updates: int = 1
@@ -87,7 +86,7 @@ def compile_schedule(
         messages = numbered(schedule, prices, lists)
     else:
         messages = put_in(schedule, passes, graph, prices, costs, lists)
-    sums = plan_sums(costs, prices.indices)
+    sums = plan_sums(costs)
     # Where updates follow each other, each has the bookkeeping of its batch.
     lost = costs.overheads
     besides_s = lost.step_s if updates > 1 else 0.0
@@ -128,7 +127,7 @@ def compile_schedule(
     # What the first stages read is needed first.
     for work in reversed(costs.all_reduces()):
         for device in work.devices if work.gather_s else ():
-            numbers = np.array(units.gathers(work, prices.indices(work.ports)))
+            numbers = np.array(units.gathers(work))
             behind_all = place(len(schedule.actions[device]), UPDATE)
             lists.put(index[device], np.full_like(numbers, behind_all), ~(first_unit + numbers))
     entries, first = lists.joined()
@@ -142,7 +141,6 @@ def compile_schedule(
         [passes.stages(device) for device in devices],
         [*units.numbers],
         messages,
-        prices.ports,
         [members for *_, members in units.groups],
         sums,
         updates,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from anabranch.cost.communication import Port
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import StepCosts
 
@@ -41,15 +40,16 @@ class Mark(NamedTuple):
     pieces: tuple[int, ...]
 
 
-def plan_sums(costs: StepCosts, indices: Callable[[Sequence[Port]], tuple[int, ...]]) -> list[Sum]:
-    """The pieces of all all-reduces, by the numbers of their ports; nobody is waited for yet."""
+def plan_sums(costs: StepCosts) -> list[Sum]:
+    """The pieces of all all-reduces; nobody is waited for yet."""
     sums: list[Sum] = []
     queues: dict[tuple[int, ...], int] = {}
     for work in costs.all_reduces():
         queue = queues.setdefault(work.devices, len(queues))
-        ports = indices(work.ports)
         for nbytes, seconds, final in work.pieces:
-            sums.append(Sum(queue, work.stages, final, work.devices, 0, nbytes, seconds, ports))
+            sums.append(
+                Sum(queue, work.stages, final, work.devices, 0, nbytes, seconds, work.ports)
+            )
     return sums
 
 

@@ -78,6 +78,7 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     lost = costs.overheads
     slowdown = [slowdown_of(lost.slowdown, count) for count in jobs] if lost.slowdown else [1.0]
     shared = {host: h for h, host in enumerate(dict.fromkeys(hosts)) if slowdown[-1] != 1}
+    used = *program.messages.ways, *(work.ports for work in program.sums)
     sums = [
         (work.queue, *lists.add(work.ports), *lists.add(work.stages), work.seconds)
         for work in program.sums
@@ -111,7 +112,7 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
         queues=np.array([(first, stop, first, 0, 0) for first, stop in summing], QUEUE),
         pieces=np.array([(w.waits_for, -1, 0.0) for w in program.sums] * program.updates, PIECE),
         hosts=np.array([(0, -1, 0.0, 0.0)] * len(shared), HOST),
-        free=np.zeros(len(program.ports)),
+        free=np.zeros(1 + max((port for ports in used for port in ports), default=-1)),
         speeds=np.array([0.0, *(1 / times for times in slowdown)]),
         restarts=np.array(lost.restarts, np.float64),
         runs=np.zeros(ran[-1], RUN),

@@ -138,11 +138,11 @@ class ComputeUnits:
         """That of a device's time that no action takes."""
         return self.number(ComputeUnit(-1, seconds, role=Role.OVERHEAD))
 
-    def gathers(self, work: AllReduce, ports: tuple[int, ...]) -> list[int]:
+    def gathers(self, work: AllReduce) -> list[int]:
         """Those in which the devices of an all-reduce send each other what they have updated."""
         group = self._together(Role.GATHER, work.stages, work.devices)
         unit = ComputeUnit(
-            -1, work.gather_s, group=group, role=Role.GATHER, ports=ports, stages=work.stages
+            -1, work.gather_s, group=group, role=Role.GATHER, ports=work.ports, stages=work.stages
         )
         return [self.overhead(work.share_s)] * (work.share_s > 0) + [self.number(unit)]
 

@@ -97,7 +97,7 @@ def explain(
             graph,
             step.end,
             device,
-            (*floors(graph, cost), busiest_link(step), *sum_floors(step, cost)),
+            (*floors(graph, cost), busiest_link(step, cluster), *sum_floors(step, cost)),
             tuple(_gathered(losses)),
             tuple(relaxations(graph, name, cost, step, device_seconds)),
             _too_few_samples(graph, costs),

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.cost.communication import Port
 from anabranch.cost.model import Floats
 from anabranch.cost.overheads import computed_at_once
 from anabranch.plans.plan import memory_text, ranges
@@ -95,7 +95,7 @@ def _longest_path_s(cost: CostModel, samples: int) -> float:
     return max(before + float(s) for before, s in zip(until, seconds, strict=True))
 
 
-def busiest_link(step: Step) -> Floor:
+def busiest_link(step: Step, cluster: Cluster) -> Floor:
     """What the port carries that carries most."""
     program, messages = step.program, step.program.messages
     carried: dict[int, float] = defaultdict(float)
@@ -106,15 +106,13 @@ def busiest_link(step: Step) -> Floor:
     for work in program.sums:
         for port in work.ports:
             carried[port] += work.seconds
-    names = {index: port for port, index in program.ports.items()}
     if not carried:
         return Floor("busiest_link", 0.0, "nothing is sent", False)
     busiest = max(carried, key=lambda port: carried[port])
-    return Floor("busiest_link", carried[busiest], _named(names[busiest]), False)
+    return Floor("busiest_link", carried[busiest], _named(*cluster.port(busiest)), False)
 
 
-def _named(port: Port) -> str:
-    direction, level, group = port
+def _named(direction: str, level: int, group: int) -> str:
     way = "out of" if direction == "out" else "into"
     where = {0: "device", 1: "node"}.get(level, f"group of level {level - 1}")
     return f"{way} {where} {group}"
