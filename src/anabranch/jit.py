@@ -334,7 +334,10 @@ def _numba_type(kind: Any, dimensions: Any) -> Any:
     if isinstance(dimensions, tuple):
         module, name = kind
         entries = [_numba_type(*entry) for entry in dimensions]
-        return types.NamedTuple(entries, getattr(import_module(module), name))
+        found = types.NamedTuple(entries, getattr(import_module(module), name))
+        # Otherwise it has all fields of all records, in the name of every function that takes it.
+        found.name = name
+        return found
     if not dimensions:
         return {"int": types.int64, "float": types.float64}[kind]
     entry_type = np.dtype(kind) if isinstance(kind, str) else np.dtype(list(kind), align=True)
