@@ -60,9 +60,10 @@ class Evaluator:
         versions: tuple[float, float] | None = None,
     ) -> None:
         cluster, devices = cost.cluster, cost.cluster.num_devices
-        fewest, most = (1, batch_size) if cost.profile.proportional else _range(cost)
+        covered = (1, batch_size) if cost.profile.proportional else cost.profile.samples
         numbers = (
-            *(batch_size, max_replicas or devices, versions is None, fewest, most),
+            *(batch_size, max_replicas or devices, versions is None),
+            *(covered[0], covered[-1]),
             *(cost.receive_slots, cluster.memory_bytes, cost.optimizer_factor),
             *(cost.update.byte_s, cost.microbatch_s, *_message(cost), _cores(cost)),
             *(versions or (0.0, 0.0)),
@@ -75,14 +76,9 @@ class Evaluator:
         values, readers = _values(cost)
         nodes = -(-devices // cluster.group_sizes[0])
         edges = min(len(readers), devices * devices) + devices
-        stages = np.zeros(devices, tables.STAGE)
-        per_stage = [np.zeros(devices, np.int32) for _ in range(3)]
-        self._home, self._owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
-        self._microbatch, self._k, self._tensor = per_stage
-        self._recompute = np.zeros(devices, np.bool_)
-        given = tables.Given(
-            *(self._home, self._owner, self._microbatch, self._k, self._recompute, self._tensor)
-        )
+        stages, ports = np.zeros(devices, tables.STAGE), np.zeros((4, devices + nodes))
+        per_stage = (np.zeros(devices, t) for t in (*(np.int32,) * 3, np.bool_, np.int32))
+        self._given = tables.Given(np.zeros(len(cost.graph), np.int32), *per_stage)
         problem = tables.Problem(
             np.array([numbers], tables.NUMBERS),
             _degrees(cost),
@@ -98,24 +94,20 @@ class Evaluator:
             np.zeros(edges, tables.EDGE),
             np.zeros((devices, nodes), np.int64),
             np.zeros(devices, np.int64),
-            np.zeros((2, devices + nodes)),
-            np.zeros(devices + nodes),
-            np.zeros(devices + nodes),
+            *(ports[:2], ports[2], ports[3]),
             np.zeros(len(cost.graph) + devices, tables.PIECE),
             _paces(cost),
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
-        example = given, 1, False, False, False, 0.0, problem, state
+        example = self._given, 1, False, False, False, 0.0, problem, state
         self.is_new = begin((step_s, example))
         self._step_s = bound(step_s, *example)
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """About how many seconds; infinity where it cannot run or takes longer than the limit."""
-        count = len(draft.microbatch)
-        self._home[:], self._owner[:] = draft.home, draft.owner
-        self._microbatch[:count], self._k[:count] = draft.microbatch, draft.k
-        self._recompute[:count], self._tensor[:count] = draft.recompute, draft.tensor
-        seconds: float = self._step_s(count, draft.deep, draft.chained, draft.sharded, limit)
+        for table, values in zip(self._given, draft[:6], strict=True):
+            table[: len(values)] = values
+        seconds: float = self._step_s(len(draft.microbatch), *draft[6:], limit)
         return seconds
 
 
@@ -124,11 +116,6 @@ def prepare() -> bool:
     graph, costs = OpGraph((Op("any"),), ()), (OpCost((1.0,), (1.0,), 0),)
     profile = Profile(graph, (1,), costs, device="any", source="estimated")
     return Evaluator(CostModel(profile, Cluster.preset("local:1")), batch_size=1).is_new
-
-
-def _range(cost: CostModel) -> tuple[int, int]:
-    """Fewest and most samples that the profile covers."""
-    return cost.profile.samples[0], cost.profile.samples[-1]
 
 
 def _degrees(cost: CostModel) -> Ints:
