@@ -137,19 +137,9 @@ def _assignments(
             yield []
         return
     (mask, height), rest = stages[0], stages[1:]
-    for part in _modes(prices, mask, devices - len(rest), limit):
+    for part in prices.ways(Part(mask, 1), devices - len(rest), limit):
         # Nothing is gained by recomputation where there is memory for a deep warm-up without.
         roomy = part.recompute and prices.headroom(replace(part, recompute=False)) >= 2 * height
         if prices.headroom(part) >= height and not roomy:
             for others in _assignments(prices, rest, devices - part.devices, limit):
                 yield [part, *others]
-
-
-def _modes(prices: PartPrices, mask: int, most: int, limit: int) -> Iterator[Part]:
-    """All ways to run a stage on up to so many devices, as any number of replicas in the limit."""
-    formulas = prices.microbatch
-    for tensor in formulas.tensors:
-        for replicas in range(1, min(most // tensor, formulas.microbatch_size, limit) + 1):
-            if formulas.may(replicas):
-                for recompute in (False, True)[: 1 + formulas.recompute]:
-                    yield Part(mask, replicas, recompute, tensor)

@@ -38,6 +38,7 @@ from anabranch.planner.graphpipe.chains import Block, Chain
 from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules, StageTables
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.parts import Part, PartPrices
+from anabranch.remembered import remembered
 
 TAILS = 4
 """Places at which a branch is cut for the stage of its join; each costs a search of the branch."""
@@ -119,38 +120,28 @@ class StagePrices:
 
     def __init__(self, schedules: Schedules) -> None:
         self.schedules = schedules
-        self._rows: dict[int, StageTables] = {}
-        self._tails: dict[int, Floats] = {}
         self._parts = [PartPrices(prices) for prices in schedules.prices]
 
+    @remembered
     def of_row(self, row: NestedSets, starts: int = 0) -> StageTables:
         """Of the ranges of a row, or of those that begin at its first so many."""
-        if id(row) not in self._rows:
-            self._rows[id(row)] = self.schedules.tables(row, starts or len(row))
-        return self._rows[id(row)]
+        return self.schedules.tables(row, starts or len(row))
 
+    @remembered
     def tail_s(self, row: NestedSets) -> Floats:
         """Seconds of compute per sample of what a row has behind each cut, in the quickest mode."""
-        if id(row) not in self._tails:
-            running = [
-                row.compute_s(prices.samples(mode.replicas), mode.tensor) / prices.microbatch_size
-                for prices in self.schedules.prices
-                for mode in prices.modes
-            ]
-            self._tails[id(row)] = np.min(
-                [seconds[-1] - seconds[:-1] for seconds in running], axis=0
-            )
-        return self._tails[id(row)]
-
-    def part(self, stage: PlannedStage) -> Part:
-        """A stage as the rest of the planners have it."""
-        mode = self.schedules.modes[stage.mode]
-        return Part(stage.mask, mode.replicas, mode.recompute, mode.tensor)
+        running = [
+            row.compute_s(prices.samples(mode.replicas), mode.tensor) / prices.microbatch_size
+            for prices in self.schedules.prices
+            for mode in prices.modes
+        ]
+        return np.asarray(np.min([seconds[-1] - seconds[:-1] for seconds in running], axis=0))
 
     def tps(self, stage: PlannedStage) -> float:
         """Seconds per sample of one stage."""
         size = self.schedules.configurations[stage.configuration].microbatch_size
-        return self._parts[stage.configuration].period_s(self.part(stage)) / size
+        part = Part.in_mode(stage.mask, self.schedules.modes[stage.mode])
+        return self._parts[stage.configuration].period_s(part) / size
 
 
 class _Search:
@@ -161,10 +152,6 @@ class _Search:
     ) -> None:
         self._prices, self._schedules = prices, prices.schedules
         self._chain, self._groups, self._bound, self._budget = chain, groups, bound, budget
-        self._series: dict[tuple[int, int, After], Strategies] = {}
-        self._runs: dict[tuple[int, int, After], list[Strategies]] = {}
-        self._others: dict[tuple[int, int, After], Strategies] = {}
-        self._ends: dict[After, Strategies] = {}
 
     def stage_graph(self) -> list[PlannedStage]:
         """The stages on all devices with the least memory; none if the bound is too low."""
@@ -176,14 +163,9 @@ class _Search:
             return []
         return found.stages(first, self._groups)
 
+    @remembered  # 24, 25
     def _in_series(self, chain: Chain, stop: int, after: After) -> Strategies:
         """DP for the items of a chain up to ``stop``, what follows asking for ``after``."""
-        key = id(chain), stop, after
-        if key not in self._series:  # 24, 25
-            self._series[key] = self._decompose_in_series(chain, stop, after)
-        return self._series[key]
-
-    def _decompose_in_series(self, chain: Chain, stop: int, after: After) -> Strategies:
         tables, row = self._prices.of_row(chain.row), chain.row
         # For every cut the best of what follows it.
         nothing = self._nothing(after)
@@ -324,14 +306,12 @@ class _Search:
         # 39: what G_2 holds decides what G_1 must; of equals one search serves all.
         return [follow(solve(c_b), d) for c_b, d in columns.items()]
 
+    @remembered
     def _beside(self, block: Block, start: int, after: After) -> list[Strategies]:
         """DP for branches side by side (lines 41 to 46): those from ``start`` up to each behind it.
 
         G_2 is one branch, or a run of them as a single stage; G_1 is what lies before.
         """
-        key = id(block), start, after
-        if key in self._runs:
-            return self._runs[key]
         classes = block.classes[start:]
         alone = {
             q: self._in_series(block.branches[q], len(block.branches[q]), after)
@@ -370,8 +350,7 @@ class _Search:
                 last = _renamed(last, block.branches[known], block.branches[first])
             return [*stages(middle, x, d1), *last]
 
-        self._runs[key] = [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
-        return self._runs[key]
+        return [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
 
     def _whole(self, block: Block, after: After) -> Strategies:
         return self._beside(block, 0, after)[-1]
@@ -411,14 +390,15 @@ class _Search:
 
     def _without_tail(self, block: Block, q: int, cut: int, after: After) -> Strategies:
         """DP for a block whose branch q ends at a cut."""
-        key = id(block), q, after
-        if key not in self._others:
-            self._others[key] = _side_by_side(
-                self._beside(block, 0, after)[q], self._beside(block, q + 1, after)[-1]
-            )
+        others = self._without_branch(block, q, after)
         if not cut:
-            return self._others[key]
-        return _side_by_side(self._others[key], self._in_series(block.branches[q], cut, after))
+            return others
+        return _side_by_side(others, self._in_series(block.branches[q], cut, after))
+
+    @remembered
+    def _without_branch(self, block: Block, q: int, after: After) -> Strategies:
+        others = self._beside(block, 0, after)[q]
+        return _side_by_side(others, self._beside(block, q + 1, after)[-1])
 
     def _pick_better(self, options: Sequence[Strategies]) -> Strategies:
         """PickBetter (lines 18, 47): less memory, which is fewer samples in flight."""
@@ -431,11 +411,9 @@ class _Search:
 
     def _nothing(self, after: After) -> Strategies:
         """No operators: a stage before this one is before what follows."""
-        if after not in self._ends:
-            least = np.full((len(after), self._groups + 1), NEVER, dtype=np.int64)
-            least[:, 0] = after
-            self._ends[after] = Strategies(least, lambda _x, _d: [])
-        return self._ends[after]
+        least = np.full((len(after), self._groups + 1), NEVER, dtype=np.int64)
+        least[:, 0] = after
+        return Strategies(least, lambda _x, _d: [])
 
 
 def _run_mask(row: NestedSets, start: int, stop: int, m: int) -> int:
@@ -445,7 +423,8 @@ def _run_mask(row: NestedSets, start: int, stop: int, m: int) -> int:
 
 def _side_by_side(a: Strategies, b: Strategies) -> Strategies:
     """Lines 43 to 46: devices are split; the stage before both holds what either asks for."""
-    least, chosen = _split(a.least, b.least)
+    least, chosen = _none(*a.least.shape)
+    _share_devices(a.least, b.least, least, chosen)
 
     def stages(x: int, d: int) -> list[PlannedStage]:
         d1 = int(chosen[x, d])
@@ -525,15 +504,9 @@ def _hold_fewest(
                             chosen[x, d] = m * modes + k
 
 
-def _split(a: Ints, b: Ints) -> tuple[Ints, Ints]:
-    """min over d1 of max(a[x, d1], b[x, d - d1]), and that d1: [x, d]."""
-    least, chosen = _none(*a.shape)
-    _share_devices(a, b, least, chosen)
-    return least, chosen
-
-
 @jit.entry
 def _share_devices(a: Ints, b: Ints, least: Ints, chosen: Ints) -> None:
+    """min over d1 of max(a[x, d1], b[x, d - d1]), and that d1: [x, d]."""
     for x in range(a.shape[0]):
         for d1 in range(a.shape[1]):
             if a[x, d1] < NEVER:

@@ -15,12 +15,11 @@ from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explain, require_sizes
-from anabranch.planner.toolkit.parts import Part, heights
-from anabranch.planner.toolkit.place import placements
+from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.check import check
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import fitted
 
 
@@ -168,31 +167,18 @@ def _placed(
     problem: Problem, schedules: Schedules, stages: Sequence[PlannedStage]
 ) -> Iterator[StageGraph]:
     """The stages on devices, in every way of ``toolkit.place``."""
-    cost = problem.cost
-    modes = {stage.mask: schedules.modes[stage.mode] for stage in stages}
     runs = {stage.mask: schedules.configurations[stage.configuration] for stage in stages}
-    parts, pairs = problem.assembler(schedules.prices[0]).arrange(
-        [Part(stage.mask, 1) for stage in stages]
+    assembler = problem.assembler(schedules.prices[0])
+    parts, pairs = assembler.arrange(
+        [Part.in_mode(stage.mask, schedules.modes[stage.mode]) for stage in stages]
     )
-    masks = [part.mask for part in parts]
-    shapes = [(modes[mask].devices, modes[mask].tensor) for mask in masks]
-    for devices in placements(shapes, heights(len(masks), pairs), cost.cluster.group_sizes):
-        graph = StageGraph(
-            tuple(
-                Stage(
-                    cost.graph.names(mask),
-                    tuple(devices[s]),
-                    runs[mask].microbatch_size,
-                    k=runs[mask].k,
-                    recompute=modes[mask].recompute,
-                    tensor=modes[mask].tensor,
-                )
-                for s, mask in enumerate(masks)
-            ),
-            tuple(sorted(pairs)),
-            problem.batch_size,
+    for graph in assembler.placed(parts, pairs):
+        own = tuple(
+            replace(stage, microbatch_size=runs[part.mask].microbatch_size, k=runs[part.mask].k)
+            for part, stage in zip(parts, graph.stages, strict=True)
         )
+        found = replace(graph, stages=own)
         # Of operators across samples whoever judges the plan makes a stage for the whole batch.
         with suppress(InvalidPlanError):
-            if not check(fitted(graph, cost.graph), cost):
-                yield graph
+            if not check(fitted(found, problem.cost.graph), problem.cost):
+                yield found

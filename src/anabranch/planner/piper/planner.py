@@ -123,9 +123,8 @@ def _assembled(
     """A plan on all devices; None if its stages have no use for all of them."""
     options, parts = found.options, []
     for i in found.chain(exact=exact):
-        mode = stages.modes[int(options.mode[i])]
         mask = stages.downsets.mask(int(options.lo[i]), int(options.hi[i]))
-        parts.append(Part(mask, mode.replicas, mode.recompute, mode.tensor))
+        parts.append(Part.in_mode(mask, stages.modes[int(options.mode[i])]))
     order = tuple(op for part in parts for op in bits(part.mask))
     candidate = replace(problem.assembler(stages.prices), order=order).assemble(parts)
     return None if candidate is None else candidate.graph

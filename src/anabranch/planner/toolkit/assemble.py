@@ -55,12 +55,15 @@ class Assembler:
         stages = self._recomputing(stages, pairs)
         if stages and fits(self.prices, stages, pairs):
             outline_s = self._outline_s(stages, pairs)
-            height = heights(len(stages), pairs)
-            sizes = self.prices.cost.cluster.group_sizes
-            shapes = [(part.devices, part.tensor) for part in stages]
-            for devices in placements(shapes, height, sizes):
-                graph = stage_graph(self.prices.microbatch, stages, devices, pairs)
+            for graph in self.placed(stages, pairs):
                 yield Candidate(graph, outline_s)
+
+    def placed(self, stages: Sequence[Part], pairs: set[tuple[int, int]]) -> Iterator[StageGraph]:
+        """Parts in topological order as stages, in every way of ``toolkit.place``."""
+        sizes = self.prices.cost.cluster.group_sizes
+        shapes = [(part.devices, part.tensor) for part in stages]
+        for devices in placements(shapes, heights(len(stages), pairs), sizes):
+            yield stage_graph(self.prices.microbatch, stages, devices, pairs)
 
     def _outline_s(self, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> float:
         periods = [self.prices.period_s(part) for part in parts]
@@ -97,7 +100,14 @@ class Assembler:
         while len(current) <= total:
             height = heights(len(current), pairs)
             most = total - len(current) + 1
-            ways = [self._ways(part, h, most) for part, h in zip(current, height, strict=True)]
+            ways = [
+                [
+                    way
+                    for way in self.prices.ways(part, most, self.max_replicas)
+                    if self.prices.headroom(way) >= h
+                ]
+                for part, h in zip(current, height, strict=True)
+            ]
             found = self._exactly(ways, total)
             divisible = [s for s, part in enumerate(current) if part.mask & (part.mask - 1)]
             if found or not divisible:
@@ -106,18 +116,6 @@ class Assembler:
             halves = self._halves(current[s])
             current, pairs = self.arrange([*current[:s], *halves, *current[s + 1 :]])
         return []
-
-    def _ways(self, part: Part, height: int, most: int) -> list[Part]:
-        """The part in every mode on up to so many devices that fits at this height."""
-        prices = self.prices.microbatch
-        ways = [
-            replace(part, replicas=replicas, recompute=recompute, tensor=tensor)
-            for tensor in prices.tensors
-            for replicas in range(1, min(most // tensor, self.max_replicas) + 1)
-            if prices.may(replicas)
-            for recompute in (False, True)[: 1 + prices.recompute]
-        ]
-        return [way for way in ways if self.prices.headroom(way) >= height]
 
     def _exactly(self, ways: Sequence[Sequence[Part]], total: int) -> list[Part]:
         """One way per stage, on ``total`` devices together; none if there is no such choice."""

@@ -182,8 +182,7 @@ def runs_on_fewest_devices(problem: Problem) -> Fewest:
                 if mode.devices == devices[h, cut] - devices[above_h, start]
                 and room[start, cut] >= levels[h]
             )
-            mask = row.mask(start, cut)
-            parts.append(Part(mask, mode.replicas, mode.recompute, mode.tensor))
+            parts.append(Part.in_mode(row.mask(start, cut), mode))
             cut, h = start, above_h
         return parts
 

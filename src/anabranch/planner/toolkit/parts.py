@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,11 @@ class Part:
     replicas: int
     recompute: bool = False
     tensor: int = 1
+
+    @staticmethod
+    def in_mode(mask: int, mode: Mode) -> Part:
+        """Operators with their devices used in a mode."""
+        return Part(mask, mode.replicas, mode.recompute, mode.tensor)
 
     @property
     def mode(self) -> Mode:
@@ -65,6 +70,16 @@ class PartPrices:
         """The largest height at which the part fits; -1 if none."""
         weights = self.cost.weights(part.mask, part.tensor)
         return int(self.microbatch.headroom(weights, part.replicas, recompute=part.recompute))
+
+    def ways(self, part: Part, most: int, limit: int) -> Iterator[Part]:
+        """The part in every mode on up to ``most`` devices, with any number of replicas up to
+        ``limit``.
+        """
+        prices = self.microbatch
+        for tensor in prices.tensors:
+            for replicas in filter(prices.may, range(1, min(most // tensor, limit) + 1)):
+                for recompute in (False, True)[: 1 + prices.recompute]:
+                    yield Part(part.mask, replicas, recompute, tensor)
 
 
 def heights(count: int, pairs: set[tuple[int, int]]) -> list[int]:
