@@ -23,3 +23,15 @@ def test_idle_cores_are_shared_out_to_the_waits():
     assert crowding([(rounds, rounds) for rounds in long]) == (1.0, 0.0), "all at once"
     assert crowding([(rounds, rounds) for rounds in calm]) == (0.0, 0.0)
     assert crowding([[], []]) == (0.0, 0.0)
+
+
+def test_what_work_loses_is_lost_in_the_long_work():
+    """Behind short work nothing at all idled, or next to nothing: the most is that of 6 s of work.
+    The kernel may tell less idling at the end of a round than at its begin; that is none.
+    """
+    long = [[Turns(0.0, 2.0, 6.0, 1)]] * 2
+    for idle_s in (0.0, 0.01):
+        short = [[Turns(0.0, idle_s, 1.0, 1)]] * 2
+        assert crowding([*zip(short, long, strict=True)]) == (1.0, 6.0)
+    fallen = [[Turns(1.0, 0.0, 6.0, 1)]] * 2
+    assert crowding([*zip(fallen, fallen, strict=True)]) == (0.0, 0.0)

@@ -82,19 +82,21 @@ def measure_turns(
 
 def crowding(ranks: Sequence[Sequence[Sequence[Turns]]]) -> tuple[float, float]:
     """Seconds of a core that are lost at most for each wait, and the work in which all but 1/e of
-    that is; 0 without any.
+    that is, which is no more than the long work; 0 without any.
 
     Args:
         ranks: of each the rounds with short and with long work.
     """
     if not all(ranks):
         return 0.0, 0.0
-    (short_s, work_s), (most_s, _) = (
+    (short_s, short_work_s), (most_s, long_work_s) = (
         _per_wait([rounds[kind] for rounds in ranks]) for kind in (0, 1)
     )
     if not short_s < most_s:
         return most_s, 0.0
-    return most_s, -work_s / math.log1p(-short_s / most_s) if short_s else work_s
+    if not short_s:
+        return most_s, long_work_s
+    return most_s, min(long_work_s, -short_work_s / math.log1p(-short_s / most_s))
 
 
 def _per_wait(ranks: Sequence[Sequence[Turns]]) -> tuple[float, float]:
@@ -104,8 +106,9 @@ def _per_wait(ranks: Sequence[Sequence[Turns]]) -> tuple[float, float]:
     if not waits:
         return 0.0, 0.0
     # Until the first is through its turns: then there is less to do. The kernel tells idling to
-    # 10 ms, which is too little for one round.
-    idle = sum(
+    # 10 ms, which is too little for one round, and may take back some of what it has told.
+    idled_s = sum(
         min(t.end_idle_s for t in turns) - min(t.begin_idle_s for t in turns) for turns in rounds
     )
-    return idle / waits, sum(turn.processor_s for turns in rounds for turn in turns) / waits
+    work_s = sum(turn.processor_s for turns in rounds for turn in turns)
+    return max(0.0, idled_s) / waits, work_s / waits

@@ -138,8 +138,13 @@ def _restarts(calibration: Calibration) -> list[str]:
         f"{longer * 1e3:.2f} ms after {waited * 1e3:g} ms"
         for waited, longer in calibration.restarts
     )
-    most = f", most of it in the first {calibration.restart_work_s * 1e3:.1f} ms"
+    most = _most_lost(calibration.restart_work_s)
     return [f"work takes longer after a wait: {listed}{most}"] if listed else []
+
+
+def _most_lost(work_s: float) -> str:
+    """In which work most of what a wait costs is lost; empty where that is not known."""
+    return f", most of it in the first {work_s * 1e3:.1f} ms of work" if work_s else ""
 
 
 def calibration_rows(cluster: Cluster) -> list[str]:
@@ -171,6 +176,6 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"and {calibration.share_byte_s * 2**20 * 1e6:.0f} us per MiB sent or taken",
         *_restarts(calibration),
         f"with more ranks than cores a core idles {calibration.crowded_s * 1e3:.2f} ms for each "
-        f"wait of a rank, most of it in {calibration.crowded_work_s * 1e3:.1f} ms of work",
+        f"wait of a rank{_most_lost(calibration.crowded_work_s)}",
         f"an update goes through memory at {calibration.memory_bandwidth / 1e9:.1f} GB/s",
     ]
