@@ -53,6 +53,21 @@ def test_a_file_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch):
     assert jit._kept(path) is None
 
 
+def test_code_that_another_process_has_just_kept_is_taken(tmp_path, monkeypatch):
+    """Between the first look for it and the second."""
+    monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(add_twice, "_codes", {})
+    args = np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
+    assert add_twice(*args) == 3
+    (path,) = tmp_path.iterdir()
+    kept = jit._kept(path)
+    looks = iter((None, kept, kept))
+    monkeypatch.setattr(add_twice, "_codes", {})
+    monkeypatch.setattr(jit, "_compilers", {})
+    monkeypatch.setattr(jit, "_kept", lambda _: next(looks))
+    assert add_twice(*args) == 3
+
+
 def test_sources_that_changed_are_not_compiled(tmp_path, monkeypatch, capfd):
     """Their records may have other fields than those of the process that asks."""
     monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)

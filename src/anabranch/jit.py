@@ -1,7 +1,7 @@
 """Compilation of inner loops, and where machine code is kept.
 
 Numba compiles, in a process of its own, so that it can begin before the code is needed
-(``bound``). Kept is plain object code that LLVM loads by itself: importing numba and loading its
+(``begin``). Kept is plain object code that LLVM loads by itself: importing numba and loading its
 own cache takes a second. It is kept by all files that formulas may come from.
 """
 
@@ -134,8 +134,9 @@ class _Entry(_Compiled):
             path = self.file(kinds)
             content = _kept(path)
             if content is None:
-                _begin([(self, kinds)])
-                _compilers[os.getpid(), path].wait()
+                # Unless another process has just put it there.
+                if _begin([(self, kinds)]) or (os.getpid(), path) in _compilers:
+                    _compilers[os.getpid(), path].wait()
                 content = _kept(path)
             if content is None:
                 name = self.function.__name__
