@@ -10,7 +10,7 @@ from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
-from anabranch.schedule.check import check
+from anabranch.schedule.check import check, describe_deadlock
 from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
@@ -205,6 +205,17 @@ def test_devices_of_a_replica_compute_in_one_order():
     bad = Schedule.parse("0: 0F0 0F1 0B0 0B1\n1: 0F0 0B0 0F1 0B1")
     with pytest.raises(InvalidScheduleError, match="stage 0, but compute 2 is 0F1 on the one and"):
         check(bad, SHARED)
+
+
+def test_a_device_that_waits_for_gradients_of_others_is_named():
+    """Without a flush a device sums gradients between its computes; nothing else stops it there."""
+    graph = StageGraph((Stage(("a",), (0, 1), 1, in_flight=2),), (), 2)
+    order = SCHEDULES["1f1b"]().order(graph)
+    said = describe_deadlock(order, graph, {0: 2, 1: len(order.actions[1])}).splitlines()
+    assert len(said) == 2
+    assert (
+        "device 0, step 3 of 4, waits for the other devices that sum gradients with it" in said[1]
+    )
 
 
 def test_devices_of_a_replica_that_wait_in_a_circle():

@@ -111,9 +111,11 @@ def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[
             continue
         action = actions[at]
         if action.peer < 0:
+            is_alone = graph.stages[action.stage].tensor == 1
+            others = "that sum gradients with it" if is_alone else "of its replica"
             lines.append(
                 f"  device {device}, step {at + 1} of {len(actions)}, waits for the other devices "
-                f"of its replica: {show(actions, at)}"
+                f"{others}: {show(actions, at)}"
             )
             continue
         what = "samples" if action.kind.is_forward else "the gradient of samples"
