@@ -15,10 +15,19 @@ from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import step, stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
+from anabranch.simulator.program import compile_schedule
 from anabranch.simulator.run import run, step_seconds
+from anabranch.simulator.tables import empty_tables, tables_of
 from anabranch.timeline import Timeline
 from tests.calibration.examples import calibration
-from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, simulate
+from tests.simulator.helpers import (
+    chain,
+    cluster,
+    cost_model,
+    priced_stage_graphs,
+    simulate,
+    stage_graph,
+)
 from tests.strategies import stage_graphs
 
 NAMES = ("op0", "op1", "op2")
@@ -267,6 +276,27 @@ def test_work_behind_a_wait_takes_longer():
     assert simulate(graph, shared).step_s == 5.5
 
 
+def test_what_a_wait_costs_is_lost_in_the_course_of_the_work():
+    """Device 1 works 1 s for each 2 s of device 0. Behind its first wait it loses 1 s, all but 1/e
+    in each second of work; the second wait, of less than half a second, fills no caches.
+    """
+    free = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
+    none = dict.fromkeys(("microbatch_s", "step_s", "sum_tensor_s", "sum_byte_s"), 0.0)
+    lost = {"restarts": ((2.0, 1.0),), "restart_work_s": 1.0}
+    machines = replace(
+        cluster(2), calibration=calibration(slowdown=(1.0,) * 2, **lost, **free, **none)
+    )
+    graph = stage_graph(chain(2), [(0,), (1,)], 2)
+    timeline = simulate(graph, cost_model(chain(2), [2, 1], [1, 1], machines), "gpipe")
+    first, second, third, fourth = ((1 - 1 / math.e) * math.exp(-n) for n in range(4))
+    assert [(s.start, s.end) for s in timeline.spans if s.device == 1 and s.action.peer < 0] == [
+        (2, pytest.approx(3 + first)),
+        (4, pytest.approx(5 + second)),
+        (pytest.approx(5 + second), pytest.approx(6 + second + third)),
+        (pytest.approx(6 + second + third), pytest.approx(7 + second + third + fourth)),
+    ]
+
+
 def test_a_core_idles_behind_waits_where_others_are_full():
     """Devices 1 and 2 wait 1 s for device 0. The first to begin finds the core free, the other one
     loses half a second; their work of 1 and 1.5 s takes turns.
@@ -290,6 +320,17 @@ def test_steps_in_a_row_read_their_batches():
     order = SCHEDULES["1f1b"]().order(SCHEDULES["1f1b"]().warm_up(graph))
     timeline = run(graph, order, reading, period=True)
     assert (timeline.step_s, timeline.period_s) == (4.0, 4.5)
+
+
+@given(priced_stage_graphs())
+@settings(max_examples=30, deadline=None)
+def test_one_machine_code_is_for_all_steps(example):
+    """What is compiled before there is a step is what every step asks for."""
+    graph, cost, schedule = example
+    costs = ModelCosts(graph, cost)
+    program = compile_schedule(SCHEDULES[schedule]().order(graph), graph, costs)
+    before, needed = empty_tables(), tables_of(program, costs)
+    assert [(t.dtype, t.ndim) for t in before] == [(t.dtype, t.ndim) for t in needed]
 
 
 @given(priced_stage_graphs(), st.booleans())

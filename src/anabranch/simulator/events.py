@@ -235,7 +235,8 @@ def _start(d: int, clock: Record, step: Tables) -> None:
     is_crowded = core.working >= clock.cores
     if clock.now > device.worked:
         waited = clock.now - device.worked
-        device.cold = 0.0 if is_crowded else restart_s(step.restarts, waited)
+        # Caches that were not full yet do not fill while it waits.
+        device.cold = 0.0 if is_crowded else max(device.cold, restart_s(step.restarts, waited))
         device.crowded = clock.crowded_s
     cold, crowded = device.cold * unit.cold, device.crowded * unit.crowded
     device.cold -= cold

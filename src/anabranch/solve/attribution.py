@@ -192,9 +192,9 @@ def _waits(history: History, d: int, actions: Sequence[Action]) -> Iterator[Loss
                 # Meanwhile it updates its own stages, if that does not take as long.
                 left = segment.end - segment.start
                 for r in updates:
-                    own = max(0.0, min(segment.end, r.end) - max(segment.start, r.start))
-                    left -= own
-                    yield Loss(cause, own, r.stages)
+                    meanwhile = max(0.0, min(segment.end, r.end) - max(segment.start, r.start))
+                    left -= meanwhile
+                    yield Loss(cause, meanwhile, r.stages)
                 yield Loss("other_updates", left, segment.stages)
                 continue
             if segment.cause is Cause.COMPUTE:
