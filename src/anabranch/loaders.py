@@ -160,7 +160,8 @@ class Loader:
         if isinstance(self.source, DataLoader) and not isinstance(
             self.source.dataset, IterableDataset
         ):
-            with suppress(TypeError):  # a sampler of the user's own may have no length
+            # A sampler of the user's own may have no length, or one that is not written.
+            with suppress(TypeError, NotImplementedError):
                 return len(self.source)
         return None
 

@@ -57,9 +57,14 @@ def test_what_was_not_read_is_never_taken_for_values() -> None:
         leaves_of(captured, given, CPU)
 
 
+class _LengthUnwritten(list[int]):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 def test_what_is_left_of_so_many_epochs() -> None:
     """Ten samples in batches of four are three; two epochs in all, of which four batches are done.
-    A function may yield any number.
+    A function may yield any number, and who draws samples need not know how many.
     """
     workload = built("TwoBranch").workload
 
@@ -72,6 +77,8 @@ def test_what_is_left_of_so_many_epochs() -> None:
     assert left(Loader(columns, shuffle=False)) == 2
     assert left(Loader(DataLoader(columns, batch_size=4, drop_last=True), shuffle=False)) == 1
     assert left(lambda size, epoch: iter(())) is None
+    for sampler in (_LengthUnwritten(), iter(range(10))):
+        assert left(Loader(DataLoader(columns, 4, sampler=sampler), shuffle=False)) is None
 
 
 @pytest.mark.dist
