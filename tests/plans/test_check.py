@@ -92,7 +92,7 @@ def test_names_devices():
     stages[3] = replace(stages[3], devices=(7,))
     assert check(replace(VALID, stages=tuple(stages)), cost()) == [
         "C3: device 0 holds the stages 0, 1",
-        "C3: cluster 4 devices has the devices 0-3, not 7",
+        "C3: cluster 4 devices has the devices 0-3, not device 7",
         "C3: 2 of 4 devices hold no stage: 1, 3",
     ]
 
@@ -114,7 +114,7 @@ def test_plans_by_hand_leave_devices_out():
     assert check(VALID, cost(6)) == ["C3: 2 of 6 devices hold no stage: 4, 5"]
     assert check(VALID, cost(6), idle=True) == []
     (problem,) = check(VALID, cost(3), idle=True)
-    assert problem == "C3: cluster 3 devices has the devices 0-2, not 3"
+    assert problem == "C3: cluster 3 devices has the devices 0-2, not device 3"
 
 
 def test_names_many_only_in_part():

@@ -26,6 +26,9 @@ def test_a_plan_for_another_model_is_refused() -> None:
     made = replace(plan(chain, 1), options=(("preset", "published"), ("layers", "8")))
     with pytest.raises(InvalidPlanError, match="was made with --preset published -o layers=8: "):
         Pipeline(branches.workload, made, captured=branches.captured)
+    own = replace(made, model="mine:workload")  # which has no presets
+    with pytest.raises(InvalidPlanError, match="was made with -o layers=8: "):
+        Pipeline(branches.workload, own, captured=branches.captured)
 
 
 def test_a_plan_without_an_edge_that_the_model_needs_is_refused() -> None:

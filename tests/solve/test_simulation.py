@@ -67,6 +67,11 @@ def test_check_plan_without_a_model():
     )
     assert "rises along stage edge 0 -> 1" in check_plan(rising)[0]
     assert "unknown schedule" in check_plan(replace(a_plan(graph), schedule="none"))[0]
+    large = tuple(replace(stage, microbatch_size=9) for stage in graph.stages)
+    assert (
+        "micro-batches of 9 samples, the batch only 8"
+        in check_plan(a_plan(replace(graph, stages=large)))[0]
+    )
 
 
 def test_check_plan_with_a_model():

@@ -42,7 +42,8 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
         empty where the question does not arise.
     """
     if not is_local(cluster):
-        return cluster, foreign(cluster)
+        remark = cluster.calibration.remark if cluster.calibration is not None else ""
+        return cluster, foreign(cluster) or remark
     file = cache_file()
     if not file.exists():
         return cluster, (

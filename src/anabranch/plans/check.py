@@ -142,11 +142,12 @@ def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) ->
         for device, stages in sorted(holders.items())
         if len(stages) > 1 and not shared
     ]
-    outside = [device for device in holders if not 0 <= device < total]
+    outside = sorted(device for device in holders if not 0 <= device < total)
     unused = [device for device in range(total) if device not in holders]
     if outside:
         problems.append(
-            f"C3: cluster {cost.cluster.name} has the devices 0-{total - 1}, not {_some(outside)}"
+            f"C3: cluster {cost.cluster.name} has the devices 0-{total - 1}, "
+            f"not device{'s' if len(outside) > 1 else ''} {_some(outside)}"
         )
     if unused and not idle:
         problems.append(f"C3: {len(unused)} of {total} devices hold no stage: {_some(unused)}")
@@ -154,6 +155,11 @@ def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) ->
 
 
 def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
+    return [*unfit_sizes(graph), *(p for s in range(len(graph)) for p in _unpriced(graph, cost, s))]
+
+
+def unfit_sizes(graph: StageGraph) -> list[str]:
+    """Micro-batches that are more than the batch, or less than a sample for each replica."""
     problems = []
     for s, stage in enumerate(graph.stages):
         size, replicas = stage.microbatch_size, stage.replicas
@@ -166,7 +172,6 @@ def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
                 f"stage {s} splits micro-batches of {size} samples over {replicas} devices, which "
                 f"leaves {replicas - size} of them without work"
             )
-        problems += _unpriced(graph, cost, s)
     return problems
 
 

@@ -105,6 +105,7 @@ def _check_operators(captured: Captured, plan: Plan) -> None:
         made = " ".join(
             f"--preset {value}" if name == "preset" else f"-o {name}={value}"
             for name, value in plan.options
+            if name != "preset" or ":" not in plan.model  # built-in models have presets
         )
         raise InvalidPlanError(
             f"the plan does not fit {type(captured.module).__name__} captured by "

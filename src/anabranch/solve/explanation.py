@@ -213,7 +213,8 @@ def _edges(
             yield label, whole[ends], _pair(*names, room=WIDTH - LABEL - 25)
     others = sum(whole[ends] for ends in worst[MOST_EDGES:])
     if others > least:
-        yield f"{len(worst) - MOST_EDGES} other edges", others, ""
+        more = len(worst) - MOST_EDGES
+        yield f"{more} other edge{'s' if more > 1 else ''}", others, ""
 
 
 def _pair(a: str, b: str, room: int) -> str:

@@ -15,6 +15,7 @@ from anabranch.errors import (
 )
 from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.check import check as check_stages
+from anabranch.plans.check import unfit_sizes
 from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import prices_of
@@ -306,7 +307,7 @@ def check_plan(
     if (profile is None) != (cluster is None):
         raise ValueError("conditions C1-C4 and memory need both a profile and a cluster")
     graph, is_async = plan_.stage_graph, plan_.mode == "async"
-    edges, problems = EVERY_EDGE, list[str]()
+    edges, problems = EVERY_EDGE, unfit_sizes(graph) if profile is None else []
     versions: tuple[int, ...] = ()
     if is_async:
         try:

@@ -244,7 +244,7 @@ def test_a_device_that_the_cluster_does_not_have_is_refused_by_all(run, plan_on)
     plan = plan_on(0, 1, 9, 3)
     code, out, _ = run("check", plan, TOWERS)
     assert code == 1
-    assert "has the devices 0-3, not 9" in out
+    assert "has the devices 0-3, not device 9" in out
     for verb in ("train", "verify"):
         code, _, err = run(verb, TOWERS, "--plan", plan)
         assert code == 1

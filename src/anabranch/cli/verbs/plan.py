@@ -24,7 +24,7 @@ from anabranch.cli.progress import begin_compiling
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, Policy
 from anabranch.cli.source import read_cluster
 from anabranch.cli.spread import spread
-from anabranch.errors import AnabranchError, SearchStoppedError
+from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -107,6 +107,8 @@ def plan(
             optimizer=optimizer,
             start=given,
         )
+    except InvalidPlanError as error:
+        raise InvalidPlanError(f"--from {start}: {error}") from None
     except KeyboardInterrupt:
         raise SearchStoppedError(
             f"interrupted before planner {planner} had proposed a plan; with a later Ctrl-C "
@@ -171,7 +173,7 @@ def plan(
 def against(name: str, other: Baseline | AnabranchError, ours: Plan) -> str:
     """One line that compares a baseline with our plan."""
     if isinstance(other, AnabranchError):
-        return f"against {name}: none, {other}"
+        return f"against {_NAMES.get(name, name)}: none, {other}"
     step_s, graph = other.step_s, other.graph
     gain = ratio(step_s, ours.figures.step_s)
     return (

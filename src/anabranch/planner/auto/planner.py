@@ -74,7 +74,7 @@ class Auto:
         require_sizes(problem)
         space = Space(cost, batch_size, problem.sizes, self.recompute)
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
-        starts: Iterable[Start] = [("the plan it began with", start)] if start else []
+        starts: Iterable[Start] = [("the user", start)] if start else []
         count = self._count
         coarse = coarsen(cost, batch_size, microbatch_size)
         if coarse is not None:
