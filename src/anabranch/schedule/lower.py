@@ -29,16 +29,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple
 
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
-Ints = NDArray[np.int64]
+# NumPy is imported where it is used: the command line lists schedules in its help at once.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
 
 
 class Overlap(NamedTuple):
@@ -125,13 +127,16 @@ def handovers(graph: StageGraph, x: int, y: int) -> Iterator[tuple[int, int, int
     if not set(graph.stages[x].devices).isdisjoint(graph.stages[y].devices):
         given = _given(graph, x, y, forward=True)
         i, sender, j, receiver, *_ = given
-        yield from zip(*np.array([sender, i, j])[:, sender == receiver].tolist(), strict=True)
+        stays = sender == receiver
+        yield from zip(*(column[stays].tolist() for column in (sender, i, j)), strict=True)
 
 
 def _given(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
     """Columns as ``Message`` has them of all that one stage has for another: who gives each slice
     to whom, be it to itself.
     """
+    import numpy as np
+
     if forward:
         i, r, j, q, start, stop = _overlap_table(graph, source, target)
     else:  # gradients go from target to source
@@ -153,6 +158,8 @@ def _overlap_table(graph: StageGraph, x: int, y: int) -> Ints:
     """``overlaps`` as columns: those of a few micro-batches come again and again, then what is left
     of the batch.
     """
+    import numpy as np
+
     source, target = graph.stages[x], graph.stages[y]
     b_x, b_y = source.microbatch_size, target.microbatch_size
     unit = math.lcm(b_x, b_y)
@@ -169,6 +176,8 @@ def _overlap_table(graph: StageGraph, x: int, y: int) -> Ints:
 @lru_cache(maxsize=256)
 def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> Ints:
     """Overlaps of so many samples in micro-batches of b_x on d_x replicas, and of b_y on d_y."""
+    import numpy as np
+
     made, needed = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
     result = []
     a = b = 0
