@@ -308,6 +308,7 @@ def _leave_out_machine_code() -> None:
 
         if hasattr(JITCodeLibrary, "_finalize_specific") and hasattr(CPUContext, "get_executable"):
             JITCodeLibrary._finalize_specific = lambda self: None  # type: ignore[method-assign]
+            # Something that could be called; nobody does.
             CPUContext.get_executable = lambda *_: [].append  # type: ignore[method-assign]
 
 

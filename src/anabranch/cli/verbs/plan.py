@@ -81,6 +81,7 @@ def plan(
     from anabranch.solve import baselines as compared
     from anabranch.solve import plan as search
 
+    given = load_plan(start) if start is not None else None
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
     source, device = model.source, planning.device or cluster.device
     is_timed = source.is_timed(device)
@@ -91,7 +92,6 @@ def plan(
     )
     if is_timed:
         begin_compiling(planner)
-    given = load_plan(start) if start is not None else None
     try:
         found = usage(
             search,
@@ -108,6 +108,8 @@ def plan(
             start=given,
         )
     except InvalidPlanError as error:
+        if given is None:
+            raise
         raise InvalidPlanError(f"--from {start}: {error}") from None
     except KeyboardInterrupt:
         raise SearchStoppedError(

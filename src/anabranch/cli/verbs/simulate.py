@@ -109,7 +109,9 @@ def simulate(
 
 
 def _say_if_changed(plan: Plan, file: Path, found: Plan) -> None:
-    """Remark that the figures in a plan file are not those of the plan in it."""
+    """Remark that the figures in a plan file are not those of the plan in it. Where operators are
+    timed anew, they differ by some per cent all the same.
+    """
     noted, step_s = plan.predicted, found.figures.step_s
     if noted is not None and abs(noted.step_s - step_s) > 0.05 * noted.step_s:
         note(
