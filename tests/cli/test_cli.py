@@ -58,6 +58,47 @@ def test_wrong_usage_is_a_document_too(run, arguments, message):
     assert message in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["plan", "mmt"], "anabranch plan mmt --cluster summit:8x4 --batch-size 64"),
+        (
+            ["compare", "--batch-size", "8"],
+            "anabranch compare --batch-size 8 mmt --cluster summit:8x4",
+        ),
+        (["plan", "a:b", "--cluster=d"], "anabranch plan a:b --cluster=d --batch-size 64"),
+    ],
+)
+def test_what_is_missing_is_told_with_a_command_that_has_it(run, arguments, command):
+    """Whoever tries a verb for the first time has something to copy."""
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert f"for example: {command} " in " ".join(err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [(["plan", "no.json"], 2, "UsageError: Missing option"), (["check", "no.json"], 1, "no.json")],
+)
+def test_the_last_thing_that_torchrun_says_is_the_refusal(
+    run, tmp_path, monkeypatch, arguments, code, said
+):
+    """torchrun ends with what it finds in a file of the rank that failed first, below its own
+    traceback; without one it points at a page on tracebacks.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    found, _, err = run(*arguments)
+    assert (found, err.count("\n")) == (code, 1)
+    own = ProcessFailure(local_rank=1, pid=2, exitcode=code, error_file=str(file))
+    victim = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="<N/A>")
+    told = str(ChildFailedError("anabranch", {0: victim, 1: own})).partition("Root Cause")[2]
+    assert said in told
+    assert err.strip() in told
+
+
 def test_an_interrupt_is_a_document_too(run, monkeypatch):
     """It says what it has ended: the capture, or the command."""
 

@@ -44,6 +44,11 @@ class Checkpoint:
             raise FileFormatError(f"{self.folder} is no checkpoint: there is no such folder")
         if not self.where.exists():
             self.folder = newest(self.folder) or self.folder
+        if not self.where.exists():
+            raise FileFormatError(
+                f"{self.folder} is no checkpoint: {self.where} does not exist, nor does a folder "
+                f"step-N with one{self._way_on()}"
+            )
         self.manifest = read_document(self.where, SCHEMA, Manifest)
         # Keys that came into being later are in no checkpoint from before.
         written = self.manifest.model_dump(by_alias=True, exclude_unset=True)
@@ -66,6 +71,18 @@ class Checkpoint:
     def where(self) -> Path:
         """The manifest, for messages."""
         return self.folder / MANIFEST
+
+    def _way_on(self) -> str:
+        """Where no manifest is: perhaps a folder further in is meant, or that of ``--save``."""
+        inside = [p for p in sorted(self.folder.iterdir()) if (p / MANIFEST).exists() or newest(p)]
+        if inside:
+            return f"; {inside[0]} is one"
+        if (self.folder / "run.json").exists():
+            return (
+                "; it has the figures and the report of a run, whose weights are in the folder of "
+                "--save, if that was given"
+            )
+        return ""
 
     def _check_file(self, name: str, size: int) -> None:
         path = self.folder / name

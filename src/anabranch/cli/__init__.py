@@ -5,17 +5,22 @@ Everything heavy is imported inside the verbs; planning on a saved profile never
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
 from anabranch.cli.output import Warnings, print_json, say_error, without_colour
+from anabranch.cli.parsing import completed
 from anabranch.cli.run_file import asks_for_json
 from anabranch.cli.run_summary import INTERRUPTED
 from anabranch.cli.verbs.check import check
@@ -76,20 +81,39 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+class _Verb(TyperCommand):
+    """A verb that says what is to be written where an option or an argument is missing."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.param is not None and not error.message:  # it is missing
+                error.message = completed(self, error.param, given)
+            raise
+
+
 for _verb in _verbs:
-    app.command()(_interruptible(_verb))
+    app.command(cls=_Verb)(_interruptible(_verb))
+
+
+_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Names the file from which torchrun takes the last thing that it says of a rank that failed."""
 
 
 def main() -> None:
     """Entry point: exit code 0 on success, 1 on an anabranch error, 2 on wrong usage."""
     without_colour()
     as_json = asks_for_json(sys.argv[1:])
+    # With --json wrong usage is a document as well, and under torchrun one paragraph, neither of
+    # which typer would write.
+    by_typer = not as_json and _TORCHRUN_FILE not in os.environ
     try:
         # Ranks are forked, so they show warnings the same way.
         with warnings.catch_warnings():
             warnings.showwarning = Warnings()
-            # With --json wrong usage is a document as well, which typer would not write.
-            raise SystemExit(app(standalone_mode=not as_json))
+            raise SystemExit(app(standalone_mode=by_typer))
     except AnabranchError as error:
         if os.environ.get("ANABRANCH_DEBUG"):
             raise
@@ -103,7 +127,7 @@ def main() -> None:
         message = f"{error.filename} cannot be read or written: {error.strerror}"
         more = "; name another file, or make its folder first"
         _fail(type(error).__name__, message, 1, more=more, as_json=as_json)
-    except TyperException as error:  # with --json alone: otherwise typer has ended it
+    except TyperException as error:  # otherwise typer has ended it
         message = getattr(error, "format_message", error.__str__)()
         _fail("UsageError", message, getattr(error, "exit_code", 2), as_json=as_json)
 
@@ -112,5 +136,11 @@ def _fail(kind: str, message: str, code: int, *, more: str = "", as_json: bool) 
     """End with one paragraph on standard error and, for programs, a document."""
     if as_json:
         print_json({"error": kind, "message": message})
-    say_error(f"{kind}: {message}{more}")
+    paragraph = f"{kind}: {message}{more}"
+    say_error(paragraph)
+    if file := os.environ.get(_TORCHRUN_FILE):
+        # The earliest is taken for the cause, and ranks that end because of it have no file.
+        when = {"timestamp": str(int(time.time()) - 1)}
+        document = {"message": {"message": paragraph, "extraInfo": when}}
+        Path(file).write_text(json.dumps(document), encoding="utf-8")
     raise SystemExit(code) from None

@@ -105,6 +105,30 @@ def parse_counts(text: str) -> tuple[int, ...]:
     return counts
 
 
+_EXAMPLES = {"model": "mmt", "cluster": "summit:8x4", "batch_size": "64"}
+"""Values that stand for what a verb cannot do without."""
+
+
+def completed(verb: Any, missing: Any, given: Sequence[str]) -> str:
+    """What a missing argument or option is, with a command that has it.
+
+    Args:
+        verb: the command, whose parameters typer knows.
+        missing: one of these.
+        given: what the user wrote after the verb.
+    """
+    written, more = {text.partition("=")[0] for text in given}, []
+    for parameter in verb.params:
+        if parameter.required and parameter.name in _EXAMPLES:
+            options = [name for name in parameter.opts if name.startswith("--")]
+            if parameter is missing or (options and not {*options} & written):
+                more.append(" ".join([*options, _EXAMPLES[parameter.name]]))
+    said = (missing.help or "").rstrip(".")
+    if not more:
+        return f"{said}."
+    return f"{said}; for example: {' '.join(['anabranch', verb.name, *given, *more])}"
+
+
 def usage(function: Callable[..., _T], *args: Any, **options: Any) -> _T:
     """Call with what the user typed; a ValueError about it is wrong usage (exit code 2)."""
     try:

@@ -218,7 +218,11 @@ class PlanningSettings:
     """A search, but for its planner and weight policy."""
 
     cluster: Annotated[
-        str, typer.Option(help="Preset such as local:4 or summit:8x4, or a JSON file.")
+        str,
+        typer.Option(
+            help="The devices: local:2 for two ranks of this machine, another preset such as "
+            "summit:8x4, or a JSON file."
+        ),
     ]
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")]
     no_calibration: NoCalibration = False

@@ -39,6 +39,14 @@ class Prediction:
 NOT_PREDICTED = "not predicted"
 """What stands for the figures of a plan that nobody has simulated."""
 
+TAKE_ROWS = "SparseAdam, or SGD or Adagrad without momentum, weight decay and fused updates"
+"""Optimizers of PyTorch that take sparse gradients."""
+
+_SPARSE = (
+    f"sparse gradients of tables: to train with {TAKE_ROWS}; AdamW, the default of a Workload, "
+    "takes none"
+)
+
 
 def headline(
     step_s: float,
@@ -176,7 +184,7 @@ class Plan:
             said,
             self.costs,
             *(["replicas share the optimizer's state"] if self.shard_optimizer else []),
-            *(["sparse gradients of tables"] if self.sparse_embeddings else []),
+            *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]
         modes = _modes(graph.stages)

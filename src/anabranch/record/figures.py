@@ -37,6 +37,9 @@ def told(document: Document) -> list[Figure]:
 
 def _learned(document: Document) -> Iterator[Figure]:
     losses, metrics = document["losses"], document["metrics"]
+    if document["resumed"]:
+        more = f"from checkpoint {document['resumed']}; what follows is of the steps since then"
+        yield Figure("continued", f"after step {document['first_step']:,}", more)
     if losses:
         count = min(len(losses), LAST_LOSSES)
         over = f"the mean of the last {count}" if count > 1 else "of the only step"

@@ -180,6 +180,8 @@ class _RunFile(Strict):
     origin: _Origin | None = None
     parts: list[_Part] = Field(default_factory=list)
     others_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    resumed: str = ""
+    first_step: _Count = 0
 
 
 def _to_timeline(file: _Timeline) -> Timeline:

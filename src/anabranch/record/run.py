@@ -111,6 +111,8 @@ class Run:
         parts: what the predicted step is spent on; may be empty.
         others_share: of the time of all processor cores of this machine, what other processes took
             meanwhile; 0 where that is not known.
+        resumed: the checkpoint, or the folder of several, that it went on from; empty if from none.
+        first_step: steps that were done before it.
     """
 
     plan: Plan
@@ -135,6 +137,8 @@ class Run:
     origin: Origin | None = None
     parts: tuple[Part, ...] = ()
     others_share: float = 0.0
+    resumed: str = ""
+    first_step: int = 0
 
     @property
     def measured(self) -> Timeline | None:
@@ -179,6 +183,8 @@ class Run:
             "gradients": self.gradients,
             "restarts": self.restarts,
             "others_share": self.others_share,
+            "resumed": self.resumed,
+            "first_step": self.first_step,
         }
         if self.policy:
             return {

@@ -27,7 +27,7 @@ from anabranch.checkpoint.series import keep_newest
 from anabranch.checkpoint.writing import Target, abandon, begin, finish, write_part
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
-from anabranch.plans.plan import Plan
+from anabranch.plans.plan import TAKE_ROWS, Plan
 from anabranch.runtime.compute.options import ComputeOptions, require_exact
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.data_parallel.gradients import Holders
@@ -195,9 +195,9 @@ class Session:
         if tables and not takes_rows(self.state.optimizer):
             raise TrainingError(
                 f"{type(self.state.optimizer).__name__}, as it is set, takes no sparse gradients, "
-                f"which sparse_embeddings gives {', '.join(tables)}; take SparseAdam for tables, "
-                "or SGD or Adagrad without momentum, weight decay and fused updates, or leave "
-                "sparse_embeddings out"
+                f"which sparse_embeddings gives {', '.join(tables)}; have the Workload's optimizer "
+                f"be {TAKE_ROWS}, or train with --no-sparse-embeddings "
+                "(sparse_embeddings=False), also by this plan"
             )
 
     def shared_tables(self, accumulate: int) -> dict[str, SharedTable]:

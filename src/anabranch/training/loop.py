@@ -213,7 +213,7 @@ class _Course(Generic[_Pipe]):
         elif weights is not None:
             make = partial(kind.from_weights, weights)
         self.pipe: _Pipe = make(workload, plan, **options)
-        self.start_s = time.perf_counter() - began
+        self.start_s, self._first_step = time.perf_counter() - began, self.pipe.step_number
         require_place(folder, self._resume, is_series=save_every is not None)
         left = None if epochs is None else self.pipe.batches_left(epochs)
         total = min((n for n in (steps, left) if n is not None), default=None)
@@ -253,6 +253,8 @@ class _Course(Generic[_Pipe]):
             chance=dict(self._workload.chance),
             interrupted=INTERRUPT.agreed,
             gradients=self.pipe.gradient_verdict,
+            resumed="" if self._resume is None else str(self._resume),
+            first_step=self._first_step,
             **figures,
         )
 

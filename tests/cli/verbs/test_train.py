@@ -378,6 +378,24 @@ def test_train_save_resume_and_report(document, tmp_path):
     assert Path(document("report", out)["path"]).exists()
     assert (tmp_path / "out" / "timeline.svg").exists()
     one_device = ("train", TOWERS, "--devices", "1", "--batch-size", "8")
-    resumed = document(*one_device, "--steps", "2", "--resume", saved)["losses"]
+    resumed = document(*one_device, "--steps", "2", "--resume", saved)
+    assert f"from checkpoint {saved}" in Path(resumed["report"]).read_text(encoding="utf-8")
     whole = document(*one_device, "--steps", "14")["losses"]
-    assert [*found["losses"], *resumed] == pytest.approx(whole, rel=1e-4)
+    assert [*found["losses"], *resumed["losses"]] == pytest.approx(whole, rel=1e-4)
+    assert (found["resumed"], resumed["resumed"], resumed["first_step"]) == ("", saved, 12)
+
+
+def test_a_folder_that_is_nearly_a_checkpoint_says_where_one_is(run, tmp_path):
+    """The folder of figures is easily taken for that of weights, and a folder for the one in it."""
+    short = "train", TOWERS, "--devices", "1", "--steps", "1", "--batch-size", "8"
+    code, *_ = run(*short, "--out", str(tmp_path / "out"), "--save", str(tmp_path / "in" / "saved"))
+    assert code == 0
+    code, _, err = run(*short, "--resume", "out")
+    assert code == 1
+    assert "out is no checkpoint: out/manifest.json does not exist" in err
+    assert "the figures and the report of a run, whose weights are in the folder of --save" in err
+    code, _, err = run(*short, "--resume", "in")
+    assert (code, "in/saved is one" in err) == (1, True)
+    code, out, _ = run(*short, "--resume", "in/saved")
+    assert code == 0
+    assert "goes on from in/saved, after step 1" in out

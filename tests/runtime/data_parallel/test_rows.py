@@ -4,6 +4,7 @@ sparse gradients.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -274,8 +275,10 @@ def test_a_plan_makes_gradients_of_tables_sparse() -> None:
 
 
 def test_the_option_asks_for_an_optimizer_that_takes_it() -> None:
-    """On a rank with tables."""
+    """On a rank with tables; the plan says before that the optimizer by default takes none."""
     model = made(Whole)
     chosen = plan(model, 1, replicas=[2])
     with pytest.raises(TrainingError, match=r"AdamW, as it is set, takes no sparse gradients.*"):
         on_ranks(model, chosen, model.workload, row_tables, compute=SPARSE)
+    said = "SparseAdam, or SGD or Adagrad without momentum.* AdamW, the default of a Workload"
+    assert re.search(said, replace(chosen, sparse_embeddings=True).summary())

@@ -23,7 +23,7 @@ from anabranch.cli.preflight import (
     require_runs,
     require_trainable,
 )
-from anabranch.cli.restarts import is_restarted, restarted, train_with_restarts
+from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
 from anabranch.cli.run_summary import (
     INTERRUPTED,
     how_to_go_on,
@@ -113,6 +113,8 @@ def train(
         say_lines(shown.summary())
         for sentence in told(job.captured.loss_kind, job.captured.normalised):
             say_lines(sentence)
+        if training.resume is not None:
+            say_lines(f"goes on from {training.resume}, after step {first_step(training):,}")
     special: dict[str, Any] = {
         "accumulate": compute.accumulate,
     }
