@@ -19,6 +19,7 @@ from anabranch.files import (
     save_cluster,
     save_plan,
 )
+from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from tests.files.documents import (
@@ -136,6 +137,16 @@ def test_how_a_plan_trains_is_written(trait: str, tmp_path: Path) -> None:
     assert trait not in plan_to_dict(plan)
     save_plan(dataclasses.replace(plan, **{trait: True}), tmp_path / "out.json")
     assert getattr(load_plan(tmp_path / "out.json"), trait)
+
+
+def test_the_size_of_the_model_is_written(tmp_path: Path) -> None:
+    """Where it is known, which it is not for a plan made by hand."""
+    (tmp_path / "in.json").write_text(json.dumps(PLAN))
+    plan = load_plan(tmp_path / "in.json")
+    assert "model_size" not in plan_to_dict(plan)
+    sized = dataclasses.replace(plan, model_size=ModelSize(2**20, 108))
+    save_plan(sized, tmp_path / "out.json")
+    assert load_plan(tmp_path / "out.json") == sized
 
 
 @pytest.mark.parametrize(

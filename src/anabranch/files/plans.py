@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -24,6 +25,7 @@ from anabranch.files.fields import (
 )
 from anabranch.graph.opgraph import Granularity
 from anabranch.jsonfile import Strict, core_fields, document_fields, read_document, validate
+from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import Mode, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless, rule_named
@@ -58,8 +60,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
     ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of the
     user's own can be checked and simulated without that file; it is left out where the plan knows
-    the name alone. ``mode`` and ``policy`` are keys of asynchronous plans only, ``shard_optimizer``
-    and ``sparse_embeddings`` of those that have it.
+    the name alone, as ``model_size`` is in a plan made by hand. ``mode`` and ``policy`` are keys of
+    asynchronous plans only, ``shard_optimizer`` and ``sparse_embeddings`` of those that have it.
     """
     graph = plan.stage_graph
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
@@ -75,6 +77,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "cluster": plan.cluster,
         **machines,
         "profile": plan.profile,
+        **({} if plan.model_size is None else {"model_size": asdict(plan.model_size)}),
         "batch_size": graph.batch_size,
         "schedule": plan.schedule,
         **mode,
@@ -120,6 +123,11 @@ class _Prediction(Strict):
     exposed_sums: Annotated[float, Field(ge=-1e-6, le=1)] | None = None
 
 
+class _ModelSize(Strict):
+    parameter_bytes: Size
+    value_bytes: Size
+
+
 class _PlanFile(Strict):
     schema_: Literal["anabranch.plan/1"] = Field(alias="schema")
     planner: Text = ""
@@ -130,6 +138,7 @@ class _PlanFile(Strict):
     cluster: Text
     machines: ClusterFile | None = None
     profile: Text = ""
+    model_size: _ModelSize | None = None
     batch_size: Samples
     schedule: Text
     mode: Mode = "sync"
@@ -162,6 +171,7 @@ def _to_plan(file: _PlanFile) -> Plan:
         "predicted": _to_prediction(file.predicted, graph) if file.predicted is not None else None,
         "options": tuple(file.options.items()),
         "machines": machines,
+        "model_size": ModelSize(**file.model_size.model_dump()) if file.model_size else None,
     }
     not_of_plans = {"schema_", "batch_size", "depth", "stages", "edges"}
     return Plan(**core_fields(file, leave_out=not_of_plans) | changed)

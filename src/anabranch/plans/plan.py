@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from anabranch.cluster import Cluster
+from anabranch.plans.model_size import ModelSize
 from anabranch.plans.stages import Stage, StageGraph
+
+if TYPE_CHECKING:
+    from anabranch.graph.opgraph import OpGraph
 
 Mode = Literal["sync", "async"]
 
@@ -118,6 +122,7 @@ class Plan:
         policy: key of ``weights.POLICIES``; empty for ``sync``.
         shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``.
         sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``.
+        model_size: of the model that it was made for; None where it was made by hand.
     """
 
     stage_graph: StageGraph
@@ -139,6 +144,7 @@ class Plan:
     policy: str = ""
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
+    model_size: ModelSize | None = None
 
     @property
     def figures(self) -> Prediction:
@@ -155,6 +161,24 @@ class Plan:
     def costs(self) -> str:
         """The line on the origin of the costs; for people."""
         return f"costs: {self.profile or 'none, the plan was made by hand'}"
+
+    def other_model(self, graph: OpGraph) -> str:
+        """A sentence where the plan was made for a model of another size; empty where it was not,
+        or where that is not known.
+        """
+        planned, size = self.model_size, ModelSize.of(graph)
+        if planned is None or planned == size:
+            return ""
+        sizes = (
+            f"parameters of {memory_text(model.parameter_bytes)} and values of "
+            f"{memory_text(model.value_bytes)} per sample"
+            for model in (planned, size)
+        )
+        return (
+            f"the plan was made for a model with {next(sizes)}, but this one has {next(sizes)}: "
+            "it is cut at operators of the same names, but what the plan says of time and memory "
+            "is not of this model, and another plan may be faster; plan this model anew"
+        )
 
     def summary(self) -> str:
         """A table of the stages and what is predicted, as plain text."""

@@ -129,6 +129,8 @@ class Session:
             self.holders = self.holders.sharded(trainable)
         self.mesh = Mesh(graph.devices, self.holders.sets, place=place, timeout=timeout)
         self._watch = self.mesh.watch(timeout if stall_timeout is None else stall_timeout)
+        if self.mesh.rank == 0 and (said := plan.other_model(self.captured.graph)):
+            warnings.warn(said, stacklevel=2)
         self.transport: Transport | None = None
         self._saving: Saving | None = None
         self._copies: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import Endless, Planner
 from anabranch.plans.check import require
+from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.endless import ENDLESS
@@ -114,6 +115,7 @@ class EndlessSearch:
             machines=self._cost.cluster,
             mode="async",
             policy=policy,
+            model_size=ModelSize.of(profile.graph),
         )
 
     def _best(self, policy: WeightPolicy) -> tuple[ScheduledProposal, bool]:

@@ -25,6 +25,7 @@ from anabranch.planner.base import Improving, Planner
 from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
 from anabranch.plans.check import require
 from anabranch.plans.in_flight import with_in_flight
+from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
@@ -303,6 +304,7 @@ class Found:
             machines=cost.cluster,
             shard_optimizer=cost.shard_optimizer,
             sparse_embeddings=cost.sparse_embeddings,
+            model_size=ModelSize.of(cost.graph),
         )
 
 
