@@ -47,6 +47,7 @@ def test_a_mistake_is_one_paragraph(run, arguments, code, message):
         (["plan", "mtm", "--cluster", "local:2", "--batch-size", "4"], "(is mmt meant?)"),
         (["profile", "tests.cli.models:twoers"], "(is towers meant?)"),
         (["models", "much"], "unexpected extra argument"),
+        (["why", "plan.json"], "No such command 'why'. Write: anabranch simulate PLAN --why"),
     ],
 )
 def test_wrong_usage_is_a_document_too(run, arguments, message):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cluster import Level
+from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import simulate
@@ -45,6 +46,14 @@ def test_one_micro_batch_on_a_chain():
         "no_latency": 10.0,
         "even_stages": pytest.approx(9.0),
     }
+
+
+def test_updates_are_a_change_of_their_own():
+    """One device computes for 3 s and updates 4 bytes in 2 s."""
+    update = UpdateCost(0.0, 0.0, 0.5)
+    alone = cost_model((), [1], [2], cluster(1), parameter_bytes=4)
+    alone = replace(alone, profile=replace(alone.profile, update=update))
+    assert relaxed(warm(stage_graph((), [(0,)], 1)), alone) == ({"free_update": 3.0}, 5.0)
 
 
 def test_all_reduces_and_the_network_between_nodes():

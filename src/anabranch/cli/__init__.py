@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from anabranch.cli.output import Warnings, print_json, say_error, without_colour
@@ -38,8 +38,29 @@ from anabranch.cli.verbs.train import train
 from anabranch.cli.verbs.verify import verify
 from anabranch.errors import AnabranchError, LoaderError, StageFailedError, WorkloadError
 
+_MEANT = {
+    "why": "anabranch simulate PLAN --why",
+    "resume": "anabranch train MODEL --resume FOLDER",
+    "calibrate": "anabranch cluster --calibrate",
+}
+"""What does what a word asks for that is no verb."""
+
+
+class _Verbs(TyperGroup):
+    """Verbs that answer for words that are options."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except TyperException as error:
+            if args and args[0] in _MEANT:
+                error.message = f"No such command '{args[0]}'. Write: {_MEANT[args[0]]}"
+            raise
+
+
 app = typer.Typer(
     name="anabranch",
+    cls=_Verbs,
     help="Train any PyTorch model as a pipeline whose stages form a graph.\n\n"
     "MODEL is a built-in name (see `anabranch models`), `package.module:function` that returns "
     "an anabranch.Workload, or, where only planning is asked, a profile file.\n\n"

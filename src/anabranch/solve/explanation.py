@@ -230,7 +230,7 @@ def _helps(why: Explanation) -> Iterator[str]:
         return
     best = [r for r in why.relaxations if why.saves(r) >= 0.001][:MOST_CHANGES]
     if not best:
-        yield "no single change of links, memory or balance would save 0.1% of it"
+        yield "no single change of links, updates, memory or balance would save 0.1% of it"
         return
     yield f"what would help most: {_said(why, best[0])}"
     if best[1:]:

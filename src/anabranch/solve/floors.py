@@ -54,7 +54,7 @@ def floors(graph: StageGraph, cost: CostModel) -> Iterator[Floor]:
     at_once = computed_at_once(cost.cluster)
     where = f"over {total} devices"
     if at_once < total:
-        where += f", like {at_once:.3g} alone"
+        where += f", worth {at_once:.3g} cores"
     yield Floor("work", work_floor(cost, batch_size) * total / at_once, where, True)
     smallest = 1 if cost.profile.proportional else cost.profile.samples[0]
     parts = min(total, max(batch_size // smallest, 1) * max(cost.tensor_degrees))

@@ -50,6 +50,14 @@ class _WithoutSums(ModelCosts):
         return ()
 
 
+class _WithoutUpdates(ModelCosts):
+    """Prices of stages whose parameters are updated in no time."""
+
+    def update_s(self, stage: int) -> float:
+        """Nothing."""
+        return 0.0
+
+
 def relaxations(
     graph: StageGraph,
     schedule: str,
@@ -102,7 +110,9 @@ def _changes(
             yield "free_all_reduce", "all-reduces for nothing", _WithoutSums(graph, cost)
         if len(graph) > 1:
             evened = ModelCosts(graph, _evened(graph, cost, device_seconds))
-            yield "even_stages", "no stage slower than the average", evened
+            yield "even_stages", "no stage computing more than the average", evened
+    if any(map(ModelCosts(graph, cost).update_s, range(len(graph)))):
+        yield "free_update", "updates for nothing", _WithoutUpdates(graph, cost)
     if any(stage.recompute for stage in graph.stages):
         stages = tuple(replace(stage, recompute=False) for stage in graph.stages)
         lighter = ModelCosts(replace(graph, stages=stages), cost)

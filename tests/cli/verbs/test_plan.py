@@ -131,6 +131,7 @@ def test_data_parallelism_is_a_baseline_of_every_plan(run, document, profile):
     assert better["baselines"]["from"]["predicted"] == straight["predicted"]
     assert better["gain"]["from"] >= 1
     assert "against the plan of --from (" in run(*arguments, "--from", "straight.json")[1]
+    assert "against" not in run(*arguments, "--from", "straight.json", "--no-baselines")[1]
 
 
 def test_a_plan_remembers_how_its_model_was_built(document, tmp_path):
@@ -180,7 +181,10 @@ def test_operators_that_take_no_time(run, write_chain):
     arguments = write_chain(0.0, 0.0, devices=1)
     code, out, err = run("plan", *arguments, "-o", "plan.json")
     assert code == 0, err
-    assert "against sequential (0.00 ms, depth 1, micro-batch 1, 1f1b): our plan takes no" in out
+    assert (
+        "against the sequential pipeline (0.00 ms, depth 1, micro-batch 1, 1f1b): our plan takes no"
+        in out
+    )
     code, out, err = run("plan", *arguments, "--json")
     assert json.loads(out)["gain"]["sequential"] is None
     code, out, err = run("simulate", "plan.json", "chain.json")

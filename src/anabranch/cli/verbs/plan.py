@@ -52,7 +52,7 @@ def plan(
         bool,
         typer.Option(
             help="Also plan the baselines, to compare with: searched, but not improved by "
-            "simulation as compare does."
+            "simulation as compare does. The plan of --from is one of them."
         ),
     ] = True,
     as_json: AsJson = False,
@@ -120,7 +120,7 @@ def plan(
     if model.file is not None:
         save_plan(found, model.file)
     others: dict[str, Baseline | AnabranchError] = {}
-    if given is not None and given.stage_graph.batch_size == planning.batch_size:
+    if baselines and given is not None and given.stage_graph.batch_size == planning.batch_size:
         with suppress(AnabranchError):  # it may not fit as it stands
             others["from"] = Baseline.of(foreseen(given, costs, cluster)[0])
     if baselines and planner == "auto":
@@ -175,24 +175,31 @@ def plan(
 def against(name: str, other: Baseline | AnabranchError, ours: Plan) -> str:
     """One line that compares a baseline with our plan."""
     if isinstance(other, AnabranchError):
-        return f"against {_NAMES.get(name, name)}: none, {other}"
+        return f"against {_TITLES[name]}: none, {other}"
     step_s, graph = other.step_s, other.graph
     gain = ratio(step_s, ours.figures.step_s)
     return (
-        f"against {_NAMES.get(name, name)} ({step_s * 1e3:.2f} ms, depth {graph.depth}, "
+        f"against {_TITLES[name]} ({step_s * 1e3:.2f} ms, depth {graph.depth}, "
         f"micro-batch {graph.stages[0].microbatch_size}, {other.schedule}): "
         f"{'our plan takes no time' if gain is None else f'{gain:.2f}x'}"
     )
 
 
-_OPTIONS = {
-    "data-parallel": "--planner data-parallel",
-    "sequential": "--planner sequential",
-    "straight sequential": "--planner sequential --max-replicas 1",
+_TITLES = {
+    "from": "the plan of --from",
+    "data-parallel": "data parallelism",
+    "sequential": "the sequential pipeline",
+    "straight sequential": "the sequential pipeline without replicas",
 }
+"""Baselines in words."""
 
-_NAMES = {"from": "the plan of --from", "straight sequential": "sequential without replicas"}
-"""Baselines whose names in a document do not say what they are."""
+
+def _options(name: str) -> str:
+    """What plans a baseline."""
+    from anabranch.solve import BASELINES
+
+    given = BASELINES[name].items()
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in given if value)
 
 
 def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
@@ -200,7 +207,7 @@ def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
     plans = {
         n: other
         for n, other in others.items()
-        if n in _OPTIONS and not isinstance(other, AnabranchError)
+        if n != "from" and not isinstance(other, AnabranchError)
     }
     name = min(plans, key=lambda name: plans[name].step_s, default="")
     if not name or plans[name].step_s >= ours.figures.step_s * (1 - 1e-9):
@@ -212,10 +219,6 @@ def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
             if depth == mine
             else f"at depth {depth} instead of {mine}, which decides how stale weights are"
         )
-        return f"{_title(name)} is faster than this plan, {stale}: {_OPTIONS[name]} plans it"
+        return f"{_TITLES[name]} is faster than this plan, {stale}: {_options(name)} plans it"
     end = ", or let the search of this planner come to its end" if interrupted(ours) else ""
-    return f"{_title(name)} is faster than this plan: {_OPTIONS[name]} plans it{end}"
-
-
-def _title(baseline: str) -> str:
-    return "data parallelism" if baseline == "data-parallel" else f"the {baseline} pipeline"
+    return f"{_TITLES[name]} is faster than this plan: {_options(name)} plans it{end}"
