@@ -337,17 +337,10 @@ class CostModel:
     def tied(self) -> tuple[tuple[int, Parameter], ...]:
         """Parameters that several operators read, with the bit masks of these."""
         return tuple(
-            (mask, self.parameters[name]) for name, mask in self.users.items() if mask & (mask - 1)
+            (mask, self.parameters[name])
+            for name, mask in self.graph.readers.items()
+            if mask.bit_count() > 1
         )
-
-    @cached_property
-    def users(self) -> dict[str, int]:
-        """Per parameter the bit mask of the operators that read it."""
-        users: dict[str, int] = {}
-        for i, op in enumerate(self.graph.ops):
-            for name in op.parameters:
-                users[name] = users.get(name, 0) | 1 << i
-        return users
 
     def held_bytes(self, parameter: Parameter) -> Held[float]:
         """Bytes of one parameter."""
@@ -366,7 +359,7 @@ class CostModel:
             held = np.array(self._sharded[tensor].parameter_bytes, dtype=np.float64)
             return Held(held, held, none, none)
         own = Held(none, none.copy(), none.copy(), none.copy())
-        for name, mask in self.users.items():
+        for name, mask in self.graph.readers.items():
             if not mask & (mask - 1):
                 for kind, nbytes in zip(own, self.held_bytes(self.parameters[name]), strict=True):
                     kind[mask.bit_length() - 1] += nbytes
@@ -485,7 +478,7 @@ class CostModel:
         if tensor > 1:
             return (float(updated_bytes(weights.trainable, weights.largest, replicas)),) * replicas
         trained = (p for p in reversed(self.graph.parameters) if p.trainable)
-        sizes = [p.nbytes for p in trained if self.users.get(p.name, 0) & mask]
+        sizes = [p.nbytes for p in trained if self.graph.readers.get(p.name, 0) & mask]
         updated = [0.0] * replicas
         for nbytes, replica in zip(sizes, updaters(sizes, replicas), strict=True):
             updated[replica] += nbytes

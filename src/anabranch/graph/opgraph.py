@@ -195,6 +195,21 @@ class OpGraph:
         """Parameter name -> bytes."""
         return {parameter.name: parameter.nbytes for parameter in self.parameters}
 
+    @cached_property
+    def readers(self) -> dict[str, int]:
+        """Parameter name -> bit mask of the operators that read it, of those that any reads."""
+        readers: dict[str, int] = {}
+        for i, op in enumerate(self.ops):
+            for name in op.parameters:
+                readers[name] = readers.get(name, 0) | 1 << i
+        return readers
+
+    @cached_property
+    def tied(self) -> dict[str, int]:
+        """Trainable parameters that several operators read, likewise."""
+        several = ((p.name, self.readers.get(p.name, 0)) for p in self.parameters if p.trainable)
+        return {name: mask for name, mask in several if mask.bit_count() > 1}
+
     def mask(self, names: Iterable[str]) -> int:
         """Bit mask of the named operators; raises KeyError for a name that is not there."""
         return reduce(or_, (1 << self.index[name] for name in names), 0)

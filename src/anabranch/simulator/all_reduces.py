@@ -77,7 +77,8 @@ def all_reduces_of(
     names = {
         name
         for name in holders[0].readers
-        if all(name in holder.readers for holder in holders) and not cost.users[name] & ~union
+        if all(name in holder.readers for holder in holders)
+        and not cost.graph.readers[name] & ~union
     }
     owned = [p for p in reversed(cost.graph.parameters) if p.name in names and p.nbytes]
     stages, whole_bytes = tuple(range(len(holders))), sum(parameter.nbytes for parameter in owned)

@@ -6,7 +6,7 @@ stage and links that cost nothing: a step is then the schedule's ideal for measu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -82,6 +82,10 @@ class StepCosts(Protocol):
 
     def all_reduces(self) -> Sequence[AllReduce]:
         """The sums of gradients before an update; those of the same devices in their order."""
+        return ()
+
+    def tied_stages(self) -> Collection[tuple[int, ...]]:
+        """Sets of stages that read the same trainable parameters, however small."""
         return ()
 
     def gradient_share(self, stage: int, samples: int, operator: int) -> float:
@@ -207,14 +211,17 @@ class ModelCosts:
         """One per set of stages that read the same parameters, over its ``plans.rings``."""
         return self._all_reduces
 
+    def tied_stages(self) -> Collection[tuple[int, ...]]:
+        """See ``StepCosts``."""
+        read = (
+            tuple(s for s, stage in enumerate(self._stages) if stage.mask & readers)
+            for readers in self.cost.graph.tied.values()
+        )
+        return {stages for stages in read if len(stages) > 1}
+
     @cached_property
     def _all_reduces(self) -> tuple[AllReduce, ...]:
-        tied = {
-            tuple(s for s, stage in enumerate(self._stages) if stage.mask & users)
-            for users, parameter in self.cost.tied
-            if parameter.trainable
-        }
-        groups = {(s,) for s in range(len(self.graph))} | tied
+        groups = {(s,) for s in range(len(self.graph))} | {*self.tied_stages()}
         works = (work for stages in groups for work in self._sums(stages))
         return tuple(sorted(works, key=lambda work: turn(work.devices, work.stages)))
 

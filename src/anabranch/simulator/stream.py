@@ -134,15 +134,14 @@ def least_period_s(graph: StageGraph, costs: StepCosts) -> float:
 
 
 def require_untied(costs: StepCosts) -> None:
-    """Raise an ``InvalidPlanError`` if stages sum gradients of the same parameters."""
-    for work in costs.all_reduces():
-        if len(work.stages) > 1:
-            raise InvalidPlanError(
-                f"stages {', '.join(map(str, work.stages))} read the same parameters; in "
-                "asynchronous training every stage updates its own weights when its own backward "
-                "is done, so tied parameters would drift apart: gather their operators in one "
-                "stage, or train with mode sync"
-            )
+    """Raise an ``InvalidPlanError`` if stages read the same trainable parameters."""
+    for stages in sorted(costs.tied_stages()):
+        raise InvalidPlanError(
+            f"stages {', '.join(map(str, stages))} read the same parameters; in asynchronous "
+            "training every stage updates its own weights when its own backward is done, so tied "
+            "parameters would drift apart: gather their operators in one stage, or train with mode "
+            "sync"
+        )
 
 
 def record(

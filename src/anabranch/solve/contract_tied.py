@@ -15,36 +15,20 @@ Every stage graph that may run asynchronously is one of the smaller model, at th
 
 from __future__ import annotations
 
-from collections import defaultdict
-
-from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.contraction import Contracted, contract
 from anabranch.profile.profile import Profile
 
 
-def tied(graph: OpGraph) -> list[tuple[str, int]]:
-    """Trainable parameters that several operators read, with these operators as bit mask."""
-    readers: dict[str, int] = defaultdict(int)
-    for i, op in enumerate(graph.ops):
-        for name in op.parameters:
-            readers[name] |= 1 << i
-    return [
-        (parameter.name, readers[parameter.name])
-        for parameter in graph.parameters
-        if parameter.trainable and readers[parameter.name].bit_count() > 1
-    ]
-
-
 def contract_tied(profile: Profile) -> Contracted:
     """The profile with operators that share a trainable parameter as one."""
-    return contract(profile, [mask for _, mask in tied(profile.graph)])
+    return contract(profile, [*profile.graph.tied.values()])
 
 
 def because(contracted: Contracted) -> str:
     """Which parameter keeps which operators together; empty if none does."""
     several = [mask for mask in contracted.masks if mask.bit_count() > 1]
     found = []
-    for name, mask in tied(contracted.whole.graph):
+    for name, mask in contracted.whole.graph.tied.items():
         around = next(part for part in several if part & mask)
         others = around.bit_count() - mask.bit_count()
         between = f" with the {others} operators around them" if others else ""
