@@ -218,6 +218,19 @@ def test_a_device_that_waits_for_gradients_of_others_is_named():
     )
 
 
+def test_devices_of_a_replica_that_wait_for_gradients_of_another_replica():
+    """Of two replicas of two devices, both of the first are at the same backward: what they wait
+    for are the sums with the second, not each other.
+    """
+    graph = StageGraph((Stage(("a",), (0, 1, 2, 3), 2, in_flight=2, tensor=2),), (), 4)
+    order = SCHEDULES["1f1b"]().order(graph)
+    ended = dict.fromkeys((2, 3), len(order.actions[2]))
+    said = describe_deadlock(order, graph, {0: 2, 1: 2, **ended})
+    assert said.count("waits for the other devices that sum gradients with it") == 2
+    split = describe_deadlock(order, graph, {0: 2, 1: 1, **ended})
+    assert "device 0, step 3 of 4, waits for the other devices of its replica" in split
+
+
 def test_devices_of_a_replica_that_wait_in_a_circle():
     """Device 0 waits at 0F1 for device 1, that for a gradient of stage 1, and that for the second
     micro-batch, from device 0.

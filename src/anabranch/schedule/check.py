@@ -105,14 +105,18 @@ def show(actions: Sequence[Action], position: int, *, around: int = 4) -> str:
 def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[int, int]) -> str:
     """What each unfinished device waits for, given where each stands in its list."""
     lines = ["the schedule deadlocks; every unfinished device waits for another:"]
+    groups = _groups(graph)
     for device, at in sorted(positions.items()):
         actions = schedule.actions[device]
         if at == len(actions):
             continue
         action = actions[at]
         if action.peer < 0:
-            is_alone = graph.stages[action.stage].tensor == 1
-            others = "that sum gradients with it" if is_alone else "of its replica"
+            replica = groups.get((action.stage, device), ())
+            here = (schedule.actions[other][positions[other] :][:1] for other in replica)
+            # Where all of the replica are at it, the sums of an earlier update are what is missing.
+            is_split = any(list(first) != [action] for first in here)
+            others = "of its replica" if is_split else "that sum gradients with it"
             lines.append(
                 f"  device {device}, step {at + 1} of {len(actions)}, waits for the other devices "
                 f"{others}: {show(actions, at)}"
