@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.planner.graphpipe.chains import line
-from anabranch.planner.graphpipe.partitioner import StagePrices, partition
+from anabranch.planner.graphpipe.partitioner import partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.budget import Budget
@@ -49,8 +49,7 @@ def test_equals_the_best_contiguous_cut(profile, devices, size, count, memory):
     schedules = Schedules((Configuration(size),), (prices,))
     chain = line(cost, problem.order, 64)
     stages = partition(chain, schedules, devices, 1e-9, Budget("graphpipe", 1e9, ""))
-    tables = StagePrices(schedules)
-    found = max((tables.tps(stage) * size for stage in stages), default=math.inf)
+    found = max((schedules.tps(*stage) * size for stage in stages), default=math.inf)
     assert found == pytest.approx(least, rel=1e-6)
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.graphpipe import partitioner
 from anabranch.planner.graphpipe.chains import line, tree
 from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
@@ -57,7 +56,7 @@ def test_equals_the_best_of_all(profile, devices, size, count, limit, memory):
         return
     assert sum(mode.devices for mode in found) == devices
     assert sum(stage.mask for stage in stages) == (1 << len(cost.graph)) - 1
-    slowest = max(partitioner.StagePrices(schedules).tps(stage) for stage in stages) * size
+    slowest = max(schedules.tps(*stage) for stage in stages) * size
     assert slowest == pytest.approx(least, rel=1e-6)
 
 

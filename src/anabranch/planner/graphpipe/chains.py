@@ -16,8 +16,7 @@ compute.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,15 +63,6 @@ class Chain:
         parts = [*block.branches[branch].row.parts, *self.row.parts[place + 1 :]]
         return NestedSets.row(self.row.cost, parts)
 
-    def rows(self) -> Iterator[NestedSets]:
-        """The rows of the chain and of all that is inside it."""
-        yield self.row
-        for block in self.items:
-            if block is not None:
-                yield block.row
-                for branch in block.branches:
-                    yield from branch.rows()
-
 
 def tree(cost: CostModel, root: Node, most_items: int) -> Chain:
     """The chain that stands for a whole decomposition."""
@@ -81,9 +71,7 @@ def tree(cost: CostModel, root: Node, most_items: int) -> Chain:
 
 def line(cost: CostModel, order: Iterable[int], most_items: int) -> Chain:
     """The chain of operators in one topological order."""
-    runs = list(_Builder(cost, most_items).runs([Leaf(op) for op in order]))
-    masks = [sum(map(_mask, run)) for run in runs]
-    return Chain((None,) * len(masks), NestedSets.row(cost, masks))
+    return tree(cost, Series(tuple(map(Leaf, order))), most_items)
 
 
 class _Builder:
@@ -92,76 +80,56 @@ class _Builder:
     def __init__(self, cost: CostModel, most_items: int) -> None:
         self._cost = cost
         costs = cost.profile.costs
-        self._seconds = [op.forward_s[-1] + op.backward_s[-1] for op in costs]
-        self._small = sum(self._seconds) / most_items if len(costs) > most_items else -1.0
+        self._work_s = [op.forward_s[-1] + op.backward_s[-1] for op in costs]
+        self._small = sum(self._work_s) / most_items if len(costs) > most_items else -1.0
 
     @cached_property
     def _keys(self) -> list[Hashable]:
         """Per operator what it costs."""
         named = self._cost.parameters
+        held = [[named[name] for name in op.parameters] for op in self._cost.graph.ops]
         return [
-            (
-                cost,
-                tuple((named[name].nbytes, named[name].trainable) for name in op.parameters),
-            )
-            for op, cost in zip(self._cost.graph.ops, self._cost.profile.costs, strict=True)
+            (costs, tuple((parameter.nbytes, parameter.trainable) for parameter in parameters))
+            for costs, parameters in zip(self._cost.profile.costs, held, strict=True)
         ]
 
     def chain(self, node: Node) -> Chain:
         """The chain of a part."""
-        items: list[Block | None] = []
-        masks: list[int] = []
-        for run in self.runs(_flat(node)):
-            first = run[0]
-            whole = isinstance(first, Parallel) and len(run) == 1 and not self._is_small(run)
-            items.append(self._block(first) if whole and isinstance(first, Parallel) else None)
-            masks.append(sum(map(_mask, run)))
-        return Chain(tuple(items), NestedSets.row(self._cost, masks))
+        runs = list(self.runs(_flat(node)))
+        items = [
+            self._block(run[0])
+            if isinstance(run[0], Parallel) and self._seconds(run[0]) > self._small
+            else None
+            for run in runs
+        ]
+        row = NestedSets.row(self._cost, [sum(map(_mask, run)) for run in runs])
+        return Chain(tuple(items), row)
 
     def runs(self, nodes: Iterable[Node]) -> Iterator[list[Node]]:
         """Neighbours that may be one item, each run as long as it stays small."""
         run: list[Node] = []
         seconds = 0.0
         for node in nodes:
-            more = sum(self._seconds[op] for op in operators(node)) if self._small >= 0 else 0.0
-            if run and (self._small < 0 or seconds + more > self._small):
+            more = self._seconds(node)
+            if run and seconds + more > self._small:
                 yield run
                 run, seconds = [], 0.0
             run.append(node)
             seconds += more
-        if run:
-            yield run
+        yield run
 
-    def _is_small(self, run: Sequence[Node]) -> bool:
-        return sum(self._seconds[op] for node in run for op in operators(node)) <= self._small
+    def _seconds(self, node: Node) -> float:
+        return sum(self._work_s[op] for op in operators(node))
 
     def _block(self, node: Parallel) -> Block:
-        branches = [
-            run[0] if len(run) == 1 else Parallel(tuple(run)) for run in self.runs(node.children)
-        ]
-        classes: list[int] = []
-        ordered: list[Node] = []
-        for group in self._alike(branches):
-            classes += [len(classes)] * len(group)
-            ordered += group
-        return Block(
-            tuple(map(self.chain, ordered)),
-            tuple(classes),
-            NestedSets.row(self._cost, list(map(_mask, ordered))),
-        )
-
-    def _alike(self, branches: Sequence[Node]) -> list[list[Node]]:
-        """Branches that are the same, in the order of the first of each kind."""
-        # Comparing costs is quick, and mostly enough to tell branches apart.
-        costs = [tuple(self._keys[op] for op in operators(branch)) for branch in branches]
-        often = Counter(costs)
         alike: dict[Hashable, list[Node]] = {}
-        for place, (branch, key) in enumerate(zip(branches, costs, strict=True)):
-            same: Hashable = place
-            if often[key] > 1:
-                same = key, signature(self._cost.graph, branch, self._keys)
-            alike.setdefault(same, []).append(branch)
-        return list(alike.values())
+        for run in self.runs(node.children):
+            branch = run[0] if len(run) == 1 else Parallel(tuple(run))
+            alike.setdefault(signature(self._cost.graph, branch, self._keys), []).append(branch)
+        ordered = [branch for same in alike.values() for branch in same]
+        classes = [ordered.index(same[0]) for same in alike.values() for _ in same]
+        row = NestedSets.row(self._cost, list(map(_mask, ordered)))
+        return Block(tuple(map(self.chain, ordered)), tuple(classes), row)
 
 
 def _flat(node: Node) -> list[Node]:

@@ -24,7 +24,7 @@ Two things the paper implies only:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -33,11 +33,9 @@ import numpy as np
 
 from anabranch import jit
 from anabranch.cost.nested_weights import NestedSets
-from anabranch.graph.opgraph import bits
 from anabranch.planner.graphpipe.chains import Block, Chain
 from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules, StageTables
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.remembered import remembered
 
 TAILS = 4
@@ -80,8 +78,7 @@ def prepare() -> None:
     seconds, ranges = np.zeros((1,) * 4), np.zeros((1,) * 4, dtype=np.int64)
     row, table, devices = ranges[0], ranges[0, 0], ranges[0, 0, 0]
     jit.begin(
-        (_hold_in_row, (seconds, ranges, 0, row, table, devices, 0.0, row, row)),
-        (_hold_fewest, (seconds, ranges, 0, 0, row, 0, devices, 0.0, table, table)),
+        (_hold_fewest, (seconds, ranges, 0, row, table, devices, 0.0, row, row)),
         (_share_devices, (table,) * 4),
         (_put_beside, (row, seconds, ranges, 0, devices, table, devices, 0.0, row, ranges)),
     )
@@ -98,86 +95,58 @@ def partition(
     Returns:
         No stages where nothing fits.
     """
-    prices = StagePrices(schedules)
     best: list[PlannedStage] = []  # 2
     low, high = 0.0, np.inf  # 2: infinity is a safe upper bound
     while high > low * (1 + tolerance):  # 3
         bound = (low + high) / 2 if best else np.inf  # 4
-        found = _Search(prices, chain, groups, bound, budget).stage_graph()  # 5
+        found = _Search(schedules, chain, groups, bound, budget).stage_graph()  # 5
         if not found:  # 6
             if not best:
                 return []
             low = bound  # 7
         else:
             # 9: no less than the slowest stage, which may be quicker than asked for.
-            high = max(prices.tps(stage) for stage in found)
+            high = max(schedules.tps(*stage) for stage in found)
             best = found  # 10
     return best  # 11
 
 
-class StagePrices:
-    """Tables of single stages, each row once."""
-
-    def __init__(self, schedules: Schedules) -> None:
-        self.schedules = schedules
-        self._parts = [PartPrices(prices) for prices in schedules.prices]
-
-    @remembered
-    def of_row(self, row: NestedSets, starts: int = 0) -> StageTables:
-        """Of the ranges of a row, or of those that begin at its first so many."""
-        return self.schedules.tables(row, starts or len(row))
-
-    @remembered
-    def tail_s(self, row: NestedSets) -> Floats:
-        """Seconds of compute per sample of what a row has behind each cut, in the quickest mode."""
-        running = [
-            row.compute_s(prices.samples(mode.replicas), mode.tensor) / prices.microbatch_size
-            for prices in self.schedules.prices
-            for mode in prices.modes
-        ]
-        return np.asarray(np.min([seconds[-1] - seconds[:-1] for seconds in running], axis=0))
-
-    def tps(self, stage: PlannedStage) -> float:
-        """Seconds per sample of one stage."""
-        size = self.schedules.configurations[stage.configuration].microbatch_size
-        part = Part.in_mode(stage.mask, self.schedules.modes[stage.mode])
-        return self._parts[stage.configuration].period_s(part) / size
-
-
+@dataclass(frozen=True, eq=False)
 class _Search:
     """SearchStageGraph (lines 13 to 20) for one bound; DP states are remembered (lines 24, 25)."""
 
-    def __init__(
-        self, prices: StagePrices, chain: Chain, groups: int, bound: float, budget: Budget
-    ) -> None:
-        self._prices, self._schedules = prices, prices.schedules
-        self._chain, self._groups, self._bound, self._budget = chain, groups, bound, budget
+    schedules: Schedules
+    chain: Chain
+    groups: int
+    bound: float
+    budget: Budget
 
     def stage_graph(self) -> list[PlannedStage]:
         """The stages on all devices with the least memory; none if the bound is too low."""
         # 17: before the whole model there is no stage, behind it none that it waits for.
-        found = self._in_series(self._chain, len(self._chain), self._schedules.alone)
+        found = self._in_series(self.chain, len(self.chain), self.schedules.alone)
         # 15, 19: of all configurations the one with the fewest samples in flight.
-        first = int(found.least[:, self._groups].argmin())
-        if found.least[first, self._groups] >= NEVER:
+        first = int(found.least[:, self.groups].argmin())
+        if found.least[first, self.groups] >= NEVER:
             return []
-        return found.stages(first, self._groups)
+        return found.stages(first, self.groups)
 
     @remembered  # 24, 25
     def _in_series(self, chain: Chain, stop: int, after: After) -> Strategies:
         """DP for the items of a chain up to ``stop``, what follows asking for ``after``."""
-        tables, row = self._prices.of_row(chain.row), chain.row
-        # For every cut the best of what follows it.
+        tables, row = self.schedules.tables(chain.row), chain.row
+        # For every cut the best of what follows it, and the stages that begin there.
         nothing = self._nothing(after)
         rests: list[Strategies] = [nothing] * (stop + 1)
         needs = np.full((stop + 1, *nothing.least.shape), NEVER, dtype=np.int64)
         needs[stop] = nothing.least
-        singles = [_none(*nothing.least.shape)] * stop
+        singles = [(needs[stop], needs[stop])] * stop
 
         def begins(i: int) -> list[Strategies]:
-            """All that may follow the cut before an operator."""
-            mask = partial(_run_mask, row, i, i + 1)
-            return self._begins(*singles[i], mask, rests[i + 1 :])
+            return self._begins(row, i, *singles[i], rests)
+
+        def stages(i: int, x: int, d: int) -> list[PlannedStage]:
+            return self._pick_better(begins(i)).stages(x, d)
 
         # What follows the cut behind the item that is next, as long as that is a block.
         behind, i = [nothing], stop
@@ -187,10 +156,9 @@ class _Search:
             last, i = i, i - 1
             while i and chain.items[i] is None and chain.items[i - 1] is None:
                 i -= 1
-            held, chosen = self._single_stages(tables, i, last, needs)
+            singles[i:last] = self._single_stages(tables, i, last, needs)
             for j in range(i, last):
-                singles[j] = held[j - i], chosen[j - i]
-                rests[j] = Strategies(needs[j], partial(self._stages_of, begins, j))
+                rests[j] = Strategies(needs[j], partial(stages, j))
             block = chain.items[i]
             if block is not None:
                 found = begins(i)
@@ -198,7 +166,8 @@ class _Search:
                 for rest in behind:
                     found += self._before(rest, partial(self._whole, block))
                 # .. or a block whose join has the tail of a branch.
-                found += self._joined(chain, i, stop, needs, rests)
+                if i + 1 < stop:
+                    found += self._joined(chain, i, needs, rests)
                 rests[i] = self._pick_better(found)
                 needs[i] = rests[i].least
                 behind = found
@@ -206,14 +175,9 @@ class _Search:
                 behind = begins(i)
         return rests[0]
 
-    def _stages_of(
-        self, begins: Callable[[int], list[Strategies]], i: int, x: int, d: int
-    ) -> list[PlannedStage]:
-        return self._pick_better(begins(i)).stages(x, d)
-
     def _single_stages(
         self, tables: StageTables, start: int, stop: int, needs: Ints
-    ) -> tuple[Ints, Ints]:
+    ) -> list[tuple[Ints, Ints]]:
         """The base case (lines 26 to 31) for stages that begin at each of some items in a row.
 
         Args:
@@ -222,66 +186,27 @@ class _Search:
         Returns:
             As ``_hold_fewest``, for each of them.
         """
-        schedules, shape = self._schedules, needs.shape[1:]
+        schedules, shape = self.schedules, needs.shape[1:]
+        more, devices = schedules.more, schedules.devices
         places = sum(len(needs) - 1 - i for i in range(start, stop))
-        steps = tables.tps.shape[0] * tables.tps.shape[1] * places * shape[1]
-        self._budget.spend(steps + CALL * shape[0] * (stop - start))
+        steps = shape[0] * len(devices) * places * shape[1]
+        self.budget.spend(steps + CALL * shape[0] * (stop - start))
         held = np.full((stop - start, *shape), NEVER, dtype=np.int64)
         chosen = np.zeros_like(held)
-        _hold_in_row(
-            tables.tps,
-            tables.room,
-            start,
-            needs,
-            schedules.more,
-            schedules.devices,
-            self._bound,
-            held,
-            chosen,
-        )
-        return held, chosen
-
-    def _single_stage(
-        self,
-        tables: StageTables,
-        start: int,
-        stop: int,
-        needs: Ints,
-        mask: Callable[[int], int],
-        rests: Sequence[Strategies],
-    ) -> list[Strategies]:
-        """The base case for stages that begin at one item and end at ``stop`` or later, each with
-        what follows it.
-        """
-        schedules, shape = self._schedules, needs.shape[1:]
-        steps = tables.tps.shape[0] * tables.tps.shape[1] * needs.shape[0] * shape[1]
-        self._budget.spend(steps + CALL * shape[0])
-        held, chosen = _none(*shape)
-        _hold_fewest(
-            tables.tps,
-            tables.room,
-            start,
-            stop,
-            np.ascontiguousarray(needs),
-            0,
-            schedules.devices,
-            self._bound,
-            held,
-            chosen,
-        )
-        return self._begins(held, chosen, mask, rests)
+        _hold_fewest(tables.tps, tables.room, start, needs, more, devices, self.bound, held, chosen)
+        return list(zip(held, chosen, strict=True))
 
     def _begins(
-        self, held: Ints, chosen: Ints, mask: Callable[[int], int], rests: Sequence[Strategies]
+        self, row: NestedSets, start: int, held: Ints, chosen: Ints, rests: Sequence[Strategies]
     ) -> list[Strategies]:
         """For every configuration that a stage may have, the strategies that begin with it."""
-        schedules = self._schedules
+        schedules = self.schedules
 
         def begin(y: int) -> Strategies:
             def stages(_: int, d: int) -> list[PlannedStage]:
-                m, k = divmod(int(chosen[y, d]), len(schedules.devices))
-                rest = rests[m].stages(y, d - int(schedules.devices[k]))
-                return [PlannedStage(mask(m), y, k), *rest]
+                stop, k = divmod(int(chosen[y, d]), len(schedules.devices))
+                rest = rests[stop].stages(y, d - int(schedules.devices[k]))
+                return [PlannedStage(row.mask(start, stop), y, k), *rest]
 
             return Strategies(np.minimum(held[y] + schedules.more[:, y, None], NEVER), stages)
 
@@ -293,18 +218,13 @@ class _Search:
         for d, column in enumerate(rest.least.T.tolist()):
             if min(column) < NEVER:
                 columns.setdefault(tuple(column), []).append(d)
-
-        def follow(first: Strategies, d: list[int]) -> Strategies:
-            least, chosen = _shifted(first.least, d)
-
-            def stages(x: int, total: int) -> list[PlannedStage]:
-                d2 = int(chosen[x, total])
-                return [*first.stages(x, total - d2), *rest.stages(x, d2)]
-
-            return Strategies(least, stages)
-
+        found = []
         # 39: what G_2 holds decides what G_1 must; of equals one search serves all.
-        return [follow(solve(c_b), d) for c_b, d in columns.items()]
+        for c_b, devices in columns.items():
+            taken = np.full_like(rest.least, NEVER)
+            taken[:, devices] = 0
+            found.append(_side_by_side(Strategies(taken, rest.stages), solve(c_b)))
+        return found
 
     @remembered
     def _beside(self, block: Block, start: int, after: After) -> list[Strategies]:
@@ -317,26 +237,18 @@ class _Search:
             q: self._in_series(block.branches[q], len(block.branches[q]), after)
             for q in dict.fromkeys(classes)
         }
-        tables, schedules = self._prices.of_row(block.row), self._schedules
-        shape = len(classes) + 1, len(after), self._groups + 1
-        self._budget.spend(
-            shape[0] ** 2 // 2 * tables.tps.shape[1] * shape[1] ** 2 * shape[2] + CALL * shape[1]
+        tables = self.schedules.tables(block.row)
+        more, devices = self.schedules.more, self.schedules.devices
+        shape = len(classes) + 1, len(after), self.groups + 1
+        self.budget.spend(
+            shape[0] ** 2 // 2 * len(devices) * shape[1] ** 2 * shape[2] + CALL * shape[1]
         )
         least = np.full(shape, NEVER, dtype=np.int64)
         least[0, :, 0] = 0  # no branches ask for nothing
         choices = np.zeros((*shape, 4), dtype=np.int64)
-        _put_beside(
-            np.stack([alone[q].least for q in classes]) if classes else least[1:],
-            tables.tps,
-            tables.room,
-            start,
-            np.array(after, dtype=np.int64),
-            schedules.more,
-            schedules.devices,
-            self._bound,
-            least,
-            choices,
-        )
+        branches = np.stack([alone[q].least for q in classes]) if classes else least[1:]
+        asked, tps, room = np.array(after, dtype=np.int64), tables.tps, tables.room
+        _put_beside(branches, tps, room, start, asked, more, devices, self.bound, least, choices)
 
         def stages(stop: int, x: int, d: int) -> list[PlannedStage]:
             if not stop:
@@ -345,9 +257,8 @@ class _Search:
             first = start + middle
             last = [PlannedStage(block.row.mask(first, start + stop), y, k)]
             if stop - middle == 1:
-                known = classes[middle]
-                last = alone[known].stages(x, d - d1)
-                last = _renamed(last, block.branches[known], block.branches[first])
+                own = block.branches[first]
+                last = self._in_series(own, len(own), after).stages(x, d - d1)
             return [*stages(middle, x, d1), *last]
 
         return [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
@@ -356,37 +267,27 @@ class _Search:
         return self._beside(block, 0, after)[-1]
 
     def _joined(
-        self, chain: Chain, place: int, stop: int, needs: Ints, rests: Sequence[Strategies]
+        self, chain: Chain, place: int, needs: Ints, rests: Sequence[Strategies]
     ) -> list[Strategies]:
         """A stage after a block that also has the tail of a branch, and the rest of the block."""
         block = chain.items[place]
         assert block is not None
         found: list[Strategies] = []
-        for q in sorted(
-            {block.classes.index(c) + block.classes.count(c) - 1 for c in block.classes}
-        ):
+        for q in {same: q for q, same in enumerate(block.classes)}.values():
             branch = block.branches[q]
-            for cut in self._cuts(branch) if place + 1 < stop else []:
-                # Stages end behind the first item after the block or later.
-                row, end = chain.with_join(place, q), len(branch) + 1
-                tables = self._prices.of_row(row, len(branch))
-                if tables.quickest[cut, end] > self._bound:
-                    continue
-                begins = self._single_stage(
-                    *(tables, cut, end),
-                    needs[place + 2 : stop + 1],
-                    partial(_run_mask, row, cut, end),
-                    rests[place + 2 : stop + 1],
-                )
-                for begin in begins:
+            # A row of the branch and what follows the block, of which the stage has one item.
+            row, end = chain.with_join(place, q), len(branch) + 1
+            nowhere = np.full((end, *needs.shape[1:]), NEVER, dtype=np.int64)
+            behind = np.concatenate([nowhere, needs[place + 2 :]])
+            after = [rests[0]] * end + list(rests[place + 2 :])
+            tables = self.schedules.tables(row, len(branch))
+            places = np.flatnonzero(tables.quickest[:, end] <= self.bound)
+            # The longest tail first.
+            for cut in places[:: max(1, -(-len(places) // TAILS))].tolist():
+                ((held, chosen),) = self._single_stages(tables, cut, cut + 1, behind)
+                for begin in self._begins(row, cut, held, chosen, after):
                     found += self._before(begin, partial(self._without_tail, block, q, cut))
         return found
-
-    def _cuts(self, branch: Chain) -> list[int]:
-        """Places to cut a branch so that its tail is within the bound, the longest tail first."""
-        places = np.flatnonzero(self._prices.tail_s(branch.row) <= self._bound)
-        step = max(1, -(-len(places) // TAILS))
-        return [int(place) for place in places[::step]]
 
     def _without_tail(self, block: Block, q: int, cut: int, after: After) -> Strategies:
         """DP for a block whose branch q ends at a cut."""
@@ -404,21 +305,16 @@ class _Search:
         """PickBetter (lines 18, 47): less memory, which is fewer samples in flight."""
         if len(options) == 1:
             return options[0]
-        shape = len(self._schedules.configurations), self._groups + 1
+        shape = len(self.schedules.configurations), self.groups + 1
         tables = np.stack([np.full(shape, NEVER), *(option.least for option in options)])
         chosen = tables.argmin(axis=0)
         return Strategies(tables.min(axis=0), lambda x, d: options[chosen[x, d] - 1].stages(x, d))
 
     def _nothing(self, after: After) -> Strategies:
         """No operators: a stage before this one is before what follows."""
-        least = np.full((len(after), self._groups + 1), NEVER, dtype=np.int64)
+        least, _ = _none(len(after), self.groups + 1)
         least[:, 0] = after
         return Strategies(least, lambda _x, _d: [])
-
-
-def _run_mask(row: NestedSets, start: int, stop: int, m: int) -> int:
-    """Operators of the range that ends m parts behind ``stop``."""
-    return row.mask(start, stop + m)
 
 
 def _side_by_side(a: Strategies, b: Strategies) -> Strategies:
@@ -433,22 +329,8 @@ def _side_by_side(a: Strategies, b: Strategies) -> Strategies:
     return Strategies(least, stages)
 
 
-def _operators(chain: Chain) -> Iterator[int]:
-    """Operators of a chain, item after item, branch after branch."""
-    for item, mask in zip(chain.items, chain.row.parts, strict=True):
-        for branch in item.branches if item is not None else ():
-            yield from _operators(branch)
-        yield from bits(mask) if item is None else ()
-
-
-def _renamed(stages: list[PlannedStage], known: Chain, own: Chain) -> list[PlannedStage]:
-    """The stages of a branch for another that is the same."""
-    order = dict(zip(_operators(known), _operators(own), strict=True))
-    return [s._replace(mask=sum(1 << order[op] for op in bits(s.mask))) for s in stages]
-
-
 @jit.entry
-def _hold_in_row(
+def _hold_fewest(
     tps: Floats,
     room: Ints,
     start: int,
@@ -459,49 +341,31 @@ def _hold_in_row(
     held: Ints,
     chosen: Ints,
 ) -> None:
-    """The fewest samples of stages that begin at ``start`` and at those behind it, the last one
-    first, and by that what they ask for.
-    """
-    for j in range(len(held) - 1, -1, -1):
-        i = start + j
-        _hold_fewest(tps, room, i, i + 1, needs, i + 1, devices, bound, held[j], chosen[j])
-        for x in range(needs.shape[1]):
-            for y in range(needs.shape[1]):
-                for d in range(needs.shape[2]):
-                    needs[i, x, d] = min(needs[i, x, d], held[j, y, d] + more[x, y])
-
-
-@jit.entry
-def _hold_fewest(
-    tps: Floats,
-    room: Ints,
-    start: int,
-    stop: int,
-    needs: Ints,
-    first: int,
-    devices: Ints,
-    bound: float,
-    held: Ints,
-    chosen: Ints,
-) -> None:
-    """Fewest samples that a stage holds, and how many places m behind ``stop`` it ends and its mode
-    k as m * modes + k: [x, d].
+    """Fewest samples that stages hold which begin at ``start`` and at items behind it, the last one
+    first, and by that what they ask for: [item, x, d].
 
     Args:
         tps: of single stages: [x, k, start, stop], and so is ``room``.
-        needs: what follows place m asks for, on d devices: [first + m, x, d].
+        needs: what follows each place asks for, on d devices: [place, x, d].
+        chosen: where the stage stops and its mode k as stop * modes + k.
     """
     sizes, modes, groups = tps.shape[0], tps.shape[1], needs.shape[2]
-    for x in range(sizes):
-        for m in range(len(needs) - first):
-            for k in range(modes):
-                if tps[x, k, start, stop + m] <= bound:  # 28
-                    for d in range(devices[k], groups):
-                        samples = needs[first + m, x, d - devices[k]]
-                        # Algorithm 2, 7
-                        if samples < held[x, d] and samples <= room[x, k, start, stop + m]:
-                            held[x, d] = samples
-                            chosen[x, d] = m * modes + k
+    for j in range(len(held) - 1, -1, -1):
+        i = start + j
+        for x in range(sizes):
+            for stop in range(i + 1, len(needs)):
+                for k in range(modes):
+                    if tps[x, k, i, stop] <= bound:  # 28
+                        for d in range(devices[k], groups):
+                            samples = needs[stop, x, d - devices[k]]
+                            # Algorithm 2, 7
+                            if samples < held[j, x, d] and samples <= room[x, k, i, stop]:
+                                held[j, x, d] = samples
+                                chosen[j, x, d] = stop * modes + k
+        for x in range(sizes):
+            for y in range(sizes):
+                for d in range(groups):
+                    needs[i, x, d] = min(needs[i, x, d], held[j, y, d] + more[x, y])
 
 
 @jit.entry
@@ -568,17 +432,6 @@ def _put_beside(
                             least[stop, x, d1 + d2] = samples
                             choices[stop, x, d1 + d2, 0] = stop - 1
                             choices[stop, x, d1 + d2, 1] = d1
-
-
-def _shifted(first: Ints, devices: Sequence[int]) -> tuple[Ints, Ints]:
-    """min over d2 of first[x, d - d2] for these numbers of devices d2, and that d2: [x, d]."""
-    least, chosen = _none(*first.shape)
-    for d2 in devices:
-        before = first[:, : first.shape[1] - d2]
-        better = before < least[:, d2:]
-        least[:, d2:][better] = before[better]
-        chosen[:, d2:][better] = d2
-    return least, chosen
 
 
 def _none(configurations: int, groups: int) -> tuple[Ints, Ints]:

@@ -108,59 +108,38 @@ def propose(
         "leave out the option per_stage, give a micro-batch size, capture the model in coarser "
         "operators, take fewer devices, or use planner auto",
     )
-    some = False
+    unit, found = _unit(problem), False
     for taken_apart, published in ((chain, True), (chain, False), (None, False)):
         # The last resort is a row, which ``explain`` counts on.
         within = taken_apart or line(problem.cost, problem.order, most_items(problem))
         for chosen in sets:
-            for graph in _plans(problem, within, chosen, tolerance, budget, published=published):
-                some = True
+            prices = tuple(_prices(problem, c.microbatch_size, published) for c in chosen)
+            schedules = Schedules(chosen, prices, unit)
+            if not schedules.modes:
+                continue
+            stages = partition(within, schedules, problem.devices // unit, tolerance, budget)
+            for graph in _placed(problem, schedules, stages) if stages else ():
+                found = True
                 yield graph
-        if some:
+        if found:
             return
     raise explain(problem)
 
 
-def _plans(
-    problem: Problem,
-    chain: Chain,
-    chosen: Sequence[Configuration],
-    tolerance: float,
-    budget: Budget,
-    *,
-    published: bool,
-) -> Iterator[StageGraph]:
-    unit = _unit(problem)
-    schedules = Schedules(
-        tuple(chosen), tuple(_prices(problem, c, unit, published=published) for c in chosen), unit
-    )
-    if schedules.modes:
-        groups = problem.devices // unit
-        stages = partition(chain, schedules, groups, tolerance, budget)
-        if stages:
-            yield from _placed(problem, schedules, stages)
-
-
 def _unit(problem: Problem) -> int:
-    """Devices that are given out together."""
+    """Devices that are given out together: a power of two where one divides them all."""
     total = problem.devices
     fits = (unit for unit in range(1, total + 1) if total % unit == 0)
-    unit = next(unit for unit in fits if total // unit <= LIMITS.groups)
+    few = [unit for unit in fits if total // unit <= LIMITS.groups]
+    unit = min(few, key=lambda unit: (unit.bit_count() > 1, unit))
     return unit if unit <= problem.most_replicas else 1
 
 
-def _prices(
-    problem: Problem, chosen: Configuration, unit: int, *, published: bool
-) -> MicrobatchPrices:
+def _prices(problem: Problem, microbatch_size: int, published: bool) -> MicrobatchPrices:
     """Replicas in powers of two, or whatever may help."""
-    prices = problem.prices(chosen.microbatch_size)
-    limit = problem.most_replicas
     if published:
-        powers = (unit << i for i in range(limit.bit_length()))
-        fitting = tuple(n for n in powers if n <= limit and prices.may(n))
-        return replace(prices, degrees=fitting, tensors=(1,), recompute=False)
-    every = tuple(n for n in range(unit, limit + 1, unit) if prices.may(n))
-    return replace(prices, degrees=every)
+        return replace(problem.prices(microbatch_size), tensors=(1,), recompute=False)
+    return replace(problem, any_degree=True).prices(microbatch_size)
 
 
 def _placed(

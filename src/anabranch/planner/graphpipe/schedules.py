@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost.nested_weights import NestedSets
+from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 from anabranch.plans.in_flight import in_flight_samples
+from anabranch.remembered import remembered
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -94,40 +96,38 @@ class Schedules:
         ]
         return np.array(table, dtype=np.int64)
 
-    def tables(self, row: NestedSets, starts: int) -> StageTables:
-        """Time per sample and memory of the ranges of a row that begin at its first so many."""
+    @remembered
+    def tables(self, row: NestedSets, starts: int | None = None) -> StageTables:
+        """Time per sample and memory of the ranges of a row, or of those that begin at its first
+        so many.
+        """
+        starts = len(row) if starts is None else starts
         shape = len(self.configurations), len(self.modes), starts, len(row)
         tps, room = np.full(shape, np.inf), np.full(shape, -1, dtype=np.int64)
         for x, prices in enumerate(self.prices):
-            for tensor in prices.tensors:
-                found = [mode for mode in self.modes if mode.tensor == tensor]
-                used = [mode for mode in found if mode in prices.modes]
-                if used:
-                    k = [self.modes.index(mode) for mode in used]
-                    tps[x, k], room[x, k] = _stages(prices, row, used, starts)
+            size = prices.microbatch_size
+            for k, mode in enumerate(self.modes):
+                if mode in prices.modes:
+                    weights = row.matrices(mode.tensor, starts)
+                    seconds = row.compute_s(
+                        prices.samples(mode.replicas), mode.tensor, recompute=mode.recompute
+                    )
+                    compute_s = seconds - seconds[:starts, None]
+                    tps[x, k] = prices.period_s(weights, compute_s, prices.rates(mode)) / size
+                    height = prices.headroom(weights, mode.replicas, recompute=mode.recompute)
+                    samples = (height.astype(np.int64) + 1) * size
+                    room[x, k] = np.where(height == UNBOUNDED, ENDLESS, samples)
         tps[:, :, *np.tril_indices(starts, m=len(row))] = np.inf
         return StageTables(tps, room)
 
+    @cached_property
+    def _parts(self) -> list[PartPrices]:
+        return [PartPrices(prices) for prices in self.prices]
 
-def _stages(
-    prices: MicrobatchPrices, row: NestedSets, modes: Sequence[Mode], starts: int
-) -> tuple[Floats, Ints]:
-    """Seconds per sample, and samples that fit, in modes of as many devices per replica:
-    [mode, start, stop].
-    """
-    weights = row.matrices(modes[0].tensor, starts)
-    rates = np.array([prices.rates(mode) for mode in modes]).T[..., None, None]
-    used = np.array([(mode.replicas, mode.recompute) for mode in modes]).T[..., None, None]
-    running = np.stack(
-        [
-            row.compute_s(prices.samples(mode.replicas), mode.tensor, recompute=mode.recompute)
-            for mode in modes
-        ]
-    )
-    seconds = prices.period_s(weights, running[:, None] - running[:, :starts, None], rates)
-    height = prices.headroom(weights, used[0], recompute=used[1]).astype(np.int64)
-    size = prices.microbatch_size
-    return seconds / size, np.where(height == UNBOUNDED, ENDLESS, (height + 1) * size)
+    def tps(self, mask: int, configuration: int, mode: int) -> float:
+        """EstimateTPS: seconds per sample of one stage."""
+        period_s = self._parts[configuration].period_s(Part.in_mode(mask, self.modes[mode]))
+        return period_s / self.configurations[configuration].microbatch_size
 
 
 def configurations(sizes: Sequence[int], most: int) -> tuple[Configuration, ...]:
