@@ -58,3 +58,11 @@ def test_replicas_where_devices_outnumber_operators():
     cost = cost_model(shapes.towers("small", 1, 0, layers=1, top=0), 4, memory=2**40)
     for graph in Even()(cost, batch_size=8, microbatch_size=8):
         assert [stage.replicas for stage in graph.stages] == [2, 1, 1]
+
+
+def test_fewer_stages_with_more_replicas():
+    """On eight devices rows of eight, four and two stages, and one stage on all of them."""
+    cost = cost_model(shapes.mmt(parts=1), 8, memory=2**40)
+    found = Even(fewer_stages=True)(cost, batch_size=8, microbatch_size=8)
+    shapes_found = {tuple(stage.replicas for stage in graph.stages) for graph in found}
+    assert shapes_found == {(1,) * 8, (2,) * 4, (4,) * 2, (8,)}

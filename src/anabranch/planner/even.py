@@ -33,9 +33,11 @@ class Even:
 
     Attributes:
         max_replicas: replicas per stage at most. None: no limit.
+        fewer_stages: propose also rows of fewer stages, with two replicas each, four and so on.
     """
 
     max_replicas: int | None = None
+    fewer_stages: bool = False
 
     schedules: ClassVar[tuple[str, ...]] = ("gpipe",)
 
@@ -45,7 +47,7 @@ class Even:
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
     ) -> list[StageGraph]:
-        """Propose one stage graph per micro-batch size; see ``planner.base``.
+        """Propose one stage graph per micro-batch size and number of stages; see ``planner.base``.
 
         Raises:
             InfeasiblePlanError: if none of them fits.
@@ -57,19 +59,19 @@ class Even:
             raise self._explain(problem)
         return [candidate.graph for candidate in found]
 
-    @staticmethod
-    def _propose(problem: Problem) -> Iterator[Candidate]:
+    def _propose(self, problem: Problem) -> Iterator[Candidate]:
         cost, order = problem.cost, problem.order
         for size in problem.sizes:
             if not profile_covers(cost, problem.batch_size, size, 1):
                 continue
             forward, backward = cost.op_seconds(size)
             seconds = (forward + backward)[list(order)].tolist()
-            runs = even_runs(seconds, min(problem.devices, len(order)))
-            parts = [Part(sum(1 << op for op in order[i:j]), 1) for i, j in runs]
-            candidate = problem.assembler(problem.prices(size)).assemble(parts)
-            if candidate is not None:
-                yield candidate
+            for replicas in problem.prices(size).degrees if self.fewer_stages else (1,):
+                runs = even_runs(seconds, min(problem.devices // replicas, len(order)))
+                parts = [Part(sum(1 << op for op in order[i:j]), replicas) for i, j in runs]
+                candidate = problem.assembler(problem.prices(size)).assemble(parts)
+                if candidate is not None:
+                    yield candidate
 
     @staticmethod
     def _explain(problem: Problem) -> InfeasiblePlanError:

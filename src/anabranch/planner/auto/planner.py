@@ -126,9 +126,13 @@ class Auto:
         for name in STARTS:
             planner: Any = PLANNERS[name]()
             asked = replace(cost, shard_optimizer=True) if name == "data-parallel" else cost
-            limits = {"max_replicas": self.max_replicas, "recompute": self.recompute}
+            options = {
+                "max_replicas": self.max_replicas,
+                "recompute": self.recompute,
+                "fewer_stages": True,
+            }
             known = {field.name for field in fields(planner)}
-            planner = replace(planner, **{k: v for k, v in limits.items() if k in known})
+            planner = replace(planner, **{k: v for k, v in options.items() if k in known})
             try:
                 proposals = planner(asked, batch_size=batch_size, microbatch_size=microbatch_size)
                 for graph in proposals:
