@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from anabranch.cli.output import note
-
 if TYPE_CHECKING:
     from anabranch.training import Event
 
@@ -32,17 +30,17 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
 
 
 def begin_compiling(planner: str) -> None:
-    """Begin the compilation that a search needs, and say so, as far as it has not been kept."""
+    """Begin to compile what a search needs, in the order that it needs it, as far as that has not
+    been kept.
+    """
     if planner != "auto":
         return
+    from anabranch.jit import begin
     from anabranch.planner.auto import evaluator
     from anabranch.planner.graphpipe import partitioner
     from anabranch.simulator import step
 
-    if evaluator.prepare():
-        note("planner auto compiles its evaluator; that takes some ten seconds, once")
-    partitioner.prepare()
-    step.prepare()
+    begin(*partitioner.to_compile(), evaluator.to_compile(), step.to_compile())
 
 
 class TrainingProgress:

@@ -35,7 +35,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import Calibration, Cluster
-from anabranch.jit import compiled
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import Profile, UpdateCost
 
@@ -91,7 +90,6 @@ def restarts_of(calibration: Calibration | None) -> list[float]:
     return [0.0, 0.0, *(seconds for pair in calibration.restarts for seconds in pair)]
 
 
-@compiled
 def restart_s(restarts: Any, waited_s: float) -> float:
     """Seconds that work takes longer behind a wait; between those that were measured on a line."""
     last = len(restarts) - 2

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 
-from anabranch.jit import compiled
 from anabranch.simulator.records import Record, Table, Tables
 
 
@@ -27,7 +26,6 @@ def tournament(slots: int) -> list[tuple[int, int, float]]:
     return [(0, winner, math.inf) for winner in winners]
 
 
-@compiled
 def expect(slot: int, time: float, place: int, nodes: Table) -> None:
     """Let the event of a slot be at a time, whatever it was before; infinity for never."""
     slots = len(nodes) >> 1
@@ -45,14 +43,12 @@ def expect(slot: int, time: float, place: int, nodes: Table) -> None:
         at >>= 1
 
 
-@compiled
 def expect_at(slot: int, time: float, clock: Record, nodes: Table) -> None:
     """Let the event of a slot be at a time, behind all that are at that time so far."""
     clock.last_place += 1
     expect(slot, time, clock.last_place, nodes)
 
 
-@compiled
 def next_event(clock: Record, nodes: Table) -> int:
     """Go on to the next event; its slot, or -1 if there is none."""
     slot = nodes[1].winner
@@ -64,7 +60,6 @@ def next_event(clock: Record, nodes: Table) -> int:
     return int(slot)
 
 
-@compiled
 def begin_job(host: Record, slot: int, d: int, seconds: float, clock: Record, step: Tables) -> None:
     """Begin so many seconds of one core's work of a device: the more jobs there are on a host, the
     longer all take. Only the job that ends next has an event, that of the host.
@@ -89,7 +84,6 @@ def begin_job(host: Record, slot: int, d: int, seconds: float, clock: Record, st
     _expect_end(host, slot, clock, step)
 
 
-@compiled
 def end_job(host: Record, slot: int, clock: Record, step: Tables) -> int:
     """End the job that ends first; its device."""
     d = host.head
@@ -100,7 +94,6 @@ def end_job(host: Record, slot: int, clock: Record, step: Tables) -> int:
     return int(d)
 
 
-@compiled
 def _expect_end(host: Record, slot: int, clock: Record, step: Tables) -> None:
     if host.jobs > 0:
         left = max(step.devices[host.head].work - host.work, 0.0)

@@ -14,7 +14,7 @@ import math
 from enum import IntEnum
 
 from anabranch.cost.overheads import restart_s
-from anabranch.jit import compiled, entry
+from anabranch.jit import entry
 from anabranch.simulator.engine import begin_job, end_job, expect, expect_at, next_event
 from anabranch.simulator.records import Record, Table, Tables
 
@@ -69,7 +69,6 @@ def play(step: Tables) -> None:
             _end_part(slot, clock, step)
 
 
-@compiled
 def _advance(d: int, clock: Record, step: Tables) -> None:
     """Go through the list of one device until it computes or has to wait."""
     device, messages, lists = step.devices[d], step.messages, step.lists
@@ -116,14 +115,12 @@ def _advance(d: int, clock: Record, step: Tables) -> None:
         device.at += 1
 
 
-@compiled
 def _post(first: int, stop: int, clock: Record, step: Tables) -> None:
     """Post the receives of messages."""
     for i in range(first, stop):
         _meet(step.lists[i], clock, step)
 
 
-@compiled
 def _meet(m: int, clock: Record, step: Tables) -> None:
     """A message moves as soon as it is both sent and posted: at the second of the two."""
     message = step.messages[m]
@@ -139,7 +136,6 @@ def _meet(m: int, clock: Record, step: Tables) -> None:
         expect(message.waiter, message.arrival, message.place, step.nodes)
 
 
-@compiled
 def _occupy(first: int, stop: int, seconds: float, clock: Record, step: Tables) -> float:
     """Take ports for a while, as soon as all are free; when that is."""
     start = clock.now
@@ -150,7 +146,6 @@ def _occupy(first: int, stop: int, seconds: float, clock: Record, step: Tables) 
     return float(start)
 
 
-@compiled
 def _receive(device: Record, clock: Record, step: Tables) -> None:
     """The message has arrived that a device waits for."""
     message = step.messages[device.message]
@@ -159,7 +154,6 @@ def _receive(device: Record, clock: Record, step: Tables) -> None:
     device.at += 1
 
 
-@compiled
 def _is_last(barrier: Record) -> bool:
     """Whether a device is the last of its group to come; then nobody has come to the next time."""
     barrier.missing -= 1
@@ -169,7 +163,6 @@ def _is_last(barrier: Record) -> bool:
     return True
 
 
-@compiled
 def _come(g: int, clock: Record, step: Tables) -> None:
     """The last device of a group to come to a unit starts it on all of them."""
     group = step.barriers[g]
@@ -190,7 +183,6 @@ def _come(g: int, clock: Record, step: Tables) -> None:
         expect_at(d, start + unit.seconds, clock, step.nodes)
 
 
-@compiled
 def _share(unit: Record, clock: Record, step: Tables) -> None:
     """As a gather, but nobody waits for it here."""
     if _is_last(step.barriers[unit.group]):
@@ -199,7 +191,6 @@ def _share(unit: Record, clock: Record, step: Tables) -> None:
         expect_at(slot, start + unit.seconds, clock, step.nodes)
 
 
-@compiled
 def _end_share(b: int, clock: Record, step: Tables) -> None:
     """What a group has updated is where it is read."""
     barrier = step.barriers[b]
@@ -213,7 +204,6 @@ def _end_share(b: int, clock: Record, step: Tables) -> None:
         d = after
 
 
-@compiled
 def _wait(d: int, barrier: Record, devices: Table) -> None:
     """A device waits behind the others at a barrier."""
     devices[d].behind = -1
@@ -224,7 +214,6 @@ def _wait(d: int, barrier: Record, devices: Table) -> None:
     barrier.tail = d
 
 
-@compiled
 def _start(d: int, clock: Record, step: Tables) -> None:
     """Start the unit of a device; behind a wait it is slower for a while. Where no core is free it
     takes turns: what its caches lose is in how devices slow each other down, but a core may idle.
@@ -248,7 +237,6 @@ def _start(d: int, clock: Record, step: Tables) -> None:
     _compute(d, clock, step)
 
 
-@compiled
 def _compute(d: int, clock: Record, step: Tables) -> None:
     """Start a part of a unit."""
     device = step.devices[d]
@@ -260,7 +248,6 @@ def _compute(d: int, clock: Record, step: Tables) -> None:
         begin_job(step.hosts[device.host], slot, d, seconds, clock, step)
 
 
-@compiled
 def _end_part(d: int, clock: Record, step: Tables) -> None:
     """A part of a unit has ended: gradients may be final. With the last one the unit has."""
     device = step.devices[d]
@@ -286,7 +273,6 @@ def _end_part(d: int, clock: Record, step: Tables) -> None:
         _give(device.updates + stage, step.parts[part], clock, step)
 
 
-@compiled
 def _give(updates: int, part: Record, clock: Record, step: Tables) -> None:
     """A device's gradients of the pieces of a part are final."""
     lists = step.lists
@@ -297,7 +283,6 @@ def _give(updates: int, part: Record, clock: Record, step: Tables) -> None:
             _sum_next(step.sums[lists[i]].queue, clock, step)
 
 
-@compiled
 def _sum_next(q: int, clock: Record, step: Tables) -> None:
     """Start the next all-reduce of a queue, if it can."""
     queue = step.queues[q]
@@ -313,7 +298,6 @@ def _sum_next(q: int, clock: Record, step: Tables) -> None:
     expect_at(len(step.devices) + q, piece.start + work.seconds, clock, step.nodes)
 
 
-@compiled
 def _end_sum(q: int, clock: Record, step: Tables) -> None:
     """An all-reduce has ended: the next one, and those who have waited for it."""
     clock.end = max(clock.end, clock.now)
@@ -341,7 +325,6 @@ def _end_sum(q: int, clock: Record, step: Tables) -> None:
             d = after
 
 
-@compiled
 def _await_sums(d: int, stage: int, clock: Record, step: Tables) -> None:
     """Update a stage as soon as all of its gradients are summed."""
     update = step.lists[step.devices[d].updates + stage]
@@ -352,7 +335,6 @@ def _await_sums(d: int, stage: int, clock: Record, step: Tables) -> None:
         _wait(d, barrier, step.devices)
 
 
-@compiled
 def _agree(d: int, clock: Record, step: Tables) -> None:
     """A device is through its list; the last one to have its sums lets all go on."""
     devices = step.devices

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +42,9 @@ long as that takes; and where none is kept, before it begins to compile it: some
 _played = 0
 
 
-def prepare() -> None:
-    """Begin to compile the clock beside all else."""
-    jit.begin((play, [empty_tables()]), nice=10)
+def to_compile() -> tuple[Any, tuple[Any, ...]]:
+    """What is compiled; see ``jit.begin``."""
+    return play, (empty_tables(),)
 
 
 def _is_compiled(tables: Tables) -> bool:

@@ -33,7 +33,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.overheads import computed_at_once, slowdown_of
 from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH, Op, OpGraph
-from anabranch.jit import begin, bound
+from anabranch.jit import bound
 from anabranch.planner.auto import stage_tables as tables
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
@@ -99,9 +99,8 @@ class Evaluator:
             _paces(cost),
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
-        example = self._given, 1, False, False, False, 0.0, problem, state
-        self.is_new = begin((step_s, example))
-        self._step_s = bound(step_s, *example)
+        self.example = self._given, 1, False, False, False, 0.0, problem, state
+        self._step_s = bound(step_s, *self.example)
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """About how many seconds; infinity where it cannot run or takes longer than the limit."""
@@ -111,11 +110,12 @@ class Evaluator:
         return seconds
 
 
-def prepare() -> bool:
-    """Begin to compile the evaluator, which is the same for all models; whether it has to be."""
+def to_compile() -> tuple[Any, tuple[Any, ...]]:
+    """What is compiled, which is the same for all models; see ``jit.begin``."""
     graph, costs = OpGraph((Op("any"),), ()), (OpCost((1.0,), (1.0,), 0),)
     profile = Profile(graph, (1,), costs, device="any", source="estimated")
-    return Evaluator(CostModel(profile, Cluster.preset("local:1")), batch_size=1).is_new
+    evaluator = Evaluator(CostModel(profile, Cluster.preset("local:1")), batch_size=1)
+    return step_s, evaluator.example
 
 
 def _degrees(cost: CostModel) -> Ints:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anabranch.jit import compiled, entry
+from anabranch.jit import entry
 from anabranch.planner.auto.stage_tables import (
     Given,
     Problem,
@@ -38,7 +38,6 @@ MOST_SHOWN = 8 * SHOWN
 """That are run at most where stages differ in them, so that no period shows."""
 
 
-@compiled
 def _least_s(numbers: Record, stages: Table, edges: Table) -> float:
     """No step is shorter than the busiest stage with the way to it and back from it, or than all
     work on the cores that are shared.
@@ -71,21 +70,18 @@ def _least_s(numbers: Record, stages: Table, edges: Table) -> float:
     return max(longest, work / numbers.cores if numbers.cores > 0 else 0.0) + update
 
 
-@compiled
 def _compute_s(stage: Record) -> float:
     """Seconds of a step in which a stage computes."""
     full = (stage.total - 1) * (stage.forward + stage.backward)
     return float(full + stage.last_forward + stage.last_backward)
 
 
-@compiled
 def _message_s(edge: Record, way: int, samples: int) -> float:
     """Seconds of a message that waits for nothing."""
     nbytes = message_bytes(edge, way, samples)
     return float(nbytes * edge.byte_s + edge.latency) if nbytes > 0 else 0.0
 
 
-@compiled
 def _busiest_port_s(batch_size: int, count: int, state: State) -> float:
     """Seconds of the messages of a batch on the port that has most of them."""
     stages, leaving, entering, longest = state.stages, state.leaving, state.entering, 0.0
@@ -107,7 +103,6 @@ def _busiest_port_s(batch_size: int, count: int, state: State) -> float:
     return longest
 
 
-@compiled
 def _free_at(ports: Table, s: int, far: int, state: State) -> float:
     """When all ports of a stage are free."""
     free = float(ports[s])
@@ -117,7 +112,6 @@ def _free_at(ports: Table, s: int, far: int, state: State) -> float:
     return free
 
 
-@compiled
 def _occupy(ports: Table, s: int, far: int, link: float, card: float, state: State) -> None:
     """Take all ports of a stage until then, links and cards."""
     ports[s] = link
@@ -126,7 +120,6 @@ def _occupy(ports: Table, s: int, far: int, link: float, card: float, state: Sta
             ports[state.nodes[s, i]] = card
 
 
-@compiled
 def _transfer(edge: Record, way: int, samples: int, start: float, state: State) -> float:
     """When a message has been sent whose ports are taken from a start on, or as soon as they are
     free.
@@ -146,7 +139,6 @@ def _transfer(edge: Record, way: int, samples: int, start: float, state: State) 
     return float(start + nbytes * edge.byte_s)
 
 
-@compiled
 def _count_shown(stages: Table) -> int:
     """Of many micro-batches, how many show the period: 0 for all, -1 where there are too many."""
     alike, depth, most = True, 0, 0
@@ -160,7 +152,6 @@ def _count_shown(stages: Table) -> int:
     return -1 if most > MOST_SHOWN else 0
 
 
-@compiled
 def _goes_back(stage: Record) -> bool:
     """Whether a stage's next action is a backward: kFkB."""
     flight = stage.in_flight
@@ -169,7 +160,6 @@ def _goes_back(stage: Record) -> bool:
     return bool(stage.forwards >= min(stage.total, flight))
 
 
-@compiled
 def _turn(stage: Record, at: float) -> None:
     """A stage turns to its next action, if there is one."""
     stage.ready, stage.until, stage.begun = at, np.inf, 0
@@ -177,7 +167,6 @@ def _turn(stage: Record, at: float) -> None:
     stage.taking = stage.leaving if stage.way == 1 else stage.entering
 
 
-@compiled
 def _take(s: int, batch_size: int, slots: int, state: State) -> None:
     """A stage takes the messages of its next action, as far as they are sent; for each one it posts
     the receive of a later one, which may have waited for that. With the last it can begin.
@@ -214,7 +203,6 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
         _compute(stage, stage.ready, 1.0, state.pieces)
 
 
-@compiled
 def _action_s(stage: Record) -> float:
     """Seconds of a stage's next action."""
     if stage.way == 1:
@@ -223,7 +211,6 @@ def _action_s(stage: Record) -> float:
     return float(stage.last_forward if stage.forwards + 1 == stage.total else stage.forward)
 
 
-@compiled
 def _compute(stage: Record, start: float, pace: float, pieces: Table) -> None:
     """A stage begins its next action, which takes so many times as long as alone; in its last
     backward it begins to sum.
@@ -234,7 +221,6 @@ def _compute(stage: Record, start: float, pace: float, pieces: Table) -> None:
         _ask(stage, 0.0, pieces)
 
 
-@compiled
 def _share(now: float, more: int, running: int, paces: Table, stages: Table) -> int:
     """So many more devices compute from now on; how many there are then. All that compute share
     their cores.
@@ -247,7 +233,6 @@ def _share(now: float, more: int, running: int, paces: Table, stages: Table) -> 
     return running + more
 
 
-@compiled
 def _ask(stage: Record, at: float, pieces: Table) -> None:
     """When the next piece of a stage's gradients asks for links: when it is final, at that time at
     the earliest.
@@ -258,7 +243,6 @@ def _ask(stage: Record, at: float, pieces: Table) -> None:
         stage.asks = max(at, stage.passed_all - left * stage.pace)
 
 
-@compiled
 def _sum(s: int, state: State) -> float:
     """When a piece of a stage's gradients is summed that asks for links now: it waits until those
     are free that others have asked for before.
@@ -276,7 +260,6 @@ def _sum(s: int, state: State) -> float:
     return end
 
 
-@compiled
 def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float) -> float:
     """The clock: of all stages the one whose next action ends first, message after message.
 

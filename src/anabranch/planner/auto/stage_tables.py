@@ -3,16 +3,13 @@
 Every function fills fields of stages or edges and says whether the draft can run as far as it has
 looked.
 
-Of a record numba compiles a field in a quarter of the time of an entry of a table [field, stage].
-
 Letters: s, t stages; e stage edges; v values of the model; i operators; n sample counts that were
 measured; g tensor degrees; d devices; l levels of the cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +18,6 @@ from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
 from anabranch.cost.memory import memory_terms, updated_bytes
 from anabranch.cost.passes import pass_behind
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
-from anabranch.jit import compiled
 from anabranch.plans.in_flight import in_flight_samples, waited_for_samples
 
 Table = Any
@@ -143,20 +139,7 @@ EDGE = _record(
 # backward, and then summed; parts of it that take ports one after the other. The next piece and 1.
 PIECE = _record("parts next", "final seconds")
 
-_in_flight_samples = cast(Callable[..., int], compiled(in_flight_samples))
-_waited_for_samples = cast(Callable[..., int], compiled(waited_for_samples))
-_updated_bytes = cast(Callable[..., float], compiled(updated_bytes))
-_memory_terms = cast(Callable[..., tuple[float, float, float, float]], compiled(memory_terms))
-_summed_bytes = cast(Callable[..., float], compiled(summed_bytes))
-_touched_bytes = cast(Callable[..., float], compiled(touched_bytes))
-_pass_behind = cast(Callable[..., float], compiled(pass_behind))
-_ring_price = cast(Callable[..., tuple[float, float]], compiled(ring_price))
-_all_reduce_s = cast(Callable[..., float], compiled(all_reduce_s))
-_transfer_s = cast(Callable[..., float], compiled(transfer_s))
-_piece_bytes = cast(Callable[..., float], compiled(piece_bytes))
 
-
-@compiled
 def clear(count: int, state: State) -> None:
     """Zeros for so many stages and all ports."""
     for s in range(count):
@@ -166,7 +149,6 @@ def clear(count: int, state: State) -> None:
         state.leaving[port] = state.entering[port] = 0.0
 
 
-@compiled
 def count_devices(given: Given, problem: Problem, stages: Table, state: State) -> bool:
     """How many devices every stage has, which, and on which nodes; whether the devices of each
     replica lie inside a node.
@@ -198,13 +180,12 @@ def count_devices(given: Given, problem: Problem, stages: Table, state: State) -
     return True
 
 
-@compiled
 def split_samples(given: Given, problem: Problem, stages: Table) -> bool:
     """Replicas and their samples; whether all have some that the profile covers."""
     numbers, measured = problem.numbers[0], problem.measured
     for s in range(len(stages)):
         stage, b, tensor = stages[s], given.microbatch[s], given.tensor[s]
-        if stage.devices == 0 or stage.devices % tensor or tensor >= len(problem.degree_of):
+        if stage.devices == 0 or stage.devices % tensor != 0 or tensor >= len(problem.degree_of):
             return False
         replicas = stage.devices // tensor
         stage.microbatch, stage.k, stage.replicas = b, given.k[s], replicas
@@ -222,7 +203,6 @@ def split_samples(given: Given, problem: Problem, stages: Table) -> bool:
     return True
 
 
-@compiled
 def _place(samples: int, measured: Table) -> tuple[int, float]:
     """The row of seconds below so many samples, and how far they are above it on the way to the
     next one.
@@ -234,13 +214,11 @@ def _place(samples: int, measured: Table) -> tuple[int, float]:
     return row, (samples - low) / (high - low)
 
 
-@compiled
 def _between(low: float, high: float, above: float) -> float:
     """Seconds between those of two rows."""
     return low + (high - low) * above
 
 
-@compiled
 def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
     """Seconds and bytes of the stages; whether every stage has operators."""
     op_seconds, action_s = problem.op_seconds, problem.numbers[0].action
@@ -265,7 +243,7 @@ def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
         stage.largest = max(stage.largest, held.largest)
         stage.largest_gradient = max(stage.largest_gradient, held.largest_gradient)
         own = held.largest_gradient + held.working * stage.samples
-        stage.passing = _pass_behind(stage.passing, held.kept * stage.samples, own)
+        stage.passing = pass_behind(stage.passing, held.kept * stage.samples, own)
     for s in range(len(stages)):
         stage = stages[s]
         if stage.operators == 0:
@@ -280,7 +258,6 @@ def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
     return True
 
 
-@compiled
 def _lengthen(stage: Record, way: int, seconds: float, last: float) -> None:
     """Let all forwards or backwards take longer, by so many seconds and the last one by others."""
     if way == 0:
@@ -291,7 +268,6 @@ def _lengthen(stage: Record, way: int, seconds: float, last: float) -> None:
         stage.last_backward += last
 
 
-@compiled
 def _find_edge(s: int, t: int, count: int, stages: Table, edges: Table) -> int:
     """The number of an edge, which is made as one more than so many if there is none yet."""
     e = stages[s].leaving
@@ -307,7 +283,6 @@ def _find_edge(s: int, t: int, count: int, stages: Table, edges: Table) -> int:
     return count
 
 
-@compiled
 def join_stages(home: Table, problem: Problem, stages: Table, edges: Table) -> int:
     """Edges between stages and what flows along them; how many there are."""
     count = 0
@@ -338,7 +313,6 @@ def join_stages(home: Table, problem: Problem, stages: Table, edges: Table) -> i
     return count
 
 
-@compiled
 def sort_stages(edges: Table, stages: Table) -> bool:
     """A topological order, the lower number first; whether there is one."""
     for s in range(len(stages)):
@@ -361,7 +335,6 @@ def sort_stages(edges: Table, stages: Table) -> bool:
     return True
 
 
-@compiled
 def chain_stages(count: int, stages: Table, edges: Table) -> int:
     """Edges from every stage to the next in the order, as far as there are none; how many edges
     there are then.
@@ -372,7 +345,6 @@ def chain_stages(count: int, stages: Table, edges: Table) -> int:
     return count
 
 
-@compiled
 def order_edges(stages: Table, edges: Table) -> None:
     """The edges of each end in the topological order of the other, in which messages are sent."""
     for s in range(len(stages)):
@@ -393,7 +365,6 @@ def order_edges(stages: Table, edges: Table) -> None:
             e = edges[e].next_leaving
 
 
-@compiled
 def count_in_flight(deep: bool, flush: bool, stages: Table, edges: Table) -> None:
     """Micro-batches in flight by Table 2 (``plans.in_flight``), at least and wanted."""
     hops = 2 if deep else 1
@@ -405,7 +376,7 @@ def count_in_flight(deep: bool, flush: bool, stages: Table, edges: Table) -> Non
         while e >= 0:
             follower = stages[edges[e].target]
             c, g = follower.microbatch, follower.k
-            more = max(_in_flight_samples(k, b, g, c, 0), _waited_for_samples(k, b, g, c))
+            more = max(in_flight_samples(k, b, g, c, 0), waited_for_samples(k, b, g, c))
             least = max(least, follower.least * c + more)
             wanted = max(wanted, follower.wanted * c + hops * more)
             e = edges[e].next_leaving
@@ -415,7 +386,6 @@ def count_in_flight(deep: bool, flush: bool, stages: Table, edges: Table) -> Non
             stage.wanted = min(stage.wanted, stage.total)
 
 
-@compiled
 def fit_memory(
     recompute: Table, sharded: bool, numbers: Record, stages: Table, edges: Table
 ) -> bool:
@@ -424,8 +394,8 @@ def fit_memory(
         s = stages[place].ordered
         stage = stages[s]
         n, trainable = stage.samples, stage.trainable
-        updated = _updated_bytes(trainable, stage.largest, stage.replicas)
-        resident, flight, backward, sums = _memory_terms(
+        updated = updated_bytes(trainable, stage.largest, stage.replicas)
+        resident, flight, backward, sums = memory_terms(
             stage.parameters,
             trainable,
             updated if sharded else trainable,
@@ -454,14 +424,13 @@ def fit_memory(
                 before = stages[edges[e].source]
                 if before.in_flight < before.total:
                     k, b = before.k, before.microbatch
-                    more = _waited_for_samples(k, b, stage.k, stage.microbatch)
+                    more = waited_for_samples(k, b, stage.k, stage.microbatch)
                     room = min(room, (before.in_flight * b - more) // stage.microbatch)
                 e = edges[e].next_entering
         stage.in_flight = max(stage.least, room)
     return True
 
 
-@compiled
 def level_of(first: int, last: int, levels: Table) -> int:
     """The level of the cluster on which these devices and all between them meet."""
     for i in range(len(levels) - 1):
@@ -470,7 +439,6 @@ def level_of(first: int, last: int, levels: Table) -> int:
     return int(len(levels) - 1)
 
 
-@compiled
 def message_bytes(edge: Record, way: int, samples: int) -> float:
     """Bytes of a message of so many samples."""
     if way == 0:
@@ -478,7 +446,6 @@ def message_bytes(edge: Record, way: int, samples: int) -> float:
     return float(edge.back * samples + edge.back_fixed)
 
 
-@compiled
 def price_messages(count: int, problem: Problem, stages: Table, state: State) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
     numbers = problem.numbers[0]
@@ -499,7 +466,6 @@ def price_messages(count: int, problem: Problem, stages: Table, state: State) ->
                 _lengthen(target, way, seconds, last_s)
 
 
-@compiled
 def _route(edge: Record, source: Record, target: Record, levels: Table, state: State) -> None:
     """Seconds of a byte between two stages, by the slices that their replicas have in common.
 
@@ -553,7 +519,6 @@ def _route(edge: Record, source: Record, target: Record, levels: Table, state: S
                 loads[0, port] = loads[1, port] = 0.0
 
 
-@compiled
 def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, pieces: Table) -> None:
     """Seconds of each stage's all-reduce behind its last backward, and of its update.
 
@@ -561,14 +526,14 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
     first; where replicas share the optimizer's state half of the ring comes behind the update.
     """
     numbers, levels, op_seconds = problem.numbers[0], problem.levels, problem.op_seconds
-    half = 0.5 if sharded and numbers.flush else 1.0
+    half = 0.5 if sharded and numbers.flush > 0 else 1.0
     for s in range(len(stages)):
         stage = stages[s]
-        updated = _touched_bytes(stage.trainable, stage.tables, stage.rows)
+        updated = touched_bytes(stage.trainable, stage.tables, stage.rows)
         if sharded:
-            updated = _updated_bytes(updated, stage.largest, stage.replicas)
-        stage.gradients = _summed_bytes(stage.trainable, stage.tables, stage.rows)
-        reduce_s = _all_reduce_s(stage.gradients, *_ring(stage, levels))
+            updated = updated_bytes(updated, stage.largest, stage.replicas)
+        stage.gradients = summed_bytes(stage.trainable, stage.tables, stage.rows)
+        reduce_s = all_reduce_s(stage.gradients, *_ring(stage, levels))
         stage.update = updated * numbers.update_byte + (1 - half) * reduce_s
         if not numbers.flush:
             stage.sums = reduce_s
@@ -579,7 +544,7 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
         stage = stages[home[i]]
         if stage.replicas > 1:
             held = problem.op_bytes[stage.degree, i]
-            nbytes = _summed_bytes(held.trainable, held.tables, held.rows)
+            nbytes = summed_bytes(held.trainable, held.tables, held.rows)
             if stage.waiting > 0 and stage.waiting + nbytes > _piece(stage):
                 count = _cut_piece(stage, half, levels, pieces, count)
             low = op_seconds[stage.degree, stage.last_row, i].backward
@@ -596,25 +561,22 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
         stage.sums = max(0.0, stage.summed - stage.passed)
 
 
-@compiled
 def _ring(stage: Record, levels: Table) -> tuple[float, float]:
     """Seconds per byte and of latency of a stage's all-reduces."""
     level = levels[level_of(stage.low, stage.high, levels)]
-    return _ring_price(level.bandwidth, level.latency, stage.replicas, 1)
+    return ring_price(level.bandwidth, level.latency, stage.replicas, 1)
 
 
-@compiled
 def _piece(stage: Record) -> float:
     """Bytes of a stage's next piece."""
-    return _piece_bytes(stage.cut, stage.gradients - stage.cut)
+    return piece_bytes(stage.cut, stage.gradients - stage.cut)
 
 
-@compiled
 def _cut_piece(stage: Record, half: float, levels: Table, pieces: Table, count: int) -> int:
     """What waits as a piece, summed when it is final and the one before is; pieces then."""
     byte_s, latency_s = _ring(stage, levels)
     latency_s *= max(1.0, stage.buckets)
-    piece, sum_s = pieces[count], _transfer_s(stage.waiting, byte_s, latency_s) * half
+    piece, sum_s = pieces[count], transfer_s(stage.waiting, byte_s, latency_s) * half
     piece.parts = max(1, round(stage.waiting / _piece(stage)))
     piece.next, piece.final, piece.seconds = 0, stage.final, sum_s / piece.parts
     if stage.piece == 0:

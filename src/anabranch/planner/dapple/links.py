@@ -14,7 +14,6 @@ import numpy as np
 
 from anabranch.cluster import Cluster
 from anabranch.cost.nested_weights import Ints
-from anabranch.jit import compiled
 
 Place = tuple[int, ...]
 """Devices of one stage on every machine."""
@@ -37,7 +36,6 @@ def links(cluster: Cluster) -> Links:
     return np.array(found, _LINK).view(np.recarray)
 
 
-@compiled
 def hop_price(links: Links, places: Ints, source: int, target: int) -> tuple[float, float]:
     """Seconds per byte of one micro-batch and seconds of latency between two stages, which are at
     these rows of ``places``, [place, machine].

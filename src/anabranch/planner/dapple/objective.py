@@ -37,8 +37,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from anabranch.jit import compiled
-
 
 class Suffix(NamedTuple):
     """What the last stages of a pipeline mean for its latency.
@@ -65,7 +63,6 @@ NOTHING = Suffix(0.0, -1.0, 0.0, 0.0, 0.0, float("-inf"))
 """No stages yet: the first that is prepended becomes the pivot."""
 
 
-@compiled
 def prepended(
     suffix: Suffix, forward_s: float, backward_s: float, reduce_s: float, num_microbatches: int
 ) -> Suffix:
@@ -81,7 +78,6 @@ def prepended(
     return Suffix(suffix.pivot_s, between, warm, back, ending, behind)
 
 
-@compiled
 def latency_s(suffix: Suffix, num_microbatches: int) -> float:
     """L, if nothing comes before."""
     return suffix.warm_s + (num_microbatches - 1) * suffix.pivot_s + suffix.ending_s

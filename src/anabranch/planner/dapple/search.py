@@ -21,15 +21,14 @@ kept the plan has the least L of all that the policies lead to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.nested_weights import Floats, Ints
-from anabranch.jit import compiled, entry
+from anabranch.jit import entry
 from anabranch.planner.dapple.links import Links, hop_price, links
 from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepended
 from anabranch.planner.dapple.placement import Machines
@@ -205,7 +204,6 @@ def best_of_groups(labels: Labels, group: Ints, width: int) -> Labels:
     return labels[kept > 0]
 
 
-@compiled
 def _key(label: Any, ranking: int) -> tuple[float, float]:
     if ranking == 0:
         return label.closed_s, label.hoped_s
@@ -221,11 +219,13 @@ def _rank(labels: Labels, group: Ints, ranked: Ints, kept: Ints) -> None:
         g = group[i]
         for ranking in range(3):
             first, end = ranking * width, min((ranking + 1) * width, columns)
-            key, at = _key(labels[i], ranking), end
+            (mine, second), at = _key(labels[i], ranking), end
             while at > first:
                 before = ranked[g, at - 1]
-                if before >= 0 and _key(labels[before], ranking) <= key:
-                    break
+                if before >= 0:
+                    theirs, then = _key(labels[before], ranking)
+                    if theirs < mine or (theirs == mine and then <= second):
+                        break
                 if at < end:
                     ranked[g, at] = before
                 at -= 1
@@ -237,16 +237,11 @@ def _rank(labels: Labels, group: Ints, ranked: Ints, kept: Ints) -> None:
                 kept[ranked[g, k]] = 1
 
 
-_transfer_s = cast(Callable[..., float], compiled(transfer_s))
-
-
-@compiled
 def _suffix(label: Any) -> Suffix:
     pivot_s, between_s, warm_s = label.pivot_s, label.between_s, label.warm_s
     return Suffix(pivot_s, between_s, warm_s, label.back_s, label.ending_s, label.behind_s)
 
 
-@compiled
 def _linked(
     suffix: Suffix,
     entering: float,
@@ -255,7 +250,7 @@ def _linked(
     num_microbatches: int,
 ) -> Suffix:
     """The same with the transfer before it, by bytes and the price of the hop."""
-    there, back = _transfer_s(entering, *price), _transfer_s(gradients, *price)
+    there, back = transfer_s(entering, *price), transfer_s(gradients, *price)
     return prepended(suffix, there, back, 0.0, num_microbatches)
 
 
@@ -314,7 +309,7 @@ def extend(
                 continue
             hop = hop_price(links, places, taken, label.place) if label.stages else (0.0, 0.0)
             suffix = _linked(_suffix(label), label.entering, label.gradients, hop, num_microbatches)
-            link_s = _transfer_s(label.entering, *hop) + _transfer_s(label.gradients, *hop)
+            link_s = transfer_s(label.entering, *hop) + transfer_s(label.gradients, *hop)
             peak_s = max(label.peak_s, link_s)
             # Neither the stage nor the average of those to come takes longer than a period of the
             # best plan.

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,11 +73,11 @@ CALL = 20_000
 """Steps that the loops around the innermost ones take as long as, per configuration."""
 
 
-def prepare() -> None:
-    """Begin to compile what is compiled."""
+def to_compile() -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    """What is compiled; see ``jit.begin``."""
     seconds, ranges = np.zeros((1,) * 4), np.zeros((1,) * 4, dtype=np.int64)
     row, table, devices = ranges[0], ranges[0, 0], ranges[0, 0, 0]
-    jit.begin(
+    return (
         (_hold_fewest, (seconds, ranges, 0, row, table, devices, 0.0, row, row)),
         (_share_devices, (table,) * 4),
         (_put_beside, (row, seconds, ranges, 0, devices, table, devices, 0.0, row, ranges)),

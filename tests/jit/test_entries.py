@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import numpy as np
 import pytest
 
 from anabranch import jit
+from anabranch.jit import entries
 
 
-@jit.compiled
 def twice(x: float) -> float:
     return x + x
 
@@ -26,12 +23,11 @@ def add_twice(table: np.ndarray, places: np.ndarray, x: float, count: int) -> in
 
 def test_compiled_code_is_kept_and_does_what_the_function_does(tmp_path, monkeypatch):
     """Also bound to arrays that change, and without a second compilation."""
-    monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(entries, "code_folder", lambda: tmp_path)
     table, places = np.zeros((3, 2)), np.array([2, 0])
     assert add_twice(table, places, 1.5, 2) == 3
     assert table.tolist() == [[0, 3], [0, 0], [0, 3]]
     (kept,) = tmp_path.iterdir()
-    assert not jit.begin((add_twice, (table, places, 0.0, 0)))
     call = jit.bound(add_twice, table, places, 0.0, 0)
     places[0] = 1
     assert call(0.5, 1) == 3
@@ -41,51 +37,38 @@ def test_compiled_code_is_kept_and_does_what_the_function_does(tmp_path, monkeyp
 
 def test_a_file_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch):
     """LLVM would crash of it, so it is looked at before."""
-    monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(entries, "code_folder", lambda: tmp_path)
     monkeypatch.setattr(add_twice, "_codes", {})
     args = np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
-    path = add_twice.file(tuple(map(jit._kind, args)))
+    path = add_twice.file(tuple(map(entries._kind, args)))
     path.write_bytes(b"no machine code")
     assert not jit.is_there(add_twice, *args)
     assert add_twice(*args) == 3
     kept = path.read_bytes()
     path.write_bytes(kept[:-1])
-    assert jit._kept(path) is None
+    assert entries._kept(path) is None
 
 
 def test_code_that_another_process_has_just_kept_is_taken(tmp_path, monkeypatch):
     """Between the first look for it and the second."""
-    monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(entries, "code_folder", lambda: tmp_path)
     monkeypatch.setattr(add_twice, "_codes", {})
     args = np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
     assert add_twice(*args) == 3
     (path,) = tmp_path.iterdir()
-    kept = jit._kept(path)
+    kept = entries._kept(path)
     looks = iter((None, kept, kept))
     monkeypatch.setattr(add_twice, "_codes", {})
-    monkeypatch.setattr(jit, "_compilers", {})
-    monkeypatch.setattr(jit, "_kept", lambda _: next(looks))
+    monkeypatch.setattr(entries, "_compilers", {})
+    monkeypatch.setattr(entries, "_kept", lambda _: next(looks))
     assert add_twice(*args) == 3
 
 
 def test_sources_that_changed_are_not_compiled(tmp_path, monkeypatch, capfd):
     """Their records may have other fields than those of the process that asks."""
-    monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(entries, "code_folder", lambda: tmp_path)
     monkeypatch.setattr(add_twice, "_codes", {})
-    monkeypatch.setattr(jit, "_digest", lambda: "of older sources")
+    monkeypatch.setattr(add_twice, "digest", "of older sources")
     with pytest.raises(RuntimeError, match="could not be compiled"):
         add_twice(np.zeros((3, 2)), np.array([2, 0]), 1.5, 2)
     assert "start it again" in capfd.readouterr().err
-
-
-def test_a_numba_with_other_names_inside_compiles_slowly(tmp_path, monkeypatch):
-    """What is left out for speed is none of what numba promises."""
-    monkeypatch.setattr(jit, "code_folder", lambda: tmp_path)
-    monkeypatch.setitem(sys.modules, "numba.core.codegen", types.ModuleType("codegen"))
-    jit._leave_out_machine_code()
-    monkeypatch.undo()
-    args = np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
-    kinds = tuple(map(jit._kind, args))
-    monkeypatch.setattr(jit, "_leave_out_machine_code", lambda: None)
-    jit.compile_for(jit._digest(), [(__name__, "add_twice", kinds, str(tmp_path / "code"))])
-    assert jit._loaded((tmp_path / "code").read_bytes()[32:], kinds)

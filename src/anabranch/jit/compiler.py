@@ -1,0 +1,714 @@
+"""A compiler for inner loops: functions of a small part of Python as LLVM's language.
+
+What a function may consist of says the end of this file; all else is refused, with its line. It
+takes what ``values`` knows, calls other such functions and makes no arrays. Bounds are not checked;
+an index below zero counts from the end only where it stands there as a number. By zero whole
+numbers divide to zero.
+
+A function is compiled anew for each list of types that it is called with. What a variable is
+follows from what it is given: whole numbers and floats make it a float. Everything is written down
+as it stands, variables and all: LLVM has passes for the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from anabranch.jit.values import (
+    BOOL,
+    FLOAT,
+    INT,
+    NOTHING,
+    Array,
+    Group,
+    Number,
+    Record,
+    Type,
+    Value,
+    common,
+    constant,
+    entries,
+    grouped,
+    known,
+    parts,
+    whole,
+)
+
+_RESULT = "return"
+"""A variable that Python cannot have."""
+
+
+def text_of(function: Callable[..., Any], types: Sequence[Type], returns: Number) -> str:
+    """A function with all that it calls, in LLVM's language, as ``run``: that takes the place of a
+    row of words, in which the parts of arrays are, and then all numbers. Nothing is returned as 0.
+    """
+    module = Module()
+    called = module.function(function, types)
+    lines, given, arguments = list[str](), ["ptr %words"], list[str]()
+    for kind in _single(types):
+        for part in parts(kind):
+            name = f"%a{len(arguments)}"
+            arguments.append(f"{part} {name}")
+            if isinstance(kind, Number):
+                given.append(arguments[-1])
+            else:
+                words = f"%w{len(arguments)}"
+                lines.append(f"{words} = getelementptr i64, ptr %words, i64 {len(lines) // 2}")
+                lines.append(f"{name} = load {part}, ptr {words}")
+    call = f"call {whole(called.returns)} @{called.name}({', '.join(arguments)})"
+    result = "0" if called.returns == NOTHING.type else "%result"
+    lines += [call if result == "0" else f"{result} = {call}", f"ret {returns} {result}"]
+    run = [f"define {returns} @run({', '.join(given)}) {{", *lines, "}"]
+    return "\n".join([*module.texts, *run])
+
+
+def _single(types: Sequence[Type]) -> list[Type]:
+    """Types, the entries of tuples in place of these."""
+    return [
+        found
+        for kind in types
+        for found in (_single(kind.entries) if isinstance(kind, Group) else [kind])
+    ]
+
+
+class Module:
+    """Functions that call each other."""
+
+    def __init__(self) -> None:
+        self.texts = [
+            "declare double @llvm.rint.f64(double)",
+            "declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)",
+        ]
+        self._functions: dict[tuple[Any, ...], _Function] = {}
+
+    def function(self, function: Callable[..., Any], types: Sequence[Type]) -> _Function:
+        """A function for arguments of these types."""
+        key = function, *types
+        if key not in self._functions:
+            found = self._functions[key] = _Function(self, function, f"f{len(self._functions)}")
+            self.texts.append(found.text(types))
+        return self._functions[key]
+
+
+@cache
+def _definitions(path: str) -> Mapping[int, ast.FunctionDef]:
+    """The functions of a file by the lines that they begin in."""
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return {min([f.lineno, *(d.lineno for d in f.decorator_list)]): f for f in found}
+
+
+class _Function:
+    """One function for arguments of some types."""
+
+    def __init__(self, module: Module, function: Callable[..., Any], name: str) -> None:
+        code = function.__code__
+        self._module, self._globals, self.name = module, function.__globals__, name
+        self._definition = _definitions(code.co_filename)[code.co_firstlineno]
+        self._code, self._at = code, self._definition.lineno
+        self._variables: dict[str, Type] = {}
+        self._lines: list[str] = []
+        self._loops: list[tuple[str, str]] = []
+        self._count, self._is_settled, self._is_done = 0, False, False
+
+    @property
+    def returns(self) -> Type:
+        """What it returns; known once all of it has been compiled."""
+        if not self._is_done:
+            raise self._refused("it calls itself")
+        return self._variables.get(_RESULT, NOTHING.type)
+
+    def text(self, types: Sequence[Type]) -> str:
+        """The function in LLVM's language."""
+        given: list[str] = []
+        while not self._is_settled:  # as long as a variable turns out to be more than it seemed
+            self._is_settled, self._lines, given = True, [], []
+            for name, kind in zip(self._code.co_varnames, types, strict=False):
+                names = tuple(f"%a{len(given) + i}" for i in range(len(parts(kind))))
+                given += Value(kind, names).pairs()
+                self._write(name, Value(kind, names))
+            if not self._block(self._definition.body):
+                self._jump("end")
+        self._is_done = True
+        self._label("end")
+        result = self._read(_RESULT) if _RESULT in self._variables else NOTHING
+        kind, found = whole(result.type), "".join(result.parts[:1])
+        if len(result.parts) > 1:
+            found = "undef"
+            for i, pair in enumerate(result.pairs()):
+                found = self._new(f"insertvalue {kind} {found}, {pair}, {i}")
+        slots = [
+            f"%{name}.{i} = alloca {part}"
+            for name, variable in self._variables.items()
+            for i, part in enumerate(parts(variable))
+        ]
+        head = f"define internal {kind} @{self.name}({', '.join(given)}) nounwind {{"
+        return "\n".join([head, *slots, *self._lines, f"ret {kind} {found}", "}"])
+
+    # Lines
+
+    def _new(self, line: str) -> str:
+        """LLVM's name of what a line results in."""
+        self._count += 1
+        name = f"%t{self._count}"
+        self._lines.append(f"{name} = {line}")
+        return name
+
+    def _number(self, kind: Number, line: str) -> Value:
+        return Value(kind, (self._new(line),))
+
+    def _labels(self, count: int) -> list[str]:
+        self._count += count
+        return [f"b{self._count - i}" for i in range(count)]
+
+    def _label(self, label: str) -> None:
+        self._lines.append(f"{label}:")
+
+    def _jump(self, label: str) -> None:
+        self._lines.append(f"br label %{label}")
+
+    def _branch(self, test: ast.expr, then: str, other: str) -> None:
+        truth = self._as(BOOL, self._value(test)).parts[0]
+        self._lines.append(f"br i1 {truth}, label %{then}, label %{other}")
+
+    def _refused(self, what: str) -> TypeError:
+        where = f"{self._code.co_filename}:{self._at}: {self._code.co_name}"
+        return TypeError(f"{where} cannot be compiled: {what}")
+
+    # Variables
+
+    def _write(self, name: str, value: Value) -> None:
+        """Give a variable a value; what it is may turn out to be more than it seemed."""
+        before = self._variables.setdefault(name, value.type)
+        kind = common(before, value.type)
+        if kind is None:
+            raise self._refused(f"{name} is {before} and {value.type}")
+        if kind != before:
+            self._variables[name], self._is_settled = kind, False
+        for i, pair in enumerate(self._as(kind, value).pairs()):
+            self._lines.append(f"store {pair}, ptr %{name}.{i}")
+
+    def _read(self, name: str) -> Value:
+        kind = self._variables[name]
+        names = (self._new(f"load {part}, ptr %{name}.{i}") for i, part in enumerate(parts(kind)))
+        return Value(kind, tuple(names))
+
+    def _as(self, kind: Type, value: Value) -> Value:
+        """A value taken for another type."""
+        if value.type == kind:
+            return value
+        if isinstance(kind, Group):
+            pairs = zip(kind.entries, entries(value), strict=True)
+            return grouped([self._as(*pair) for pair in pairs], kind.names)
+        if not isinstance(kind, Number) or (value.type, kind) not in _CASTS:
+            raise self._refused(f"{value.type} is not {kind}")
+        (part,) = value.parts
+        if kind == FLOAT and (number := known(value)) is not None:
+            return constant(float(number)) or value
+        cast = _CASTS[value.type, kind]
+        return self._number(kind, cast.format(part))
+
+    # Statements
+
+    def _block(self, statements: Sequence[ast.stmt]) -> bool:
+        """Whether it ends with a jump."""
+        for statement in statements:
+            self._at = statement.lineno
+            if type(statement) not in _STATEMENTS:
+                raise self._refused(f"{type(statement).__name__} is not known")
+            if _STATEMENTS[type(statement)](self, statement):
+                return True
+        return False
+
+    def _expression(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):  # a docstring
+            self._value(node.value)
+
+    def _assignment(self, node: ast.Assign) -> None:
+        value = self._value(node.value)
+        for target in node.targets:
+            self._assign(target, value)
+
+    def _assign(self, target: ast.expr, value: Value) -> None:
+        if isinstance(target, ast.Name):
+            self._write(target.id, value)
+        elif isinstance(target, ast.Tuple):
+            for entry, part in zip(target.elts, entries(value), strict=True):
+                self._assign(entry, part)
+        else:
+            self._store(*self._place(target), value)
+
+    def _augmented(self, node: ast.AugAssign) -> None:
+        if isinstance(node.target, ast.Name):
+            before = self._read(node.target.id)
+            self._assign(node.target, self._computed(node.op, before, self._value(node.value)))
+            return
+        dtype, place = self._place(node.target)
+        before = self._load(dtype, place)
+        self._store(dtype, place, self._computed(node.op, before, self._value(node.value)))
+
+    def _return(self, node: ast.Return) -> bool:
+        if node.value is not None:
+            self._write(_RESULT, self._value(node.value))
+        self._jump("end")
+        return True
+
+    def _if(self, node: ast.If) -> bool:
+        then, other, after = self._labels(3)
+        self._branch(node.test, then, other)
+        ends = []
+        for label, statements in ((then, node.body), (other, node.orelse)):
+            self._label(label)
+            ends.append(self._block(statements))
+            if not ends[-1]:
+                self._jump(after)
+        if all(ends):
+            return True
+        self._label(after)
+        return False
+
+    def _while(self, node: ast.While) -> None:
+        test, body, after = self._labels(3)
+        self._jump(test)
+        self._label(test)
+        self._branch(node.test, body, after)
+        self._label(body)
+        self._body(node.body, test, after)
+        self._jump(test)
+        self._label(after)
+
+    def _body(self, statements: Sequence[ast.stmt], following: str, after: str) -> None:
+        """What a loop does again and again; ends in a block of its own."""
+        self._loops.append((following, after))
+        if self._block(statements):
+            self._label(*self._labels(1))  # nobody comes here
+        self._loops.pop()
+
+    def _for(self, node: ast.For) -> None:
+        if isinstance(node.iter, ast.Tuple):
+            return self._for_each(node, node.iter.elts)
+        if not isinstance(node.iter, ast.Call) or self._static(node.iter.func) is not range:
+            raise self._refused("a loop is over a range, or over a tuple that stands there")
+        given = [self._value(arg) for arg in node.iter.args]
+        start, stop, step = (_ZERO, *given, _ONE) if len(given) == 1 else (*given, _ONE)[:3]
+        test, body, following, after = self._labels(4)
+        counter = _temporary(node)
+        self._write(counter, start)
+        self._jump(test)
+        self._label(test)
+        at = self._read(counter)
+        goes_back = (known(step) or 1) < 0
+        goes_on = self._compared(ast.Gt() if goes_back else ast.Lt(), at, stop)
+        self._lines.append(f"br i1 {goes_on.parts[0]}, label %{body}, label %{after}")
+        self._label(body)
+        self._assign(node.target, at)
+        self._body(node.body, following, after)
+        self._jump(following)
+        self._label(following)
+        self._write(counter, self._computed(ast.Add(), at, step))
+        self._jump(test)
+        self._label(after)
+        return None
+
+    def _for_each(self, node: ast.For, given: Sequence[ast.expr]) -> None:
+        """The body again for each of them."""
+        (after,) = self._labels(1)
+        for value in [self._value(entry) for entry in given]:
+            (following,) = self._labels(1)
+            self._assign(node.target, value)
+            self._body(node.body, following, after)
+            self._jump(following)
+            self._label(following)
+        self._jump(after)
+        self._label(after)
+
+    def _break(self, node: ast.Break) -> bool:
+        self._jump(self._loops[-1][1])
+        return True
+
+    def _continue(self, node: ast.Continue) -> bool:
+        self._jump(self._loops[-1][0])
+        return True
+
+    # Fields and entries
+
+    def _place(self, node: ast.expr) -> tuple[np.dtype[Any], str]:
+        """What number or record is where."""
+        if isinstance(node, ast.Attribute):
+            outer = self._value(node.value)
+            fields: Any = outer.type.dtype.fields if isinstance(outer.type, Record) else {}
+            if node.attr in fields:
+                dtype, offset = fields[node.attr][:2]
+                (place,) = outer.parts
+                return dtype, self._new(f"getelementptr inbounds i8, ptr {place}, i64 {offset}")
+        if isinstance(node, ast.Subscript):
+            outer = self._value(node.value)
+            if isinstance(outer.type, Array):
+                dtype, (place, *sizes) = outer.type.dtype, self._part(node, outer)
+                if not sizes:
+                    return dtype, place
+        raise self._refused(f"{ast.unparse(node)} is no field or entry")
+
+    def _part(self, node: ast.Subscript, array: Value) -> tuple[str, ...]:
+        """Where a part of an array is, and its sizes."""
+        place, *sizes = array.parts
+        given = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        at = _ZERO
+        for axis, size in enumerate(Value(INT, (size,)) for size in sizes):
+            at = self._computed(ast.Mult(), at, size) if axis else at
+            if axis < len(given):
+                index = self._value(given[axis])
+                if (known(index) or 0) < 0:
+                    at = self._computed(ast.Add(), at, size)
+                at = self._computed(ast.Add(), at, index)
+        assert isinstance(array.type, Array)
+        entry = f"[{array.type.dtype.itemsize} x i8]"
+        found = self._new(f"getelementptr inbounds {entry}, ptr {place}, i64 {at.parts[0]}")
+        return found, *sizes[len(given) :]
+
+    def _load(self, dtype: np.dtype[Any], place: str) -> Value:
+        if dtype.names:
+            return Value(Record(dtype), (place,))
+        stored, kind, (widen, _) = _STORED[dtype.str[1:]]
+        found = self._new(f"load {stored}, ptr {place}")
+        return (
+            self._number(kind, f"{widen} {stored} {found} to {kind}")
+            if widen
+            else Value(kind, (found,))
+        )
+
+    def _store(self, dtype: np.dtype[Any], place: str, value: Value) -> None:
+        if dtype.names and value.type == Record(dtype):
+            given = f"ptr {place}, ptr {value.parts[0]}, i64 {dtype.itemsize}, i1 false"
+            self._lines.append(f"call void @llvm.memcpy.p0.p0.i64({given})")
+            return
+        stored, kind, (_, narrow) = _STORED[dtype.str[1:]]
+        (part,) = self._as(kind, value).parts
+        if narrow:
+            part = self._new(f"{narrow} {kind} {part} to {stored}")
+        self._lines.append(f"store {stored} {part}, ptr {place}")
+
+    # Expressions
+
+    def _value(self, node: ast.expr) -> Value:
+        if (static := constant(self._static(node))) is not None:
+            return static
+        if type(node) not in _EXPRESSIONS:
+            raise self._refused(f"{ast.unparse(node)} is not known")
+        return _EXPRESSIONS[type(node)](self, node)
+
+    def _static(self, node: ast.expr) -> Any:
+        """What an expression stands for whatever the arguments; None where nothing is known."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name) and node.id not in self._code.co_varnames:
+            return self._globals.get(node.id, getattr(builtins, node.id, None))
+        if isinstance(node, ast.Attribute):
+            return getattr(self._static(node.value), node.attr, None)
+        return None
+
+    def _name(self, node: ast.Name) -> Value:
+        if node.id not in self._variables:
+            raise self._refused(f"{node.id} is not known")
+        return self._read(node.id)
+
+    def _attribute(self, node: ast.Attribute) -> Value:
+        outer = self._value(node.value)
+        if isinstance(outer.type, Group) and node.attr in outer.type.names:
+            return entries(outer)[outer.type.names.index(node.attr)]
+        if isinstance(outer.type, Array) and node.attr == "shape":
+            return grouped([Value(INT, (size,)) for size in outer.parts[1:]])
+        return self._load(*self._place(node))
+
+    def _subscript(self, node: ast.Subscript) -> Value:
+        outer = self._value(node.value)
+        if isinstance(outer.type, Group):
+            return entries(outer)[int(ast.literal_eval(node.slice))]
+        if not isinstance(outer.type, Array):
+            raise self._refused(f"{ast.unparse(node.value)} has no entries")
+        if isinstance(node.slice, ast.Slice):
+            if node.slice.lower or node.slice.step or not node.slice.upper:
+                raise self._refused("a slice is of the first entries")
+            (stop,) = self._as(INT, self._value(node.slice.upper)).parts
+            return Value(outer.type, (outer.parts[0], stop, *outer.parts[2:]))
+        place, *sizes = self._part(node, outer)
+        if sizes:
+            return Value(Array(outer.type.dtype, len(sizes)), (place, *sizes))
+        return self._load(outer.type.dtype, place)
+
+    def _tuple(self, node: ast.Tuple) -> Value:
+        return grouped([self._value(entry) for entry in node.elts])
+
+    def _and_or(self, node: ast.BoolOp) -> Value:
+        """What comes later is looked at only where it matters."""
+        (after,) = self._labels(1)
+        result = _temporary(node)
+        for operand in node.values:
+            value = self._value(operand)
+            if value.type != BOOL:
+                raise self._refused(f"{ast.unparse(operand)} is neither true nor false")
+            self._write(result, value)
+            (following,) = self._labels(1)
+            ways = (following, after) if isinstance(node.op, ast.And) else (after, following)
+            self._lines.append(f"br i1 {value.parts[0]}, label %{ways[0]}, label %{ways[1]}")
+            self._label(following)
+        self._jump(after)
+        self._label(after)
+        return self._read(result)
+
+    def _if_else(self, node: ast.IfExp) -> Value:
+        then, other, after = self._labels(3)
+        result = _temporary(node)
+        self._branch(node.test, then, other)
+        for label, expression in ((then, node.body), (other, node.orelse)):
+            self._label(label)
+            self._write(result, self._value(expression))
+            self._jump(after)
+        self._label(after)
+        return self._read(result)
+
+    def _unary(self, node: ast.UnaryOp) -> Value:
+        value = self._value(node.operand)
+        if isinstance(node.op, ast.Not):
+            return self._number(BOOL, f"xor i1 {self._as(BOOL, value).parts[0]}, true")
+        if isinstance(node.op, ast.Invert):
+            return self._number(INT, f"xor i64 {self._as(INT, value).parts[0]}, -1")
+        if isinstance(node.op, ast.USub) and value.type == FLOAT:
+            return self._number(FLOAT, f"fneg double {value.parts[0]}")
+        return self._computed(ast.Sub(), _ZERO, value)
+
+    def _binary(self, node: ast.BinOp) -> Value:
+        return self._computed(node.op, self._value(node.left), self._value(node.right))
+
+    def _computed(self, operator: ast.operator, left: Value, right: Value) -> Value:
+        floats = FLOAT in (left.type, right.type) or isinstance(operator, ast.Div)
+        kind = FLOAT if floats else INT
+        a, b = self._as(kind, left), self._as(kind, right)
+        if (x := known(a)) is not None and (y := known(b)) is not None and type(operator) in _KNOWN:
+            return constant(_KNOWN[type(operator)](x, y)) or a
+        if name := _OPERATORS[kind].get(type(operator)):
+            return self._number(kind, f"{name} {kind} {a.parts[0]}, {b.parts[0]}")
+        if isinstance(operator, ast.FloorDiv) and floats:
+            return self._floor(a, b)
+        if isinstance(operator, (ast.FloorDiv, ast.Mod)) and not floats:
+            quotient, rest = self._divided(a, b)
+            return quotient if isinstance(operator, ast.FloorDiv) else rest
+        raise self._refused(f"{type(operator).__name__} of {kind} is not known")
+
+    def _divided(self, a: Value, b: Value) -> tuple[Value, Value]:
+        """The quotient of whole numbers, rounded down, and the rest; LLVM leaves out what nobody
+        reads, and the processor would stop at a division by zero.
+        """
+        is_zero = self._compared(ast.Eq(), b, _ZERO)
+        by = self._select(is_zero, _ONE, b)
+        quotient = self._number(INT, f"sdiv i64 {a.parts[0]}, {by.parts[0]}")
+        rest = self._number(INT, f"srem i64 {a.parts[0]}, {by.parts[0]}")
+        signs = self._number(INT, f"xor i64 {rest.parts[0]}, {by.parts[0]}")
+        differ = self._compared(ast.Lt(), signs, _ZERO).parts[0]
+        is_rest = self._compared(ast.NotEq(), rest, _ZERO).parts[0]
+        is_above = self._number(BOOL, f"and i1 {differ}, {is_rest}")
+        quotient = self._computed(ast.Sub(), quotient, is_above)
+        rest = self._select(is_above, self._computed(ast.Add(), rest, by), rest)
+        return self._select(is_zero, _ZERO, quotient), rest
+
+    def _floor(self, a: Value, b: Value) -> Value:
+        """The quotient of floats, rounded down: as Python has it, of all but the rest."""
+        rest = self._number(FLOAT, f"frem double {a.parts[0]}, {b.parts[0]}")
+        quotient = self._computed(ast.Div(), self._computed(ast.Sub(), a, rest), b)
+        is_above = self._compared(ast.Lt(), self._computed(ast.Mult(), rest, b), _ZERO)
+        return self._rounded(self._computed(ast.Sub(), quotient, is_above))
+
+    def _rounded(self, value: Value) -> Value:
+        return self._number(FLOAT, f"call double @llvm.rint.f64(double {value.parts[0]})")
+
+    def _compare(self, node: ast.Compare) -> Value:
+        left, result = self._value(node.left), Value(BOOL, ("true",))
+        for test, operand in zip(node.ops, node.comparators, strict=True):
+            right = self._value(operand)
+            one = self._compared(test, left, right)
+            result = self._number(BOOL, f"and i1 {result.parts[0]}, {one.parts[0]}")
+            left = right
+        return result
+
+    def _compared(self, operator: ast.cmpop, left: Value, right: Value) -> Value:
+        if type(operator) not in _COMPARISONS:
+            raise self._refused(f"{type(operator).__name__} is not known")
+        kind = FLOAT if FLOAT in (left.type, right.type) else INT
+        (a,), (b,) = self._as(kind, left).parts, self._as(kind, right).parts
+        test = _COMPARISONS[type(operator)]
+        if kind == FLOAT:
+            test = f"fcmp {'u' if test == 'ne' else 'o'}{test}"
+        else:
+            test = f"icmp {test}" if test in ("eq", "ne") else f"icmp s{test}"
+        return self._number(BOOL, f"{test} {kind} {a}, {b}")
+
+    def _select(self, truth: Value, then: Value, other: Value) -> Value:
+        ((a,), (b,)), (is_true,) = (list(then.pairs()), list(other.pairs())), truth.parts
+        return Value(then.type, (self._new(f"select i1 {is_true}, {a}, {b}"),))
+
+    # Calls
+
+    def _call(self, node: ast.Call) -> Value:
+        function, args = self._static(node.func), list[Value]()
+        for arg in node.args:
+            if isinstance(arg, ast.Starred):
+                args += entries(self._value(arg.value))
+            else:
+                args.append(self._value(arg))
+        if function in _BUILTINS and not node.keywords:
+            return _BUILTINS[function](self, *args)
+        function = _REPLACED.get(function, getattr(function, "__wrapped__", function))
+        if isinstance(function, type) and issubclass(function, tuple):
+            return grouped(args, getattr(function, "_fields", ()))
+        if not isinstance(function, FunctionType) or node.keywords:
+            raise self._refused(f"{ast.unparse(node)} is not known")
+        called = self._module.function(function, [value.type for value in args])
+        kind = whole(called.returns)
+        given = ", ".join(pair for value in args for pair in value.pairs())
+        line = f"call {kind} @{called.name}({given})"
+        count = len(parts(called.returns))
+        if not count:
+            self._lines.append(line)
+            return NOTHING
+        found = self._new(line)
+        names = (self._new(f"extractvalue {kind} {found}, {i}") for i in range(count))
+        return Value(called.returns, (found,) if count == 1 else tuple(names))
+
+    def _most(self, operator: ast.cmpop, args: Sequence[Value]) -> Value:
+        """The first of the greatest, or of the least."""
+        args = entries(args[0]) if len(args) == 1 else args
+        kind = FLOAT if any(arg.type == FLOAT for arg in args) else INT
+        best, *others = (self._as(kind, arg) for arg in args)
+        for other in others:
+            best = self._select(self._compared(operator, other, best), other, best)
+        return best
+
+    def _max(self, *args: Value) -> Value:
+        return self._most(ast.Gt(), args)
+
+    def _min(self, *args: Value) -> Value:
+        return self._most(ast.Lt(), args)
+
+    def _len(self, array: Value) -> Value:
+        if isinstance(array.type, Array):
+            return Value(INT, array.parts[1:2])
+        return Value(INT, (str(len(entries(array))),))
+
+    def _abs(self, value: Value) -> Value:
+        return self._max(value, self._computed(ast.Sub(), _ZERO, value))
+
+    def _round(self, value: Value) -> Value:
+        return self._int(self._rounded(self._float(value)))
+
+    def _int(self, value: Value) -> Value:
+        return self._as(INT, value)
+
+    def _float(self, value: Value) -> Value:
+        return self._as(FLOAT, value)
+
+    def _bool(self, value: Value) -> Value:
+        return self._as(BOOL, value)
+
+
+def _gcd(a: int, b: int) -> int:
+    """Of numbers that are not negative."""
+    while b > 0:
+        a, b = b, a % b
+    return a
+
+
+def _temporary(node: ast.stmt | ast.expr) -> str:
+    """A variable of what stands there."""
+    return f"at.{node.lineno}.{node.col_offset}.{type(node).__name__}"
+
+
+_ZERO, _ONE = Value(INT, ("0",)), Value(INT, ("1",))
+
+# What functions may consist of.
+
+_STATEMENTS: Mapping[type[ast.stmt], Callable[[_Function, Any], bool | None]] = {
+    ast.Assign: _Function._assignment,
+    ast.AugAssign: _Function._augmented,
+    ast.Break: _Function._break,
+    ast.Continue: _Function._continue,
+    ast.Expr: _Function._expression,
+    ast.For: _Function._for,
+    ast.If: _Function._if,
+    ast.Return: _Function._return,
+    ast.While: _Function._while,
+}
+
+_EXPRESSIONS: Mapping[type[ast.expr], Callable[[_Function, Any], Value]] = {
+    ast.Attribute: _Function._attribute,
+    ast.BinOp: _Function._binary,
+    ast.BoolOp: _Function._and_or,
+    ast.Call: _Function._call,
+    ast.Compare: _Function._compare,
+    ast.IfExp: _Function._if_else,
+    ast.Name: _Function._name,
+    ast.Subscript: _Function._subscript,
+    ast.Tuple: _Function._tuple,
+    ast.UnaryOp: _Function._unary,
+}
+
+_BUILTINS: Mapping[Any, Callable[..., Value]] = {
+    abs: _Function._abs,
+    bool: _Function._bool,
+    float: _Function._float,
+    int: _Function._int,
+    len: _Function._len,
+    max: _Function._max,
+    min: _Function._min,
+    np.maximum: _Function._max,
+    np.minimum: _Function._min,
+    round: _Function._round,
+}
+
+_REPLACED: Mapping[Any, Callable[..., Any]] = {math.gcd: _gcd}
+
+_OPERATORS: Mapping[Number, Mapping[type[ast.operator], str]] = {
+    INT: {ast.Add: "add nsw", ast.Sub: "sub nsw", ast.Mult: "mul nsw", ast.RShift: "ashr"},
+    FLOAT: {ast.Add: "fadd", ast.Sub: "fsub", ast.Mult: "fmul", ast.Div: "fdiv"},
+}
+
+_KNOWN: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+_COMPARISONS: Mapping[type[ast.cmpop], str] = {
+    ast.Eq: "eq",
+    ast.NotEq: "ne",
+    ast.Lt: "lt",
+    ast.LtE: "le",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+}
+
+_CASTS: Mapping[tuple[Any, Number], str] = {
+    (BOOL, INT): "zext i1 {} to i64",
+    (BOOL, FLOAT): "uitofp i1 {} to double",
+    (INT, FLOAT): "sitofp i64 {} to double",
+    (INT, BOOL): "icmp ne i64 {}, 0",
+    (FLOAT, INT): "fptosi double {} to i64",
+    (FLOAT, BOOL): "fcmp une double {}, 0.0",
+}
+
+_STORED: Mapping[str, tuple[str, Number, tuple[str, str]]] = {
+    "f8": ("double", FLOAT, ("", "")),
+    "i8": ("i64", INT, ("", "")),
+    "i4": ("i32", INT, ("sext", "trunc")),
+    "b1": ("i8", BOOL, ("trunc", "zext")),
+}
+"""Numbers of arrays as they are stored, as they are computed with, and the way there and back."""
