@@ -2,14 +2,15 @@
 
     python -m benchmarks.prediction [--models mmt] [--ranks 2 4] [--turns 3] [--actions] [--json]
 
-The machine is calibrated first. Then plans take turns. A turn has rounds: one rank times operators
-and update of the model some times, another one in every round, while the others wait; then the plan
-is trained for some steps. The row is the median of the steps of all rounds beside the prediction by
-the medians of all times, as a mean of the ranks. So a machine whose speed drifts, as that of shared
-ones does from second to second and from core to core, is predicted at the speed that it has.
+The machine is calibrated first. Then plans take turns, one after the other, and all of them again.
+A turn has rounds: one rank times operators and update of the model some times, another one in every
+round, while the others wait; then ranks compute alone and side by side, as in the calibration; then
+the plan is trained for some steps. A turn's prediction is by the medians of all times, as a mean of
+the ranks. So a machine whose speed drifts, as that of shared ones does from second to second and
+from core to core, is predicted at the speed that it has.
 
-A turn beside which others computed is made again, a few times at most. Of several turns the
-one with the median error counts.
+A turn beside which others computed is made again, a few times at most. The row is the mean of the
+turns' median steps beside the mean of their predictions, and how far turns are apart.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ import torch
 import torch.distributed as dist
 
 from anabranch import launch
+from anabranch.calibration import side_by_side
 from anabranch.calibration.machine import OtherLoad
 from anabranch.calibration.measure import Calibrated, calibrate
+from anabranch.calibration.side_by_side import Pace
 from anabranch.cli.source import measured
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
@@ -51,8 +54,13 @@ from benchmarks.planners.common import Row, table
 T = TypeVar("T")
 
 BATCH = 32
-ROUNDS, STEPS, SETTLING = 12, 4, 2
-"""Rounds of a turn (of more ranks, as many), steps of a round, and how many more before them."""
+ROUNDS, SETTLING, STEPS, RECORDED = 6, 4, 6, 2
+"""Rounds of a turn, and steps of a round: those before any counts, those that do, and recorded
+ones. Behind the profile's turn caches are cold for some steps.
+"""
+
+WINDOW_S = 0.03
+"""In which ranks compute alone, and side by side, in every round."""
 
 QUIET, TRIES = 0.06, 4
 """Processor cores that others may take of a turn, and how often it is made at most."""
@@ -68,18 +76,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
-    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--actions", action="store_true", help="also where the time goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     machine, _ = calmest(calibrate)
-    rows: list[Row] = []
-    for model in arguments.models:
-        rows += measure(model, arguments.ranks, arguments.turns, machine)
-        if not arguments.json:
-            show(rows[-len(arguments.ranks) * len(KINDS) :], actions=arguments.actions)
+    cases = [
+        case for model in arguments.models for case in cases_of(model, arguments.ranks, machine)
+    ]
+    turns = [[measure(case, machine) for case in cases] for _ in range(arguments.turns)]
+    rows = [
+        row_of(case, turns) for case, turns in zip(cases, zip(*turns, strict=True), strict=True)
+    ]
     off = [abs(row["predicted_s"] / row["step_s"] - 1) for row in rows]
-    summary = {"median": statistics.median(off), "worst": max(off), "steps": len(off)}
+    summary = {
+        "median": statistics.median(off),
+        "worst": max(off),
+        "steps": len(off),
+        "apart_median": statistics.median(row["apart"] for row in rows),
+        "apart_worst": max(row["apart"] for row in rows),
+    }
     if arguments.json:
         calibration = machine.cluster.calibration
         found = {
@@ -92,48 +108,85 @@ def main() -> None:
         }
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
+    show(rows, actions=arguments.actions)
     remark = machine.cluster.calibration.remark if machine.cluster.calibration else ""
     sys.stdout.write(
         f"\n{remark}\nerror of the prediction: median {summary['median']:.1%}, worst "
-        f"{summary['worst']:.1%}, of {len(off)} steps\n"
+        f"{summary['worst']:.1%}, of {len(off)} steps\nthe same step, measured again: apart by "
+        f"{summary['apart_median']:.1%} in the median, {summary['apart_worst']:.1%} at most\n"
     )
 
 
-def measure(model: str, ranks: list[int], turns: int, machine: Calibrated) -> list[Row]:
-    """A row for every number of ranks and kind of plan."""
-    workload = build(model, preset="small")
-    captured = capture(workload.module, workload.example)
-    counts = tuple(1 << i for i in range(BATCH.bit_length()))
-    profile = measured(captured, workload, counts, "cpu")
-    plans = {
-        (count, kind): plan(profile, local(machine, count), BATCH, model=model, **options)
+@dataclass(frozen=True)
+class Case:
+    """A plan of a model, and the model twice: ranks forget the parameters of other stages; to be
+    timed, it has to be whole.
+    """
+
+    model: str
+    ranks: int
+    kind: str
+    chosen: Plan
+    workload: Workload
+    captured: Captured
+    spare: Workload
+    whole: Captured
+
+
+def cases_of(model: str, ranks: list[int], machine: Calibrated) -> list[Case]:
+    """One for every number of ranks and kind of plan."""
+    workload, spare = (build(model, preset="small") for _ in range(2))
+    captured, whole = (capture(one.module, one.example) for one in (workload, spare))
+    profile = measured(captured, workload, tuple(1 << i for i in range(BATCH.bit_length())), "cpu")
+    return [
+        Case(
+            model,
+            count,
+            kind,
+            plan(profile, local(machine, count), BATCH, model=model, **options),
+            workload,
+            captured,
+            spare,
+            whole,
+        )
         for count in ranks
         for kind, options in KINDS.items()
-    }
-    # Ranks forget the parameters of other stages; to be timed, the model has to be whole.
-    spare = build(model, preset="small")
-    whole = capture(spare.module, spare.example)
-    seen: dict[tuple[int, str], list[Row]] = defaultdict(list)
-    for _ in range(turns):
-        for (count, kind), chosen in plans.items():
-            cluster = local(machine, count)
-            turn = partial(launch.run, trained, count, workload, chosen, captured, spare, whole)
-            by_rank, others = calmest(turn)
-            one, seen_by_all = by_rank[0], mean_profile([rank.profile for rank in by_rank])
-            found = simulate(chosen, seen_by_all, cluster)
-            seen[count, kind].append(
-                {
-                    "step_s": statistics.median(one.steps),
-                    "predicted_s": found.step_s,
-                    "uncalibrated_s": uncalibrated(chosen, seen_by_all, count),
-                    "others": others,
-                    "actions": beside(found, one.timeline),
-                }
-            )
-    return [
-        {"model": model, "ranks": count, "kind": kind, **middle(found)}
-        for (count, kind), found in seen.items()
     ]
+
+
+def measure(case: Case, machine: Calibrated) -> Row:
+    """A turn."""
+    by_rank, others = calmest(partial(launch.run, trained, case.ranks, case))
+    seen_by_all = mean_profile([rank.profile for rank in by_rank])
+    cluster = at_present(local(machine, case.ranks), by_rank, os.cpu_count() or 1)
+    found = simulate(case.chosen, seen_by_all, cluster)
+    return {
+        "step_s": statistics.median(by_rank[0].steps),
+        "predicted_s": found.step_s,
+        "uncalibrated_s": uncalibrated(case.chosen, seen_by_all, case.ranks),
+        "others": others,
+        "actions": beside(found, by_rank[0].timelines),
+    }
+
+
+def row_of(case: Case, turns: Sequence[Row]) -> Row:
+    """The mean of the turns, and how far the longest step is from the shortest."""
+    steps = [turn["step_s"] for turn in turns]
+    means = {
+        name: statistics.fmean(turn[name] for turn in turns)
+        for name in ("step_s", "predicted_s", "uncalibrated_s", "others")
+    }
+    actions = {
+        name: _means([turn["actions"][name] for turn in turns]) for name in turns[0]["actions"]
+    }
+    return {
+        "model": case.model,
+        "ranks": case.ranks,
+        "kind": case.kind,
+        **means,
+        "apart": max(steps) / min(steps) - 1,
+        "actions": actions,
+    }
 
 
 def calmest(make: Callable[[], T]) -> tuple[T, float]:
@@ -156,17 +209,24 @@ def sizes_of(chosen: Plan) -> tuple[int, ...]:
     return tuple(sorted(sizes | {2 * max(sizes)}))
 
 
-def middle(found: list[Row]) -> Row:
-    """The turn with the median error."""
-    ordered = sorted(found, key=lambda row: row["predicted_s"] / row["step_s"])
-    return ordered[len(ordered) // 2]
-
-
 def local(machine: Calibrated, count: int) -> Cluster:
     """So many local ranks with the calibration."""
     preset = Cluster.preset(f"local:{count}")
     levels = (replace(machine.cluster.levels[0], size=count),)
     return replace(preset, levels=levels, calibration=machine.cluster.calibration)
+
+
+def at_present(cluster: Cluster, by_rank: Sequence[Trained], cores: int) -> Cluster:
+    """With ranks that slow each other down as they did in a turn; beyond the cores, where a window
+    would have to be long, as much more than the calibration says as up to them.
+    """
+    calibration = cluster.calibration
+    assert calibration is not None
+    now = side_by_side.slowdown([rank.paces for rank in by_rank], cores)
+    known = calibration.slowdown
+    more = now[-1] / known[min(len(now), len(known)) - 1]
+    beyond = [max(now[-1], times * more) for times in known[len(now) :]]
+    return replace(cluster, calibration=replace(calibration, slowdown=(*now, *beyond)))
 
 
 def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
@@ -176,26 +236,35 @@ def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
 
 @dataclass(frozen=True)
 class Trained:
-    """Seconds of steps on one rank, one of them recorded, and its profile between them."""
+    """Seconds of steps on one rank, some more of them recorded, its profile between them, and its
+    paces alone and side by side.
+    """
 
     steps: list[float]
-    timeline: Timeline | None
+    timelines: list[Timeline]
     profile: Profile
+    paces: dict[int, list[Pace]]
 
 
-def trained(
-    workload: Workload, chosen: Plan, captured: Captured, spare: Workload, whole: Captured
-) -> Trained:
+def trained(case: Case) -> Trained:
     """A turn, on one rank."""
-    prepare(captured, chosen.stage_graph)
-    pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
-    measurement = Measurement(whole, sizes_of(chosen))
+    prepare(case.captured, case.chosen.stage_graph)
+    pipe = Pipeline(case.workload, case.chosen, captured=case.captured, check_gradients=False)
+    measurement, piece = Measurement(case.whole, sizes_of(case.chosen)), side_by_side.work()
+    ranks = dist.get_world_size()
+    paces: dict[int, list[Pace]] = {k: [] for k in (1, min(ranks, os.cpu_count() or 1))}
     updates: list[UpdateCost] = []
-    batches, steps = pipe.batches(), list[float]()
-    for turn in range(max(ROUNDS, dist.get_world_size())):
-        if turn % dist.get_world_size() == pipe.rank:
+    steps: list[float] = []
+    timelines: list[Timeline] = []
+    batches = pipe.batches()
+    for turn in range(max(ROUNDS, ranks)):
+        if turn % ranks == pipe.rank:
             measurement.turn()
-            updates.append(measure_update(spare))
+            updates.append(measure_update(case.spare))
+        for k, found in paces.items():
+            dist.barrier()
+            if pipe.rank < k:
+                found.append(side_by_side.pace(piece, WINDOW_S))
         dist.barrier()
         for step in range(-SETTLING, STEPS):
             batch = next(batches)
@@ -203,10 +272,13 @@ def trained(
             pipe.step(batch)
             if step >= 0:
                 steps.append(time.perf_counter() - begun)
-    pipe.step(next(batches), record=True)
+        for _ in range(RECORDED):
+            pipe.step(next(batches), record=True)
+            assert pipe.timeline is not None
+            timelines.append(pipe.timeline)
     update = UpdateCost(*_means([astuple(update) for update in updates]))
     profile = replace(measurement.profile(), update=update)
-    return Trained(steps, pipe.timeline, profile)
+    return Trained(steps, timelines, profile, paces)
 
 
 def mean_profile(profiles: list[Profile]) -> Profile:
@@ -227,26 +299,33 @@ def _means(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(map(statistics.fmean, zip(*rows, strict=True)))
 
 
-def beside(predicted: Timeline, recorded: Timeline | None) -> Row:
-    """Per device and kind of action: seconds predicted and measured; what is left at the end."""
-    found: Row = defaultdict(lambda: [0.0, 0.0])
-    for column, timeline in enumerate((predicted, recorded)):
-        if timeline is None:
-            continue
-        last: dict[int, float] = defaultdict(float)
-        for span in timeline.spans:
-            last[span.device] = max(last[span.device], span.end)
-            if span.action.kind.is_compute:
-                name = f"{span.device} {span.action.kind.name.lower()}"
-                found[name][column] += span.end - span.start
-        for device, end in last.items():
-            found[f"{device} after the last action"][column] += timeline.step_s - end
-    return dict(sorted(found.items()))
+def beside(predicted: Timeline, recorded: Sequence[Timeline]) -> Row:
+    """Per device and kind of action: seconds predicted and measured, the median of some steps; what
+    is left at the end.
+    """
+    said, seen = _by_kind(predicted), [_by_kind(timeline) for timeline in recorded]
+    return {
+        name: (seconds, statistics.median(one[name] for one in seen))
+        for name, seconds in sorted(said.items())
+    }
+
+
+def _by_kind(timeline: Timeline) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    last: dict[int, float] = defaultdict(float)
+    for span in timeline.spans:
+        last[span.device] = max(last[span.device], span.end)
+        if span.action.kind.is_compute:
+            found[f"{span.device} {span.action.kind.name.lower()}"] += span.end - span.start
+    for device, end in last.items():
+        found[f"{device} after the last action"] = timeline.step_s - end
+    return found
 
 
 def show(rows: list[Row], *, actions: bool) -> None:
     """Print some rows."""
-    columns = ["model", "ranks", "plan", "step ms", "predicted", "off", "uncalibrated", "others"]
+    columns = ["model", "ranks", "plan", "step ms", "predicted", "off", "apart"]
+    columns += ["uncalibrated", "others"]
     lines = [
         [
             row["model"],
@@ -255,6 +334,7 @@ def show(rows: list[Row], *, actions: bool) -> None:
             f"{row['step_s'] * 1e3:.1f}",
             f"{row['predicted_s'] * 1e3:.1f}",
             f"{row['predicted_s'] / row['step_s'] - 1:+.1%}",
+            f"{row['apart']:.1%}",
             f"{row['uncalibrated_s'] / row['step_s'] - 1:+.1%}",
             f"{row['others']:.2f}",
         ]

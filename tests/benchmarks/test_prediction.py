@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from anabranch.calibration.side_by_side import Pace
 from anabranch.cluster import Cluster
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
@@ -13,7 +17,16 @@ from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 from benchmarks.prediction import __main__ as prediction
-from benchmarks.prediction.__main__ import beside, mean_profile, middle, sizes_of
+from benchmarks.prediction.__main__ import (
+    Case,
+    Trained,
+    at_present,
+    beside,
+    mean_profile,
+    row_of,
+    sizes_of,
+)
+from tests.calibration.examples import cluster as calibrated
 from tests.simulator.helpers import cost_model
 
 
@@ -23,20 +36,52 @@ def timeline(step_s: float, *spans: tuple[float, float, str]) -> Timeline:
 
 
 def test_actions_stand_beside_each_other():
-    """Forwards and backwards are added up; what follows the last action is the rest of the step."""
+    """Forwards and backwards are added up; what follows the last action is the rest of the step. Of
+    several recorded steps each has the median.
+    """
     predicted = timeline(10.0, (0, 1, "0F0"), (1, 2, "0F1"), (2, 6, "0B0"), (6, 9, "0B1"))
-    recorded = timeline(12.0, (0, 2, "0F0"), (2, 4, "0F1"), (4, 8, "0B0"), (8, 11, "0B1"))
+    recorded = [
+        timeline(11.0 + more, (0, forward, "0F0"), (4, 8, "0B0"), (8, 11, "0B1"))
+        for forward, more in ((4.0, 3.0), (3.0, 1.0), (9.0, 0.0))
+    ]
     assert beside(predicted, recorded) == {
-        "0 after the last action": [1.0, 1.0],
-        "0 backward": [7.0, 7.0],
-        "0 forward": [2.0, 4.0],
+        "0 after the last action": (1.0, 1.0),
+        "0 backward": (7.0, 7.0),
+        "0 forward": (2.0, 4.0),
     }
 
 
-def test_the_turn_with_the_median_error_counts():
-    """Not the best one, and no mixture of several."""
-    turns = [{"predicted_s": p, "step_s": 10.0} for p in (5.0, 20.0, 9.0)]
-    assert middle(turns) == {"predicted_s": 9.0, "step_s": 10.0}
+def test_a_row_is_the_mean_of_its_turns():
+    """And says how much longer the longest step is than the shortest."""
+    case = cast(Case, SimpleNamespace(model="glyphs", ranks=2, kind="1f1b"))
+    turns = [
+        {
+            "step_s": step_s,
+            "predicted_s": 2 * step_s,
+            "uncalibrated_s": 1.0,
+            "others": 0.0,
+            "actions": {"0 forward": (step_s, 1.0)},
+        }
+        for step_s in (4.0, 5.0)
+    ]
+    row = row_of(case, turns)
+    assert (row["step_s"], row["predicted_s"], row["apart"]) == (4.5, 9.0, 0.25)
+    assert row["actions"] == {"0 forward": (4.5, 1.0)}
+
+
+def test_ranks_slow_each_other_down_as_they_do_at_present():
+    """Calibrated, two ranks take 1.2 times as long and four 2.4 times; now two take 1.5 times."""
+    known = calibrated(4, slowdown=(1.0, 1.2, 1.8, 2.4))
+    now = cast(
+        Sequence[Trained],
+        [
+            SimpleNamespace(paces={1: [Pace(2.0, 2.0)], 2: [Pace(3.0, 3.0)]}),
+            SimpleNamespace(paces={1: [], 2: [Pace(3.0, 3.0)]}),
+        ],
+    )
+    found = at_present(known, now, cores=2).calibration
+    assert found is not None
+    assert found.slowdown == pytest.approx((1.0, 1.5, 2.25, 3.0))
 
 
 def test_profiles_have_the_sample_counts_of_the_plan():

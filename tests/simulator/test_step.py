@@ -312,6 +312,18 @@ def test_a_core_idles_behind_waits_where_others_are_full():
     assert steps == [3.0, 3.5]
 
 
+def test_a_step_begins_behind_the_wait_for_all():
+    """Two devices with 1 s of work each, on one core: one finds it free, the other one loses half a
+    second of the wait at the end of the step before.
+    """
+    free = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
+    none = dict.fromkeys(("microbatch_s", "step_s", "sum_tensor_s", "sum_byte_s"), 0.0)
+    costs = calibration(slowdown=(1.0, 2.0), crowded_s=0.5, **free, **none)
+    machines = replace(cluster(2), cores=1, calibration=costs)
+    graph = StageGraph(tuple(Stage((f"op{s}",), (s,), 1) for s in range(2)), (), 1)
+    assert simulate(graph, cost_model((), [1] * 2, [0] * 2, machines)).step_s == 2.5
+
+
 def test_steps_in_a_row_read_their_batches():
     """A step of 4 s alone, which is given its batch; in a row it reads two samples, 0.25 s each."""
     cost = cost_model((), [1], [1], cluster(1))

@@ -263,14 +263,15 @@ class Pipeline(BasePipeline):
             start = lead = 0.0
             if record:
                 self._workers.clock.begin()
-                start = self._now()
-                lead = start - begun
+                lead = time.perf_counter() - begun
+                self._mesh.barrier()
+                start = time.perf_counter()
             with self._weighed(leaves) if weigh else nullcontext():
                 worker, outcome = self._run(leaves)
                 loss = self._agree(outcome)
             if record:
                 self._workers.clock.end()
-                end = self._now()
+                end = time.perf_counter()
                 self.timeline = gather_timeline(worker, outcome, self._mesh, start, end, lead)
             POSITION.leave()
         self._count()
@@ -384,10 +385,6 @@ class Pipeline(BasePipeline):
             POSITION.leave()
         found = {n: p.grad for n, p in self._state.parameters.items() if p.grad is not None}
         return loss, found
-
-    def _now(self) -> float:
-        self._mesh.barrier()
-        return time.perf_counter()
 
     def _run(
         self, leaves: dict[str, Tensor], *, at_once: bool = False, alone: bool = False

@@ -20,8 +20,8 @@ def gather_timeline(
     """The spans of all ranks in one step, from ``start`` to ``end`` on this rank's clock.
 
     Args:
-        lead: seconds of the step before ``start``, in which this rank read its batch and waited
-            for the others; the longest of all ranks counts.
+        lead: seconds of the step before the barrier, in which this rank read its batch; the longest
+            of all ranks counts.
     """
     actions = {device: executed(worker.schedule, worker.graph, device) for device in mesh.devices}
     rows = max(len(mine) for mine in actions.values()) + 1
