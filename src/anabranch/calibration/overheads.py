@@ -3,7 +3,8 @@
 A pipeline of two ranks trains a model of small matrices, and every action is timed by the processor
 time that its rank spends until it has ended, from the end of the one before. Between messages ranks
 compute, so caches are as a step has them: a message costs several times what it does where nothing
-else is done. An operator's share is known from its profile, whose turns come between the steps, and
+else is done. What a step takes in front of its first action and behind its last one is timed as
+well. An operator's share is known from its profile, whose turns come between the steps, and
 what an update costs besides the optimizer, which does nothing, from a measurement of that::
 
     step of a rank = step_s + M * (send_s + receive_s + 2 * (microbatch_s + value_s) + operators)
@@ -50,9 +51,9 @@ _VALUES = 8
 _COUNTS = _SAMPLES, 2 * _SAMPLES
 """Samples at which operators are measured."""
 
-_TURNS, _STEPS = 8, 3
-"""Turns of the profile, and pairs of steps behind each; the first pair meets the caches of the
-profile and does not count.
+_TURNS, _STEPS, _SETTLING = 8, 8, 4
+"""Turns of the profile, steps behind each, and how many of them do not count: they meet the caches
+of the profile.
 """
 
 _UPDATE_BYTES = 2**24
@@ -134,11 +135,11 @@ class _ProcessorClock:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one rank has seen: seconds of a whole step, those of its actions by kind, and what the
-    first one found on its own.
+    """What one rank has seen: seconds of a step before its first action and behind its last one,
+    those of its actions by kind, and what the first one found on its own.
     """
 
-    step_s: float
+    besides_s: float
     actions: dict[str, float]
     alone: _Alone | None
 
@@ -219,14 +220,13 @@ def _means(ranks: Sequence[_Seen]) -> _Found:
 
     passes_s = mean_s(lambda kind: kind is Kind.FORWARD) + mean_s(lambda k: k is Kind.BACKWARD)
     send_s, receive_s = mean_s(lambda kind: kind.is_send), mean_s(lambda kind: kind.is_receive)
-    actions_s = _MICROBATCHES * (passes_s + send_s + receive_s)
     agreement_s = (_RANKS - 1) * (send_s + receive_s)
-    whole_s = statistics.fmean(rank.step_s for rank in ranks)
+    besides_s = statistics.fmean(rank.besides_s for rank in ranks)
     return _Found(
         send_s,
         receive_s,
         passes_s - alone.operators_s,
-        max(0.0, whole_s - actions_s - agreement_s - alone.update_s),
+        max(0.0, besides_s - agreement_s - alone.update_s),
         alone,
     )
 
@@ -247,7 +247,7 @@ def _rank(
     pipe._workers.clock = _ProcessorClock()
     measurement = Measurement(spare, _COUNTS) if pipe.rank == 0 else None
     batch = (torch.randn(_MICROBATCHES * _SAMPLES, _WIDTH),)
-    steps: list[float] = []
+    besides: list[float] = []
     actions: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(_TURNS):
         if measurement is not None:
@@ -256,15 +256,13 @@ def _rank(
             used = time.thread_time()
             pipe.step(batch)
             used = time.thread_time() - used
-            pipe.step(batch, record=True)
-            assert pipe.timeline is not None
-            if step == 0:
+            if step < _SETTLING:
                 continue
-            steps.append(used)
-            mine = [span for span in pipe.timeline.spans if span.device == pipe.rank]
-            begins = [mine[0].start, *(span.end for span in mine)]
-            for span, begin in zip(mine, begins, strict=False):
-                actions[span.action.kind.name].append(span.end - begin)
+            worker, _, outcome = pipe._ran
+            begun, *ends = outcome.times[0][0], *(end for _, end in outcome.times)
+            besides.append(used - (ends[-1] - begun))
+            for action, begin, end in zip(worker.actions, [begun, *ends], ends, strict=False):
+                actions[action.kind.name].append(end - begin)
     medians = {kind: statistics.median(seconds) for kind, seconds in actions.items()}
     alone = None if measurement is None else _alone(whole, measurement.profile())
     dist.barrier()
@@ -276,7 +274,7 @@ def _rank(
         pieces_s, restarted = work(), dist.barrier(async_op=True)
         while not restarted.is_completed():
             pieces_s()
-    return _Seen(statistics.median(steps), medians, alone)
+    return _Seen(statistics.median(besides), medians, alone)
 
 
 def _alone(workload: Workload, profile: Profile) -> _Alone:
