@@ -45,6 +45,8 @@ _NOISE = 1e-5
 relative to.
 """
 
+_ALL_THE_SAME = "--no-check-gradients (check_gradients=False) trains all the same"
+
 
 def compare_with_eager(
     steps: WorkerCache,
@@ -205,7 +207,7 @@ def _sliced(
         f"{ours:.6g}, although the graph says that the loss is a {captured.loss_kind} over the "
         "samples; something computes across samples, such as an index along them: train with one "
         "micro-batch of the whole batch and no replicas (--microbatch-size, --max-replicas 1), or "
-        "compute it per sample; check_gradients=False trains all the same"
+        f"compute it per sample; {_ALL_THE_SAME}"
     )
 
 
@@ -216,7 +218,7 @@ def _other(worst: str, names: list[str], mine: Tensor, eager: Tensor, size: int)
         return TrainingError(
             f"the pipeline's loss is not the model's: {ours:.6g}, in one process {theirs:.6g} "
             f"(first {size} samples); the model does something in Python that tracing loses; "
-            "anabranch verify has more, check_gradients=False trains all the same"
+            f"anabranch verify has more, {_ALL_THE_SAME}"
         )
     i = names.index(worst)
     return TrainingError(
@@ -224,6 +226,5 @@ def _other(worst: str, names: list[str], mine: Tensor, eager: Tensor, size: int)
         f"{float(mine[i, 0]):.6g}, in one process {float(eager[i, 0]):.6g} (first {size} samples; "
         f"loss {ours:.6g} and {theirs:.6g}); the model does something "
         "in Python that tracing loses, such as a custom autograd.Function, a hook, or state that "
-        "changes from call to call; anabranch verify has more, check_gradients=False trains all "
-        "the same"
+        f"changes from call to call; anabranch verify has more, {_ALL_THE_SAME}"
     )

@@ -16,11 +16,22 @@ from torch.overrides import TorchFunctionMode
 _CHANCES = ("p", "dropout_p", "dropout")
 """Names of the arguments that say how much is dropped."""
 
-_FUNCTIONS = {
+_DROPOUTS = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.dropout_, torch.native_dropout, torch.alpha_dropout),
     *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout),
+)
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+_PLACES = {
+    **dict.fromkeys(_DROPOUTS, (1, "p")),
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+    F.multi_head_attention_forward: (10, "dropout_p"),
+    **dict.fromkeys(_RECURRENT, (5, "dropout")),
 }
+"""Functions that drop something out: which argument says how much, and its name. Whatever else they
+call is not seen.
+"""
 
 
 class NoDropout(TorchFunctionMode):
@@ -30,16 +41,14 @@ class NoDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _FUNCTIONS:
-            if len(args) > 1:
-                args = (args[0], 0.0, *args[2:])
+        if func in _PLACES:
+            at, name = _PLACES[func]
+            # A packed sequence has the sizes of its batches before the rest.
+            at += func in _RECURRENT and not isinstance(args[3], bool)
+            if len(args) > at:
+                args = (*args[:at], 0.0, *args[at + 1 :])
             else:
-                kwargs["p"] = 0.0
-        elif func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
+                kwargs[name] = 0.0
         return func(*args, **kwargs)
 
 
