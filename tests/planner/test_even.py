@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.even import Even, even_runs
 from tests.planner import shapes
 from tests.planner.helpers import cost_model
@@ -66,3 +68,14 @@ def test_fewer_stages_with_more_replicas():
     found = Even(fewer_stages=True)(cost, batch_size=8, microbatch_size=8)
     shapes_found = {tuple(stage.replicas for stage in graph.stages) for graph in found}
     assert shapes_found == {(1,) * 8, (2,) * 4, (4,) * 2, (8,)}
+
+
+def test_says_what_its_stages_need():
+    """1 GiB is too little for four stages of MMT; with what is named, to a tenth, they fit."""
+    model = shapes.mmt(parts=1)
+    with pytest.raises(InfeasiblePlanError, match=r"needs \d+\.\d GiB on a device") as refused:
+        Even()(cost_model(model, 4, memory=2**30), batch_size=64)
+    needed = float(re.findall(r"needs ([\d.]+) GiB", str(refused.value))[0])
+    assert Even()(cost_model(model, 4, memory=int((needed + 0.1) * 2**30)), batch_size=64)
+    with pytest.raises(InfeasiblePlanError):
+        Even()(cost_model(model, 4, memory=int((needed - 0.1) * 2**30)), batch_size=64)

@@ -15,7 +15,6 @@ from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.toolkit.assemble import Candidate
-from anabranch.planner.toolkit.infeasible import require_sizes
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.slices import profile_covers
@@ -37,8 +36,7 @@ class DataParallel:
             InfeasiblePlanError: if the model does not fit a device, or no micro-batch gives every
                 device a sample count in the profile.
         """
-        problem = Problem(cost, batch_size, microbatch_size)
-        require_sizes(problem)
+        problem = Problem(cost, batch_size, microbatch_size).checked()
         found = sorted(data_parallel(problem), key=lambda candidate: candidate.outline_s)
         if not found:
             raise self._explain(problem)

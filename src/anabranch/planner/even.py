@@ -6,21 +6,16 @@ be. Transfers play no part; what does not fit in memory is rejected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
+from anabranch.graph.opgraph import bits
 from anabranch.planner.base import require_options
-from anabranch.planner.toolkit.assemble import Candidate
-from anabranch.planner.toolkit.infeasible import (
-    explain,
-    require_sizes,
-    runs_on_fewest_devices,
-    uses_all_devices,
-)
+from anabranch.planner.toolkit.infeasible import explain
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.slices import profile_covers
@@ -52,42 +47,48 @@ class Even:
         Raises:
             InfeasiblePlanError: if none of them fits.
         """
-        problem = Problem(cost, batch_size, microbatch_size, self.max_replicas, chained=True)
-        require_sizes(problem)
-        found = sorted(self._propose(problem), key=lambda even: even.outline_s)
-        if not found:
-            raise self._explain(problem)
-        return [candidate.graph for candidate in found]
+        problem = Problem(
+            cost, batch_size, microbatch_size, self.max_replicas, chained=True
+        ).checked()
+        sizes = [size for size in problem.sizes if profile_covers(cost, batch_size, size, 1)]
+        found = [
+            problem.assembler(problem.prices(size)).assemble(_parts(problem, size, replicas))
+            for size in sizes
+            for replicas in (problem.prices(size).degrees if self.fewer_stages else (1,))
+        ]
+        fitting = sorted(filter(None, found), key=lambda candidate: candidate.outline_s)
+        if not fitting:
+            raise _explained(problem, sizes)
+        return [candidate.graph for candidate in fitting]
 
-    def _propose(self, problem: Problem) -> Iterator[Candidate]:
-        cost, order = problem.cost, problem.order
-        for size in problem.sizes:
-            if not profile_covers(cost, problem.batch_size, size, 1):
-                continue
-            forward, backward = cost.op_seconds(size)
-            seconds = (forward + backward)[list(order)].tolist()
-            for replicas in problem.prices(size).degrees if self.fewer_stages else (1,):
-                runs = even_runs(seconds, min(problem.devices // replicas, len(order)))
-                parts = [Part(sum(1 << op for op in order[i:j]), replicas) for i, j in runs]
-                candidate = problem.assembler(problem.prices(size)).assemble(parts)
-                if candidate is not None:
-                    yield candidate
 
-    @staticmethod
-    def _explain(problem: Problem) -> InfeasiblePlanError:
-        cluster, name = problem.cost.cluster, problem.cost.graph.name or "the model"
-        sizes = [b for b in problem.sizes if problem.prices(b).degrees]
-        rows = runs_on_fewest_devices(problem)
-        if uses_all_devices(problem, sizes, cluster.memory_bytes, rows):
-            return InfeasiblePlanError(
-                f"with stages of equal work {name} does not fit the "
-                f"{cluster.memory_bytes / GIB:.1f} GiB per device of {cluster.name}, and planner "
-                "even tries no others; planners sequential and graphpipe have stages that fit"
+def _parts(problem: Problem, microbatch_size: int, replicas: int = 1) -> list[Part]:
+    order = problem.order
+    forward, backward = problem.cost.op_seconds(microbatch_size)
+    seconds = (forward + backward)[list(order)].tolist()
+    runs = even_runs(seconds, min(problem.devices // replicas, len(order)))
+    return [Part(sum(1 << op for op in order[i:j]), replicas) for i, j in runs]
+
+
+def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
+    """What the smallest micro-batches need, as the least of all."""
+    cost, cluster = problem.cost, problem.cost.cluster
+    for size in sizes[:1]:
+        count = -(-problem.batch_size // size)
+        need = max(
+            cost.device_bytes(
+                bits(part.mask), microbatch_size=size, replicas=1, in_flight=min(behind + 1, count)
             )
-        return InfeasiblePlanError(
-            f"{name} does not fit {cluster.name} with stages of equal work, nor with other stages "
-            f"in a row: {explain(problem)}"
+            for behind, part in enumerate(reversed(_parts(problem, size)))
         )
+        if need > cluster.memory_bytes:
+            return InfeasiblePlanError(
+                f"with stages of equal work {cost.graph.name or 'the model'} needs "
+                f"{need / GIB:.1f} GiB on a device; {cluster.name} has "
+                f"{cluster.memory_bytes / GIB:.1f} GiB, and planner even tries no other stages: "
+                "planners sequential and graphpipe do"
+            )
+    return explain(problem)
 
 
 def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.assemble import Candidate
-from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.infeasible import explain
 from anabranch.planner.toolkit.parts import Part, PartPrices, heights
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.partitions import partitions
@@ -77,8 +77,7 @@ class Exhaustive:
             )
         problem = Problem(
             cost, batch_size, microbatch_size, self.max_replicas, recompute=self.recompute
-        )
-        require_sizes(problem)
+        ).checked()
         everything = list(partitions(cost))
         if self.every:
             self._require_few(cost, everything, len(problem.sizes))

@@ -13,15 +13,13 @@ which would cost more).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from anabranch.cost import CostModel
 from anabranch.planner.base import require_options
 from anabranch.planner.graphpipe.chains import line
 from anabranch.planner.graphpipe.planner import most_items, propose
-from anabranch.planner.toolkit.infeasible import require_sizes
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
@@ -49,8 +47,8 @@ class Sequential:
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
-    ) -> Iterator[StageGraph]:
-        """Propose the plan of every micro-batch size, as they are found; see ``planner.base``.
+    ) -> list[StageGraph]:
+        """Propose the plan of every micro-batch size; see ``planner.base``.
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
@@ -62,20 +60,11 @@ class Sequential:
             self.max_replicas,
             chained=True,
             recompute=self.recompute,
-        )
-        require_sizes(problem)
+        ).checked()
         # Asked for more than once: as a start of ``auto`` and as a baseline.
         known = cost.memo.setdefault(Sequential, {})
         asked = self, batch_size, microbatch_size
-        if asked in known:
-            return iter(known[asked])
-        chain = line(cost, problem.order, most_items(problem))
-
-        def found() -> Iterator[StageGraph]:
-            graphs = []
-            for graph in propose(problem, chain, self.tolerance):
-                graphs.append(graph)
-                yield graph
-            known[asked] = graphs
-
-        return found()
+        if asked not in known:
+            chain = line(cost, problem.order, most_items(problem))
+            known[asked] = list(propose(problem, chain, self.tolerance))
+        return cast(list[StageGraph], known[asked])

@@ -23,7 +23,6 @@ from anabranch.planner.auto.search import Search, Start
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
 from anabranch.planner.base import require_options
-from anabranch.planner.toolkit.infeasible import require_sizes
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
@@ -70,8 +69,7 @@ class Auto:
             InfeasiblePlanError: if nothing fits.
             InvalidPlanError: if ``start`` leaves devices out or has several stages on one.
         """
-        problem = Problem(cost, batch_size, microbatch_size, self.max_replicas)
-        require_sizes(problem)
+        problem = Problem(cost, batch_size, microbatch_size, self.max_replicas).checked()
         space = Space(cost, batch_size, problem.sizes, self.recompute)
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         starts: Iterable[Start] = [("the user", start)] if start else []

@@ -14,7 +14,7 @@ from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
 from anabranch.planner.dapple.tables import Tables
 from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.infeasible import explained, require_sizes
+from anabranch.planner.toolkit.infeasible import explained
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.edges import mask_edges
@@ -65,8 +65,7 @@ class Dapple:
         """
         problem = Problem(
             cost, batch_size, microbatch_size, self.max_replicas, chained=True, any_degree=True
-        )
-        require_sizes(problem)
+        ).checked()
         return explained(problem, self._proposals(problem))
 
     def _proposals(self, problem: Problem) -> Iterator[StageGraph]:

@@ -14,7 +14,7 @@ from anabranch.planner.graphpipe.chains import Chain, line, tree
 from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.infeasible import explain, require_sizes
+from anabranch.planner.toolkit.infeasible import explain
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
@@ -78,8 +78,7 @@ class GraphPipe:
         """
         problem = Problem(
             cost, batch_size, microbatch_size, self.max_replicas, recompute=self.recompute
-        )
-        require_sizes(problem)
+        ).checked()
         chain = tree(cost, problem.tree, most_items(problem))
         return propose(problem, chain, self.tolerance, per_stage=self.per_stage)
 

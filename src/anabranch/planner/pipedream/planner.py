@@ -20,7 +20,7 @@ from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import Piece, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.infeasible import explained, require_sizes
+from anabranch.planner.toolkit.infeasible import explained
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.edges import mask_edges
@@ -69,8 +69,9 @@ class PipeDream:
             BudgetError: if the model has more states than ``budget``, if its tables would take more
                 than ``MOST_BYTES``, or if nothing was found in ``steps``.
         """
-        problem = Problem(cost, batch_size, microbatch_size, self.max_replicas, chained=True)
-        require_sizes(problem)
+        problem = Problem(
+            cost, batch_size, microbatch_size, self.max_replicas, chained=True
+        ).checked()
         states = problem.row
         if self.antichains:
             states = NestedSets(cost, downsets(cost.graph, self.budget))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,7 +13,7 @@ from anabranch.planner.base import require_options
 from anabranch.planner.downsets import downsets
 from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
 from anabranch.planner.piper.search import ROUNDING, BoundedPlans, LoadSearch
-from anabranch.planner.toolkit.infeasible import explained, require_sizes
+from anabranch.planner.toolkit.infeasible import explained
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
@@ -71,8 +72,7 @@ class Piper:
             chained=True,
             recompute=self.recompute,
             any_degree=self.any_degree,
-        )
-        require_sizes(problem)
+        ).checked()
         return explained(problem, self._proposals(problem))
 
     def _proposals(self, problem: Problem) -> Iterator[StageGraph]:
@@ -144,23 +144,17 @@ def least(
         tolerance: relative distance to the least load that will do.
         exact: plans must take all devices rather than some of them.
     """
-    limit = stages.prices.cost.cluster.num_devices
-    # The search comes so near twice, to a lower bound and from there to the least.
-    near = (1 + tolerance) ** 0.5 - 1
-    search = LoadSearch(len(stages.downsets), limit, near, stages.floor_s)
+    search = LoadSearch(
+        len(stages.downsets), stages.prices.cost.cluster.num_devices, tolerance, stages.floor_s
+    )
     # Without a bound: upwards from a load that could hardly be less.
-    bound = 2 * stages.least_s if bound_s is None else bound_s
-    last = stages.most_s if bound_s is None else bound_s
-    while True:
-        bound = min(bound, last) if bound > 0 else last
+    first = 2 * stages.floor_s
+    for bound in (first, 4 * first, math.inf) if bound_s is None else (bound_s,):
         near = stages.possible(space.pairs, space.traffic, bound)
         pairs = space.pairs[near]
         devices = stages.fewest_devices(pairs, space.traffic[near], bound)
         kept = search.useful(pairs, devices)
-        if kept is not None:
-            found = search.least(stages.options(*kept, bound), bound, exact=exact)
-            if found is not None:
-                return found
-        if bound >= last:
-            return None
-        bound *= 2
+        found = kept and search.least(stages.options(*kept, bound), bound, exact=exact)
+        if found:
+            return found
+    return None

@@ -63,30 +63,10 @@ class DownsetPrices:
         self.modes = modes
 
     @cached_property
-    def least_s(self) -> float:
-        """A load that would be the least if the model could be cut as one likes."""
-        limit = self.prices.cost.cluster.num_devices
-        return min(float(self._bound(mode)[-1]) * mode.devices / limit for mode in self._plain)
-
-    @cached_property
     def floor_s(self) -> float:
         """No plan has a lesser load: all work, each operator run as is cheapest, shared evenly."""
         work = [self._least_per_op(mode) * mode.devices for mode in self._plain]
         return float(np.min(work, axis=0).sum()) / self.prices.cost.cluster.num_devices
-
-    @cached_property
-    def most_s(self) -> float:
-        """A load that no stage exceeds."""
-        whole = Pairs(
-            np.zeros(1, dtype=np.int32), np.full(1, len(self.downsets) - 1, dtype=np.int32)
-        )
-        n = max(self.prices.samples(mode.replicas) for mode in self.modes)
-        crossing = 4 * sum(value.size(n) for value in self.prices.cost.graph.values)
-        return max(
-            float(self._load_s(whole, self.downsets.between(whole, mode.tensor), mode)[0])
-            + crossing * self.prices.cost.border_price(mode.devices)
-            for mode in self.modes
-        )
 
     @property
     def _plain(self) -> list[Mode]:

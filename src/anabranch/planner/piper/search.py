@@ -7,7 +7,7 @@ Over every stage that a plan may have, each from one downset lo to a larger one 
     stages(lo, k) fewest stages from lo to the end on exactly k devices, memory respected
 
 The first two know only that a stage keeps one micro-batch in flight, two if another follows it. So
-they give a lower bound on the load; and a stage is of use only if
+a stage is of use only if
 
     before(lo) + its devices + after(hi)  <=  all devices,
 
@@ -31,9 +31,6 @@ NEVER = 1 << 24
 
 ROUNDING = 1 + 1e-9
 """Loads that are summed in another order may differ by so much."""
-
-_RISE = 0.05
-"""Where memory forbids the lower bound on the load: first step upwards, relative; then doubled."""
 
 StageOptions = Any
 """A ``numpy.recarray`` of stages that a plan may have, ascending by ``lo``."""
@@ -119,18 +116,12 @@ class LoadSearch:
         self, options: StageOptions, bound_s: float, *, exact: bool = False
     ) -> BoundedPlans | None:
         """The plans of the least load, up to a bound, on all devices if ``exact``; else None."""
-        lower = self._lower_bound(options, bound_s)
-        if lower is None:
+        found = self._attempt(options, bound_s, exact)
+        if found is None:
             return None
-        low, high, rise = lower, lower, _RISE * lower
-        found = self._attempt(options, high, exact)
-        while found is None:
-            if high >= bound_s:
-                return None
-            low, high = high, min(high + rise, bound_s) if rise else bound_s
-            rise *= 2
-            found = self._attempt(options, high, exact)
-        while high > lower and high > low * (1 + self.tolerance):
+        # Just below the floor, which may itself be the least load, also where that is 0.
+        low, high = self.floor_s / ROUNDING - float(np.finfo(float).tiny), float(found.load_s.max())
+        while high > low * (1 + self.tolerance):
             middle = _between(found.load_s, low, high)
             if middle is None:
                 break
@@ -148,23 +139,6 @@ class LoadSearch:
         """Pairs whose stage a plan may have, and the most devices for it; None without a plan."""
         room = self._room(pairs.lower, pairs.upper, devices)
         return None if room is None else (pairs[room >= devices], room[room >= devices])
-
-    def _lower_bound(self, options: StageOptions, bound_s: float) -> float | None:
-        """The least load, but for what follows a stage making it keep more in flight."""
-        # Just below the floor, which may itself be the least load, also where that is 0.
-        low, high = self.floor_s / ROUNDING - float(np.finfo(float).tiny), bound_s
-        kept = self._within(options, high)
-        while kept is not None and high > low * (1 + self.tolerance):
-            options = kept
-            middle = _between(options.load_s, low, high)
-            if middle is None:
-                break
-            less = self._within(options, middle)
-            if less is None:
-                low = middle
-            else:
-                high, kept = middle, less
-        return None if kept is None else high
 
     def _within(self, options: StageOptions, bound_s: float) -> StageOptions | None:
         """The options of use under a bound."""

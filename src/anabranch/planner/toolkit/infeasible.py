@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anabranch.cluster import GIB
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode, degrees
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
@@ -24,46 +23,6 @@ _MOST_DEVICES = 1024
 
 _MOST_HEIGHTS = 64
 """Greater heights are taken for the greatest."""
-
-Fewest = Callable[[MicrobatchPrices], Sequence[Part]]
-"""Stages on as few devices as memory allows at these prices; none if all are too few."""
-
-
-def require_sizes(problem: Problem) -> None:
-    """Check the arguments that every planner takes.
-
-    Raises:
-        ValueError: for a batch or micro-batch that cannot be.
-        InfeasiblePlanError: if the profile covers no micro-batch size, or there are more devices
-            than operators, replicas and samples can use.
-    """
-    cost, limit, total = problem.cost, problem.most_replicas, problem.devices
-    batch_size, microbatch_size = problem.batch_size, problem.microbatch_size
-    if batch_size < 1:
-        raise ValueError(f"the batch has {batch_size} samples; at least 1 is needed")
-    if microbatch_size is not None and not 1 <= microbatch_size <= batch_size:
-        raise ValueError(
-            f"a micro-batch of {microbatch_size} samples does not fit a batch of {batch_size}"
-        )
-    if not any(degrees(cost, size, limit, batch_size=batch_size) for size in problem.sizes):
-        raise InfeasiblePlanError(
-            f"the profile ({cost.profile.origin}) covers no way to run micro-batches of "
-            f"{microbatch_size or f'1 to {batch_size}'} samples on up to "
-            f"{limit} replicas per stage; profile again at more sample counts"
-        )
-    node = cost.cluster.group_sizes[0]
-    tensor = max(t for t in cost.tensor_degrees if node % t == 0)
-    replicas = min(limit, problem.sizes[-1])
-    usable = len(cost.graph) * replicas * tensor
-    if usable < total:
-        wide = f" of {tensor} devices" if tensor > 1 else ""
-        raise InfeasiblePlanError(
-            f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most "
-            f"{replicas} replicas{wide} each, so at most {usable} of the {total} devices of "
-            f"{cost.cluster.name} can be used, and a plan leaves no device without a stage; use "
-            f"{usable} devices or fewer, capture the model in finer operators, or allow more "
-            "replicas or larger micro-batches"
-        )
 
 
 def explained(problem: Problem, proposals: Iterator[StageGraph]) -> Iterator[StageGraph]:
@@ -90,7 +49,13 @@ def explain(problem: Problem) -> InfeasiblePlanError:
         return bool(fewest(replace(problem.prices(size), memory_bytes=memory)))
 
     def fills(memory: float) -> bool:
-        return uses_all_devices(problem, covered, memory, fewest)
+        # At the least or most of the micro-batch sizes.
+        for size in dict.fromkeys((covered[0], covered[-1])):
+            prices = replace(problem.prices(size), memory_bytes=memory)
+            parts = fewest(prices)
+            if parts and problem.assembler(prices).assemble(parts) is not None:
+                return True
+        return False
 
     # Memory never falls with the micro-batch size, so the smallest that is covered needs least.
     size = covered[0]
@@ -125,22 +90,9 @@ def least_memory(enough: Callable[[float], bool], start: float) -> float:
     return high
 
 
-def uses_all_devices(
-    problem: Problem, sizes: Sequence[int], memory_bytes: float, fewest: Fewest
-) -> bool:
-    """Whether so much memory suffices for a plan on all devices, at the least or most of some
-    micro-batch sizes that the profile covers.
-    """
-    for size in dict.fromkeys((sizes[0], sizes[-1])):
-        prices = replace(problem.prices(size), memory_bytes=memory_bytes)
-        parts = fewest(prices)
-        if parts and problem.assembler(prices).assemble(parts) is not None:
-            return True
-    return False
-
-
-def runs_on_fewest_devices(problem: Problem) -> Fewest:
-    """Stages that are runs of the operators in one order: a dynamic programme over the cuts.
+def runs_on_fewest_devices(problem: Problem) -> Callable[[MicrobatchPrices], list[Part]]:
+    """Stages that are runs of the operators in one order, on as few devices as memory allows at
+    some prices, none if all are too few: a dynamic programme over the cuts.
 
     From the sink backwards, with height h the distance to it in stages::
 
@@ -148,14 +100,13 @@ def runs_on_fewest_devices(problem: Problem) -> Fewest:
     """
     row, size = problem.row, len(problem.order)
 
-    def headroom_in(prices: MicrobatchPrices, mode: Mode) -> NDArray[np.int32]:
-        """The largest height at which each run fits: [start, stop]."""
-        weights = row.matrices(mode.tensor)
-        return prices.headroom(weights, mode.replicas, recompute=mode.recompute)
-
     def fewest(prices: MicrobatchPrices) -> list[Part]:
         modes = prices.modes
-        headroom = [headroom_in(prices, mode) for mode in modes]
+        # The largest height at which each run fits: [start, stop].
+        headroom = [
+            prices.headroom(row.matrices(mode.tensor), mode.replicas, recompute=mode.recompute)
+            for mode in modes
+        ]
         top = min(size, prices.num_microbatches, prices.max_devices)
         # The last height stands for all greater ones.
         levels = [*range(min(top, _MOST_HEIGHTS) - 1), top - 1]

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
+from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.series_parallel import Node, decompose, operators
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import PartPrices
@@ -31,6 +32,43 @@ class Problem:
     chained: bool = False
     recompute: bool = False
     any_degree: bool = False
+
+    def checked(self) -> Problem:
+        """The problem, once the arguments that every planner takes have been checked.
+
+        Raises:
+            ValueError: for a batch or micro-batch that cannot be.
+            InfeasiblePlanError: if the profile covers no micro-batch size, or there are more
+                devices than operators, replicas and samples can use.
+        """
+        cost, limit, total = self.cost, self.most_replicas, self.devices
+        batch_size, microbatch_size = self.batch_size, self.microbatch_size
+        if batch_size < 1:
+            raise ValueError(f"the batch has {batch_size} samples; at least 1 is needed")
+        if microbatch_size is not None and not 1 <= microbatch_size <= batch_size:
+            raise ValueError(
+                f"a micro-batch of {microbatch_size} samples does not fit a batch of {batch_size}"
+            )
+        if not any(degrees(cost, size, limit, batch_size=batch_size) for size in self.sizes):
+            raise InfeasiblePlanError(
+                f"the profile ({cost.profile.origin}) covers no way to run micro-batches of "
+                f"{microbatch_size or f'1 to {batch_size}'} samples on up to "
+                f"{limit} replicas per stage; profile again at more sample counts"
+            )
+        node = cost.cluster.group_sizes[0]
+        tensor = max(t for t in cost.tensor_degrees if node % t == 0)
+        replicas = min(limit, self.sizes[-1])
+        usable = len(cost.graph) * replicas * tensor
+        if usable < total:
+            wide = f" of {tensor} devices" if tensor > 1 else ""
+            raise InfeasiblePlanError(
+                f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most "
+                f"{replicas} replicas{wide} each, so at most {usable} of the {total} devices of "
+                f"{cost.cluster.name} can be used, and a plan leaves no device without a stage; "
+                f"use {usable} devices or fewer, capture the model in finer operators, or allow "
+                "more replicas or larger micro-batches"
+            )
+        return self
 
     @property
     def devices(self) -> int:
