@@ -379,6 +379,9 @@ class _Function:
     def _load(self, dtype: np.dtype[Any], place: str) -> Value:
         if dtype.names:
             return Value(Record(dtype), (place,))
+        if dtype.subdtype:
+            entry, sizes = dtype.subdtype
+            return Value(Array(entry, len(sizes)), (place, *map(str, sizes)))
         stored, kind, (widen, _) = _STORED[dtype.str[1:]]
         found = self._new(f"load {stored}, ptr {place}")
         return (

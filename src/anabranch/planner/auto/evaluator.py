@@ -82,7 +82,7 @@ class Evaluator:
         problem = tables.Problem(
             np.array([numbers], tables.NUMBERS),
             _degrees(cost),
-            *_seconds(cost, tables.OPERATOR_SECONDS),
+            *_seconds(cost),
             _bytes(cost, tables.OPERATOR_BYTES),
             np.array(values, tables.VALUE),
             readers,
@@ -94,7 +94,7 @@ class Evaluator:
             np.zeros(edges, tables.EDGE),
             np.zeros((devices, nodes), np.int64),
             np.zeros(devices, np.int64),
-            *(ports[:2], ports[2], ports[3]),
+            *(ports[:2], ports[2:]),
             np.zeros(len(cost.graph) + devices, tables.PIECE),
             _paces(cost),
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
@@ -125,19 +125,19 @@ def _degrees(cost: CostModel) -> Ints:
     return degree_of
 
 
-def _seconds(cost: CostModel, record: Any) -> tuple[Any, Any]:
+def _seconds(cost: CostModel) -> tuple[Any, Any]:
     """Sample counts, and the seconds of every operator there: between them they are on a line."""
     measured = list(cost.profile.samples)
     if cost.profile.proportional:
         measured = [0, measured[0]]
     elif len(measured) == 1:
         measured.append(measured[0] + 1)
-    tables = np.zeros((len(cost.tensor_degrees), len(measured), len(cost.graph)), record)
+    seconds = np.zeros((len(cost.tensor_degrees), len(measured), len(cost.graph), 2))
     for g, tensor in enumerate(cost.tensor_degrees):
         for n, samples in enumerate(measured):
             if cost.covers(samples):
-                tables[g, n]["forward"], tables[g, n]["backward"] = cost.op_seconds(samples, tensor)
-    return np.array(measured), tables
+                seconds[g, n] = np.transpose(cost.op_seconds(samples, tensor))
+    return np.array(measured), seconds
 
 
 def _bytes(cost: CostModel, record: Any) -> Any:
@@ -159,17 +159,17 @@ def _bytes(cost: CostModel, record: Any) -> Any:
     return tables
 
 
-def _values(cost: CostModel) -> tuple[list[tuple[float, ...]], Ints]:
+def _values(cost: CostModel) -> tuple[list[tuple[Any, ...]], Ints]:
     """Values between operators, and the readers of all of them."""
-    values: list[tuple[float, ...]] = []
+    values: list[tuple[Any, ...]] = []
     readers: list[int] = []
     for value in cost.graph.values:
         if value.producer != BATCH and value.consumers:
             first = len(readers)
             readers += value.consumers
-            fixed = value.nbytes * (not value.batched)
-            sizes = value.nbytes * value.batched, fixed
-            values.append((value.producer, first, len(readers), value.grad, *sizes))
+            ways = np.array([value.nbytes, value.nbytes * value.grad])
+            sizes = ways * value.batched, ways * (not value.batched)
+            values.append((value.producer, first, len(readers), *sizes))
     return values, np.array(readers, np.int64)
 
 

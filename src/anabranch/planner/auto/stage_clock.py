@@ -1,8 +1,7 @@
 """The clock of the evaluator: stages as single machines, compiled.
 
-Letters and records are those of ``stage_tables``. Ways of messages are 0 ahead and 1 back. When
-ports are free to send and to receive is in ``leaving`` and ``entering``; of cards a stage takes
-those of all its nodes at once.
+Letters and records are those of ``stage_tables``. Of cards a stage takes those of all its nodes at
+once.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ def _least_s(numbers: Record, stages: Table, edges: Table) -> float:
     for place in range(len(stages)):
         stage = stages[stages[place].ordered]
         stage.behind = stage.sums
-        e = stage.entering
+        e = stage.edges[0]
         while e >= 0:
             edge = edges[e]
-            source = stages[edge.source]
+            source = stages[edge.ends[0]]
             needed = -(-stage.microbatch // source.microbatch)
             first = min(source.microbatch, stage.microbatch)
-            ahead = source.before + (needed - 1) * source.forward
-            ahead += source.last_forward if needed == source.total else source.forward
+            ahead = source.before + (needed - 1) * source.seconds[0, 0]
+            ahead += source.seconds[int(needed == source.total), 0]
             ahead += _message_s(edge, 0, first)
-            back = source.behind + source.last_backward
+            back = source.behind + source.seconds[1, 1]
             back += _message_s(edge, 1, min(source.last, stage.last))
             stage.before = max(stage.before, ahead)
             stage.behind = max(stage.behind, back)
-            e = edge.next_entering
+            e = edge.next[0]
         compute = _compute_s(stage)
         work += compute * stage.devices
         if numbers.flush:  # nobody updates before all have their sums
@@ -72,8 +71,13 @@ def _least_s(numbers: Record, stages: Table, edges: Table) -> float:
 
 def _compute_s(stage: Record) -> float:
     """Seconds of a step in which a stage computes."""
-    full = (stage.total - 1) * (stage.forward + stage.backward)
-    return float(full + stage.last_forward + stage.last_backward)
+    full = (stage.total - 1) * _period_s(stage)
+    return float(full + stage.seconds[1, 0] + stage.seconds[1, 1])
+
+
+def _period_s(stage: Record) -> float:
+    """Seconds of a micro-batch, forward and backward."""
+    return float(stage.seconds[0, 0] + stage.seconds[0, 1])
 
 
 def _message_s(edge: Record, way: int, samples: int) -> float:
@@ -84,58 +88,51 @@ def _message_s(edge: Record, way: int, samples: int) -> float:
 
 def _busiest_port_s(batch_size: int, count: int, state: State) -> float:
     """Seconds of the messages of a batch on the port that has most of them."""
-    stages, leaving, entering, longest = state.stages, state.leaving, state.entering, 0.0
+    longest = 0.0
     for e in range(count):
         edge = state.edges[e]
-        s, t, far = edge.source, edge.target, edge.far
-        size = min(stages[s].microbatch, stages[t].microbatch)
-        ahead = message_bytes(edge, 0, size) * batch_size / size
-        back = message_bytes(edge, 1, size) * batch_size / size
-        for ports, x, nbytes, link_s, card_s in (
-            (leaving, s, ahead, edge.source_link_s, edge.source_card_s),
-            (entering, t, ahead, edge.target_link_s, edge.target_card_s),
-            (leaving, t, back, edge.target_link_s, edge.target_card_s),
-            (entering, s, back, edge.source_link_s, edge.source_card_s),
-        ):
-            start = _free_at(ports, x, far, state)
-            _occupy(ports, x, far, start + nbytes * link_s, start + nbytes * card_s, state)
-            longest = max(longest, _free_at(ports, x, far, state))
+        source, target = state.stages[edge.ends[0]], state.stages[edge.ends[1]]
+        size = min(source.microbatch, target.microbatch)
+        for way in range(2):
+            nbytes = message_bytes(edge, way, size) * batch_size / size
+            for end in range(2):
+                x, inward = edge.ends[end], int(end != way)
+                start = _free_at(inward, x, edge.far, state)
+                link, card = start + nbytes * edge.link_s[end], start + nbytes * edge.card_s[end]
+                _occupy(inward, x, edge.far, link, card, state)
+                longest = max(longest, _free_at(inward, x, edge.far, state))
     return longest
 
 
-def _free_at(ports: Table, s: int, far: int, state: State) -> float:
-    """When all ports of a stage are free."""
-    free = float(ports[s])
+def _free_at(inward: int, s: int, far: int, state: State) -> float:
+    """When all ports of a stage are free, out or in."""
+    free = float(state.ports[inward, s])
     if far > 0:
         for i in range(state.stages[s].nodes):
-            free = max(free, ports[state.nodes[s, i]])
+            free = max(free, state.ports[inward, state.nodes[s, i]])
     return free
 
 
-def _occupy(ports: Table, s: int, far: int, link: float, card: float, state: State) -> None:
+def _occupy(inward: int, s: int, far: int, link: float, card: float, state: State) -> None:
     """Take all ports of a stage until then, links and cards."""
-    ports[s] = link
+    state.ports[inward, s] = link
     if far > 0:
         for i in range(state.stages[s].nodes):
-            ports[state.nodes[s, i]] = card
+            state.ports[inward, state.nodes[s, i]] = card
 
 
 def _transfer(edge: Record, way: int, samples: int, start: float, state: State) -> float:
     """When a message has been sent whose ports are taken from a start on, or as soon as they are
     free.
     """
-    nbytes = message_bytes(edge, way, samples)
+    nbytes, far = message_bytes(edge, way, samples), edge.far
     if nbytes == 0:
         return start
-    out, into = state.leaving, state.entering
-    if way == 1:
-        out, into = into, out
-    s, t, far = edge.source, edge.target, edge.far
-    start = max(start, _free_at(out, s, far, state), _free_at(into, t, far, state))
-    link, card = start + nbytes * edge.source_link_s, start + nbytes * edge.source_card_s
-    _occupy(out, s, far, link, card, state)
-    link, card = start + nbytes * edge.target_link_s, start + nbytes * edge.target_card_s
-    _occupy(into, t, far, link, card, state)
+    for end in range(2):
+        start = max(start, _free_at(int(end != way), edge.ends[end], far, state))
+    for end in range(2):
+        link, card = start + nbytes * edge.link_s[end], start + nbytes * edge.card_s[end]
+        _occupy(int(end != way), edge.ends[end], far, link, card, state)
     return float(start + nbytes * edge.byte_s)
 
 
@@ -155,16 +152,16 @@ def _count_shown(stages: Table) -> int:
 def _goes_back(stage: Record) -> bool:
     """Whether a stage's next action is a backward: kFkB."""
     flight = stage.in_flight
-    if stage.backwards % stage.k == 0:
-        flight += stage.backwards
-    return bool(stage.forwards >= min(stage.total, flight))
+    if stage.done[1] % stage.k == 0:
+        flight += stage.done[1]
+    return bool(stage.done[0] >= min(stage.total, flight))
 
 
 def _turn(stage: Record, at: float) -> None:
     """A stage turns to its next action, if there is one."""
     stage.ready, stage.until, stage.begun = at, np.inf, 0
     stage.way = 1 if _goes_back(stage) else 0
-    stage.taking = stage.leaving if stage.way == 1 else stage.entering
+    stage.taking = stage.edges[stage.way]
 
 
 def _take(s: int, batch_size: int, slots: int, state: State) -> None:
@@ -173,30 +170,26 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
     """
     stages, arrivals = state.stages, state.arrivals
     stage = stages[s]
-    way = stage.way
-    done = stage.backwards if way == 1 else stage.forwards
+    way, size = stage.way, stage.microbatch
+    done = stage.done[way]
     if done == stage.total:
         return
-    size = stage.microbatch
     stop = min((done + 1) * size, batch_size)
     first = (done + slots) * size
     while stage.taking >= 0:
         e = stage.taking
         edge = state.edges[e]
-        sender = stages[edge.target if way == 1 else edge.source]
-        sent = (sender.backwards if way == 1 else sender.forwards) * sender.microbatch
+        sender = stages[edge.ends[way]]
+        sent = sender.done[way] * sender.microbatch
         if sent < stop:
             return
         stage.ready = max(stage.ready, arrivals[way, e, done])
-        if way == 1:
-            edge.posted_back = done + slots + 1
-        else:
-            edge.posted_ahead = done + slots + 1
+        edge.posted[way] = done + slots + 1
         samples = min(sent, batch_size, first + size) - first
         if samples > 0:
             gone = _transfer(edge, way, samples, stage.ready, state)
             arrivals[way, e, done + slots] = gone + edge.latency
-        stage.taking = edge.next_leaving if way == 1 else edge.next_entering
+        stage.taking = edge.next[way]
     if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
         stage.until = stage.ready
     else:
@@ -205,10 +198,7 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
 
 def _action_s(stage: Record) -> float:
     """Seconds of a stage's next action."""
-    if stage.way == 1:
-        last = stage.backwards + 1 == stage.total
-        return float(stage.last_backward if last else stage.backward)
-    return float(stage.last_forward if stage.forwards + 1 == stage.total else stage.forward)
+    return float(stage.seconds[int(stage.done[stage.way] + 1 == stage.total), stage.way])
 
 
 def _compute(stage: Record, start: float, pace: float, pieces: Table) -> None:
@@ -216,7 +206,7 @@ def _compute(stage: Record, start: float, pace: float, pieces: Table) -> None:
     backward it begins to sum.
     """
     stage.until, stage.pace = start + _action_s(stage) * pace, pace
-    if stage.way == 1 and stage.backwards + 1 == stage.total:
+    if stage.way == 1 and stage.done[1] + 1 == stage.total:
         stage.passed_all = stage.until
         _ask(stage, 0.0, pieces)
 
@@ -247,12 +237,12 @@ def _sum(s: int, state: State) -> float:
     """When a piece of a stage's gradients is summed that asks for links now: it waits until those
     are free that others have asked for before.
     """
-    stage, leaving, entering = state.stages[s], state.leaving, state.entering
+    stage = state.stages[s]
     far, piece = 1 if stage.nodes > 1 else 0, state.pieces[stage.piece - 1]
-    start = max(stage.asks, _free_at(leaving, s, far, state), _free_at(entering, s, far, state))
+    start = max(stage.asks, _free_at(0, s, far, state), _free_at(1, s, far, state))
     end = float(start + piece.seconds)
-    _occupy(leaving, s, far, end, end, state)
-    _occupy(entering, s, far, end, end, state)
+    for inward in range(2):
+        _occupy(inward, s, far, end, end, state)
     piece.parts -= 1
     if piece.parts == 0:
         stage.piece = piece.next
@@ -282,13 +272,13 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         actions += 2 * stage.total
         stage.asks = np.inf
         summing += stage.piece > 0
-        if stage.forward + stage.backward > stages[slow].forward + stages[slow].backward:
+        if _period_s(stage) > _period_s(stages[slow]):
             slow = s
         _turn(stage, 0.0)
     for s in range(len(stages)):
         _take(s, batch_size, slots, state)
     if shown > 0:
-        limit -= (count - shown) * (stages[slow].forward + stages[slow].backward)
+        limit -= (count - shown) * _period_s(stages[slow])
     first, last, period = shown // 3, 2 * shown // 3, 0.0
     step = 0.0
     while actions + summing > 0:
@@ -320,12 +310,8 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         stage.left -= seconds
         if end + stage.left + update > limit:
             return np.inf
-        if way == 1:
-            done = stage.backwards
-            stage.backwards += 1
-        else:
-            done = stage.forwards
-            stage.forwards += 1
+        done = stage.done[way]
+        stage.done[way] += 1
         if way == 1 and s == slow and shown > 0:
             if done == first:
                 period -= end / (last - first)
@@ -333,25 +319,24 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
                 period += end / (last - first)
         low = done * stage.microbatch
         high = min(low + stage.microbatch, batch_size)
-        e = stage.entering if way == 1 else stage.leaving
+        e = stage.edges[1 - way]
         while e >= 0:
             edge = edges[e]
-            size = stages[edge.source if way == 1 else edge.target].microbatch
-            posted = edge.posted_back if way == 1 else edge.posted_ahead
-            for j in range(low // size, min(-(-high // size), posted)):
+            size = stages[edge.ends[1 - way]].microbatch
+            for j in range(low // size, min(-(-high // size), edge.posted[way])):
                 samples = min(high, (j + 1) * size) - max(low, j * size)
                 gone = _transfer(edge, way, samples, end, state)
                 state.arrivals[way, e, j] = gone + edge.latency
-            e = edge.next_entering if way == 1 else edge.next_leaving
+            e = edge.next[1 - way]
         _turn(stage, end)
         _take(s, batch_size, slots, state)
-        e = stage.entering if way == 1 else stage.leaving
+        e = stage.edges[1 - way]
         while e >= 0:
             edge = edges[e]
-            receiver = edge.source if way == 1 else edge.target
+            receiver = edge.ends[1 - way]
             if stages[receiver].taking == e:
                 _take(receiver, batch_size, slots, state)
-            e = edge.next_entering if way == 1 else edge.next_leaving
+            e = edge.next[1 - way]
         if way == 1 and done + 1 == stage.total:
             step = max(step, end)
     return step + update + (count - shown) * period if shown > 0 else step + update

@@ -4,7 +4,8 @@ Every function fills fields of stages or edges and says whether the draft can ru
 looked.
 
 Letters: s, t stages; e stage edges; v values of the model; i operators; n sample counts that were
-measured; g tensor degrees; d devices; l levels of the cluster.
+measured; g tensor degrees; d devices; l levels of the cluster. A way is 0 for what goes ahead, from
+end 0 of an edge to end 1, and 1 for what comes back.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Problem(NamedTuple):
     numbers: Table  # the only record
     degree_of: Table  # [devices of a replica] its place among tensor degrees, or -1
     measured: Table  # [n] samples
-    op_seconds: Table  # [g, n, i]
+    op_seconds: Table  # [g, n, i, way]
     op_bytes: Table  # [g, i]
     values: Table  # [v]
     readers: Table
@@ -60,30 +61,33 @@ class State(NamedTuple):
     nodes: Table  # [s, 0 to its nodes] ports of their cards
     devices: Table  # those of stage after stage
     loads: Table  # [out or in, devices and then nodes] zeros
-    leaving: Table  # [port] when it is free to send
-    entering: Table  # [port] when it is free to receive
+    ports: Table  # [out or in, port] when it is free
     pieces: Table
     paces: Table  # [devices that compute] times as long as alone; empty where that is no matter
     arrivals: Table  # [way, e, micro-batch of the receiver] of the last of its messages
 
 
 def _record(whole: str, real: str) -> np.dtype[np.void]:
-    """A record with these fields for whole numbers and for others."""
-    fields = [(name, np.int64) for name in whole.split()]
-    return np.dtype([*fields, *((name, np.float64) for name in real.split())], align=True)
+    """A record with these fields for whole numbers and for others; behind a name its sizes,
+    a digit each.
+    """
+    fields: list[Any] = []
+    for kind, names in ((np.int64, whole), (np.float64, real)):
+        for name, _, sizes in (field.partition(":") for field in names.split()):
+            fields.append((name, kind, tuple(map(int, sizes))))
+    return np.dtype(fields, align=True)
 
 
-# Seconds of an operator. Its bytes: parameters, those that are trained, of these tables whose
+# Bytes of an operator: parameters, those that are trained, of these tables whose
 # gradients are rows, these rows, the largest parameter and gradient; of a sample what is kept, and
 # what a pass takes besides.
-OPERATOR_SECONDS = _record("", "forward backward")
 OPERATOR_BYTES = _record(
     "", "parameters trainable tables rows largest largest_gradient kept working"
 )
 
-# A value's readers are those from the first of the readers of all values up to the last; whether a
-# gradient flows back; bytes per sample and whatever the samples.
-VALUE = _record("producer first last", "gradient per_sample fixed")
+# A value's readers are those from the first of the readers of all values up to the last. Of its
+# message either way bytes per sample, and whatever the samples.
+VALUE = _record("producer first last", "per_sample:2 fixed:2")
 
 # Devices of a group, and the slowest link up to it.
 LEVEL = _record("devices", "bandwidth latency")
@@ -98,41 +102,38 @@ NUMBERS = _record(
 )
 
 # Of a draft, or counted: devices, the place of the first among those of all stages, the least and
-# the greatest, and nodes that they are on; of the fullest replica samples, and the row of seconds
-# below them; likewise of the last micro-batch, which may be a short one. Micro-batches of a step,
-# in flight at least, in flight if memory were endless, and as it is. The stage at its place in a
-# topological order; what has been counted; the first edge into it and out of it, or -1; forwards
-# and backwards so far. Of its next action: the way; the edge whose message it takes next, -1 for
-# none; whether it has begun on cores. The first and last piece of its sums, and 1; 0 for none.
+# the greatest, and nodes that they are on; samples of the fullest replica, and the row of seconds
+# below them in all micro-batches but the last, which may be a short one, and in that. Micro-batches
+# of a step, in flight at least, in flight if memory were endless, and as it is. The stage at its
+# place in a topological order; what has been counted; by way the first edge whose messages it
+# takes, or -1, and how often it has gone it. Of its next action: the way; the edge whose message it
+# takes next, -1 for none; whether it has begun on cores. The first and last piece of its sums, and
+# 1; 0 for none.
 #
-# Seconds: forward, backward, those of the last micro-batch, what that leaves of its all-reduce, its
-# update; at least from the beginning of the step to its first forward and from its last backward to
-# the end. In the last backward what operators have passed, when the gradients that wait are final,
-# when all are summed; when it ends. Of its next action when it may begin, as far as that is known,
-# and when it ends, infinity where that is not known; what it has left to do; how many times as long
-# as alone it takes. When it asks for links for the next piece of its sums.
+# Seconds [last, way]; what the last backward leaves of its all-reduce; its update; at least from
+# the beginning of the step to its first forward and from its last backward to the end. In the last
+# backward what operators have passed, when the gradients that wait are final, when all are summed;
+# when it ends. Of its next action when it may begin, as far as that is known, and when it ends,
+# infinity where that is not known; what it has left to do; how many times as long as alone it
+# takes. When it asks for links for the next piece of its sums.
 #
 # Bytes: as of operators; what a pass of all samples takes besides; that enter and that return, per
 # sample and whatever the samples; gradients that are summed, that are in pieces, and that
 # wait, in about so many buckets.
 STAGE = _record(
-    "microbatch k operators devices first low high nodes replicas samples row last last_row degree "
-    "total least wanted in_flight ordered counted entering leaving forwards backwards way taking "
-    "begun piece last_piece",
-    "above last_above forward backward last_forward last_backward sums update before behind passed "
-    "final summed passed_all ready until left pace asks "
-    "parameters trainable tables rows largest largest_gradient kept passing enters enters_fixed "
-    "returns returns_fixed gradients cut waiting buckets",
+    "microbatch k operators devices first low high nodes replicas samples row:2 last degree "
+    "total least wanted in_flight ordered counted edges:2 done:2 way taking begun piece last_piece",
+    "above:2 seconds:22 sums update before behind passed final summed passed_all ready until left "
+    "pace asks parameters trainable tables rows largest largest_gradient kept passing enters "
+    "enters_fixed returns returns_fixed gradients cut waiting buckets",
 )
 
-# Whether it takes cards of nodes; the next edge with the same end, or -1; of the receiver's
-# micro-batches on either way, how many have their receives posted. Bytes ahead and back, per sample
-# and whatever the samples; seconds of latency, and of a byte of a message on the busiest of all
-# ports on its way; of a byte of all messages on the busiest link and card at either end.
+# Its source and target, whether it takes cards of nodes. By way: the next edge whose messages the
+# same stage takes, or -1; of the receiver's micro-batches how many have their receives posted;
+# bytes per sample, and whatever the samples. Seconds of latency, and of a byte of a message on the
+# busiest of all ports; by end of a byte of all messages on the busiest link and card.
 EDGE = _record(
-    "source target far next_entering next_leaving posted_ahead posted_back",
-    "ahead ahead_fixed back back_fixed latency byte_s "
-    "source_link_s target_link_s source_card_s target_card_s",
+    "ends:2 far next:2 posted:2", "per_sample:2 fixed:2 latency byte_s link_s:2 card_s:2"
 )
 
 # Part of a stage's gradients that is final, after so many seconds of its operators in the last
@@ -145,8 +146,8 @@ def clear(count: int, state: State) -> None:
     for s in range(count):
         for field in range(state.words.shape[1]):
             state.words[s, field] = 0
-    for port in range(len(state.leaving)):
-        state.leaving[port] = state.entering[port] = 0.0
+    for port in range(state.ports.shape[1]):
+        state.ports[0, port] = state.ports[1, port] = 0.0
 
 
 def count_devices(given: Given, problem: Problem, stages: Table, state: State) -> bool:
@@ -196,10 +197,8 @@ def split_samples(given: Given, problem: Problem, stages: Table) -> bool:
         stage.last = numbers.batch_size - (stage.total - 1) * b
         if max(stage.last // replicas, 1) < numbers.fewest or stage.samples > numbers.most:
             return False
-        stage.row, stage.above = _place(stage.samples, measured)
-        stage.last_row, stage.last_above = stage.row, stage.above
-        if stage.last < b:
-            stage.last_row, stage.last_above = _place(-(-stage.last // replicas), measured)
+        stage.row[0], stage.above[0] = _place(stage.samples, measured)
+        stage.row[1], stage.above[1] = _place(-(-stage.last // replicas), measured)
     return True
 
 
@@ -214,26 +213,22 @@ def _place(samples: int, measured: Table) -> tuple[int, float]:
     return row, (samples - low) / (high - low)
 
 
-def _between(low: float, high: float, above: float) -> float:
-    """Seconds between those of two rows."""
-    return low + (high - low) * above
+def _operator_s(i: int, way: int, last: int, stage: Record, op_seconds: Table) -> float:
+    """Seconds of an operator in a micro-batch of a stage, all or the last one."""
+    row = stage.row[last]
+    low, high = op_seconds[stage.degree, row, i, way], op_seconds[stage.degree, row + 1, i, way]
+    return float(low + (high - low) * stage.above[last])
 
 
 def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
     """Seconds and bytes of the stages; whether every stage has operators."""
-    op_seconds, action_s = problem.op_seconds, problem.numbers[0].action
+    action_s = problem.numbers[0].action
     for i in range(len(given.home)):
         stage = stages[given.home[i]]
-        low = op_seconds[stage.degree, stage.row, i]
-        high = op_seconds[stage.degree, stage.row + 1, i]
         stage.operators += 1
-        stage.forward += _between(low.forward, high.forward, stage.above)
-        stage.backward += _between(low.backward, high.backward, stage.above)
-        if stage.last < stage.microbatch:
-            low = op_seconds[stage.degree, stage.last_row, i]
-            high = op_seconds[stage.degree, stage.last_row + 1, i]
-            stage.last_forward += _between(low.forward, high.forward, stage.last_above)
-            stage.last_backward += _between(low.backward, high.backward, stage.last_above)
+        for last in range(1 + (stage.last < stage.microbatch)):
+            for way in range(2):
+                stage.seconds[last, way] += _operator_s(i, way, last, stage, problem.op_seconds)
         held = problem.op_bytes[stage.degree, i]
         stage.parameters += held.parameters
         stage.trainable += held.trainable
@@ -248,38 +243,30 @@ def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
         stage = stages[s]
         if stage.operators == 0:
             return False
-        if stage.last == stage.microbatch:
-            stage.last_forward, stage.last_backward = stage.forward, stage.backward
-        if given.recompute[s]:
-            stage.backward += stage.forward
-            stage.last_backward += stage.last_forward
-        _lengthen(stage, 0, action_s, action_s)
-        _lengthen(stage, 1, action_s, action_s)
+        for last in range(2):
+            if last > 0 and stage.last == stage.microbatch:
+                stage.seconds[1, 0], stage.seconds[1, 1] = stage.seconds[0, 0], stage.seconds[0, 1]
+                break
+            if given.recompute[s]:
+                stage.seconds[last, 1] += stage.seconds[last, 0]
+            for way in range(2):
+                stage.seconds[last, way] += action_s
     return True
-
-
-def _lengthen(stage: Record, way: int, seconds: float, last: float) -> None:
-    """Let all forwards or backwards take longer, by so many seconds and the last one by others."""
-    if way == 0:
-        stage.forward += seconds
-        stage.last_forward += last
-    else:
-        stage.backward += seconds
-        stage.last_backward += last
 
 
 def _find_edge(s: int, t: int, count: int, stages: Table, edges: Table) -> int:
     """The number of an edge, which is made as one more than so many if there is none yet."""
-    e = stages[s].leaving
+    e = stages[s].edges[1]
     while e >= 0:
-        if edges[e].target == t:
+        if edges[e].ends[1] == t:
             return int(e)
-        e = edges[e].next_leaving
-    edge, source, target = edges[count], stages[s], stages[t]
-    edge.source, edge.target = s, t
-    edge.next_leaving, edge.next_entering = source.leaving, target.entering
-    source.leaving, target.entering = count, count
-    edge.ahead, edge.ahead_fixed, edge.back, edge.back_fixed = 0.0, 0.0, 0.0, 0.0
+        e = edges[e].next[1]
+    edge = edges[count]
+    edge.ends[0], edge.ends[1] = s, t
+    for way in range(2):
+        stage = stages[edge.ends[1 - way]]
+        edge.next[way], stage.edges[way] = stage.edges[way], count
+        edge.per_sample[way] = edge.fixed[way] = 0.0
     return count
 
 
@@ -287,7 +274,7 @@ def join_stages(home: Table, problem: Problem, stages: Table, edges: Table) -> i
     """Edges between stages and what flows along them; how many there are."""
     count = 0
     for s in range(len(stages)):
-        stages[s].entering, stages[s].leaving = -1, -1
+        stages[s].edges[0] = stages[s].edges[1] = -1
     for v in range(len(problem.values)):
         value = problem.values[v]
         s = int(home[value.producer])
@@ -301,15 +288,14 @@ def join_stages(home: Table, problem: Problem, stages: Table, edges: Table) -> i
             e = _find_edge(s, t, count, stages, edges)
             count = max(count, e + 1)
             edge = edges[e]
-            edge.ahead += value.per_sample
-            edge.ahead_fixed += value.fixed
-            edge.back += value.per_sample * value.gradient
-            edge.back_fixed += value.fixed * value.gradient
-            target.enters += value.per_sample
-            target.enters_fixed += value.fixed
+            for way in range(2):
+                edge.per_sample[way] += value.per_sample[way]
+                edge.fixed[way] += value.fixed[way]
+            target.enters += value.per_sample[0]
+            target.enters_fixed += value.fixed[0]
         if leaves:
-            source.returns += value.per_sample * value.gradient
-            source.returns_fixed += value.fixed * value.gradient
+            source.returns += value.per_sample[1]
+            source.returns_fixed += value.fixed[1]
     return count
 
 
@@ -317,10 +303,10 @@ def sort_stages(edges: Table, stages: Table) -> bool:
     """A topological order, the lower number first; whether there is one."""
     for s in range(len(stages)):
         stages[s].counted = 0
-        e = stages[s].entering
+        e = stages[s].edges[0]
         while e >= 0:
             stages[s].counted += 1
-            e = edges[e].next_entering
+            e = edges[e].next[0]
     for place in range(len(stages)):
         s = 0
         while s < len(stages) and stages[s].counted != 0:
@@ -328,10 +314,10 @@ def sort_stages(edges: Table, stages: Table) -> bool:
         if s == len(stages):
             return False
         stages[place].ordered, stages[s].counted = s, -1
-        e = stages[s].leaving
+        e = stages[s].edges[1]
         while e >= 0:
-            stages[edges[e].target].counted -= 1
-            e = edges[e].next_leaving
+            stages[edges[e].ends[1]].counted -= 1
+            e = edges[e].next[1]
     return True
 
 
@@ -347,22 +333,15 @@ def chain_stages(count: int, stages: Table, edges: Table) -> int:
 
 def order_edges(stages: Table, edges: Table) -> None:
     """The edges of each end in the topological order of the other, in which messages are sent."""
-    for s in range(len(stages)):
-        stages[s].leaving = -1
-    for place in range(len(stages) - 1, -1, -1):
-        e = stages[stages[place].ordered].entering
-        while e >= 0:
-            source = stages[edges[e].source]
-            edges[e].next_leaving, source.leaving = source.leaving, e
-            e = edges[e].next_entering
-    for s in range(len(stages)):
-        stages[s].entering = -1
-    for place in range(len(stages) - 1, -1, -1):
-        e = stages[stages[place].ordered].leaving
-        while e >= 0:
-            target = stages[edges[e].target]
-            edges[e].next_entering, target.entering = target.entering, e
-            e = edges[e].next_leaving
+    for way in range(1, -1, -1):
+        for s in range(len(stages)):
+            stages[s].edges[way] = -1
+        for place in range(len(stages) - 1, -1, -1):
+            e = stages[stages[place].ordered].edges[1 - way]
+            while e >= 0:
+                stage = stages[edges[e].ends[1 - way]]
+                edges[e].next[way], stage.edges[way] = stage.edges[way], e
+                e = edges[e].next[1 - way]
 
 
 def count_in_flight(deep: bool, flush: bool, stages: Table, edges: Table) -> None:
@@ -372,14 +351,14 @@ def count_in_flight(deep: bool, flush: bool, stages: Table, edges: Table) -> Non
         stage = stages[stages[place].ordered]
         b, k = stage.microbatch, stage.k
         least, wanted = k * b, k * b
-        e = stage.leaving
+        e = stage.edges[1]
         while e >= 0:
-            follower = stages[edges[e].target]
+            follower = stages[edges[e].ends[1]]
             c, g = follower.microbatch, follower.k
             more = max(in_flight_samples(k, b, g, c, 0), waited_for_samples(k, b, g, c))
             least = max(least, follower.least * c + more)
             wanted = max(wanted, follower.wanted * c + hops * more)
-            e = edges[e].next_leaving
+            e = edges[e].next[1]
         stage.least, stage.wanted = -(-least // b), -(-wanted // b)
         if flush:
             stage.least = min(stage.least, stage.total)
@@ -419,14 +398,14 @@ def fit_memory(
         if room > stage.least:
             if flight > 0:
                 room = min(room, int(free // flight))
-            e = stage.entering
+            e = stage.edges[0]
             while e >= 0:
-                before = stages[edges[e].source]
+                before = stages[edges[e].ends[0]]
                 if before.in_flight < before.total:
                     k, b = before.k, before.microbatch
                     more = waited_for_samples(k, b, stage.k, stage.microbatch)
                     room = min(room, (before.in_flight * b - more) // stage.microbatch)
-                e = edges[e].next_entering
+                e = edges[e].next[0]
         stage.in_flight = max(stage.least, room)
     return True
 
@@ -441,9 +420,7 @@ def level_of(first: int, last: int, levels: Table) -> int:
 
 def message_bytes(edge: Record, way: int, samples: int) -> float:
     """Bytes of a message of so many samples."""
-    if way == 0:
-        return float(edge.ahead * samples + edge.ahead_fixed)
-    return float(edge.back * samples + edge.back_fixed)
+    return float(edge.per_sample[way] * samples + edge.fixed[way])
 
 
 def price_messages(count: int, problem: Problem, stages: Table, state: State) -> None:
@@ -451,19 +428,19 @@ def price_messages(count: int, problem: Problem, stages: Table, state: State) ->
     numbers = problem.numbers[0]
     for e in range(count):
         edge = state.edges[e]
-        source, target = stages[edge.source], stages[edge.target]
+        source, target = stages[edge.ends[0]], stages[edge.ends[1]]
         _route(edge, source, target, problem.levels, state)
-        edge.posted_ahead = edge.posted_back = numbers.receive_slots
-        size = min(source.microbatch, target.microbatch)
+        size, last = min(source.microbatch, target.microbatch), min(source.last, target.last)
         for way in range(2):
-            whole = message_bytes(edge, way, size)
-            last = message_bytes(edge, way, min(source.last, target.last))
-            if whole > 0:
-                replicas = target.replicas if way else source.replicas
-                seconds = numbers.send + numbers.send_byte * whole / replicas
-                last_s = numbers.send + numbers.send_byte * last / replicas
-                _lengthen(source, way, seconds, last_s)
-                _lengthen(target, way, seconds, last_s)
+            edge.posted[way] = numbers.receive_slots
+            if message_bytes(edge, way, size) > 0:
+                byte_s, replicas = numbers.send_byte, stages[edge.ends[way]].replicas
+                seconds = numbers.send + byte_s * message_bytes(edge, way, size) / replicas
+                last_s = numbers.send + byte_s * message_bytes(edge, way, last) / replicas
+                for end in range(2):
+                    stage = stages[edge.ends[end]]
+                    stage.seconds[0, way] += seconds
+                    stage.seconds[1, way] += last_s
 
 
 def _route(edge: Record, source: Record, target: Record, levels: Table, state: State) -> None:
@@ -477,8 +454,9 @@ def _route(edge: Record, source: Record, target: Record, levels: Table, state: S
     devices, loads = state.devices, state.loads
     b, c = source.microbatch, target.microbatch
     size, node = min(b, c), levels[0].devices
-    out_s, in_s, out_card_s, in_card_s = 0.0, 0.0, 0.0, 0.0
     start, copies, farthest = 0, 0, 0
+    for end in range(2):
+        edge.link_s[end] = edge.card_s[end] = 0.0
     while start < max(b, c):
         i = ((start % b + 1) * source.replicas - 1) // b
         j = ((start % c + 1) * target.replicas - 1) // c
@@ -492,27 +470,26 @@ def _route(edge: Record, source: Record, target: Record, levels: Table, state: S
             receiver = devices[target.first + j * taking + k]
             level = level_of(min(sender, receiver), max(sender, receiver), levels)
             seconds = (stop - start) / levels[level].bandwidth
-            loads[0, sender] += seconds
-            loads[1, receiver] += seconds
-            out_s, in_s = max(out_s, loads[0, sender]), max(in_s, loads[1, receiver])
-            if level > 0:
-                sender = len(devices) + sender // node
-                receiver = len(devices) + receiver // node
-                loads[0, sender] += seconds
-                loads[1, receiver] += seconds
-                out_card_s = max(out_card_s, loads[0, sender])
-                in_card_s = max(in_card_s, loads[1, receiver])
+            for end in range(2):
+                device = receiver if end else sender
+                loads[end, device] += seconds
+                edge.link_s[end] = max(edge.link_s[end], loads[end, device])
+                if level > 0:
+                    card = len(devices) + device // node
+                    loads[end, card] += seconds
+                    edge.card_s[end] = max(edge.card_s[end], loads[end, card])
             farthest = max(farthest, level)
         start = stop
         copies += start <= size
         if start == size:
-            edge.byte_s = max(max(out_s, in_s), max(out_card_s, in_card_s)) / size
-    edge.ahead_fixed *= copies
-    edge.back_fixed *= copies
+            busiest = max(edge.link_s[0], edge.link_s[1], edge.card_s[0], edge.card_s[1])
+            edge.byte_s = busiest / size
     edge.latency = levels[farthest].latency
     edge.far = 1 if farthest > 0 and node > 1 else 0
-    edge.source_link_s, edge.target_link_s = out_s / max(b, c), in_s / max(b, c)
-    edge.source_card_s, edge.target_card_s = out_card_s / max(b, c), in_card_s / max(b, c)
+    for end in range(2):
+        edge.fixed[end] *= copies
+        edge.link_s[end] /= max(b, c)
+        edge.card_s[end] /= max(b, c)
     for stage in (source, target):
         for i in range(stage.first, stage.first + stage.devices):
             for port in (devices[i], len(devices) + devices[i] // node):
@@ -525,7 +502,7 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
     With a flush gradients are summed in pieces while the last backward goes on, the last operators
     first; where replicas share the optimizer's state half of the ring comes behind the update.
     """
-    numbers, levels, op_seconds = problem.numbers[0], problem.levels, problem.op_seconds
+    numbers, levels = problem.numbers[0], problem.levels
     half = 0.5 if sharded and numbers.flush > 0 else 1.0
     for s in range(len(stages)):
         stage = stages[s]
@@ -547,9 +524,7 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
             nbytes = summed_bytes(held.trainable, held.tables, held.rows)
             if stage.waiting > 0 and stage.waiting + nbytes > _piece(stage):
                 count = _cut_piece(stage, half, levels, pieces, count)
-            low = op_seconds[stage.degree, stage.last_row, i].backward
-            high = op_seconds[stage.degree, stage.last_row + 1, i].backward
-            stage.passed += _between(low, high, stage.last_above)
+            stage.passed += _operator_s(i, 1, 1, stage, problem.op_seconds)
             if nbytes > 0:
                 stage.final = stage.passed
                 stage.waiting += nbytes
