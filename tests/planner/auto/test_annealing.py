@@ -50,6 +50,20 @@ def test_the_same_seed_finds_the_same():
     assert len({tuple(found(seed)) for seed in range(5)}) > 1
 
 
+@pytest.mark.parametrize(("hotter", "least"), [(1e-6, 1.0), (1.0, 0.5)])
+def test_rounds_are_hotter_once_one_has_found_nothing_better(hotter, least):
+    """The only way from one stage to three, half as slow, leads through two that are slower."""
+
+    def hilly(found: Draft, limit: float) -> float:
+        seconds = {1: 1.0, 2: 1.5, 3: 0.5}.get(found.num_stages, math.inf)
+        return seconds if seconds < limit else math.inf
+
+    settings = Settings(rounds=2, hot=1e-6, hotter=hotter, cold=1e-6)
+    annealing = Annealing(space(CHAIN), hilly, Random(0), settings)
+    annealing.search([WHOLE], 10_000)
+    assert annealing.best(1)[0].seconds == least
+
+
 def test_the_best_few_are_kept_in_order():
     """No two of them take equally long, and none longer than what was dropped."""
     annealing = Annealing(space(CHAIN), slowest, Random(0), SHORT)

@@ -42,19 +42,21 @@ class Annealing:
 
     def search(self, starts: Sequence[Draft], evaluations: int) -> None:
         """Anneal the most promising starts, in rounds."""
-        rounds = self._settings.rounds
-        chosen = self._promising(starts)
-        for number in range(rounds if chosen else 0):
-            chosen = sorted(chosen, key=_seconds)[: max(1, self._settings.starts >> number)]
-            share = evaluations // (rounds * len(chosen))
-            chosen = [self.anneal(start, share) for start in chosen]
+        settings, chosen = self._settings, self._promising(starts)
+        hot = settings.hot
+        for number in range(settings.rounds if chosen else 0):
+            chosen = sorted(chosen, key=_seconds)[: max(1, settings.starts >> number)]
+            share = evaluations // (settings.rounds * len(chosen))
+            found = [self.anneal(start, share, hot) for start in chosen]
+            if min(map(_seconds, found)) == chosen[0].seconds:
+                hot = settings.hotter
+            chosen = found
 
-    def anneal(self, start: Found, evaluations: int) -> Found:
+    def anneal(self, start: Found, evaluations: int, hot: float) -> Found:
         """The best draft on a way of so many evaluations from a start."""
         here = best = start
-        settings, space, rng = self._settings, self._space, self._rng
-        temperature = settings.hot
-        cooling = (settings.cold / settings.hot) ** (1 / max(evaluations, 1))
+        space, rng, temperature = self._space, self._rng, hot
+        cooling = (self._settings.cold / hot) ** (1 / max(evaluations, 1))
         for _ in range(evaluations):
             temperature *= cooling
             _, draft = draw(here.draft, space, rng)

@@ -76,7 +76,7 @@ class Auto:
         count = self._count
         coarse = coarsen(cost, batch_size, microbatch_size)
         if coarse is not None:
-            count = min(count, SETTINGS.refined)
+            count = min(count, SETTINGS.neighbours)
         if start is None and coarse is not None:
             part, size = coarse.factor, microbatch_size
             found = self(

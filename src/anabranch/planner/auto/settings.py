@@ -18,13 +18,16 @@ class Settings:
         hot: temperature at the beginning of a round, as a share of the step: a draft that is so
             much slower is taken with probability 1/e. Higher forgets where it came from: from 0.03
             on mmt and candle-uno at 32 devices end 6 % and 2 % slower; with 0.005 mmt 2 %.
+        hotter: from then on, once a round has found nothing better: small models are at the end of
+            what is near their starts soon, and the way to a better plan leads through much slower
+            ones.
         cold: at its end.
         proposed: drafts that are proposed to the judge; each is simulated.
-        neighbours: drafts that are evaluated around the best plan in each round of its descent.
+        neighbours: drafts that are evaluated around the best plan in each round of its descent, and
+            in the whole when a coarser model was searched first.
         near: the best of these, which are judged.
         most: operators and devices that are searched one by one; what has more of either is
             searched coarsely first.
-        refined: drafts that are evaluated in the whole then.
         error: how much slower than the plan they may seem: about as wrong as an evaluation can be.
     """
 
@@ -32,13 +35,13 @@ class Settings:
     starts: int = 8
     rounds: int = 3
     hot: float = 0.01
+    hotter: float = 0.3
     cold: float = 0.001
     proposed: int = 10
     neighbours: int = 1_000
     near: int = 6
     error: float = 0.05
     most: int = 128
-    refined: int = 1_000
 
 
 SETTINGS = Settings()
