@@ -72,3 +72,22 @@ def test_sources_that_changed_are_not_compiled(tmp_path, monkeypatch, capfd):
     with pytest.raises(RuntimeError, match="could not be compiled"):
         add_twice(np.zeros((3, 2)), np.array([2, 0]), 1.5, 2)
     assert "start it again" in capfd.readouterr().err
+
+
+def scaled(x: float) -> float:
+    return entries.twice(x) * FACTOR
+
+
+FACTOR = 2.0
+
+
+def test_machine_code_is_that_of_all_that_is_called(monkeypatch):
+    """By name or from a module, and of what it calls; and of numbers that stand beside it."""
+    function = entries.entry(scaled)
+    monkeypatch.setattr(entries, "twice", twice, raising=False)
+    seen = [repr(list(entries._contents(function, set())))]
+    monkeypatch.setattr(entries, "twice", lambda x: x + x + 1)
+    seen.append(repr(list(entries._contents(function, set()))))
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    seen.append(repr(list(entries._contents(function, set()))))
+    assert len(set(seen)) == 3

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 from tempfile import NamedTemporaryFile, mkdtemp
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -107,8 +107,9 @@ def _contents(function: Any, known: set[Any]) -> Iterator[Any]:
     code, names = function.__code__, function.__globals__
     constants = [value for value in code.co_consts if not isinstance(value, CodeType)]
     yield code.co_code, code.co_varnames, code.co_names, constants
-    for name in code.co_names:
-        value = names.get(name)
+    modules = [names[name] for name in code.co_names if isinstance(names.get(name), ModuleType)]
+    inside = (getattr(module, name, None) for module in modules for name in code.co_names)
+    for value in (*map(names.get, code.co_names), *inside):
         if isinstance(value, (int, float)):
             yield value
         else:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
-from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.draft import Draft, both
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS, Settings
 from anabranch.planner.auto.space import Space
@@ -82,7 +82,7 @@ class Annealing:
         found = [
             Found(self._evaluate(draft, math.inf), draft, number)
             for number, start in enumerate(starts)
-            for draft in (start, start._replace(deep=not start.deep))
+            for draft in both(start)
         ]
         unlike: dict[tuple[object, ...], Found] = {}
         for entry in sorted(found, key=_seconds):

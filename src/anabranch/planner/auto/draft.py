@@ -60,6 +60,11 @@ class Draft(NamedTuple):
         return len(self.microbatch)
 
 
+def both(draft: Draft) -> tuple[Draft, Draft]:
+    """A draft with either warm-up."""
+    return draft, draft._replace(deep=not draft.deep)
+
+
 def draft_of(graph: StageGraph, cost: CostModel, *, deep: bool = False) -> Draft:
     """The draft of a stage graph; edges beyond those of values remain only as a chain of all
     stages, and devices of a stage in ascending order.

@@ -76,7 +76,7 @@ class Evaluator:
         values, readers = _values(cost)
         nodes = -(-devices // cluster.group_sizes[0])
         edges = min(len(readers), devices * devices) + devices
-        stages, ports = np.zeros(devices, tables.STAGE), np.zeros((4, devices + nodes))
+        ports = np.zeros((4, devices + nodes))
         per_stage = (np.zeros(devices, t) for t in (*(np.int32,) * 3, np.bool_, np.int32))
         self._given = tables.Given(np.zeros(len(cost.graph), np.int32), *per_stage)
         problem = tables.Problem(
@@ -89,8 +89,7 @@ class Evaluator:
             np.array(levels, tables.LEVEL),
         )
         state = tables.State(
-            stages,
-            stages.view(np.int64).reshape(devices, -1),
+            np.zeros(devices + 1, tables.STAGE),
             np.zeros(edges, tables.EDGE),
             np.zeros((devices, nodes), np.int64),
             np.zeros(devices, np.int64),

@@ -192,14 +192,15 @@ def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """A stage takes devices of one node in exchange for its own elsewhere."""
-    if len(draft.owner) == space.node:
+    node = space.cost.cluster.group_sizes[0]
+    if len(draft.owner) == node:
         return None
     s = _below(len(draft.microbatch), rng)
-    first = space.node * _below(len(draft.owner) // space.node, rng)
-    inside = np.arange(first, first + space.node)
+    first = node * _below(len(draft.owner) // node, rng)
+    inside = np.arange(first, first + node)
     others = inside[draft.owner[inside] != s]
     mine = _where(draft.owner == s)
-    mine = mine[(mine < first) | (mine >= first + space.node)]
+    mine = mine[(mine < first) | (mine >= first + node)]
     some = min(len(mine), len(others))
     if not some:
         return None
@@ -278,11 +279,11 @@ def chain(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 def cut_tensors(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """The replicas of a stage, or of all, have another number of devices."""
-    if len(space.tensors) == 1:
+    if len(space.cost.tensor_degrees) == 1:
         return None
     tensor = draft.tensor.copy()
     some = slice(None) if rng.random() < 0.5 else _below(len(tensor), rng)
-    tensor[some] = _choice(space.tensors, rng)
+    tensor[some] = _choice(space.cost.tensor_degrees, rng)
     return None if np.array_equal(tensor, draft.tensor) else draft._replace(tensor=tensor)
 
 
@@ -339,12 +340,12 @@ def _two(count: int, rng: Random) -> tuple[int, int]:
 
 def _crossing(draft: Draft, space: Space, rng: Random) -> tuple[int, int] | None:
     """An edge of the model between two stages, if there is one."""
-    home = draft.home
-    crossing = _where(home[space.sources] != home[space.targets])
+    sources, targets = space.edges
+    crossing = _where(draft.home[sources] != draft.home[targets])
     if not len(crossing):
         return None
     edge = crossing[_below(len(crossing), rng)]
-    return int(space.sources[edge]), int(space.targets[edge])
+    return int(sources[edge]), int(targets[edge])
 
 
 def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from random import Random
 
 from anabranch.errors import InvalidPlanError
 from anabranch.planner.auto.annealing import Annealing, Evaluate
-from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
+from anabranch.planner.auto.draft import Draft, both, draft_of, stage_graph_of
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
@@ -77,7 +77,10 @@ class Search:
     def near(self, graph: StageGraph) -> list[StageGraph]:
         """What a move or two make of a stage graph, the quickest first; others when asked again."""
         centre_s, centre = min(
-            ((self._evaluate(way, math.inf), way) for way in both(self._draft(graph))),
+            (
+                (self._evaluate(way, math.inf), way)
+                for way in both(draft_of(graph, self._space.cost))
+            ),
             key=lambda found: found[0],
         )
         limit, found = centre_s * (1 + SETTINGS.error), dict[float, tuple[Draft, str]]()
@@ -115,13 +118,5 @@ class Search:
         self._origins.setdefault(graph, origin)
         return graph
 
-    def _draft(self, graph: StageGraph) -> Draft:
-        return draft_of(graph, self._space.cost)
-
     def _stages(self, draft: Draft) -> StageGraph:
         return stage_graph_of(draft, self._space.cost, self._space.batch_size)
-
-
-def both(draft: Draft) -> Sequence[Draft]:
-    """A draft with either warm-up."""
-    return draft, draft._replace(deep=not draft.deep)

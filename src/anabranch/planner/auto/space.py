@@ -32,14 +32,9 @@ class Space:
     flush: bool = True
 
     @cached_property
-    def sources(self) -> Ints:
-        """Per edge of the model, the operator that it leaves."""
-        return np.array([a for a, _ in self.cost.graph.edges], dtype=np.int32)
-
-    @cached_property
-    def targets(self) -> Ints:
-        """Per edge of the model, the operator that it enters."""
-        return np.array([b for _, b in self.cost.graph.edges], dtype=np.int32)
+    def edges(self) -> Ints:
+        """Of all edges of the model the operator that they leave, and the one that they enter."""
+        return np.array(self.cost.graph.edges, dtype=np.int32).reshape(-1, 2).T.copy()
 
     @cached_property
     def reaches(self) -> NDArray[np.bool_]:
@@ -68,13 +63,3 @@ class Space:
         """Operators that read from several, with these."""
         found = enumerate(tuple(bits(mask)) for mask in self.cost.graph.predecessors)
         return tuple((op, others) for op, others in found if len(others) > 1)
-
-    @property
-    def tensors(self) -> tuple[int, ...]:
-        """Devices of one replica, ascending."""
-        return self.cost.tensor_degrees
-
-    @property
-    def node(self) -> int:
-        """Devices of a node."""
-        return self.cost.cluster.group_sizes[0]

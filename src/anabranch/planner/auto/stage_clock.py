@@ -9,26 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from anabranch.jit import entry
-from anabranch.planner.auto.stage_tables import (
-    Given,
-    Problem,
-    Record,
-    State,
-    Table,
-    chain_stages,
-    clear,
-    count_devices,
-    count_in_flight,
-    fit_memory,
-    join_stages,
-    message_bytes,
-    order_edges,
-    price_messages,
-    price_sums,
-    sort_stages,
-    split_samples,
-    sum_operators,
-)
+from anabranch.planner.auto import stage_tables as tables
+from anabranch.planner.auto.stage_tables import Given, Problem, Record, State, Table
 
 SHOWN = 96
 """Micro-batches that are run; the others take as long each as those in the middle of these."""
@@ -82,7 +64,7 @@ def _period_s(stage: Record) -> float:
 
 def _message_s(edge: Record, way: int, samples: int) -> float:
     """Seconds of a message that waits for nothing."""
-    nbytes = message_bytes(edge, way, samples)
+    nbytes = tables.message_bytes(edge, way, samples)
     return float(nbytes * edge.byte_s + edge.latency) if nbytes > 0 else 0.0
 
 
@@ -94,7 +76,7 @@ def _busiest_port_s(batch_size: int, count: int, state: State) -> float:
         source, target = state.stages[edge.ends[0]], state.stages[edge.ends[1]]
         size = min(source.microbatch, target.microbatch)
         for way in range(2):
-            nbytes = message_bytes(edge, way, size) * batch_size / size
+            nbytes = tables.message_bytes(edge, way, size) * batch_size / size
             for end in range(2):
                 x, inward = edge.ends[end], int(end != way)
                 start = _free_at(inward, x, edge.far, state)
@@ -125,7 +107,7 @@ def _transfer(edge: Record, way: int, samples: int, start: float, state: State) 
     """When a message has been sent whose ports are taken from a start on, or as soon as they are
     free.
     """
-    nbytes, far = message_bytes(edge, way, samples), edge.far
+    nbytes, far = tables.message_bytes(edge, way, samples), edge.far
     if nbytes == 0:
         return start
     for end in range(2):
@@ -149,18 +131,11 @@ def _count_shown(stages: Table) -> int:
     return -1 if most > MOST_SHOWN else 0
 
 
-def _goes_back(stage: Record) -> bool:
-    """Whether a stage's next action is a backward: kFkB."""
-    flight = stage.in_flight
-    if stage.done[1] % stage.k == 0:
-        flight += stage.done[1]
-    return bool(stage.done[0] >= min(stage.total, flight))
-
-
 def _turn(stage: Record, at: float) -> None:
-    """A stage turns to its next action, if there is one."""
+    """A stage turns to its next action, if there is one: kFkB says which."""
     stage.ready, stage.until, stage.begun = at, np.inf, 0
-    stage.way = 1 if _goes_back(stage) else 0
+    flight = stage.in_flight + (stage.done[1] if stage.done[1] % stage.k == 0 else 0)
+    stage.way = int(stage.done[0] >= min(stage.total, flight))
     stage.taking = stage.edges[stage.way]
 
 
@@ -360,24 +335,24 @@ def step_s(
     """
     stages, edges, numbers = state.stages[:count], state.edges, problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
-    clear(count, state)
-    if not count_devices(given, problem, stages, state):
+    tables.clear(count, state)
+    if not tables.count_devices(given, problem, stages, state):
         return np.inf
-    if not split_samples(given, problem, stages):
+    if not tables.split_samples(given, problem, stages):
         return np.inf
-    if not sum_operators(given, problem, stages):
+    if not tables.sum_operators(given, problem, stages):
         return np.inf
-    joined = join_stages(given.home, problem, stages, edges)
-    if not sort_stages(edges, stages):
+    joined = tables.join_stages(given.home, problem, stages, edges)
+    if not tables.sort_stages(edges, stages):
         return np.inf
     if chained:
-        joined = chain_stages(joined, stages, edges)
-    order_edges(stages, edges)
-    count_in_flight(deep, flush, stages, edges)
-    if not fit_memory(given.recompute, sharded, numbers, stages, edges):
+        joined = tables.chain_stages(joined, stages, edges)
+    tables.order_edges(stages, edges)
+    tables.count_in_flight(deep, flush, stages, edges)
+    if not tables.fit_memory(given.recompute, sharded, numbers, stages, edges):
         return np.inf
-    price_messages(joined, problem, stages, state)
-    price_sums(given.home, sharded, problem, stages, state.pieces)
+    tables.price_messages(joined, problem, stages, state)
+    tables.price_sums(given.home, sharded, problem, stages, state.pieces)
     least = _least_s(numbers, stages, edges)
     if not flush:
         least = max(least, _busiest_port_s(batch_size, joined, state))

@@ -55,8 +55,7 @@ class Given(NamedTuple):
 class State(NamedTuple):
     """What follows from a draft. Ports are links of stages, [s], then cards of nodes."""
 
-    stages: Table  # and more entries
-    words: Table  # [s, field] the same
+    stages: Table  # and more entries, the last of which is all zeros
     edges: Table  # [e]
     nodes: Table  # [s, 0 to its nodes] ports of their cards
     devices: Table  # those of stage after stage
@@ -105,10 +104,10 @@ NUMBERS = _record(
 # the greatest, and nodes that they are on; samples of the fullest replica, and the row of seconds
 # below them in all micro-batches but the last, which may be a short one, and in that. Micro-batches
 # of a step, in flight at least, in flight if memory were endless, and as it is. The stage at its
-# place in a topological order; what has been counted; by way the first edge whose messages it
-# takes, or -1, and how often it has gone it. Of its next action: the way; the edge whose message it
-# takes next, -1 for none; whether it has begun on cores. The first and last piece of its sums, and
-# 1; 0 for none.
+# place in a topological order; devices whose place is known; what has been counted; by way the
+# first edge whose messages it takes, or -1, and how often it has gone it. Of its next action: the
+# way; the edge whose message it takes next, -1 for none; whether it has begun on cores. The first
+# and last piece of its sums, and 1; 0 for none.
 #
 # Seconds [last, way]; what the last backward leaves of its all-reduce; its update; at least from
 # the beginning of the step to its first forward and from its last backward to the end. In the last
@@ -122,7 +121,8 @@ NUMBERS = _record(
 # wait, in about so many buckets.
 STAGE = _record(
     "microbatch k operators devices first low high nodes replicas samples row:2 last degree "
-    "total least wanted in_flight ordered counted edges:2 done:2 way taking begun piece last_piece",
+    "total least wanted in_flight ordered placed counted edges:2 done:2 way taking begun piece "
+    "last_piece",
     "above:2 seconds:22 sums update before behind passed final summed passed_all ready until left "
     "pace asks parameters trainable tables rows largest largest_gradient kept passing enters "
     "enters_fixed returns returns_fixed gradients cut waiting buckets",
@@ -144,8 +144,7 @@ PIECE = _record("parts next", "final seconds")
 def clear(count: int, state: State) -> None:
     """Zeros for so many stages and all ports."""
     for s in range(count):
-        for field in range(state.words.shape[1]):
-            state.words[s, field] = 0
+        state.stages[s] = state.stages[-1]
     for port in range(state.ports.shape[1]):
         state.ports[0, port] = state.ports[1, port] = 0.0
 
@@ -156,28 +155,22 @@ def count_devices(given: Given, problem: Problem, stages: Table, state: State) -
     """
     owner, nodes, node = given.owner, state.nodes, problem.levels[0].devices
     for d in range(len(owner)):
-        s = owner[d]
-        stage = stages[s]
-        inside = len(owner) + d // node
-        if stage.devices == 0:
-            stage.low = d
-        if stage.nodes == 0 or nodes[s, stage.nodes - 1] != inside:
-            if stage.devices % given.tensor[s]:
-                return False
-            nodes[s, stage.nodes] = inside
-            stage.nodes += 1
-        stage.devices += 1
-        stage.high = d
+        stages[owner[d]].devices += 1
     first = 0
     for s in range(len(stages)):
         stages[s].first = first
         first += stages[s].devices
     for d in range(len(owner)):
-        stage = stages[owner[d]]
-        state.devices[stage.first + stage.counted] = d
-        stage.counted += 1
-    for s in range(len(stages)):
-        stages[s].counted = 0
+        s, inside = owner[d], len(owner) + d // node
+        stage = stages[s]
+        if stage.nodes == 0 or nodes[s, stage.nodes - 1] != inside:
+            if stage.placed % given.tensor[s]:
+                return False
+            nodes[s, stage.nodes] = inside
+            stage.nodes += 1
+        stage.low, stage.high = d if stage.placed == 0 else stage.low, d
+        state.devices[stage.first + stage.placed] = d
+        stage.placed += 1
     return True
 
 
