@@ -80,6 +80,7 @@ class Manifest(Strict):
     loss_scale: Annotated[float, Field(gt=0)] | None = None
     loss_streak: _Count = 0
     data: dict[str, Any] | None = None
+    batch_size: _Count = 0
     pretrained: list[Pretrained] = Field(default_factory=list)
     checksum: _Checksum
 
@@ -87,7 +88,8 @@ class Manifest(Strict):
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Steps done, epoch, batches of the epoch done, seed of random numbers, under fp16 the scale of
-    the loss with its steps without overflow, and the state of a loader that has one.
+    the loss with its steps without overflow, the state of a loader that has one, and samples of a
+    batch (0 where that is not known).
     """
 
     step: int = 0
@@ -97,6 +99,7 @@ class Progress:
     loss_scale: float | None = None
     loss_streak: int = 0
     data: Mapping[str, Any] | None = None
+    batch_size: int = 0
 
 
 def checksum_of(document: Mapping[str, Any]) -> str:

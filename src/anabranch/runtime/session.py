@@ -418,6 +418,7 @@ class Session:
             None if scale is None else scale.scale,
             0 if scale is None else scale.streak,
             self._loader_state(),
+            self._plan.stage_graph.batch_size,
         )
 
     def _loader_state(self) -> dict[str, Any] | None:
@@ -447,7 +448,24 @@ class Session:
             self.state.load(saved, everything=self._needs_all)
         self._go_on_from(saved.progress)
         self.feed.state = saved.progress.data
+        if self.mesh.rank == 0:
+            self._warn_of_other_batches(saved.progress)
         return saved
+
+    def _warn_of_other_batches(self, progress: Progress) -> None:
+        """Say that batches are not as large as those before the checkpoint."""
+        before, now = progress.batch_size, self._plan.stage_graph.batch_size
+        if before in (0, now):
+            return
+        within = (
+            f"; {progress.position} batches of epoch {progress.epoch} are done, behind which as "
+            "many of the new size are left out, so some samples come twice or not at all"
+        )
+        warnings.warn(
+            f"the checkpoint was trained with batches of {before} samples, this run has {now}"
+            f"{within if progress.position else ''}; --batch-size {before} goes on as before",
+            stacklevel=5,
+        )
 
     def _go_on_from(self, progress: Progress) -> None:
         scale = self.workers.loss_scale

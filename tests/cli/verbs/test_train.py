@@ -400,6 +400,17 @@ def test_train_save_resume_and_report(document, tmp_path):
     assert (found["resumed"], resumed["resumed"], resumed["first_step"]) == ("", saved, 12)
 
 
+def test_batches_of_another_size_than_before_the_checkpoint_are_warned_of(run, tmp_path):
+    """Their position in the epoch is a number of batches; warnings are errors here."""
+    short = "train", TOWERS, "--devices", "1", "--steps", "2"
+    assert run(*short, "--batch-size", "8", "--save", "saved", "--out", "a")[0] == 0
+    assert run(*short, "--batch-size", "8", "--resume", "saved", "--out", "b")[0] == 0
+    code, _, err = run(*short, "--batch-size", "4", "--resume", "saved", "--out", "c")
+    assert code == 1
+    assert "the checkpoint was trained with batches of 8 samples, this run has 4; 2 batches" in err
+    assert "--batch-size 8 goes on as before" in err
+
+
 def test_a_folder_that_is_nearly_a_checkpoint_says_where_one_is(run, tmp_path):
     """The folder of figures is easily taken for that of weights, and a folder for the one in it."""
     short = "train", TOWERS, "--devices", "1", "--steps", "1", "--batch-size", "8"
