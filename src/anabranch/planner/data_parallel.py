@@ -39,36 +39,28 @@ class DataParallel:
         problem = Problem(cost, batch_size, microbatch_size).checked()
         found = sorted(data_parallel(problem), key=lambda candidate: candidate.outline_s)
         if not found:
-            raise self._explain(problem)
+            raise _explained(problem)
         return [candidate.graph for candidate in found]
 
-    @staticmethod
-    def _explain(problem: Problem) -> InfeasiblePlanError:
-        cost, batch_size, total = problem.cost, problem.batch_size, problem.devices
-        sizes = [
-            size
-            for size in problem.sizes
-            if size >= total and profile_covers(cost, batch_size, size, total)
-        ]
-        if not sizes:
-            return InfeasiblePlanError(
-                f"data parallelism on the {total} devices of {cost.cluster.name} needs "
-                f"micro-batches of at least {total} samples within the profile "
-                f"({cost.profile.origin}); use a larger batch than {batch_size}, fewer devices, "
-                "or planner graphpipe"
+
+def _explained(problem: Problem) -> InfeasiblePlanError:
+    cost, total, cluster = problem.cost, problem.devices, problem.cost.cluster
+    for size in problem.sizes:
+        if size >= total and profile_covers(cost, problem.batch_size, size, total):
+            need = cost.device_bytes(
+                range(len(cost.graph)), microbatch_size=size, replicas=total, in_flight=1
             )
-        need = cost.device_bytes(
-            range(len(cost.graph)),
-            microbatch_size=sizes[0],
-            replicas=total,
-            in_flight=1,
-        )
-        return InfeasiblePlanError(
-            f"data parallelism needs {need / GIB:.1f} GiB on each device at "
-            f"{-(-sizes[0] // total)} samples; {cost.cluster.name} has "
-            f"{cost.cluster.memory_bytes / GIB:.1f} GiB: more devices do not help below that, "
-            "planner graphpipe may"
-        )
+            return InfeasiblePlanError(
+                f"data parallelism needs {need / GIB:.1f} GiB on each device at "
+                f"{-(-size // total)} samples; {cluster.name} has "
+                f"{cluster.memory_bytes / GIB:.1f} GiB: more devices do not help below that, "
+                "planner graphpipe may"
+            )
+    return InfeasiblePlanError(
+        f"data parallelism on the {total} devices of {cluster.name} needs micro-batches of at "
+        f"least {total} samples within the profile ({cost.profile.origin}); use a larger batch "
+        f"than {problem.batch_size}, fewer devices, or planner graphpipe"
+    )
 
 
 def data_parallel(problem: Problem) -> Iterator[Candidate]:

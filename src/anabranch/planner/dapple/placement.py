@@ -90,7 +90,6 @@ class Machines:
         self._policies = policies
         self._number: dict[Place, int] = {}
         self._levels: list[int] = []
-        self._table = np.zeros((0, 0), np.int64), np.zeros(0, np.int64)
         self.places: list[Place] = []
         self.number((0,) * (cluster.num_devices // self.size))
 
@@ -108,9 +107,7 @@ class Machines:
         """The places, [place, machine], and the level of the cluster that connects the devices of
         each.
         """
-        if len(self._table[1]) < len(self.places):
-            self._table = np.array(self.places, np.int64), np.array(self._levels, np.int64)
-        return self._table
+        return np.array(self.places, np.int64), np.array(self._levels, np.int64)
 
     @remembered
     def steps(self, state: int) -> Ints:

@@ -332,25 +332,14 @@ def extend(
                 grown = prepended(suffix, forward, backward, ring_s, num_microbatches)
                 row = added[at[2]]
                 row.state, row.start, row.stages = steps[step, 0], start, label.stages + 1
-                row.place, row.source, row.parent, row.step = (
-                    place,
-                    label.state,
-                    first + parent,
-                    way,
-                )
+                row.place, row.source = place, label.state
+                row.parent, row.step = first + parent, way
                 row.entering = entering[start, label.start]
                 row.gradients = gradients[start, label.start]
                 row.peak_s = max(peak_s, forward + backward)
-                row.pivot_s, row.between_s, row.warm_s = (
-                    grown.pivot_s,
-                    grown.between_s,
-                    grown.warm_s,
-                )
-                row.back_s, row.ending_s, row.behind_s = (
-                    grown.back_s,
-                    grown.ending_s,
-                    grown.behind_s,
-                )
+                row.pivot_s, row.between_s = grown.pivot_s, grown.between_s
+                row.warm_s, row.back_s = grown.warm_s, grown.back_s
+                row.ending_s, row.behind_s = grown.ending_s, grown.behind_s
                 row.closed_s = np.inf
                 if closing >= 0 and headroom[closing, 0, start] > label.stages:
                     whole = prepended(
