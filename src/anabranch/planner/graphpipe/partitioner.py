@@ -281,9 +281,11 @@ class _Search:
             behind = np.concatenate([nowhere, needs[place + 2 :]])
             after = [rests[0]] * end + list(rests[place + 2 :])
             tables = self.schedules.tables(row, len(branch))
-            places = np.flatnonzero(tables.quickest[:, end] <= self.bound)
+            places = np.flatnonzero(self.schedules.tail_s(branch.row) <= self.bound)
             # The longest tail first.
             for cut in places[:: max(1, -(-len(places) // TAILS))].tolist():
+                if tables.quickest[cut, end] > self.bound:
+                    continue
                 ((held, chosen),) = self._single_stages(tables, cut, cut + 1, behind)
                 for begin in self._begins(row, cut, held, chosen, after):
                     found += self._before(begin, partial(self._without_tail, block, q, cut))

@@ -120,6 +120,16 @@ class Schedules:
         tps[:, :, *np.tril_indices(starts, m=len(row))] = np.inf
         return StageTables(tps, room)
 
+    @remembered
+    def tail_s(self, row: NestedSets) -> Floats:
+        """Seconds of compute per sample of what a row has behind each cut, in the quickest mode."""
+        running = [
+            row.compute_s(prices.samples(mode.replicas), mode.tensor) / prices.microbatch_size
+            for prices in self.prices
+            for mode in prices.modes
+        ]
+        return np.asarray(np.min([seconds[-1] - seconds[:-1] for seconds in running], axis=0))
+
     @cached_property
     def _parts(self) -> list[PartPrices]:
         return [PartPrices(prices) for prices in self.prices]
