@@ -61,7 +61,7 @@ def demo(
         sequential, job.plan = search(planner="sequential"), search(planner="auto")
         story.say(job.plan.summary())
         baseline = Baseline.of(sequential)
-        story.say(against("the sequential pipeline", baseline, job.plan) + " predicted")
+        story.say(against("sequential", baseline, job.plan) + " predicted")
     with story.chapter("Verify: one step on local ranks against one process"):
         from anabranch.verification import verify
 
