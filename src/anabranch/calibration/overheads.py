@@ -20,7 +20,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -247,8 +247,7 @@ def _rank(
     pipe._workers.clock = _ProcessorClock()
     measurement = Measurement(spare, _COUNTS) if pipe.rank == 0 else None
     batch = (torch.randn(_MICROBATCHES * _SAMPLES, _WIDTH),)
-    besides: list[float] = []
-    actions: defaultdict[str, list[float]] = defaultdict(list)
+    steps: list[_Step] = []
     for _ in range(_TURNS):
         if measurement is not None:
             measurement.turn()
@@ -260,10 +259,10 @@ def _rank(
                 continue
             worker, _, outcome = pipe._ran
             begun, *ends = outcome.times[0][0], *(end for _, end in outcome.times)
-            besides.append(used - (ends[-1] - begun))
+            actions: defaultdict[str, list[float]] = defaultdict(list)
             for action, begin, end in zip(worker.actions, [begun, *ends], ends, strict=False):
                 actions[action.kind.name].append(end - begin)
-    medians = {kind: statistics.median(seconds) for kind, seconds in actions.items()}
+            steps.append(_Step(used, used - (ends[-1] - begun), _means_of(actions)))
     alone = None if measurement is None else _alone(whole, measurement.profile())
     dist.barrier()
     if alone is not None:
@@ -274,7 +273,25 @@ def _rank(
         pieces_s, restarted = work(), dist.barrier(async_op=True)
         while not restarted.is_completed():
             pieces_s()
-    return _Seen(statistics.median(besides), medians, alone)
+    # Means of steps that nothing has disturbed: medians of parts do not add up to whole steps.
+    steps.sort(key=lambda step: step.whole_s)
+    middle = steps[len(steps) // 4 : len(steps) - len(steps) // 4]
+    by_kind = {kind: [step.actions[kind] for step in middle] for kind in middle[0].actions}
+    besides_s = statistics.fmean(step.besides_s for step in middle)
+    return _Seen(besides_s, _means_of(by_kind), alone)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Seconds of a step: all of it, what is no action, and its actions by kind, as means."""
+
+    whole_s: float
+    besides_s: float
+    actions: dict[str, float]
+
+
+def _means_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {kind: statistics.fmean(each) for kind, each in seconds.items()}
 
 
 def _alone(workload: Workload, profile: Profile) -> _Alone:
