@@ -14,9 +14,9 @@ from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.cost.stage_weights import Border, Number, StageWeights
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value, bits
-from anabranch.planner.downsets import downsets, nested_pairs, prefixes
+from anabranch.planner.downsets import downsets, nested_pairs
 from anabranch.profile.profile import OpCost, Profile
-from tests.planner.helpers import sharded
+from tests.planner.helpers import prefixes, sharded
 from tests.planner.piper.reference import rich_profiles
 from tests.strategies import op_graphs
 
@@ -50,7 +50,7 @@ def test_every_stage_weighs_as_the_cost_model_says(profile, tensor):
     """
     sparse = {"sparse_embeddings": True, "batch_size": 2}
     cost = CostModel(sharded(profile) if tensor else profile, MACHINES, **sparse)
-    for masks in (downsets(cost.graph), prefixes(range(len(cost.graph)))):
+    for masks in (downsets(cost.graph, 10**5), prefixes(range(len(cost.graph)))):
         sets, pairs = NestedSets(cost, masks), nested_pairs(cost.graph, masks, 10**6)
         for degree in cost.tensor_degrees[:2]:
             listed = figures(sets.between(pairs, degree))
@@ -85,7 +85,7 @@ def test_a_row_may_be_a_part_of_the_model(graph, data):
 @given(op_graphs())
 def test_nested_is_what_lies_inside(graph):
     """The listed pairs and the matrix are the same, and those of which one holds the other."""
-    masks = downsets(graph)
+    masks = downsets(graph, 10**5)
     sets, pairs = NestedSets(cost_of(graph), masks), nested_pairs(graph, masks, 10**6)
     expected = {
         (u, v) for u, a in enumerate(masks) for v, b in enumerate(masks) if a & ~b == 0 < b & ~a
@@ -98,7 +98,7 @@ def test_nested_is_what_lies_inside(graph):
 @given(op_graphs())
 def test_least_traffic_is_just_below_what_crosses(graph):
     """All that crosses the border per sample, rounded downwards."""
-    masks = downsets(graph)
+    masks = downsets(graph, 10**5)
     sets, pairs = NestedSets(cost_of(graph), masks), nested_pairs(graph, masks, 10**6)
     border = sets.border(pairs)
     crossing = border.comes.per_sample + border.goes.per_sample

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
@@ -27,6 +29,11 @@ TWO_PROFILED = Profile(
     source="measured",
 )
 TWO_NODES = Cluster("2x2", "cpu", 10**5, (Level("node", 2, 100.0, 0.0), Level("net", 2, 50.0, 1.0)))
+
+
+def prefixes(order: Iterable[int]) -> list[int]:
+    """The downsets of operators in a row."""
+    return list(accumulate((1 << op for op in order), initial=0))
 
 
 def cluster(

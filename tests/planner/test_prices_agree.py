@@ -14,7 +14,6 @@ from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.cost.period import HIDING
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, bits
 from anabranch.planner.dapple.tables import Tables
-from anabranch.planner.downsets import prefixes
 from anabranch.planner.pipedream.terms import Terms, tiers
 from anabranch.planner.piper.prices import DownsetPrices
 from anabranch.planner.toolkit.parts import Part, PartPrices
@@ -23,7 +22,7 @@ from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.costs import ModelCosts
-from tests.planner.helpers import cost_model, sharded
+from tests.planner.helpers import cost_model, prefixes, sharded
 from tests.planner.piper.reference import rich_profiles
 
 DEVICES, COUNT = 8, 50
@@ -118,9 +117,9 @@ def listed(case: Case, cost: CostModel) -> Iterator[tuple[str, float, int]]:
         terms = Terms(states, prices, tiers(cost.cluster), DEVICES, accumulate=True)
         height = int(terms.headroom(mode.replicas)[case.start, case.stop])
         yield "pipedream", float("nan"), UNBOUNDED if height >= COUNT else height
-        tables = dapple(case, states)
-        degree = int(tables.index[mode.replicas])
-        yield "dapple", float("nan"), int(tables.headroom[degree, case.start, case.stop])
+        runs = dapple(case, states).runs
+        degree = int(runs.index_of[mode.replicas])
+        yield "dapple", float("nan"), int(runs.headroom[degree, case.start, case.stop])
 
 
 def dapple(case: Case, row: NestedSets) -> Tables:
@@ -180,14 +179,14 @@ def test_periods_are_made_of_the_simulators_seconds(case):
         if mode.replicas > 1:
             ring = nbytes * (2 * (mode.replicas - 1) / (terms.tiers[0].bandwidth * COUNT))
             assert terms.reduce_s(0, 1, mode.replicas)[case.start, case.stop] == ring
-        tables = dapple(case, states)
-        k = int(tables.index[mode.replicas])
-        both = tables.forward_s[k] + tables.backward_s[k]
+        runs = dapple(case, states).runs
+        k = int(runs.index_of[mode.replicas])
+        both = runs.forward_s[k] + runs.backward_s[k]
         assert both[case.stop] - both[case.start] == compute
-        rings = tables.rings_s[cost.cluster.slowest_link(range(mode.replicas)).level, k]
+        rings = runs.rings_s[cost.cluster.slowest_link(range(mode.replicas)).level, k]
         assert rings[case.start, case.stop] == reduce_s
-        assert tables.entering[case.start, case.stop] == border.entering.at(case.size)
-        assert tables.gradients[case.start, case.stop] == border.leaving_gradients.at(case.size)
+        assert runs.entering[case.start, case.stop] == border.entering.at(case.size)
+        assert runs.gradients[case.start, case.stop] == border.leaving_gradients.at(case.size)
 
 
 def test_tables_are_summed_by_their_rows():
@@ -207,8 +206,8 @@ def test_tables_are_summed_by_their_rows():
         states = NestedSets(cost, prefixes(range(1)))
         terms = Terms(states, case.prices(cost), tiers(cost.cluster), DEVICES, accumulate=True)
         assert terms.reduce_s(0, 1, 2)[0, 1] == nbytes * (2 / (terms.tiers[0].bandwidth * COUNT))
-        tables = dapple(case, states)
-        assert tables.rings_s[0, 1, 0, 1] == ring_s
+        runs = dapple(case, states).runs
+        assert runs.rings_s[0, 1, 0, 1] == ring_s
         graph = StageGraph((Stage(("a",), (0, 1), case.size),), (), case.size * COUNT)
         (ring,) = ModelCosts(graph, cost).all_reduces()
         assert ring.seconds == ring_s

@@ -73,6 +73,16 @@ def test_stages_follow_one_another():
         assert graph.depth == len(graph)
 
 
+def test_proposes_as_it_searches():
+    """Whoever stops after the first plan has it, and who asks again gets all, always the same."""
+    cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))
+    first = next(Sequential()(cost, batch_size=128))
+    found, again = (list(Sequential()(cost, batch_size=128)) for _ in range(2))
+    assert found[0] == first
+    assert again == found
+    assert len(found) > 1
+
+
 def test_straight_pipeline():
     """One device per stage, as many stages as devices."""
     cost = CostModel(shapes.mmt(parts=1), Cluster.preset("summit:2x4"))

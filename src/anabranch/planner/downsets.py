@@ -20,15 +20,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost.nested_weights import Pairs
+from anabranch.cost.nested_weights import Pairs, run_starts
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import OpGraph, bits
 
-MOST_DOWNSETS = 100_000
-"""Downsets that are listed unless the caller says otherwise; some MB and a tenth of a second."""
 
-
-def downsets(graph: OpGraph, budget: int = MOST_DOWNSETS) -> list[int]:
+def downsets(graph: OpGraph, budget: int) -> list[int]:
     """All downsets of a graph as bit masks.
 
     Returns:
@@ -36,11 +33,8 @@ def downsets(graph: OpGraph, budget: int = MOST_DOWNSETS) -> list[int]:
         empty, the last the whole graph.
 
     Raises:
-        ValueError: if the budget is less than 1.
         BudgetError: if there are more than ``budget``.
     """
-    if budget < 1:
-        raise ValueError(f"a budget of {budget} downsets; at least 1 is needed")
     sources = 0
     for i, needed in enumerate(graph.predecessors):
         sources |= (not needed) << i
@@ -53,18 +47,17 @@ def downsets(graph: OpGraph, budget: int = MOST_DOWNSETS) -> list[int]:
         following: list[tuple[int, int]] = []
         for child in _children(graph, level):
             following.append(child)
-            if len(found) + len(following) > budget:
-                raise _too_many(graph, len(found) + len(following), budget)
+            count = len(found) + len(following)
+            if count > budget:
+                raise BudgetError(
+                    f"{graph.name or 'the model'} has at least {count:,} downsets of its "
+                    f"{len(graph)} operators, more than the budget of {budget:,}, and their number "
+                    "grows exponentially with its branches; capture it in coarser operators, take "
+                    "planner graphpipe, which needs no downsets, put the operators in a row where "
+                    "the planner offers it, or allow a larger budget"
+                )
         level = following
     return found
-
-
-def prefixes(order: Sequence[int]) -> list[int]:
-    """The downsets of operators in a row, ascending by size: one more than there are operators."""
-    result = [0]
-    for op in order:
-        result.append(result[-1] | 1 << op)
-    return result
 
 
 def nested_pairs(graph: OpGraph, masks: Sequence[int], budget: int) -> Pairs:
@@ -73,13 +66,14 @@ def nested_pairs(graph: OpGraph, masks: Sequence[int], budget: int) -> Pairs:
     Raises:
         BudgetError: if there are more than ``budget``.
     """
+    starts = run_starts(np.array([mask.bit_count() for mask in masks]))
     width = -(-len(graph) // 64) * 8
     raw = b"".join(mask.to_bytes(width, "little") for mask in masks)
     words = np.frombuffer(raw, dtype=np.uint64).reshape(len(masks), -1)
     columns = [np.ascontiguousarray(column) for column in words.T]
     above: list[NDArray[np.int32]] = []
     count = 0
-    for start, stop in pairwise([*size_starts(masks).tolist(), len(masks)]):
+    for start, stop in pairwise([*starts.tolist(), len(masks)]):
         for lower in range(start, stop):
             above.append(_supersets(columns, lower, stop))
             count += len(above[-1])
@@ -92,12 +86,6 @@ def nested_pairs(graph: OpGraph, masks: Sequence[int], budget: int) -> Pairs:
                 )
     lengths = [len(upper) for upper in above]
     return Pairs(np.repeat(np.arange(len(masks), dtype=np.int32), lengths), np.concatenate(above))
-
-
-def size_starts(masks: Sequence[int]) -> NDArray[np.int64]:
-    """Index of the first downset of each size, of downsets ascending by size."""
-    sizes = np.array([mask.bit_count() for mask in masks])
-    return np.flatnonzero(np.diff(sizes, prepend=-1))
 
 
 def _supersets(columns: Sequence[NDArray[np.uint64]], lower: int, first: int) -> NDArray[np.int32]:
@@ -120,13 +108,3 @@ def _children(graph: OpGraph, level: list[tuple[int, int]]) -> Iterator[tuple[in
                 if needed[j] & ~child == 0:
                     further |= 1 << j
             yield child, further
-
-
-def _too_many(graph: OpGraph, count: int, budget: int) -> BudgetError:
-    return BudgetError(
-        f"{graph.name or 'the model'} has at least {count:,} downsets of its {len(graph)} "
-        f"operators, more than the budget of {budget:,}, and their number grows exponentially "
-        "with its branches; capture it in coarser operators, take planner graphpipe, which needs "
-        "no downsets, put the operators in a row where the planner offers it, or allow a larger "
-        "budget"
-    )

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
@@ -97,23 +99,15 @@ def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
     Time: O(n^2 * count).
     """
     n = len(seconds)
-    sums = [0.0]
-    for operator_s in seconds:
-        sums.append(sums[-1] + operator_s)
-    longest = [sums[j] if j else 0.0 for j in range(n + 1)]
-    starts: list[list[int]] = []
-    for k in range(2, count + 1):
-        following = [float("inf")] * (n + 1)
-        chosen = [0] * (n + 1)
-        for j in range(k, n + 1):
-            for i in range(j - 1, k - 2, -1):
-                value = max(longest[i], sums[j] - sums[i])
-                if value < following[j]:
-                    following[j], chosen[j] = value, i
-                if sums[j] - sums[i] >= following[j]:
-                    break
-        longest = following
-        starts.append(chosen)
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    run_s = sums[:, None] - sums  # by stop and start
+    run_s[np.triu_indices(n + 1)] = np.inf
+    longest, starts = run_s[:, 0], []
+    for _ in range(1, count):
+        # Of starts that are as good the last.
+        every = np.maximum(longest, run_s)[:, ::-1]
+        starts.append((n - every.argmin(axis=1)).tolist())
+        longest = every.min(axis=1)
     runs = []
     j = n
     for chosen in reversed(starts):

@@ -13,13 +13,13 @@ which would cost more).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.planner.base import require_options
-from anabranch.planner.graphpipe.chains import line
-from anabranch.planner.graphpipe.planner import most_items, propose
+from anabranch.planner.graphpipe.planner import propose
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
@@ -47,8 +47,8 @@ class Sequential:
 
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
-    ) -> list[StageGraph]:
-        """Propose the plan of every micro-batch size; see ``planner.base``.
+    ) -> Iterator[StageGraph]:
+        """Propose the plan of every micro-batch size, as they are found; see ``planner.base``.
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
@@ -64,7 +64,8 @@ class Sequential:
         # Asked for more than once: as a start of ``auto`` and as a baseline.
         known = cost.memo.setdefault(Sequential, {})
         asked = self, batch_size, microbatch_size
-        if asked not in known:
-            chain = line(cost, problem.order, most_items(problem))
-            known[asked] = list(propose(problem, chain, self.tolerance))
-        return cast(list[StageGraph], known[asked])
+        found: list[StageGraph] = []
+        for graph in known.get(asked) or propose(problem, self.tolerance):
+            found.append(graph)
+            yield graph
+        known[asked] = found

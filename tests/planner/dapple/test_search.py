@@ -31,7 +31,7 @@ PLENTY = 10**7
 
 def tables_of(cost: CostModel, batch_size: int, size: int, *, overlap: bool = False) -> Tables:
     problem = Problem(cost, batch_size, any_degree=True)
-    return Tables(problem.row, problem.prices(size), overlap_allreduce=overlap)
+    return Tables(problem.row, problem.prices(size), overlap)
 
 
 def search(
@@ -71,7 +71,7 @@ def everything(tables: Tables) -> Iterator[StageGraph]:
             for steps in ways(0, stages):
                 devices = machines.devices(steps)[::-1]
                 chain = ChainPlan(0.0, (0, *cuts, count), tuple(devices))
-                if all(len(stage) in tables.degrees for stage in devices):
+                if all(len(stage) in tables.prices.degrees for stage in devices):
                     yield placed(tables, chain)
 
 

@@ -64,7 +64,7 @@ def test_a_size_and_groups_for_every_stage():
 
 def test_too_many_configurations_are_refused(monkeypatch):
     """All sizes and groups for every stage of mmt on 32 devices: a paragraph, not an hour."""
-    monkeypatch.setattr(planner, "LIMITS", replace(planner.LIMITS, steps=1e8))
+    monkeypatch.setattr(planner, "STEPS", 1e8)
     cost = CostModel(shapes.mmt(), Cluster.preset("summit:8x4"))
     with pytest.raises(BudgetError, match="leave out the option per_stage"):
         list(GraphPipe(per_stage=True)(cost, batch_size=512))

@@ -11,10 +11,10 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.opgraph import BATCH, bits
-from anabranch.planner.downsets import prefixes
 from anabranch.planner.pipedream.terms import Piece, Terms, tiers
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.profile.profile import Profile
+from tests.planner.helpers import prefixes
 
 INFINITE = math.inf
 

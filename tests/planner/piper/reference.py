@@ -37,7 +37,7 @@ class Reference:
     @cached_property
     def downsets(self) -> list[int]:
         """All of them."""
-        return downsets(self.cost.graph)
+        return downsets(self.cost.graph, 10**5)
 
     def load_s(self, mask: int, mode: Mode) -> float:
         """Compute, all that crosses the border either way, and a share of the all-reduce."""

@@ -84,7 +84,7 @@ class Dapple:
 
         prices = [problem.prices(size) for size in problem.sizes]
         tables = [
-            Tables(problem.row, size_prices, overlap_allreduce=self.overlap_allreduce)
+            Tables(problem.row, size_prices, self.overlap_allreduce)
             for size_prices in prices
             if size_prices.degrees
         ]

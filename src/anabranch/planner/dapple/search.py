@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 from anabranch.cost.communication import transfer_s
-from anabranch.cost.nested_weights import Floats, Ints
+from anabranch.cost.nested_weights import Ints
 from anabranch.jit import entry
 from anabranch.planner.dapple.links import Links, hop_price, links
 from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepended
 from anabranch.planner.dapple.placement import Machines
-from anabranch.planner.dapple.tables import Tables
+from anabranch.planner.dapple.tables import Runs, Tables
 from anabranch.planner.toolkit.budget import Budget
 
 EXACT = 1 + 1e-9
@@ -101,7 +101,7 @@ class PlacementSearch:
         # By devices in use.
         self._pending: list[list[Labels]] = [[] for _ in range(self._devices)]
         self._settled: dict[int, Labels] = {}
-        self._added: Labels = np.empty(CHUNK + len(tables.work_s), LABEL).view(np.recarray)
+        self._added: Labels = np.empty(CHUNK + len(tables.row), LABEL).view(np.recarray)
         # By number of stages behind the one on all other devices.
         self._best: Labels = np.zeros(self._devices, LABEL).view(np.recarray)
 
@@ -137,7 +137,7 @@ class PlacementSearch:
         """A number for each state and cut."""
         state = labels.state
         number = np.cumsum(np.bincount(state) > 0) - 1
-        groups: Ints = number[state] * len(self._tables.work_s) + labels.start
+        groups: Ints = number[state] * len(self._tables.row) + labels.start
         return groups
 
     def _extend(self, behind: Labels) -> None:
@@ -148,17 +148,13 @@ class PlacementSearch:
         parts = np.stack([first, [*first[1:], len(behind)], ends[:-1], ends[1:]], axis=1)
         places, levels = self._machines.table()
         counts = places.sum(axis=1)
-        where = parts, np.concatenate(steps), places, counts, levels, self._links
         added, at, tables = self._added, np.zeros(4, np.int64), self._tables
-        work = tables.index, tables.forward_s, tables.backward_s, tables.work_s
-        least = tables.least_both_s, tables.least_backward_s
-        runs = tables.headroom, tables.entering, tables.gradients, tables.rings_s
-        prices = np.array(tables.degrees, np.int64), *work, *least, *runs
+        where = parts, np.concatenate(steps), places, counts, levels, self._links
         while at[0] < len(parts):
             at[2:] = 0
             self._limit_s = extend(
-                *(behind, *where, *prices, self._best, added, at),
-                *(tables.num_microbatches, self._limit_s),
+                *(behind, *where, tables.runs, self._best, added, at),
+                *(tables.prices.num_microbatches, self._limit_s),
             )
             self._budget.spend(int(at[3]))
             found: Labels = added[: at[2]]
@@ -170,14 +166,14 @@ class PlacementSearch:
 
     def _data_parallel_s(self) -> float:
         """L of one stage on all devices; infinite where it does not fit."""
-        tables = self._tables
-        k = int(tables.index[self._devices])
-        if k < 0 or tables.headroom[k, 0, -1] < 0:
+        runs = self._tables.runs
+        k = runs.index_of[self._devices]
+        if k < 0 or runs.headroom[k, 0, -1] < 0:
             return float("inf")
         link = self._machines.cluster.slowest_link((0, self._devices - 1))
-        ring_s = tables.rings_s[link.level, k, 0, -1]
-        both_s = tables.forward_s[k, -1] + tables.backward_s[k, -1]
-        return float(tables.num_microbatches * both_s + ring_s)
+        both_s = runs.forward_s[k, -1] + runs.backward_s[k, -1]
+        ring_s = runs.rings_s[link.level, k, 0, -1]
+        return float(self._tables.prices.num_microbatches * both_s + ring_s)
 
     def _chain(self, stages: int) -> ChainPlan:
         """The best plan with so many stages behind one on all other devices."""
@@ -243,14 +239,10 @@ def _suffix(label: Any) -> Suffix:
 
 
 def _linked(
-    suffix: Suffix,
-    entering: float,
-    gradients: float,
-    price: tuple[float, float],
-    num_microbatches: int,
+    suffix: Suffix, label: Any, price: tuple[float, float], num_microbatches: int
 ) -> Suffix:
-    """The same with the transfer before it, by bytes and the price of the hop."""
-    there, back = transfer_s(entering, *price), transfer_s(gradients, *price)
+    """The same with the transfer before it, at the price of the hop."""
+    there, back = transfer_s(label.entering, *price), transfer_s(label.gradients, *price)
     return prepended(suffix, there, back, 0.0, num_microbatches)
 
 
@@ -263,17 +255,7 @@ def extend(
     counts: Ints,
     levels: Ints,
     links: Links,
-    degrees: Ints,
-    index: Ints,
-    forward_s: Floats,
-    backward_s: Floats,
-    work_s: Floats,
-    least_both_s: Floats,
-    least_backward_s: Floats,
-    headroom: Ints,
-    entering: Floats,
-    gradients: Floats,
-    rings_s: Floats,
+    runs: Runs,
     best: Labels,
     added: Labels,
     at: Ints,
@@ -288,7 +270,6 @@ def extend(
         steps: as ``Machines.steps`` has them.
         counts: per place its devices.
         levels: of ``Machines.table``, as ``places``.
-        degrees: and those up to ``rings_s``: of ``Tables``.
         best: per number of stages behind the closing one the best suffix so far; updated.
         added: gets the suffixes that are not too slow already.
         at: place in ``parts`` and the pair of suffix and step to go on with when ``added`` is full;
@@ -298,17 +279,17 @@ def extend(
     for part in range(at[0], len(parts)):
         first, count = parts[part, 0], parts[part, 1] - parts[part, 0]
         for pair in range(at[1], count * (parts[part, 3] - parts[part, 2])):
-            if at[2] + len(work_s) > len(added):
+            if at[2] + len(runs.work_s) > len(added):
                 at[0], at[1] = part, pair
                 return limit_s
             parent, way = pair % count, pair // count
             step = parts[part, 2] + way
             place, taken, rest = steps[step, 1], steps[step, 2], steps[step, 3]
-            degree, free, label = index[counts[taken]], counts[rest], behind[first + parent]
-            if degree < 0 or free < degrees[0]:
+            degree, free, label = runs.index_of[counts[taken]], counts[rest], behind[first + parent]
+            if degree < 0 or free < runs.degrees[0]:
                 continue
             hop = hop_price(links, places, taken, label.place) if label.stages else (0.0, 0.0)
-            suffix = _linked(_suffix(label), label.entering, label.gradients, hop, num_microbatches)
+            suffix = _linked(_suffix(label), label, hop, num_microbatches)
             link_s = transfer_s(label.entering, *hop) + transfer_s(label.gradients, *hop)
             peak_s = max(label.peak_s, link_s)
             # Neither the stage nor the average of those to come takes longer than a period of the
@@ -316,37 +297,37 @@ def extend(
             period_s = limit_s * EXACT / num_microbatches
             if peak_s > period_s:
                 continue
-            closing, closing_hop = index[free], hop_price(links, places, rest, place)
-            for start in range(label.start - 1, max(1, -(-free // degrees[-1])) - 1, -1):
-                forward = forward_s[degree, label.start] - forward_s[degree, start]
-                backward = backward_s[degree, label.start] - backward_s[degree, start]
+            closing, closing_hop = runs.index_of[free], hop_price(links, places, rest, place)
+            for start in range(label.start - 1, max(1, -(-free // runs.degrees[-1])) - 1, -1):
+                forward = runs.forward_s[degree, label.start] - runs.forward_s[degree, start]
+                backward = runs.backward_s[degree, label.start] - runs.backward_s[degree, start]
                 if forward + backward > period_s:
                     break
-                average_s = work_s[start] / free
+                average_s = runs.work_s[start] / free
                 if average_s > period_s:
                     continue
                 at[3] += 1
-                if headroom[degree, start, label.start] < label.stages:
+                if runs.headroom[degree, start, label.start] < label.stages:
                     continue
-                ring_s = rings_s[levels[taken], degree, start, label.start]
+                ring_s = runs.rings_s[levels[taken], degree, start, label.start]
                 grown = prepended(suffix, forward, backward, ring_s, num_microbatches)
                 row = added[at[2]]
                 row.state, row.start, row.stages = steps[step, 0], start, label.stages + 1
                 row.place, row.source = place, label.state
                 row.parent, row.step = first + parent, way
-                row.entering = entering[start, label.start]
-                row.gradients = gradients[start, label.start]
+                row.entering = runs.entering[start, label.start]
+                row.gradients = runs.gradients[start, label.start]
                 row.peak_s = max(peak_s, forward + backward)
                 row.pivot_s, row.between_s = grown.pivot_s, grown.between_s
                 row.warm_s, row.back_s = grown.warm_s, grown.back_s
                 row.ending_s, row.behind_s = grown.ending_s, grown.behind_s
                 row.closed_s = np.inf
-                if closing >= 0 and headroom[closing, 0, start] > label.stages:
+                if closing >= 0 and runs.headroom[closing, 0, start] > label.stages:
                     whole = prepended(
-                        _linked(grown, row.entering, row.gradients, closing_hop, num_microbatches),
-                        forward_s[closing, start],
-                        backward_s[closing, start],
-                        rings_s[levels[rest], closing, 0, start],
+                        _linked(grown, row, closing_hop, num_microbatches),
+                        runs.forward_s[closing, start],
+                        runs.backward_s[closing, start],
+                        runs.rings_s[levels[rest], closing, 0, start],
                         num_microbatches,
                     )
                     row.closed_s = latency_s(whole, num_microbatches)
@@ -357,7 +338,8 @@ def extend(
                 row.least_s = max(
                     num_microbatches * max(row.peak_s, average_s), steady_s + grown.between_s
                 )
-                left_s, left_back_s = least_both_s[free, start], least_backward_s[free, start]
+                left_s = runs.least_both_s[free, start]
+                left_back_s = runs.least_backward_s[free, start]
                 if steady * average_s > steady_s + grown.between_s:
                     hoped_s = steady * average_s + max(grown.behind_s, left_back_s)
                 else:

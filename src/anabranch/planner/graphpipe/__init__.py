@@ -18,7 +18,7 @@ Where the paper is silent or leaves a choice, we decided:
 - Where nothing fits on powers of two of replicas, any number of them, recomputation, and tensor
   parallelism where the profile has costs for it, may be used, and at last stages that are runs of
   the model in one order; the paper has none of these.
-- Large models and clusters are made coarser (``planner.Size``).
+- Large models and clusters are made coarser (``planner.ITEMS``).
 """
 
 from anabranch.planner.graphpipe.planner import GraphPipe

@@ -314,14 +314,14 @@ class _Search:
 
     def _nothing(self, after: After) -> Strategies:
         """No operators: a stage before this one is before what follows."""
-        least, _ = _none(len(after), self.groups + 1)
+        least = np.full((len(after), self.groups + 1), NEVER, dtype=np.int64)
         least[:, 0] = after
         return Strategies(least, lambda _x, _d: [])
 
 
 def _side_by_side(a: Strategies, b: Strategies) -> Strategies:
     """Lines 43 to 46: devices are split; the stage before both holds what either asks for."""
-    least, chosen = _none(*a.least.shape)
+    least, chosen = np.full_like(a.least, NEVER), np.zeros_like(a.least)
     _share_devices(a.least, b.least, least, chosen)
 
     def stages(x: int, d: int) -> list[PlannedStage]:
@@ -434,9 +434,3 @@ def _put_beside(
                             least[stop, x, d1 + d2] = samples
                             choices[stop, x, d1 + d2, 0] = stop - 1
                             choices[stop, x, d1 + d2, 1] = d1
-
-
-def _none(configurations: int, groups: int) -> tuple[Ints, Ints]:
-    """No strategy for any configuration and number of devices, and choices to be made."""
-    shape = configurations, groups
-    return np.full(shape, NEVER, dtype=np.int64), np.zeros(shape, dtype=np.int64)

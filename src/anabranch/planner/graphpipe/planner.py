@@ -10,7 +10,7 @@ from typing import ClassVar
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.planner.base import require_options
-from anabranch.planner.graphpipe.chains import Chain, line, tree
+from anabranch.planner.graphpipe.chains import line, tree
 from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
 from anabranch.planner.toolkit.budget import Budget
@@ -22,25 +22,16 @@ from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import fitted
 
+ITEMS, ITEMS_OF_GROUPS = 128, 64
+"""Operators of a chain; a larger model is made coarser, to about so many, or to so many where
+devices are given out in groups.
+"""
 
-@dataclass(frozen=True)
-class Limits:
-    """How large a search may be.
+GROUPS = 64
+"""Devices of a larger cluster are given out in groups, so many at most."""
 
-    Attributes:
-        items: operators of a chain; a larger model is made coarser, to about so many,
-        items_of_groups: or fewer, where devices are given out in groups:
-        groups: in a larger cluster, to leave so many.
-        steps: of the innermost loops at most; 10 to 20 seconds.
-    """
-
-    items: int = 128
-    items_of_groups: int = 64
-    groups: int = 64
-    steps: float = 1e10
-
-
-LIMITS = Limits()
+STEPS = 1e10
+"""Of the innermost loops at most; 10 to 20 seconds."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +70,10 @@ class GraphPipe:
         problem = Problem(
             cost, batch_size, microbatch_size, self.max_replicas, recompute=self.recompute
         ).checked()
-        chain = tree(cost, problem.tree, most_items(problem))
-        return propose(problem, chain, self.tolerance, per_stage=self.per_stage)
+        return propose(problem, self.tolerance, per_stage=self.per_stage)
 
 
-def most_items(problem: Problem) -> int:
-    """Items of a chain, enough for stages on all devices."""
-    items = LIMITS.items if _unit(problem) == 1 else LIMITS.items_of_groups
-    return max(items, 2 * problem.devices // problem.most_replicas)
-
-
-def propose(
-    problem: Problem,
-    chain: Chain,
-    tolerance: float,
-    *,
-    per_stage: bool = False,
-) -> Iterator[StageGraph]:
+def propose(problem: Problem, tolerance: float, *, per_stage: bool = False) -> Iterator[StageGraph]:
     """Stage graphs of the partitioner's stages; the arguments are those of the planners."""
     sizes = problem.sizes
     sets: list[tuple[Configuration, ...]] = [(Configuration(size),) for size in sizes]
@@ -103,14 +81,19 @@ def propose(
         sets = [configurations(sizes, problem.batch_size)]
     budget = Budget(
         "graphpipe",
-        LIMITS.steps,
+        STEPS,
         "leave out the option per_stage, give a micro-batch size, capture the model in coarser "
         "operators, take fewer devices, or use planner auto",
     )
     unit, found = _unit(problem), False
-    for taken_apart, published in ((chain, True), (chain, False), (None, False)):
-        # The last resort is a row, which ``explain`` counts on.
-        within = taken_apart or line(problem.cost, problem.order, most_items(problem))
+    # Enough items for stages on all devices.
+    items = max(
+        ITEMS if unit == 1 else ITEMS_OF_GROUPS, 2 * problem.devices // problem.most_replicas
+    )
+    row = line(problem.cost, problem.order, items)
+    chain = row if problem.chained else tree(problem.cost, problem.tree, items)
+    # The last resort is a row, which ``explain`` counts on.
+    for within, published in ((chain, True), (chain, False), (row, False)):
         for chosen in sets:
             prices = tuple(_prices(problem, c.microbatch_size, published) for c in chosen)
             schedules = Schedules(chosen, prices, unit)
@@ -129,7 +112,7 @@ def _unit(problem: Problem) -> int:
     """Devices that are given out together: a power of two where one divides them all."""
     total = problem.devices
     fits = (unit for unit in range(1, total + 1) if total % unit == 0)
-    few = [unit for unit in fits if total // unit <= LIMITS.groups]
+    few = [unit for unit in fits if total // unit <= GROUPS]
     unit = min(few, key=lambda unit: (unit.bit_count() > 1, unit))
     return unit if unit <= problem.most_replicas else 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import ClassVar
 
 from anabranch.cluster import GIB
@@ -79,31 +80,27 @@ class PipeDream:
         return explained(problem, self._proposals(problem, states))
 
     def _proposals(self, problem: Problem, states: NestedSets) -> Iterator[StageGraph]:
-        seen: set[StageGraph] = set()
-        try:
-            for graph in self._search(problem, states):
-                if graph not in seen:
-                    seen.add(graph)
-                    yield graph
-        except BudgetError:
-            if not seen:
-                raise
-
-    def _search(self, problem: Problem, states: NestedSets) -> Iterator[StageGraph]:
         budget = Budget(
             "pipedream",
             self.steps,
             "raise option steps, fix the micro-batch size, capture the model in coarser operators, "
             "or use planner sequential",
         )
-        levels = tiers(problem.cost.cluster)
-        for size in reversed(problem.sizes):
+        levels, seen = tiers(problem.cost.cluster), set[StageGraph]()
+        for size, accumulate in product(
+            reversed(problem.sizes), (False, True)[: 1 + self.accumulate]
+        ):
             prices = problem.prices(size)
-            for accumulate in (False, True) if self.accumulate else (False,):
-                terms = Terms(states, prices, levels, problem.most_replicas, accumulate)
+            terms = Terms(states, prices, levels, problem.most_replicas, accumulate)
+            try:
                 graph = self._best(terms, budget)
-                if graph is not None:
-                    yield graph
+            except BudgetError:
+                if seen:
+                    return
+                raise
+            if graph is not None and graph not in seen:
+                seen.add(graph)
+                yield graph
 
     def _best(self, terms: Terms, budget: Budget) -> StageGraph | None:
         """The plan with the least period that fits."""

@@ -153,8 +153,11 @@ def least(
         near = stages.possible(space.pairs, space.traffic, bound)
         pairs = space.pairs[near]
         devices = stages.fewest_devices(pairs, space.traffic[near], bound)
-        kept = search.useful(pairs, devices)
-        found = kept and search.least(stages.options(*kept, bound), bound, exact=exact)
-        if found:
-            return found
+        room, _ = search.room(pairs.lower, pairs.upper, devices)
+        kept = room >= devices
+        if kept.any():
+            options = stages.options(pairs[kept], room[kept], bound)
+            found = search.least(options, bound, exact=exact)
+            if found:
+                return found
     return None

@@ -65,30 +65,24 @@ class DownsetPrices:
     @cached_property
     def floor_s(self) -> float:
         """No plan has a lesser load: all work, each operator run as is cheapest, shared evenly."""
-        work = [self._least_per_op(mode) * mode.devices for mode in self._plain]
+        work = [self._least_s[mode] * mode.devices for mode in self._plain]
         return float(np.min(work, axis=0).sum()) / self.prices.cost.cluster.num_devices
 
     @property
     def _plain(self) -> list[Mode]:
         return [mode for mode in self.modes if not mode.recompute]
 
-    def _least_per_op(self, mode: Mode) -> Floats:
-        """Per operator what it adds to the load of its stage at least."""
-        n, cost = self.prices.samples(mode.replicas), self.prices.cost
-        forward, backward = cost.op_seconds(n, mode.tensor)
-        summed = cost.own_parameter_bytes(mode.tensor).summed
-        return np.asarray(forward + backward + summed * self._reduce_price(mode))
-
-    def _bound(self, mode: Mode) -> Floats:
-        """Per downset; the difference of two is at most the load of the stage between them."""
-        n = self.prices.samples(mode.replicas)
-        summed = self.downsets.parameter_bytes(mode.tensor).summed
-        seconds = self.downsets.compute_s(n, mode.tensor)
-        return np.asarray(seconds + summed * self._reduce_price(mode))
-
-    def _reduce_price(self, mode: Mode) -> float:
-        """Seconds per micro-batch of all-reduce for a byte of gradients, latency apart."""
-        return self.prices.ring(mode.replicas, mode.tensor)[0] / self.prices.num_microbatches
+    @cached_property
+    def _least_s(self) -> dict[Mode, Floats]:
+        """Per operator what it adds to the load of its stage at least, latency apart."""
+        result, cost, count = {}, self.prices.cost, self.prices.num_microbatches
+        for mode in self._plain:
+            n = self.prices.samples(mode.replicas)
+            forward, backward = cost.op_seconds(n, mode.tensor)
+            ring = self.prices.ring(mode.replicas, mode.tensor)[0]
+            summed = cost.own_parameter_bytes(mode.tensor).summed
+            result[mode] = forward + backward + summed * ring / count
+        return result
 
     def _least_bytes(self, mode: Mode) -> Floats:
         """Per downset; the difference of two is at most what the stage between them needs."""
@@ -104,7 +98,7 @@ class DownsetPrices:
         self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
     ) -> NDArray[np.int64]:
         """Indices of the pairs whose stage may be within a bound, however it runs."""
-        floor = self._floor
+        floor = self.downsets.sums(np.min(list(self._least_s.values()), axis=0))
         crossing = min(
             self.prices.cost.border_price(mode.devices) * self.prices.samples(mode.replicas)
             for mode in self._plain
@@ -115,13 +109,6 @@ class DownsetPrices:
             least = pairs[some].difference(floor) + traffic[some] * crossing
             found.append(start + np.flatnonzero(least <= bound_s * ROUNDING))
         return np.concatenate(found)
-
-    @cached_property
-    def _floor(self) -> Floats:
-        """Per downset; the difference of two is at most the load of the stage between them."""
-        return self.downsets.sums(
-            np.min([self._least_per_op(mode) for mode in self._plain], axis=0)
-        )
 
     def fewest_devices(self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float) -> Ints:
         """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do.
@@ -143,7 +130,7 @@ class DownsetPrices:
         """Which stages are within a bound on the load and in memory, as far as one sees at once."""
         n, nbytes = self.prices.samples(mode.replicas), self._least_bytes(mode)
         crossing = self.prices.cost.border_price(mode.devices) * n
-        least = pairs.difference(self._bound(mode)) + traffic * crossing
+        least = pairs.difference(self.downsets.sums(self._least_s[mode])) + traffic * crossing
         enough = least <= bound_s * ROUNDING
         memory = self.prices.memory_bytes * ROUNDING
         if nbytes[-1] > memory:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from anabranch.cost.nested_weights import Floats, Ints, Pairs
+from anabranch.cost.nested_weights import Floats, Ints
 from anabranch.jit import entry
 
 NEVER = 1 << 24
@@ -116,64 +116,47 @@ class LoadSearch:
         self, options: StageOptions, bound_s: float, *, exact: bool = False
     ) -> BoundedPlans | None:
         """The plans of the least load, up to a bound, on all devices if ``exact``; else None."""
-        found = self._attempt(options, bound_s, exact)
+        found = self._plans(options, bound_s, exact)
         if found is None:
             return None
         # Just below the floor, which may itself be the least load, also where that is 0.
-        low, high = self.floor_s / ROUNDING - float(np.finfo(float).tiny), float(found.load_s.max())
+        low = self.floor_s / ROUNDING - float(np.finfo(float).tiny)
+        high = float(found.options.load_s.max())
         while high > low * (1 + self.tolerance):
-            middle = _between(found.load_s, low, high)
+            middle = _between(found.options.load_s, low, high)
             if middle is None:
                 break
-            better = self._attempt(found, middle, exact)
+            better = self._plans(found.options, middle, exact)
             if better is None:
                 low = middle
             else:
                 high, found = middle, better
         # Of loads that are as good, or differ by rounding alone, the one with the fewest stages.
-        as_good = self._within(options, max(high, low * (1 + self.tolerance)) * ROUNDING)
-        assert as_good is not None, "a larger bound admits the same plans"
-        return self._found(as_good)
+        return self._plans(options, max(high, low * (1 + self.tolerance)) * ROUNDING, exact)
 
-    def useful(self, pairs: Pairs, devices: Ints) -> tuple[Pairs, Ints] | None:
-        """Pairs whose stage a plan may have, and the most devices for it; None without a plan."""
-        room = self._room(pairs.lower, pairs.upper, devices)
-        return None if room is None else (pairs[room >= devices], room[room >= devices])
-
-    def _within(self, options: StageOptions, bound_s: float) -> StageOptions | None:
-        """The options of use under a bound."""
-        near = np.flatnonzero(options.load_s <= bound_s)
-        kept = options[near]
-        room = self._room(kept.lo, kept.hi, kept.devices)
-        return None if room is None else kept[room >= kept.devices]
-
-    def _room(self, lo: Ints, hi: Ints, devices: Ints) -> Ints | None:
-        """Per stage the most devices of it in any plan, by what others need; None without one."""
-        before, after = self._others(lo, hi, devices)
-        others = before[lo] + after[hi]
-        return None if after[0] > self.limit else np.asarray(self.limit - others, dtype=np.int32)
-
-    def _others(self, lo: Ints, hi: Ints, devices: Ints) -> tuple[Ints, Ints]:
-        """Fewest devices from the start to each downset, and from each to the end."""
+    def room(self, lo: Ints, hi: Ints, devices: Ints) -> tuple[Ints, Ints]:
+        """Per stage the most devices of it in any plan, by what others need, which are fewer than
+        its own if no plan has it; per downset the fewest devices from there to the end.
+        """
         before, after = np.full((2, self.states), NEVER, dtype=np.int32)
         before[0] = after[-1] = 0
-        lo, hi = np.ascontiguousarray(lo), np.ascontiguousarray(hi)
-        _pass_devices(lo, hi, np.ascontiguousarray(devices), before, after)
-        return before, after
+        lo, hi, devices = map(np.ascontiguousarray, (lo, hi, devices))
+        _pass_devices(lo, hi, devices, before, after)
+        return np.asarray(self.limit - before[lo] - after[hi], dtype=np.int32), after
 
-    def _attempt(self, options: StageOptions, bound_s: float, exact: bool) -> StageOptions | None:
-        """The options of use under a bound if it leaves a plan; None if not."""
-        kept = self._within(options, bound_s)
-        return kept if kept is not None and self._found(kept).reached(exact=exact) else None
-
-    def _found(self, kept: StageOptions) -> BoundedPlans:
-        lo, hi = np.ascontiguousarray(kept.lo), np.ascontiguousarray(kept.hi)
-        _, after = self._others(lo, hi, kept.devices)
+    def _plans(self, options: StageOptions, bound_s: float, exact: bool) -> BoundedPlans | None:
+        """The plans of these stages under a bound on the load, if there are any."""
+        near = options[np.flatnonzero(options.load_s <= bound_s)]
+        room, after = self.room(near.lo, near.hi, near.devices)
+        kept = near[room >= near.devices]
+        if not len(kept):
+            return None
         stages = np.full((self.states, self.limit - int(after[0]) + 1), NEVER, dtype=np.int32)
         stages[-1, 0] = 0
-        wasted = kept.devices + after[hi] - after[lo]
-        _pass_stages(lo, hi, wasted, np.ascontiguousarray(kept.held), stages)
-        return BoundedPlans(kept, after, stages)
+        lo, hi, held = map(np.ascontiguousarray, (kept.lo, kept.hi, kept.held))
+        _pass_stages(lo, hi, kept.devices + after[hi] - after[lo], held, stages)
+        found = BoundedPlans(kept, after, stages)
+        return found if found.reached(exact=exact) else None
 
 
 def _between(loads: Floats, low: float, high: float) -> float | None:

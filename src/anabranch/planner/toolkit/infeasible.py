@@ -41,18 +41,19 @@ def explain(problem: Problem) -> InfeasiblePlanError:
     """What would make the problem feasible with stages that are runs of the operators: memory on
     these devices, or more of these devices.
     """
-    cost, fewest = problem.cost, runs_on_fewest_devices(problem)
+    cost = problem.cost
     cluster, total = cost.cluster, problem.devices
     covered = [size for size in problem.sizes if problem.prices(size).degrees]
 
     def enough(memory: float) -> bool:
-        return bool(fewest(replace(problem.prices(size), memory_bytes=memory)))
+        prices = replace(problem.prices(size), memory_bytes=memory)
+        return bool(runs_on_fewest_devices(problem, prices))
 
     def fills(memory: float) -> bool:
         # At the least or most of the micro-batch sizes.
         for size in dict.fromkeys((covered[0], covered[-1])):
             prices = replace(problem.prices(size), memory_bytes=memory)
-            parts = fewest(prices)
+            parts = runs_on_fewest_devices(problem, prices)
             if parts and problem.assembler(prices).assemble(parts) is not None:
                 return True
         return False
@@ -62,7 +63,8 @@ def explain(problem: Problem) -> InfeasiblePlanError:
     memory = least_memory(enough, float(cluster.memory_bytes))
     # On all devices, pipelines are longer or micro-batches larger than on as few as will do.
     memory = next(filter(fills, (memory * ratio for ratio in _MORE_MEMORY)), memory)
-    count = sum(part.devices for part in fewest(problem.prices(size, _MOST_DEVICES)))
+    few = runs_on_fewest_devices(problem, problem.prices(size, _MOST_DEVICES))
+    count = sum(part.devices for part in few)
     name = cost.graph.name or "the model"
     if memory <= cluster.memory_bytes:
         return InfeasiblePlanError(
@@ -90,7 +92,7 @@ def least_memory(enough: Callable[[float], bool], start: float) -> float:
     return high
 
 
-def runs_on_fewest_devices(problem: Problem) -> Callable[[MicrobatchPrices], list[Part]]:
+def runs_on_fewest_devices(problem: Problem, prices: MicrobatchPrices) -> list[Part]:
     """Stages that are runs of the operators in one order, on as few devices as memory allows at
     some prices, none if all are too few: a dynamic programme over the cuts.
 
@@ -98,43 +100,38 @@ def runs_on_fewest_devices(problem: Problem) -> Callable[[MicrobatchPrices], lis
 
         devices[h, j]  =  min over i < j of  need[h, i, j] + devices[h + 1, i]
     """
-    row, size = problem.row, len(problem.order)
-
-    def fewest(prices: MicrobatchPrices) -> list[Part]:
-        modes = prices.modes
-        # The largest height at which each run fits: [start, stop].
-        headroom = [
-            prices.headroom(row.matrices(mode.tensor), mode.replicas, recompute=mode.recompute)
-            for mode in modes
-        ]
-        top = min(size, prices.num_microbatches, prices.max_devices)
-        # The last height stands for all greater ones.
-        levels = [*range(min(top, _MOST_HEIGHTS) - 1), top - 1]
-        devices = np.full((len(levels), size + 1), np.inf)
-        devices[:, 0] = 0.0
-        starts = np.zeros(devices.shape, dtype=np.intp)
-        for h, level in reversed(list(enumerate(levels))):
-            need = np.full(headroom[0].shape, np.inf)
-            for mode, room in zip(reversed(modes), reversed(headroom), strict=True):
-                need[room >= level] = mode.devices
-            above = devices[min(h + 1, len(levels) - 1)]
-            for cut in range(1, size + 1):
-                totals = need[:cut, cut] + above[:cut]
-                starts[h, cut] = totals.argmin()
-                devices[h, cut] = totals[starts[h, cut]]
-        if devices[0, -1] > prices.max_devices:
-            return []
-        parts, cut, h = [], size, 0
-        while cut:
-            start, above_h = int(starts[h, cut]), min(h + 1, len(levels) - 1)
-            mode = next(
-                mode
-                for mode, room in zip(modes, headroom, strict=True)
-                if mode.devices == devices[h, cut] - devices[above_h, start]
-                and room[start, cut] >= levels[h]
-            )
-            parts.append(Part.in_mode(row.mask(start, cut), mode))
-            cut, h = start, above_h
-        return parts
-
-    return fewest
+    row, size, modes = problem.row, len(problem.order), prices.modes
+    # The largest height at which each run fits: [start, stop].
+    headroom = [
+        prices.headroom(row.matrices(mode.tensor), mode.replicas, recompute=mode.recompute)
+        for mode in modes
+    ]
+    top = min(size, prices.num_microbatches, prices.max_devices)
+    # The last height stands for all greater ones.
+    levels = [*range(min(top, _MOST_HEIGHTS) - 1), top - 1]
+    devices = np.full((len(levels), size + 1), np.inf)
+    devices[:, 0] = 0.0
+    starts = np.zeros(devices.shape, dtype=np.intp)
+    for h, level in reversed(list(enumerate(levels))):
+        need = np.full(headroom[0].shape, np.inf)
+        for mode, room in zip(reversed(modes), reversed(headroom), strict=True):
+            need[room >= level] = mode.devices
+        above = devices[min(h + 1, len(levels) - 1)]
+        for cut in range(1, size + 1):
+            totals = need[:cut, cut] + above[:cut]
+            starts[h, cut] = totals.argmin()
+            devices[h, cut] = totals[starts[h, cut]]
+    if devices[0, -1] > prices.max_devices:
+        return []
+    parts, cut, h = [], size, 0
+    while cut:
+        start, above_h = int(starts[h, cut]), min(h + 1, len(levels) - 1)
+        mode = next(
+            mode
+            for mode, room in zip(modes, headroom, strict=True)
+            if mode.devices == devices[h, cut] - devices[above_h, start]
+            and room[start, cut] >= levels[h]
+        )
+        parts.append(Part.in_mode(row.mask(start, cut), mode))
+        cut, h = start, above_h
+    return parts
