@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
+from random import Random
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from anabranch.jit.entries import _Call, _kind, _loaded, object_code
+from tests.jit.random_functions import Writer, arguments
 
 LIMIT = 1.5
 POINT = np.dtype([("x", np.float64), ("count", np.int64)], align=True)
@@ -28,18 +32,26 @@ class Pair(NamedTuple):
 
 def compiled(function, *args):
     """The result of machine code."""
-    kinds, returns = tuple(map(_kind, args)), function.__annotations__["return"]
+    return _with_code(function, args)(*args)
+
+
+def _with_code(function, example):
+    """The same function as machine code."""
+    kinds, returns = tuple(map(_kind, example)), function.__annotations__["return"]
     code = _loaded(object_code(function, kinds, returns), kinds, returns)
-    call = _Call(function, kinds, args)
-    return code(call._place, *(arg for arg in args if isinstance(arg, (int, float))))
+
+    def call(*args):
+        made = _Call(function, kinds, args)
+        return code(made._place, *(arg for arg in args if isinstance(arg, (int, float))))
+
+    return call
 
 
 def agree(function, *examples):
     """One machine code for all of them, which are numbers."""
-    kinds, returns = tuple(map(_kind, examples[0])), function.__annotations__["return"]
-    code = _loaded(object_code(function, kinds, returns), kinds, returns)
+    code = _with_code(function, examples[0])
     for example in examples:
-        assert code(0, *example) == function(*example), example
+        assert code(*example) == function(*example), example
 
 
 def whole(a: int, b: int, c: int) -> int:
@@ -67,6 +79,48 @@ def test_whole_numbers(examples):
 def test_floats(examples):
     """To the last bit."""
     agree(real, *examples)
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    """A module that is written and executed anew for each text."""
+    path = tmp_path_factory.mktemp("random")
+
+    def execute(text):
+        count = len(list(path.iterdir()))
+        file = path / f"random_{count}.py"
+        file.write_text(text)
+        made = sys.modules[file.stem] = ModuleType(file.stem)
+        exec(compile(text, file, "exec"), made.__dict__)
+        return made
+
+    yield execute
+    for file in path.iterdir():
+        del sys.modules[file.stem]
+
+
+def contents(array):
+    """Bits of what an array holds, 0 and -0 alike."""
+    if array.dtype.names is None:
+        return (array + 0).tobytes()
+    return [contents(array[name]) for name in array.dtype.names]
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1 << 32))
+def test_random_functions(module, seed):
+    """Result and arrays are to the last bit those of plain Python, but for signs of 0."""
+    text = Writer(Random(seed)).text()
+    note(text)
+    made = module(text)
+    code = _with_code(made.run, arguments(made, 0))
+    for value in (3, -8, 17):
+        found = []
+        for call in (code, made.run):
+            given = arguments(made, value)
+            result = float(call(*given)) + 0
+            found.append((result, *map(contents, (*given[-4], *given[-3:]))))
+        assert found[0] == found[1], value
 
 
 def divided(a: int, b: int) -> int:
@@ -170,20 +224,83 @@ def unknown(a: int) -> int:
     return a + missing  # noqa: F821
 
 
+def halves(a: int) -> int:
+    return a / 2
+
+
+def sometimes(a: int) -> int:  # noqa: RET503
+    if a > 1:
+        return a
+
+
+def searched(a: int) -> int:
+    for _ in range(a):
+        break
+    else:
+        a = 5
+    return a
+
+
+def at_a_half(a: int) -> int:
+    return (a, 2)[a / 2]
+
+
+def upside_down(a: int) -> int:
+    return ~(a / 2)
+
+
+def up_to_a_half(a: int) -> int:
+    for _ in range(a / 2):
+        a += 1
+    return a
+
+
+def by_name(a: int) -> int:
+    return Pair(a, high=a).low
+
+
+def nested(a: int) -> int:
+    return tuple((a, a))[0]  # noqa: C409, RUF015
+
+
+def digits(a: int) -> int:
+    return round(a / 3, 2)
+
+
+def huge(a: int) -> int:
+    return a + 9223372036854775808
+
+
+def lengths(a: int) -> int:
+    b = (a,) if a > 1 else (a, a)
+    return b[0]
+
+
 @pytest.mark.parametrize(
-    ("function", "reason"),
+    ("function", "line", "reason"),
     [
-        (counts, "it calls itself"),
-        (listed, r"\[a\] is not known"),
-        (either, "a is neither true nor false"),
-        (named, "is not known"),
-        (mixed, "a is i64 and Group"),
-        (unknown, "missing is not known"),
+        (counts, 1, "it calls itself"),
+        (listed, 1, r"\[a\] is not known"),
+        (either, 1, "a is neither true nor false"),
+        (named, 1, "is not known"),
+        (mixed, 1, "a is i64 and Group"),
+        (unknown, 1, "missing is not known"),
+        (halves, 1, "it returns double, not i64"),
+        (sometimes, 2, "return is i64 and Group"),
+        (searched, 1, "a loop has no else"),
+        (at_a_half, 1, "a / 2"),
+        (upside_down, 1, "BitXor of double is not known"),
+        (up_to_a_half, 1, "a / 2 is no whole number"),
+        (by_name, 1, "arguments have no names"),
+        (nested, 1, r"tuple\(\(a, a\)\) is not known"),
+        (digits, 1, r"return round\(a / 3, 2\)"),
+        (huge, 1, "9223372036854775808 is not known"),
+        (lengths, 1, "is Group"),
     ],
 )
-def test_what_is_not_known_is_refused(function, reason):
+def test_what_is_not_known_is_refused(function, line, reason):
     """With the line: what Python does there is nowhere guessed."""
-    place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + 1}: "
+    place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + line}: "
     with pytest.raises(TypeError, match=reason) as error:
         compiled(function, *range(function.__code__.co_argcount))
     assert str(error.value).startswith(place)

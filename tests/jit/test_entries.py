@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -28,6 +32,7 @@ def test_compiled_code_is_kept_and_does_what_the_function_does(tmp_path, monkeyp
     assert add_twice(table, places, 1.5, 2) == 3
     assert table.tolist() == [[0, 3], [0, 0], [0, 3]]
     (kept,) = tmp_path.iterdir()
+    assert add_twice(table, places, np.float64(1.5), np.int64(0)) == 3  # numbers of NumPy
     call = jit.bound(add_twice, table, places, 0.0, 0)
     places[0] = 1
     assert call(0.5, 1) == 3
@@ -62,6 +67,36 @@ def test_code_that_another_process_has_just_kept_is_taken(tmp_path, monkeypatch)
     monkeypatch.setattr(entries, "_compilers", {})
     monkeypatch.setattr(entries, "_kept", lambda _: next(looks))
     assert add_twice(*args) == 3
+
+
+def test_a_compiler_that_was_killed_is_started_again(tmp_path, monkeypatch):
+    """By the next call; the first one says so and does not wait for ever."""
+    monkeypatch.setattr(entries, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(add_twice, "_codes", {})
+    monkeypatch.setattr(entries, "_compilers", {})
+    args = np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
+    jit.begin((add_twice, args))
+    for compiler in entries._compilers.values():
+        compiler.kill()
+    with pytest.raises(RuntimeError, match="ended with -9"):
+        add_twice(*args)
+    assert add_twice(*args) == 3
+
+
+def test_python_without_docstrings_compiles_what_it_has(tmp_path):
+    """The compiler's process reads sources as the process that asks does, without a home as well.
+
+    It said that they had changed.
+    """
+    run = "import numpy as np; from anabranch.jit import entries; from pathlib import Path; "
+    run += "import sys; entries.code_folder = lambda: Path(sys.argv[1]); "
+    run += "from tests.jit.test_entries import add_twice; "
+    run += "sys.exit(add_twice(np.zeros((3, 2)), np.array([2, 0]), 1.5, 2) != 3)"
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(
+        [sys.executable, "-OO", "-c", run, tmp_path], env=environment, timeout=60, check=True
+    )
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_sources_that_changed_are_not_compiled(tmp_path, monkeypatch, capfd):

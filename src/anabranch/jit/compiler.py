@@ -1,13 +1,22 @@
 """A compiler for inner loops: functions of a small part of Python as LLVM's language.
 
 What a function may consist of says the end of this file; all else is refused, with its line. It
-takes what ``values`` knows, calls other such functions and makes no arrays. Bounds are not checked;
-an index below zero counts from the end only where it stands there as a number. By zero whole
-numbers divide to zero.
+takes what ``values`` knows, calls other such functions and makes no arrays. A function is compiled
+anew for each list of types that it is called with. What a variable is follows from what it is
+given: whole numbers and floats make it a float. Everything is written down as it stands, variables
+and all: LLVM has passes for the rest.
 
-A function is compiled anew for each list of types that it is called with. What a variable is
-follows from what it is given: whole numbers and floats make it a float. Everything is written down
-as it stands, variables and all: LLVM has passes for the rest.
+The result is Python's to the last bit, but for this, which is for whoever writes such a function to
+keep out of:
+
+- Whole numbers have 64 bits: sums and products beyond them wrap, ``int`` of a float gives the
+  nearest, of NaN 0. Where they become floats, those beyond 2^53 are rounded, and 0 may be -0.
+- Whole numbers divide by zero to zero, floats to infinity or NaN. ``//`` of floats may give -0.
+- Bounds are not checked, neither of slices, and an index below zero counts from the end only where
+  it stands there as a number. What an array holds is taken as Python's numbers, not NumPy's.
+- ``np.maximum`` and ``np.minimum`` are ``max`` and ``min``, with NaN as well.
+- A range goes down where its step stands there as a number below zero. A variable that was given
+  nothing yet may have any value.
 """
 
 from __future__ import annotations
@@ -54,6 +63,8 @@ def text_of(function: Callable[..., Any], types: Sequence[Type], returns: Number
     """
     module = Module()
     called = module.function(function, types)
+    if called.returns not in (returns, NOTHING.type):
+        raise called.refused(f"it returns {called.returns}, not {returns}")
     lines, given, arguments = list[str](), ["ptr %words"], list[str]()
     for kind in _single(types):
         for part in parts(kind):
@@ -68,7 +79,8 @@ def text_of(function: Callable[..., Any], types: Sequence[Type], returns: Number
     call = f"call {whole(called.returns)} @{called.name}({', '.join(arguments)})"
     result = "0" if called.returns == NOTHING.type else "%result"
     lines += [call if result == "0" else f"{result} = {call}", f"ret {returns} {result}"]
-    run = [f"define {returns} @run({', '.join(given)}) {{", *lines, "}"]
+    extended = "zeroext " if returns == BOOL else ""  # as C has it
+    run = [f"define {extended}{returns} @run({', '.join(given)}) {{", *lines, "}"]
     return "\n".join([*module.texts, *run])
 
 
@@ -81,12 +93,18 @@ def _single(types: Sequence[Type]) -> list[Type]:
     ]
 
 
+class RefusedError(TypeError):
+    """What a function does is not known here."""
+
+
 class Module:
     """Functions that call each other."""
 
     def __init__(self) -> None:
         self.texts = [
+            "declare double @llvm.fabs.f64(double)",
             "declare double @llvm.rint.f64(double)",
+            "declare i64 @llvm.fptosi.sat.i64.f64(double)",
             "declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)",
         ]
         self._functions: dict[tuple[Any, ...], _Function] = {}
@@ -125,12 +143,14 @@ class _Function:
     def returns(self) -> Type:
         """What it returns; known once all of it has been compiled."""
         if not self._is_done:
-            raise self._refused("it calls itself")
-        return self._variables.get(_RESULT, NOTHING.type)
+            raise self.refused("it calls itself")
+        return self._variables[_RESULT]
 
     def text(self, types: Sequence[Type]) -> str:
         """The function in LLVM's language."""
         given: list[str] = []
+        if len(types) != self._code.co_argcount:
+            raise self.refused(f"it takes {self._code.co_argcount} arguments, not {len(types)}")
         while not self._is_settled:  # as long as a variable turns out to be more than it seemed
             self._is_settled, self._lines, given = True, [], []
             for name, kind in zip(self._code.co_varnames, types, strict=False):
@@ -138,10 +158,11 @@ class _Function:
                 given += Value(kind, names).pairs()
                 self._write(name, Value(kind, names))
             if not self._block(self._definition.body):
+                self._write(_RESULT, NOTHING)
                 self._jump("end")
         self._is_done = True
         self._label("end")
-        result = self._read(_RESULT) if _RESULT in self._variables else NOTHING
+        result = self._read(_RESULT)
         kind, found = whole(result.type), "".join(result.parts[:1])
         if len(result.parts) > 1:
             found = "undef"
@@ -181,9 +202,9 @@ class _Function:
         truth = self._as(BOOL, self._value(test)).parts[0]
         self._lines.append(f"br i1 {truth}, label %{then}, label %{other}")
 
-    def _refused(self, what: str) -> TypeError:
+    def refused(self, what: str) -> RefusedError:
         where = f"{self._code.co_filename}:{self._at}: {self._code.co_name}"
-        return TypeError(f"{where} cannot be compiled: {what}")
+        return RefusedError(f"{where} cannot be compiled: {what}")
 
     # Variables
 
@@ -192,7 +213,7 @@ class _Function:
         before = self._variables.setdefault(name, value.type)
         kind = common(before, value.type)
         if kind is None:
-            raise self._refused(f"{name} is {before} and {value.type}")
+            raise self.refused(f"{name} is {before} and {value.type}")
         if kind != before:
             self._variables[name], self._is_settled = kind, False
         for i, pair in enumerate(self._as(kind, value).pairs()):
@@ -211,7 +232,7 @@ class _Function:
             pairs = zip(kind.entries, entries(value), strict=True)
             return grouped([self._as(*pair) for pair in pairs], kind.names)
         if not isinstance(kind, Number) or (value.type, kind) not in _CASTS:
-            raise self._refused(f"{value.type} is not {kind}")
+            raise self.refused(f"{value.type} is not {kind}")
         (part,) = value.parts
         if kind == FLOAT and (number := known(value)) is not None:
             return constant(float(number)) or value
@@ -225,9 +246,16 @@ class _Function:
         for statement in statements:
             self._at = statement.lineno
             if type(statement) not in _STATEMENTS:
-                raise self._refused(f"{type(statement).__name__} is not known")
-            if _STATEMENTS[type(statement)](self, statement):
-                return True
+                raise self.refused(f"{type(statement).__name__} is not known")
+            if isinstance(statement, (ast.For, ast.While)) and statement.orelse:
+                raise self.refused("a loop has no else")
+            try:
+                if _STATEMENTS[type(statement)](self, statement):
+                    return True
+            except RefusedError:
+                raise
+            except (AssertionError, LookupError, TypeError, ValueError) as error:
+                raise self.refused(f"{ast.unparse(statement)}: {error!r}") from error
         return False
 
     def _expression(self, node: ast.Expr) -> None:
@@ -258,8 +286,7 @@ class _Function:
         self._store(dtype, place, self._computed(node.op, before, self._value(node.value)))
 
     def _return(self, node: ast.Return) -> bool:
-        if node.value is not None:
-            self._write(_RESULT, self._value(node.value))
+        self._write(_RESULT, NOTHING if node.value is None else self._value(node.value))
         self._jump("end")
         return True
 
@@ -298,8 +325,8 @@ class _Function:
         if isinstance(node.iter, ast.Tuple):
             return self._for_each(node, node.iter.elts)
         if not isinstance(node.iter, ast.Call) or self._static(node.iter.func) is not range:
-            raise self._refused("a loop is over a range, or over a tuple that stands there")
-        given = [self._value(arg) for arg in node.iter.args]
+            raise self.refused("a loop is over a range, or over a tuple that stands there")
+        given = [self._whole_number(arg) for arg in node.iter.args]
         start, stop, step = (_ZERO, *given, _ONE) if len(given) == 1 else (*given, _ONE)[:3]
         test, body, following, after = self._labels(4)
         counter = _temporary(node)
@@ -357,7 +384,7 @@ class _Function:
                 dtype, (place, *sizes) = outer.type.dtype, self._part(node, outer)
                 if not sizes:
                     return dtype, place
-        raise self._refused(f"{ast.unparse(node)} is no field or entry")
+        raise self.refused(f"{ast.unparse(node)} is no field or entry")
 
     def _part(self, node: ast.Subscript, array: Value) -> tuple[str, ...]:
         """Where a part of an array is, and its sizes."""
@@ -367,14 +394,23 @@ class _Function:
         for axis, size in enumerate(Value(INT, (size,)) for size in sizes):
             at = self._computed(ast.Mult(), at, size) if axis else at
             if axis < len(given):
-                index = self._value(given[axis])
-                if (known(index) or 0) < 0:
-                    at = self._computed(ast.Add(), at, size)
-                at = self._computed(ast.Add(), at, index)
+                at = self._computed(ast.Add(), at, self._index(given[axis], size))
         assert isinstance(array.type, Array)
+        assert len(given) <= len(sizes), "an index too many"
         entry = f"[{array.type.dtype.itemsize} x i8]"
         found = self._new(f"getelementptr inbounds {entry}, ptr {place}, i64 {at.parts[0]}")
         return found, *sizes[len(given) :]
+
+    def _index(self, node: ast.expr, size: Value) -> Value:
+        """Below zero it counts from the end if it stands there as a number."""
+        index = self._whole_number(node)
+        return self._computed(ast.Add(), index, size) if (known(index) or 0) < 0 else index
+
+    def _whole_number(self, node: ast.expr) -> Value:
+        value = self._value(node)
+        if value.type != INT:
+            raise self.refused(f"{ast.unparse(node)} is no whole number")
+        return value
 
     def _load(self, dtype: np.dtype[Any], place: str) -> Value:
         if dtype.names:
@@ -382,7 +418,7 @@ class _Function:
         if dtype.subdtype:
             entry, sizes = dtype.subdtype
             return Value(Array(entry, len(sizes)), (place, *map(str, sizes)))
-        stored, kind, (widen, _) = _STORED[dtype.str[1:]]
+        stored, kind, (widen, _) = _STORED[dtype]
         found = self._new(f"load {stored}, ptr {place}")
         return (
             self._number(kind, f"{widen} {stored} {found} to {kind}")
@@ -395,7 +431,7 @@ class _Function:
             given = f"ptr {place}, ptr {value.parts[0]}, i64 {dtype.itemsize}, i1 false"
             self._lines.append(f"call void @llvm.memcpy.p0.p0.i64({given})")
             return
-        stored, kind, (_, narrow) = _STORED[dtype.str[1:]]
+        stored, kind, (_, narrow) = _STORED[dtype]
         (part,) = self._as(kind, value).parts
         if narrow:
             part = self._new(f"{narrow} {kind} {part} to {stored}")
@@ -407,7 +443,7 @@ class _Function:
         if (static := constant(self._static(node))) is not None:
             return static
         if type(node) not in _EXPRESSIONS:
-            raise self._refused(f"{ast.unparse(node)} is not known")
+            raise self.refused(f"{ast.unparse(node)} is not known")
         return _EXPRESSIONS[type(node)](self, node)
 
     def _static(self, node: ast.expr) -> Any:
@@ -422,7 +458,7 @@ class _Function:
 
     def _name(self, node: ast.Name) -> Value:
         if node.id not in self._variables:
-            raise self._refused(f"{node.id} is not known")
+            raise self.refused(f"{node.id} is not known")
         return self._read(node.id)
 
     def _attribute(self, node: ast.Attribute) -> Value:
@@ -438,12 +474,12 @@ class _Function:
         if isinstance(outer.type, Group):
             return entries(outer)[int(ast.literal_eval(node.slice))]
         if not isinstance(outer.type, Array):
-            raise self._refused(f"{ast.unparse(node.value)} has no entries")
+            raise self.refused(f"{ast.unparse(node.value)} has no entries")
         if isinstance(node.slice, ast.Slice):
             if node.slice.lower or node.slice.step or not node.slice.upper:
-                raise self._refused("a slice is of the first entries")
-            (stop,) = self._as(INT, self._value(node.slice.upper)).parts
-            return Value(outer.type, (outer.parts[0], stop, *outer.parts[2:]))
+                raise self.refused("a slice is of the first entries")
+            stop = self._index(node.slice.upper, Value(INT, outer.parts[1:2]))
+            return Value(outer.type, (outer.parts[0], *stop.parts, *outer.parts[2:]))
         place, *sizes = self._part(node, outer)
         if sizes:
             return Value(Array(outer.type.dtype, len(sizes)), (place, *sizes))
@@ -453,21 +489,24 @@ class _Function:
         return grouped([self._value(entry) for entry in node.elts])
 
     def _and_or(self, node: ast.BoolOp) -> Value:
-        """What comes later is looked at only where it matters."""
         (after,) = self._labels(1)
         result = _temporary(node)
         for operand in node.values:
             value = self._value(operand)
             if value.type != BOOL:
-                raise self._refused(f"{ast.unparse(operand)} is neither true nor false")
-            self._write(result, value)
-            (following,) = self._labels(1)
-            ways = (following, after) if isinstance(node.op, ast.And) else (after, following)
-            self._lines.append(f"br i1 {value.parts[0]}, label %{ways[0]}, label %{ways[1]}")
-            self._label(following)
+                raise self.refused(f"{ast.unparse(operand)} is neither true nor false")
+            self._go_on(result, value, after, isinstance(node.op, ast.And))
         self._jump(after)
         self._label(after)
         return self._read(result)
+
+    def _go_on(self, result: str, value: Value, after: str, while_true: bool) -> None:
+        """What comes later is looked at only where it matters."""
+        self._write(result, value)
+        (following,) = self._labels(1)
+        ways = (following, after) if while_true else (after, following)
+        self._lines.append(f"br i1 {value.parts[0]}, label %{ways[0]}, label %{ways[1]}")
+        self._label(following)
 
     def _if_else(self, node: ast.IfExp) -> Value:
         then, other, after = self._labels(3)
@@ -485,8 +524,10 @@ class _Function:
         if isinstance(node.op, ast.Not):
             return self._number(BOOL, f"xor i1 {self._as(BOOL, value).parts[0]}, true")
         if isinstance(node.op, ast.Invert):
-            return self._number(INT, f"xor i64 {self._as(INT, value).parts[0]}, -1")
-        if isinstance(node.op, ast.USub) and value.type == FLOAT:
+            return self._computed(ast.BitXor(), value, Value(INT, ("-1",)))
+        if isinstance(node.op, ast.UAdd):
+            return self._computed(ast.Sub(), value, _ZERO)
+        if value.type == FLOAT:
             return self._number(FLOAT, f"fneg double {value.parts[0]}")
         return self._computed(ast.Sub(), _ZERO, value)
 
@@ -497,8 +538,9 @@ class _Function:
         floats = FLOAT in (left.type, right.type) or isinstance(operator, ast.Div)
         kind = FLOAT if floats else INT
         a, b = self._as(kind, left), self._as(kind, right)
-        if (x := known(a)) is not None and (y := known(b)) is not None and type(operator) in _KNOWN:
-            return constant(_KNOWN[type(operator)](x, y)) or a
+        x, y, fold = known(a), known(b), _KNOWN.get(type(operator))
+        if fold and x is not None and y is not None and (result := constant(fold(x, y))):
+            return result
         if name := _OPERATORS[kind].get(type(operator)):
             return self._number(kind, f"{name} {kind} {a.parts[0]}, {b.parts[0]}")
         if isinstance(operator, ast.FloorDiv) and floats:
@@ -506,7 +548,7 @@ class _Function:
         if isinstance(operator, (ast.FloorDiv, ast.Mod)) and not floats:
             quotient, rest = self._divided(a, b)
             return quotient if isinstance(operator, ast.FloorDiv) else rest
-        raise self._refused(f"{type(operator).__name__} of {kind} is not known")
+        raise self.refused(f"{type(operator).__name__} of {kind} is not known")
 
     def _divided(self, a: Value, b: Value) -> tuple[Value, Value]:
         """The quotient of whole numbers, rounded down, and the rest; LLVM leaves out what nobody
@@ -535,17 +577,22 @@ class _Function:
         return self._number(FLOAT, f"call double @llvm.rint.f64(double {value.parts[0]})")
 
     def _compare(self, node: ast.Compare) -> Value:
-        left, result = self._value(node.left), Value(BOOL, ("true",))
+        left, result = self._value(node.left), _temporary(node)
+        (after,) = self._labels(1)
         for test, operand in zip(node.ops, node.comparators, strict=True):
             right = self._value(operand)
-            one = self._compared(test, left, right)
-            result = self._number(BOOL, f"and i1 {result.parts[0]}, {one.parts[0]}")
+            value = self._compared(test, left, right)
+            if len(node.ops) == 1:
+                return value
+            self._go_on(result, value, after, True)
             left = right
-        return result
+        self._jump(after)
+        self._label(after)
+        return self._read(result)
 
     def _compared(self, operator: ast.cmpop, left: Value, right: Value) -> Value:
         if type(operator) not in _COMPARISONS:
-            raise self._refused(f"{type(operator).__name__} is not known")
+            raise self.refused(f"{type(operator).__name__} is not known")
         kind = FLOAT if FLOAT in (left.type, right.type) else INT
         (a,), (b,) = self._as(kind, left).parts, self._as(kind, right).parts
         test = _COMPARISONS[type(operator)]
@@ -563,18 +610,21 @@ class _Function:
 
     def _call(self, node: ast.Call) -> Value:
         function, args = self._static(node.func), list[Value]()
+        if node.keywords:
+            raise self.refused(f"{ast.unparse(node)} is not known: arguments have no names")
         for arg in node.args:
             if isinstance(arg, ast.Starred):
                 args += entries(self._value(arg.value))
             else:
                 args.append(self._value(arg))
-        if function in _BUILTINS and not node.keywords:
+        if function in _BUILTINS:
             return _BUILTINS[function](self, *args)
         function = _REPLACED.get(function, getattr(function, "__wrapped__", function))
-        if isinstance(function, type) and issubclass(function, tuple):
-            return grouped(args, getattr(function, "_fields", ()))
-        if not isinstance(function, FunctionType) or node.keywords:
-            raise self._refused(f"{ast.unparse(node)} is not known")
+        names = getattr(function, "_fields", ())
+        if isinstance(function, type) and issubclass(function, tuple) and len(names) == len(args):
+            return grouped(args, names)
+        if not isinstance(function, FunctionType):
+            raise self.refused(f"{ast.unparse(node)} is not known")
         called = self._module.function(function, [value.type for value in args])
         kind = whole(called.returns)
         given = ", ".join(pair for value in args for pair in value.pairs())
@@ -584,8 +634,8 @@ class _Function:
             self._lines.append(line)
             return NOTHING
         found = self._new(line)
-        names = (self._new(f"extractvalue {kind} {found}, {i}") for i in range(count))
-        return Value(called.returns, (found,) if count == 1 else tuple(names))
+        results = (self._new(f"extractvalue {kind} {found}, {i}") for i in range(count))
+        return Value(called.returns, (found,) if count == 1 else tuple(results))
 
     def _most(self, operator: ast.cmpop, args: Sequence[Value]) -> Value:
         """The first of the greatest, or of the least."""
@@ -608,6 +658,8 @@ class _Function:
         return Value(INT, (str(len(entries(array))),))
 
     def _abs(self, value: Value) -> Value:
+        if value.type == FLOAT:
+            return self._number(FLOAT, f"call double @llvm.fabs.f64(double {value.parts[0]})")
         return self._max(value, self._computed(ast.Sub(), _ZERO, value))
 
     def _round(self, value: Value) -> Value:
@@ -624,10 +676,9 @@ class _Function:
 
 
 def _gcd(a: int, b: int) -> int:
-    """Of numbers that are not negative."""
-    while b > 0:
+    while b != 0:
         a, b = b, a % b
-    return a
+    return abs(a)
 
 
 def _temporary(node: ast.stmt | ast.expr) -> str:
@@ -680,8 +731,8 @@ _BUILTINS: Mapping[Any, Callable[..., Value]] = {
 _REPLACED: Mapping[Any, Callable[..., Any]] = {math.gcd: _gcd}
 
 _OPERATORS: Mapping[Number, Mapping[type[ast.operator], str]] = {
-    INT: {ast.Add: "add nsw", ast.Sub: "sub nsw", ast.Mult: "mul nsw", ast.RShift: "ashr"},
-    FLOAT: {ast.Add: "fadd", ast.Sub: "fsub", ast.Mult: "fmul", ast.Div: "fdiv"},
+    INT: {ast.Add: "add", ast.BitXor: "xor", ast.Mult: "mul", ast.RShift: "ashr", ast.Sub: "sub"},
+    FLOAT: {ast.Add: "fadd", ast.Div: "fdiv", ast.Mult: "fmul", ast.Sub: "fsub"},
 }
 
 _KNOWN: Mapping[type[ast.operator], Callable[[int, int], int]] = {
@@ -704,14 +755,14 @@ _CASTS: Mapping[tuple[Any, Number], str] = {
     (BOOL, FLOAT): "uitofp i1 {} to double",
     (INT, FLOAT): "sitofp i64 {} to double",
     (INT, BOOL): "icmp ne i64 {}, 0",
-    (FLOAT, INT): "fptosi double {} to i64",
+    (FLOAT, INT): "call i64 @llvm.fptosi.sat.i64.f64(double {})",
     (FLOAT, BOOL): "fcmp une double {}, 0.0",
 }
 
-_STORED: Mapping[str, tuple[str, Number, tuple[str, str]]] = {
-    "f8": ("double", FLOAT, ("", "")),
-    "i8": ("i64", INT, ("", "")),
-    "i4": ("i32", INT, ("sext", "trunc")),
-    "b1": ("i8", BOOL, ("trunc", "zext")),
+_STORED: Mapping[np.dtype[Any], tuple[str, Number, tuple[str, str]]] = {
+    np.dtype("f8"): ("double", FLOAT, ("", "")),
+    np.dtype("i8"): ("i64", INT, ("", "")),
+    np.dtype("i4"): ("i32", INT, ("sext", "trunc")),
+    np.dtype("b1"): ("i8", BOOL, ("trunc", "zext")),
 }
 """Numbers of arrays as they are stored, as they are computed with, and the way there and back."""

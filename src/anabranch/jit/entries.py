@@ -52,7 +52,8 @@ class _Entry:
 
     def __call__(self, *args: Any) -> Any:
         kinds = tuple(map(_kind, args))
-        return _Call(self, kinds, args)(*(arg for arg in args if isinstance(arg, (int, float))))
+        numbers = (arg for (_, size), arg in zip(kinds, args, strict=True) if size == 0)
+        return _Call(self, kinds, args)(*numbers)
 
     @cached_property
     def digest(self) -> str:
@@ -77,7 +78,7 @@ class _Entry:
     def file(self, kinds: tuple[Kind, ...]) -> Path:
         """Where the machine code is kept."""
         name = f"{self.__wrapped__.__module__}.{self.__wrapped__.__name__}"
-        digest = sha256(repr((self.digest, kinds)).encode()).hexdigest()
+        digest = sha256(repr((self.digest, kinds, self.returns)).encode()).hexdigest()
         return code_folder() / f"{name}.{digest[:16]}.o"
 
     def code(self, kinds: tuple[Kind, ...]) -> Any:
@@ -88,12 +89,16 @@ class _Entry:
             if content is None:
                 # Unless another process has just put it there.
                 _begin([(self, kinds)])
-                if compiler := _compilers.get((os.getpid(), path)):
-                    compiler.wait()
+                compiler = _compilers.get((os.getpid(), path))
+                status = compiler.wait() if compiler else 0
                 content = _kept(path)
             if content is None:
+                _compilers.pop((os.getpid(), path), None)  # the next call tries it again
                 name = self.__wrapped__.__name__
-                raise RuntimeError(f"{name} could not be compiled; its process says why")
+                raise RuntimeError(
+                    f"{name} could not be compiled: its process ended with {status} and says why, "
+                    "or was killed; try again"
+                )
             self._codes[kinds] = _loaded(content, kinds, self.returns)
         return self._codes[kinds]
 
@@ -140,8 +145,16 @@ def _begin(calls: Sequence[tuple[_Entry, tuple[Kind, ...]]]) -> None:
     run = "import ast, sys; sys.path[:], *asked = ast.literal_eval(sys.argv[1]); "
     run += f"from {__name__} import compile_for; compile_for(*asked)"
     compiler = subprocess.Popen(
-        # Without -P it would import what lies in the working directory.
-        [sys.executable, "-P", "-c", run, repr((list(map(str, sys.path)), *asked))],
+        # Without -P it would import what lies in the working directory, without -O see docstrings
+        # that are not there.
+        [
+            sys.executable,
+            "-P",
+            *["-O"] * sys.flags.optimize,
+            "-c",
+            run,
+            repr((list(map(str, sys.path)), *asked)),
+        ],
         start_new_session=True,  # Ctrl-C is for this process
     )
     atexit.register(compiler.kill)
@@ -209,7 +222,8 @@ def object_code(function: Callable[..., Any], kinds: Sequence[Kind], returns: st
 
     machine = _machine()
     types = [_type(*kind) for kind in kinds]
-    code = llvm.parse_assembly(text_of(function, types, _type(returns, 0)))
+    target = f'target datalayout = "{machine.target_data}"\ntarget triple = "{machine.triple}"\n'
+    code = llvm.parse_assembly(target + text_of(function, types, _type(returns, 0)))
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(code, builder)
@@ -246,7 +260,10 @@ def _kind(arg: Any) -> Kind:
         return (type(arg).__module__, type(arg).__name__), tuple(map(_kind, arg))
     if isinstance(arg, np.ndarray):
         return tuple(arg.dtype.descr) if arg.dtype.names else arg.dtype.str, arg.ndim
-    return next(name for name, known in _NUMBERS.items() if isinstance(arg, known)), 0
+    for name, known in _NUMBERS.items():
+        if isinstance(arg, known):
+            return name, 0
+    raise TypeError(f"{arg!r} is no number, array or named tuple")
 
 
 _NUMBERS = {"bool": (bool, np.bool_), "float": (float, np.floating), "int": (int, np.integer)}

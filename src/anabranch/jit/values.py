@@ -76,7 +76,7 @@ def constant(value: Any) -> Value | None:
     """A number that is known, if it is one."""
     if isinstance(value, bool):
         return Value(BOOL, (str(value).lower(),))
-    if isinstance(value, int):
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
         return Value(INT, (str(int(value)),))
     if isinstance(value, float):
         return Value(FLOAT, (f"0x{struct.pack('>d', value).hex().upper()}",))
@@ -113,6 +113,7 @@ def common(one: Type, other: Type) -> Type | None:
     if isinstance(one, Number) and isinstance(other, Number):
         return FLOAT if FLOAT in (one, other) else INT
     if isinstance(one, Group) and isinstance(other, Group) and one.names == other.names:
-        pairs = zip(one.entries, other.entries, strict=True)
-        return Group(tuple(common(a, b) for a, b in pairs), one.names)
+        found = tuple(map(common, one.entries, other.entries))
+        if len(one.entries) == len(other.entries) and None not in found:
+            return Group(found, one.names)
     return None
