@@ -104,10 +104,12 @@ def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
         return None
     edge = _crossing(draft, space, rng) if rng.random() < 0.75 else None
     s, t = draft.home[list(edge)].tolist() if edge else _two(count, rng)
-    home, owner = draft.home.copy(), draft.owner.copy()
-    home[home == t] = s
-    owner[owner == t] = s
-    return _without(draft._replace(home=home, owner=owner), t)
+    rest = [*range(count)]
+    rest[t] = rest[-1]  # the last stage takes the number that is free
+    number = np.arange(count, dtype=np.int32)
+    number[-1], number[t] = t, s if s < count - 1 else t
+    merged = draft._replace(home=number[draft.home], owner=number[draft.owner])
+    return _run_as(merged, rest[:-1])
 
 
 def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -134,15 +136,7 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
     home, owner = draft.home.copy(), draft.owner.copy()
     home[members[cut:]] = new
     owner[devices[-taken:]] = new
-    again = [*range(new), s]
-    return draft._replace(
-        home=home,
-        owner=owner,
-        microbatch=draft.microbatch[again],
-        k=draft.k[again],
-        recompute=draft.recompute[again],
-        tensor=draft.tensor[again],
-    )
+    return _run_as(draft._replace(home=home, owner=owner), [*range(new), s])
 
 
 # Devices
@@ -211,16 +205,13 @@ def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 def gather(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """Every stage on devices in a row, in the order of the model or the largest stage first."""
-    return _laid(draft, space, np.arange(len(draft.owner)), rng)
+    return _laid(draft, space, len(draft.owner), rng)
 
 
 def scatter(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """The replicas of every stage spread over the nodes."""
     size = _choice(space.cost.cluster.group_sizes, rng)
-    if size == len(draft.owner):
-        return None
-    devices = np.arange(len(draft.owner))
-    return _laid(draft, space, np.lexsort((devices // size, devices % size)), rng)
+    return _laid(draft, space, size, rng) if size < len(draft.owner) else None
 
 
 # How stages run
@@ -356,19 +347,13 @@ def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:
     return draft._replace(home=home) if (home == here).any() else None
 
 
-def _without(draft: Draft, empty: int) -> Draft:
-    """The draft without a stage that has nothing left; the last one takes its number."""
-    last = len(draft.microbatch) - 1
-    draft.home[draft.home == last] = empty
-    draft.owner[draft.owner == last] = empty
-    rest = np.arange(last)
-    if empty < last:
-        rest[empty] = last
+def _run_as(draft: Draft, stages: Sequence[int]) -> Draft:
+    """The draft with stages that run as these ones do, in this order."""
     return draft._replace(
-        microbatch=draft.microbatch[rest],
-        k=draft.k[rest],
-        recompute=draft.recompute[rest],
-        tensor=draft.tensor[rest],
+        microbatch=draft.microbatch[stages],
+        k=draft.k[stages],
+        recompute=draft.recompute[stages],
+        tensor=draft.tensor[stages],
     )
 
 
@@ -386,15 +371,15 @@ def _given(draft: Draft, s: int, t: int, given: int, rng: Random) -> Draft | Non
     return draft._replace(owner=owner)
 
 
-def _laid(draft: Draft, space: Space, row: Indices, rng: Random) -> Draft | None:
-    """Stages one after the other on the devices of a row."""
-    count = len(draft.microbatch)
+def _laid(draft: Draft, space: Space, size: int, rng: Random) -> Draft | None:
+    """Stages one after the other on the first devices of all groups of a size, then the second."""
+    count, devices = len(draft.microbatch), np.arange(len(draft.owner))
     sizes = np.bincount(draft.owner, minlength=count)
     sums = np.bincount(draft.home, weights=space.place, minlength=count)
     place = sums / np.bincount(draft.home, minlength=count)
     order = np.lexsort((place, -sizes)) if rng.random() < 0.5 else np.argsort(place)
     owner = np.empty_like(draft.owner)
-    owner[row] = np.repeat(order, sizes[order])
+    owner[np.argsort(devices % size, kind="stable")] = np.repeat(order, sizes[order])
     return None if np.array_equal(owner, draft.owner) else draft._replace(owner=owner)
 
 
