@@ -312,6 +312,19 @@ def test_a_core_idles_behind_waits_where_others_are_full():
     assert steps == [3.0, 3.5]
 
 
+def test_work_behind_a_wait_takes_longer_where_no_core_is_free():
+    """Devices 1 and 2 wait 1 s for device 0, and each takes half a second longer then: their work
+    of 1.5 s each takes turns.
+    """
+    free = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
+    none = dict.fromkeys(("microbatch_s", "step_s", "sum_tensor_s", "sum_byte_s"), 0.0)
+    edges = ((0, 1), (0, 2))
+    graph = StageGraph(tuple(Stage((f"op{s}",), (s,), 1) for s in range(3)), edges, 1)
+    costs = calibration(slowdown=(1.0, 2.0, 3.0), restarts=((1.0, 0.5),), **free, **none)
+    machines = replace(cluster(3), cores=1, calibration=costs)
+    assert simulate(graph, cost_model(edges, [1] * 3, [0] * 3, machines)).step_s == 4.0
+
+
 def test_a_step_begins_behind_the_wait_for_all():
     """Two devices with 1 s of work each, on one core: one finds it free, the other one loses half a
     second of the wait at the end of the step before.

@@ -215,8 +215,8 @@ def _wait(d: int, barrier: Record, devices: Table) -> None:
 
 
 def _start(d: int, clock: Record, step: Tables) -> None:
-    """Start the unit of a device; behind a wait it is slower for a while. Where no core is free it
-    takes turns: what its caches lose is in how devices slow each other down, but a core may idle.
+    """Start the unit of a device; behind a wait it is slower for a while, and where no core is free
+    one may idle.
     """
     device = step.devices[d]
     unit, core = step.units[device.unit], step.devices[device.core]
@@ -225,7 +225,7 @@ def _start(d: int, clock: Record, step: Tables) -> None:
     if clock.now > device.worked:
         waited = clock.now - device.worked
         # Caches that were not full yet do not fill while it waits.
-        device.cold = 0.0 if is_crowded else max(device.cold, restart_s(step.restarts, waited))
+        device.cold = max(device.cold, restart_s(step.restarts, waited))
         device.crowded = clock.crowded_s
     cold, crowded = device.cold * unit.cold, device.crowded * unit.crowded
     device.cold -= cold
