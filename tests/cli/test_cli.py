@@ -68,6 +68,7 @@ def test_wrong_usage_is_a_document_too(run, arguments, message):
             "anabranch compare --batch-size 8 mmt --cluster summit:8x4",
         ),
         (["plan", "a:b", "--cluster=d"], "anabranch plan a:b --cluster=d --batch-size 64"),
+        (["plan", "my model.json"], "anabranch plan 'my model.json' --cluster summit:8x4"),
     ],
 )
 def test_what_is_missing_is_told_with_a_command_that_has_it(run, arguments, command):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -126,7 +127,8 @@ def completed(verb: Any, missing: Any, given: Sequence[str]) -> str:
     said = (missing.help or "").rstrip(".")
     if not more:
         return f"{said}."
-    return f"{said}; for example: {' '.join(['anabranch', verb.name, *given, *more])}"
+    command = " ".join([shlex.join(["anabranch", verb.name, *given]), *more])
+    return f"{said}; for example: {command}"
 
 
 def usage(function: Callable[..., _T], *args: Any, **options: Any) -> _T:

@@ -463,7 +463,8 @@ class Session:
         )
         warnings.warn(
             f"the checkpoint was trained with batches of {before} samples, this run has {now}"
-            f"{within if progress.position else ''}; --batch-size {before} goes on as before",
+            f"{within if progress.position else ''}; --batch-size {before}, or a plan for it, goes "
+            "on as before",
             stacklevel=5,
         )
 

@@ -408,7 +408,7 @@ def test_batches_of_another_size_than_before_the_checkpoint_are_warned_of(run, t
     code, _, err = run(*short, "--batch-size", "4", "--resume", "saved", "--out", "c")
     assert code == 1
     assert "the checkpoint was trained with batches of 8 samples, this run has 4; 2 batches" in err
-    assert "--batch-size 8 goes on as before" in err
+    assert "--batch-size 8, or a plan for it, goes on as before" in err
 
 
 def test_a_folder_that_is_nearly_a_checkpoint_says_where_one_is(run, tmp_path):

@@ -35,6 +35,25 @@ class Packed(nn.LSTM):
         return super().forward(packed)[0].data
 
 
+class Named(nn.LSTM):
+    """By a call that names its arguments."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        """Without a state before."""
+        none = torch.zeros(self.num_layers, len(x), self.hidden_size)
+        return torch.lstm(
+            input=x,
+            hx=(none, none),
+            params=self._flat_weights,
+            has_biases=True,
+            num_layers=self.num_layers,
+            dropout=self.dropout,
+            train=self.training,
+            bidirectional=False,
+            batch_first=True,
+        )
+
+
 RECURRENT = {"input_size": 8, "hidden_size": 8, "num_layers": 2, "dropout": 0.5}
 
 
@@ -49,8 +68,9 @@ RECURRENT = {"input_size": 8, "hidden_size": 8, "num_layers": 2, "dropout": 0.5}
         partial(nn.GRU, **RECURRENT, batch_first=True),
         partial(nn.RNN, **RECURRENT, batch_first=True),
         partial(Packed, **RECURRENT, batch_first=True),
+        partial(Named, **RECURRENT, batch_first=True),
     ],
-    ids=["dropout", "transformer", "weights", "fused", "lstm", "gru", "rnn", "packed"],
+    ids=["dropout", "transformer", "weights", "fused", "lstm", "gru", "rnn", "packed", "named"],
 )
 def test_a_module_of_torch_computes_as_in_evaluation(make):
     """Attention and recurrent layers call their dropout where no mode sees it."""

@@ -44,7 +44,7 @@ class NoDropout(TorchFunctionMode):
         if func in _PLACES:
             at, name = _PLACES[func]
             # A packed sequence has the sizes of its batches before the rest.
-            at += func in _RECURRENT and not isinstance(args[3], bool)
+            at += func in _RECURRENT and len(args) > at and not isinstance(args[3], bool)
             if len(args) > at:
                 args = (*args[:at], 0.0, *args[at + 1 :])
             else:
