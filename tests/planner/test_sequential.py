@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -18,7 +17,6 @@ from anabranch.planner.graphpipe.schedules import Configuration, Schedules
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
-from anabranch.planner.toolkit.prices import degrees
 from anabranch.planner.toolkit.problem import Problem
 from tests.planner import shapes
 from tests.planner.helpers import cost_model
@@ -37,8 +35,7 @@ def test_equals_the_best_contiguous_cut(profile, devices, size, count, memory):
     """Every cut of the order, with heights as in a chain: the same least period."""
     cost = cost_model(profile, devices, memory=memory, bandwidth=9.0)
     problem = Problem(cost, size * count, chained=True)
-    powers = degrees(cost, size, devices, batch_size=size * count)
-    prices = replace(problem.prices(size), degrees=powers, recompute=False)
+    prices = problem.prices(size)
     parts, n = PartPrices(prices), len(problem.order)
     least = math.inf
     for k in range(min(n, devices)):

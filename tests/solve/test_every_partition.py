@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from anabranch import solve
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError
-from anabranch.planner.graphpipe import GraphPipe
+from anabranch.planner.graphpipe.planner import GraphPipe
 from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check
 from anabranch.plans.partitions import partitions

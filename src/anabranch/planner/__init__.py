@@ -22,10 +22,10 @@ def _planner(home: str, name: str) -> Callable[..., Planner]:
 
 PLANNERS: Mapping[str, Callable[..., Planner]] = {
     "auto": _planner("auto.planner", "Auto"),
-    "graphpipe": _planner("graphpipe", "GraphPipe"),
-    "pipedream": _planner("pipedream", "PipeDream"),
-    "dapple": _planner("dapple", "Dapple"),
-    "piper": _planner("piper", "Piper"),
+    "graphpipe": _planner("graphpipe.planner", "GraphPipe"),
+    "pipedream": _planner("pipedream.planner", "PipeDream"),
+    "dapple": _planner("dapple.planner", "Dapple"),
+    "piper": _planner("piper.planner", "Piper"),
     "sequential": _planner("sequential", "Sequential"),
     "data-parallel": _planner("data_parallel", "DataParallel"),
     "even": _planner("even", "Even"),

@@ -13,7 +13,7 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.graph.series_parallel import decompose, operators
-from anabranch.planner.dapple import Dapple
+from anabranch.planner.dapple.planner import Dapple
 from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph

@@ -15,7 +15,7 @@ from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.parts import PartPrices
-from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.graphpipe.paper_space import least_period
@@ -27,8 +27,7 @@ LIMITS = {"compute": {}, "traffic and all-reduce": {"bandwidth": 3.0}, "memory":
 
 def prices_of(cost: CostModel, batch_size: int, size: int) -> MicrobatchPrices:
     """Replicas in powers of two, and nothing else."""
-    chosen = degrees(cost, size, cost.cluster.num_devices, batch_size=batch_size)
-    return MicrobatchPrices(cost, batch_size, size, chosen, cost.cluster.memory_bytes)
+    return Problem(cost, batch_size).prices(size)
 
 
 @settings(max_examples=30, deadline=None)

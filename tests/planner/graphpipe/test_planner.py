@@ -9,7 +9,8 @@ import pytest
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
-from anabranch.planner.graphpipe import GraphPipe, planner
+from anabranch.planner.graphpipe import planner
+from anabranch.planner.graphpipe.planner import GraphPipe
 from anabranch.plans.check import check
 from tests.planner import shapes
 from tests.planner.graphpipe.test_partitioner import Y_SHAPE, drawn

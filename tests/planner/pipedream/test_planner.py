@@ -13,7 +13,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.graph.series_parallel import decompose, operators
-from anabranch.planner.pipedream import PipeDream
+from anabranch.planner.pipedream.planner import PipeDream
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.plans.check import check

@@ -7,7 +7,7 @@ import pytest
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
-from anabranch.planner.pipedream import PipeDream
+from anabranch.planner.pipedream.planner import PipeDream
 from anabranch.plans.check import check
 from anabranch.profile.readers import read_profile
 from tests.shared_profiles import SHARED, needs_shared

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.cluster import Cluster
-from anabranch.planner.pipedream.terms import Piece, Tier, flat, stages, tiers
+from anabranch.cluster import Cluster, Level
+from anabranch.planner.pipedream.terms import Piece, flat, stages, tiers
 from tests.planner.pipedream.reference import Reference, nodes, terms_for
 from tests.strategies import planning_profiles
 
@@ -55,8 +57,12 @@ def test_stages_of_copies_lie_across_the_components():
 
 def test_levels_of_one_component_are_left_out():
     """DAPPLE's cluster B has nodes of one device; what lies above is on the slower link."""
-    assert tiers(Cluster.preset("dapple-b:16")) == (Tier(16, 25e9 / 8),)
-    assert tiers(Cluster.preset("summit:1x4")) == (Tier(4, 45e9),)
-    assert tiers(Cluster.preset("summit:8x4")) == (Tier(4, 45e9), Tier(8, 12.5e9))
-    assert flat(Cluster.preset("summit:8x4")) == (Tier(32, 12.5e9),)
+
+    def seen(levels: Iterable[Level]) -> list[tuple[int, float]]:
+        return [(level.size, level.bandwidth) for level in levels]
+
+    assert seen(tiers(Cluster.preset("dapple-b:16"))) == [(16, 25e9 / 8)]
+    assert seen(tiers(Cluster.preset("summit:1x4"))) == [(4, 45e9)]
+    assert seen(tiers(Cluster.preset("summit:8x4"))) == [(4, 45e9), (8, 12.5e9)]
+    assert seen(flat(Cluster.preset("summit:8x4"))) == [(32, 12.5e9)]
     assert [tier.size for tier in tiers(nodes(1, 1))] == [1]

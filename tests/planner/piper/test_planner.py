@@ -13,7 +13,7 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.planner.piper import Piper
+from anabranch.planner.piper.planner import Piper
 from anabranch.planner.toolkit.prices import Mode
 from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph

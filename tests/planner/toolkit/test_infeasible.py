@@ -13,7 +13,7 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.exhaustive import Exhaustive
-from anabranch.planner.graphpipe import GraphPipe
+from anabranch.planner.graphpipe.planner import GraphPipe
 from anabranch.planner.sequential import Sequential
 from anabranch.planner.toolkit.infeasible import explain
 from anabranch.planner.toolkit.problem import Problem

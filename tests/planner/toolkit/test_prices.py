@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from anabranch.cost import CostModel
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
-from anabranch.planner.toolkit.prices import (
-    UNBOUNDED,
-    MicrobatchPrices,
-    degrees,
-    microbatch_sizes,
-)
-from tests.planner.helpers import TWO_NODES, TWO_PROFILED, sharded, two_priced
+from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices
+from anabranch.planner.toolkit.problem import Problem
+from tests.planner.helpers import TWO_NODES, TWO_PROFILED, cost_model, sharded, two_priced
 
 SEALED = Border(*(Traffic(0.0, 0.0),) * 4)
 """Nothing crosses."""
@@ -31,20 +27,21 @@ def test_headroom():
 
 def test_degrees():
     """Powers of two with a sample each and a count that was profiled; more on demand."""
-    cost = CostModel(TWO_PROFILED, TWO_NODES)
-    assert degrees(cost, 8, 4) == (1, 2, 4)
-    assert degrees(cost, 2, 4) == (1, 2)
-    assert degrees(cost, 16, 32) == (2, 4, 8, 16)
-    assert degrees(cost, 3, 1) == (1,)
-    assert degrees(cost, 8, 5, every=True) == (1, 2, 3, 4, 5)
+    cost = cost_model(TWO_PROFILED, 32)
+    assert Problem(cost, 8).prices(8, 4).degrees == (1, 2, 4)
+    assert Problem(cost, 2).prices(2, 4).degrees == (1, 2)
+    assert Problem(cost, 16).prices(16, 32).degrees == (2, 4, 8, 16)
+    assert Problem(cost, 3).prices(3, 1).degrees == (1,)
+    assert Problem(cost, 8, any_degree=True).prices(8, 5).degrees == (1, 2, 3, 4, 5)
 
 
 def test_microbatch_sizes():
     """Powers of two and the batch itself, or the one that was asked for."""
-    assert microbatch_sizes(8) == (1, 2, 4, 8)
-    assert microbatch_sizes(6) == (1, 2, 4, 6)
-    assert microbatch_sizes(1) == (1,)
-    assert microbatch_sizes(8, 3) == (3,)
+    cost = CostModel(TWO_PROFILED, TWO_NODES)
+    assert Problem(cost, 8).sizes == (1, 2, 4, 8)
+    assert Problem(cost, 6).sizes == (1, 2, 4, 6)
+    assert Problem(cost, 1).sizes == (1,)
+    assert Problem(cost, 8, 3).sizes == (3,)
 
 
 def test_modes():

@@ -22,7 +22,3 @@ What the paper leaves open and what was decided:
   it is priced as one transfer from the stage just before.
 - Replicas hold whole samples, and the fullest one counts: 32 samples on 15 devices are 3.
 """
-
-from anabranch.planner.dapple.planner import Dapple
-
-__all__ = ["Dapple"]

@@ -20,7 +20,3 @@ Where the paper is silent or leaves a choice, we decided:
   the model in one order; the paper has none of these.
 - Large models and clusters are made coarser (``planner.ITEMS``).
 """
-
-from anabranch.planner.graphpipe.planner import GraphPipe
-
-__all__ = ["GraphPipe"]

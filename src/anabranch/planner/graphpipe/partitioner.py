@@ -284,7 +284,7 @@ class _Search:
             places = np.flatnonzero(self.schedules.tail_s(branch.row) <= self.bound)
             # The longest tail first.
             for cut in places[:: max(1, -(-len(places) // TAILS))].tolist():
-                if tables.quickest[cut, end] > self.bound:
+                if tables.tps[:, :, cut, end].min() > self.bound:
                     continue
                 ((held, chosen),) = self._single_stages(tables, cut, cut + 1, behind)
                 for begin in self._begins(row, cut, held, chosen, after):

@@ -47,11 +47,6 @@ class StageTables:
     tps: Floats
     room: Ints
 
-    @cached_property
-    def quickest(self) -> Floats:
-        """Least seconds per sample in any way: [start, stop]."""
-        return np.asarray(self.tps.min(axis=(0, 1)))
-
 
 @dataclass(frozen=True, eq=False)
 class Schedules:

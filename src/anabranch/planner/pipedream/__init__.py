@@ -8,7 +8,3 @@ planner     micro-batch sizes, and plans that fit
 Axes of tables: u and v, the states before and after a span; s, the state of a cut between them; m
 and n, numbers of components.
 """
-
-from anabranch.planner.pipedream.planner import PipeDream
-
-__all__ = ["PipeDream"]

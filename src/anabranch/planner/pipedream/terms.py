@@ -19,12 +19,12 @@ micro-batches per all-reduce, is r * m. A synchronous step reduces once, R = M. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cluster import Cluster
+from anabranch.cluster import Cluster, Level
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.remembered import remembered
@@ -36,27 +36,20 @@ LASTING = 1 << 14
 """A headroom that no pipeline needs; fits 16 bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """One level as the recurrence sees it: so many components, bytes/s between them."""
-
-    size: int
-    bandwidth: float
-
-
-def tiers(cluster: Cluster) -> tuple[Tier, ...]:
-    """The levels, innermost first; those of a single component say nothing and are left out."""
-    found = [
-        Tier(level.size, cluster.level_link(i).bandwidth)
+def tiers(cluster: Cluster) -> tuple[Level, ...]:
+    """The levels as the recurrence sees them, innermost first, with the slowest bandwidth up to
+    each; those of a single component say nothing and are left out.
+    """
+    levels = [
+        replace(level, bandwidth=cluster.level_link(i).bandwidth)
         for i, level in enumerate(cluster.levels)
-        if level.size > 1
     ]
-    return tuple(found) or (Tier(1, cluster.levels[0].bandwidth),)
+    return tuple(level for level in levels if level.size > 1) or cluster.levels[:1]
 
 
-def flat(cluster: Cluster) -> tuple[Tier, ...]:
+def flat(cluster: Cluster) -> tuple[Level, ...]:
     """All devices side by side, on the slowest of the links."""
-    return (Tier(cluster.num_devices, cluster.level_link(len(cluster.levels) - 1).bandwidth),)
+    return (replace(tiers(cluster)[-1], size=cluster.num_devices),)
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Terms:
 
     states: NestedSets
     prices: MicrobatchPrices
-    tiers: tuple[Tier, ...]
+    tiers: tuple[Level, ...]
     max_replicas: int
     accumulate: bool
 

@@ -33,7 +33,3 @@ What is not the paper's, or where it is silent:
 - Two plans of the least load are proposed where there are two: the fewest stages, whose idle
   devices then go to the slowest of them, and the fewest that take all devices.
 """
-
-from anabranch.planner.piper.planner import Piper
-
-__all__ = ["Piper"]

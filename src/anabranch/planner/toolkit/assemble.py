@@ -46,7 +46,7 @@ class Assembler:
 
     def assemble(self, parts: Sequence[Part]) -> Candidate | None:
         """A stage graph of these parts on all devices; None if there is none in memory."""
-        return min(self.assemblies(parts), key=lambda candidate: candidate.outline_s, default=None)
+        return next(self.assemblies(parts), None)
 
     def assemblies(self, parts: Sequence[Part]) -> Iterator[Candidate]:
         """Stage graphs of these parts, one per placement; none if they do not fit."""

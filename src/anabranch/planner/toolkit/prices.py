@@ -118,28 +118,3 @@ class MicrobatchPrices:
         held = memory.most_in_flight(self.memory_bytes, self.num_microbatches)
         # More than all micro-batches are never in flight.
         return np.where(held == self.num_microbatches, UNBOUNDED, held - 1).astype(np.int32)
-
-
-def degrees(
-    cost: CostModel, microbatch_size: int, limit: int, *, batch_size: int = 0, every: bool = False
-) -> tuple[int, ...]:
-    """Numbers of replicas up to ``limit`` that leave each a sample count in the profile: powers of
-    two, or every number.
-
-    Args:
-        batch_size: samples of one step, if its last micro-batch may be a short one.
-    """
-    found = range(1, limit + 1) if every else [1 << i for i in range(limit.bit_length())]
-    return tuple(
-        degree
-        for degree in found
-        if degree <= microbatch_size and profile_covers(cost, batch_size, microbatch_size, degree)
-    )
-
-
-def microbatch_sizes(batch_size: int, only: int | None = None) -> tuple[int, ...]:
-    """Powers of two up to the batch, and the batch; or one size alone."""
-    if only:
-        return (only,)
-    sizes = {1 << i for i in range(batch_size.bit_length())} | {batch_size}
-    return tuple(sorted(size for size in sizes if size <= batch_size))

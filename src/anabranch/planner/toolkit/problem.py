@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from anabranch.cost import CostModel
@@ -11,7 +11,7 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.series_parallel import Node, decompose, operators
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.parts import PartPrices
-from anabranch.planner.toolkit.prices import MicrobatchPrices, degrees, microbatch_sizes
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Problem:
     """A model, a cluster and the limits of a plan.
 
     Attributes:
-        microbatch_size: the one to plan with; None: all that ``toolkit.prices`` tries.
+        microbatch_size: the one to plan with; None: all of ``sizes``.
         max_replicas: replicas per stage at most; None: no limit.
         chained: every stage waits for the one before it.
         any_degree: numbers of replicas that are no power of two as well.
@@ -49,7 +49,8 @@ class Problem:
             raise ValueError(
                 f"a micro-batch of {microbatch_size} samples does not fit a batch of {batch_size}"
             )
-        if not any(degrees(cost, size, limit, batch_size=batch_size) for size in self.sizes):
+        powers = replace(self, any_degree=False)
+        if not any(powers.prices(size).degrees for size in self.sizes):
             raise InfeasiblePlanError(
                 f"the profile ({cost.profile.origin}) covers no way to run micro-batches of "
                 f"{microbatch_size or f'1 to {batch_size}'} samples on up to "
@@ -97,8 +98,11 @@ class Problem:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes to try, ascending."""
-        return microbatch_sizes(self.batch_size, self.microbatch_size)
+        """Micro-batch sizes to try, ascending: powers of two and the batch, if none is given."""
+        if self.microbatch_size:
+            return (self.microbatch_size,)
+        powers = {1 << i for i in range(self.batch_size.bit_length())}
+        return tuple(sorted(powers | {self.batch_size}))
 
     def prices(self, microbatch_size: int, devices: int | None = None) -> MicrobatchPrices:
         """Prices at one micro-batch size.
@@ -107,23 +111,20 @@ class Problem:
             devices: how many there are, if other than those of the cluster.
         """
         devices = devices or self.devices
-        node = self.cost.cluster.group_sizes[0]
-        return MicrobatchPrices(
+        node, most = self.cost.cluster.group_sizes[0], min(devices, self.most_replicas)
+        powers = [1 << i for i in range(most.bit_length())]
+        prices = MicrobatchPrices(
             self.cost,
             self.batch_size,
             microbatch_size,
-            degrees(
-                self.cost,
-                microbatch_size,
-                min(devices, self.most_replicas),
-                batch_size=self.batch_size,
-                every=self.any_degree,
-            ),
+            (),
             self.cost.cluster.memory_bytes,
             tensors=tuple(t for t in self.cost.tensor_degrees if t <= devices and node % t == 0),
             recompute=self.recompute,
             max_devices=devices,
         )
+        found = filter(prices.may, range(1, most + 1) if self.any_degree else powers)
+        return replace(prices, degrees=tuple(found))
 
     def assembler(self, prices: MicrobatchPrices) -> Assembler:
         """What makes stage graphs of parts at these prices."""
