@@ -61,8 +61,10 @@ def coarsen(cost: CostModel, batch_size: int, microbatch_size: int | None) -> Co
     factor = _factor(cost.cluster, math.gcd(batch_size, microbatch_size or batch_size))
     if factor == 1 and fewer.profile is cost.profile:
         return None
-    smaller = replace(cost, profile=fewer.profile, cluster=_part(cost.cluster, factor))
-    return Coarse(smaller, fewer, factor)
+    *inner, outermost = cost.cluster.levels
+    levels = (*inner, replace(outermost, size=outermost.size // factor))
+    cluster = replace(cost.cluster, levels=levels)
+    return Coarse(replace(cost, profile=fewer.profile, cluster=cluster), fewer, factor)
 
 
 def _fewer_operators(profile: Profile) -> Contracted:
@@ -90,9 +92,3 @@ def _factor(cluster: Cluster, samples: int) -> int:
         for f in range(1, max(2, cluster.num_devices // SETTINGS.most + 1))
         if groups % f == 0 and samples % f == 0
     )
-
-
-def _part(cluster: Cluster, factor: int) -> Cluster:
-    outermost = cluster.levels[-1]
-    fewer = replace(outermost, size=outermost.size // factor)
-    return replace(cluster, levels=(*cluster.levels[:-1], fewer))

@@ -62,11 +62,13 @@ class Evaluator:
     ) -> None:
         cluster, devices = cost.cluster, cost.cluster.num_devices
         covered = (1, batch_size) if cost.profile.proportional else cost.profile.samples
+        paces = _paces(cost)
         numbers = (
             *(batch_size, max_replicas or devices, versions is None),
             *(covered[0], covered[-1]),
             *(cost.receive_slots, cluster.memory_bytes, cost.optimizer_factor),
-            *(cost.update.byte_s, cost.microbatch_s, *_message(cost), _cores(cost)),
+            *(cost.update.byte_s, cost.microbatch_s, *_message(cost)),
+            computed_at_once(cluster) if len(paces) else 0.0,
             *(versions or (0.0, 0.0)),
         )
         links = [cluster.level_link(level) for level in range(len(cluster.levels))]
@@ -74,15 +76,16 @@ class Evaluator:
             (group, link.bandwidth, link.latency_s)
             for group, link in zip(cluster.group_sizes, links, strict=True)
         ]
+        degree_of = np.full(max(cost.tensor_degrees) + 1, -1)
+        degree_of[list(cost.tensor_degrees)] = np.arange(len(cost.tensor_degrees))
         values, readers = _values(cost)
         nodes = -(-devices // cluster.group_sizes[0])
         edges = min(len(readers), devices * devices) + devices
-        ports = np.zeros((4, devices + nodes))
         per_stage = (np.zeros(devices, t) for t in (*(np.int32,) * 3, np.bool_, np.int32))
         self._given = tables.Given(np.zeros(len(cost.graph), np.int32), *per_stage)
         problem = tables.Problem(
             np.array([numbers], tables.NUMBERS),
-            _degrees(cost),
+            degree_of,
             *_seconds(cost),
             _bytes(cost, tables.OPERATOR_BYTES),
             np.array(values, tables.VALUE),
@@ -94,9 +97,9 @@ class Evaluator:
             np.zeros(edges, tables.EDGE),
             np.zeros((devices, nodes), np.int64),
             np.zeros(devices, np.int64),
-            *(ports[:2], ports[2:]),
+            np.zeros((2, devices + nodes)),
             np.zeros(len(cost.graph) + devices, tables.PIECE),
-            _paces(cost),
+            paces,
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
         self.example = self._given, 1, False, False, False, 0.0, problem, state
@@ -116,13 +119,6 @@ def to_compile() -> tuple[Any, tuple[Any, ...]]:
     profile = Profile(graph, (1,), costs, device="any", source="estimated")
     evaluator = Evaluator(CostModel(profile, Cluster.preset("local:1")), batch_size=1)
     return step_s, evaluator.example
-
-
-def _degrees(cost: CostModel) -> Ints:
-    """[devices of a replica]: its place among the tensor degrees, or -1."""
-    degree_of = np.full(max(cost.tensor_degrees) + 1, -1)
-    degree_of[list(cost.tensor_degrees)] = np.arange(len(cost.tensor_degrees))
-    return degree_of
 
 
 def _seconds(cost: CostModel) -> tuple[Any, Any]:
@@ -179,11 +175,6 @@ def _message(cost: CostModel) -> tuple[float, float]:
     value_s = calibration.value_s if calibration else 0.0
     one, many = sum(cost.message_s(1)) / 2, sum(cost.message_s(1 + 2**20)) / 2
     return one + value_s, (many - one) / 2**20
-
-
-def _cores(cost: CostModel) -> float:
-    """Devices alone that compute as much as all together at best; 0 where none slows another."""
-    return computed_at_once(cost.cluster) if len(_paces(cost)) else 0.0
 
 
 def _paces(cost: CostModel) -> NDArray[np.float64]:

@@ -144,23 +144,12 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 def move_device(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """A stage gives a device, or those of a replica, to another."""
-    count = len(draft.microbatch)
-    if count == 1:
-        return None
-    s, t = _two(count, rng)
-    given = int(max(draft.tensor[s], draft.tensor[t]))
-    return _given(draft, s, t, given, rng)
+    return _given(draft, rng, half=False)
 
 
 def give_half(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """A stage keeps half of its replicas; another has the devices of the others."""
-    count = len(draft.microbatch)
-    if count == 1:
-        return None
-    s, t = _two(count, rng)
-    tensor = int(draft.tensor[s])
-    replicas = int(np.count_nonzero(draft.owner == s)) // tensor
-    return _given(draft, s, t, replicas // 2 * tensor, rng)
+    return _given(draft, rng, half=True)
 
 
 def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -357,9 +346,16 @@ def _run_as(draft: Draft, stages: Sequence[int]) -> Draft:
     )
 
 
-def _given(draft: Draft, s: int, t: int, given: int, rng: Random) -> Draft | None:
-    """Some devices of stage s for stage t, those next to what t has or any others in a row."""
-    devices = _where(draft.owner == s)
+def _given(draft: Draft, rng: Random, *, half: bool) -> Draft | None:
+    """Half of a stage's replicas, or the devices of one, for another stage: those next to what it
+    has or any others in a row.
+    """
+    count = len(draft.microbatch)
+    if count == 1:
+        return None
+    s, t = _two(count, rng)
+    devices, tensor = _where(draft.owner == s), int(draft.tensor[s])
+    given = len(devices) // tensor // 2 * tensor if half else max(tensor, int(draft.tensor[t]))
     if not 0 < given < len(devices):
         return None
     first = _below(len(devices) - given + 1, rng)

@@ -52,23 +52,18 @@ class Search:
                 drafts.append(draft_of(graph, self._space.cost))
                 yield self._remember(graph, f"as {name} proposes it")
         annealing = Annealing(self._space, self._evaluate, self._rng)
-        stopped: list[KeyboardInterrupt] = []
         try:
             if self._evaluations:
                 annealing.search(drafts, self._evaluations)
-        except KeyboardInterrupt as interrupt:
-            stopped.append(interrupt)
-        for found in annealing.best(SETTINGS.proposed):
-            moves = f"{found.moves} move{'s' if found.moves != 1 else ''}"
-            where = f"{moves} from a proposal of {names[found.start]}"
-            graph = self._stages(found.draft)
-            if not self._is_valid(graph):
-                continue
-            self._likely.append(graph)
-            if graph not in self._origins:
-                yield self._remember(graph, where)
-        if stopped:
-            raise stopped[0]
+        finally:
+            for found in annealing.best(SETTINGS.proposed):
+                graph = self._stages(found.draft)
+                if self._is_valid(graph):
+                    self._likely.append(graph)
+                    if graph not in self._origins:
+                        moves = f"{found.moves} move{'s' if found.moves != 1 else ''}"
+                        where = f"{moves} from a proposal of {names[found.start]}"
+                        yield self._remember(graph, where)
 
     def likely(self) -> list[StageGraph]:
         """What annealing found, the quickest first."""
@@ -76,14 +71,10 @@ class Search:
 
     def near(self, graph: StageGraph) -> list[StageGraph]:
         """What a move or two make of a stage graph, the quickest first; others when asked again."""
-        centre_s, centre = min(
-            (
-                (self._evaluate(way, math.inf), way)
-                for way in both(draft_of(graph, self._space.cost))
-            ),
-            key=lambda found: found[0],
-        )
-        limit, found = centre_s * (1 + SETTINGS.error), dict[float, tuple[Draft, str]]()
+        ways = both(draft_of(graph, self._space.cost))
+        centre = min(ways, key=lambda way: self._evaluate(way, math.inf))
+        limit = self._evaluate(centre, math.inf) * (1 + SETTINGS.error)
+        found: dict[float, tuple[Draft, str]] = {}
         for _ in range(SETTINGS.neighbours):
             draft, moves = self._neighbour(centre)
             if draft is not None:

@@ -59,8 +59,7 @@ class State(NamedTuple):
     edges: Table  # [e]
     nodes: Table  # [s, 0 to its nodes] ports of their cards
     devices: Table  # those of stage after stage
-    loads: Table  # [out or in, devices and then nodes] zeros
-    ports: Table  # [out or in, port] when it is free
+    ports: Table  # [out or in, port] when it is free; before, seconds of a message of a byte
     pieces: Table
     paces: Table  # [devices that compute] times as long as alone; empty where that is no matter
     arrivals: Table  # [way, e, micro-batch of the receiver] of the last of its messages
@@ -142,11 +141,14 @@ PIECE = _record("parts next", "final seconds")
 
 
 def clear(count: int, state: State) -> None:
-    """Zeros for so many stages and all ports."""
+    """Zeros for so many stages."""
     for s in range(count):
         state.stages[s] = state.stages[-1]
-    for port in range(state.ports.shape[1]):
-        state.ports[0, port] = state.ports[1, port] = 0.0
+
+
+def _clear_ports(ports: Table) -> None:
+    for port in range(ports.shape[1]):
+        ports[0, port] = ports[1, port] = 0.0
 
 
 def count_devices(given: Given, problem: Problem, stages: Table, state: State) -> bool:
@@ -219,7 +221,7 @@ def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
     for i in range(len(given.home)):
         stage = stages[given.home[i]]
         stage.operators += 1
-        for last in range(1 + (stage.last < stage.microbatch)):
+        for last in range(2):
             for way in range(2):
                 stage.seconds[last, way] += _operator_s(i, way, last, stage, problem.op_seconds)
         held = problem.op_bytes[stage.degree, i]
@@ -237,9 +239,6 @@ def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
         if stage.operators == 0:
             return False
         for last in range(2):
-            if last > 0 and stage.last == stage.microbatch:
-                stage.seconds[1, 0], stage.seconds[1, 1] = stage.seconds[0, 0], stage.seconds[0, 1]
-                break
             if given.recompute[s]:
                 stage.seconds[last, 1] += stage.seconds[last, 0]
             for way in range(2):
@@ -388,17 +387,16 @@ def fit_memory(
         if stage.least * flight > free or resident + sums > numbers.memory:
             return False
         room = stage.wanted
-        if room > stage.least:
-            if flight > 0:
-                room = min(room, int(free // flight))
-            e = stage.edges[0]
-            while e >= 0:
-                before = stages[edges[e].ends[0]]
-                if before.in_flight < before.total:
-                    k, b = before.k, before.microbatch
-                    more = waited_for_samples(k, b, stage.k, stage.microbatch)
-                    room = min(room, (before.in_flight * b - more) // stage.microbatch)
-                e = edges[e].next[0]
+        if flight > 0:
+            room = min(room, int(free // flight))
+        e = stage.edges[0]
+        while e >= 0:
+            before = stages[edges[e].ends[0]]
+            if before.in_flight < before.total:
+                k, b = before.k, before.microbatch
+                more = waited_for_samples(k, b, stage.k, stage.microbatch)
+                room = min(room, (before.in_flight * b - more) // stage.microbatch)
+            e = edges[e].next[0]
         stage.in_flight = max(stage.least, room)
     return True
 
@@ -434,6 +432,7 @@ def price_messages(count: int, problem: Problem, stages: Table, state: State) ->
                     stage = stages[edge.ends[end]]
                     stage.seconds[0, way] += seconds
                     stage.seconds[1, way] += last_s
+    _clear_ports(state.ports)
 
 
 def _route(edge: Record, source: Record, target: Record, levels: Table, state: State) -> None:
@@ -444,7 +443,8 @@ def _route(edge: Record, source: Record, target: Record, levels: Table, state: S
         micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
         micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
     """
-    devices, loads = state.devices, state.loads
+    devices, loads = state.devices, state.ports
+    _clear_ports(loads)
     b, c = source.microbatch, target.microbatch
     size, node = min(b, c), levels[0].devices
     start, copies, farthest = 0, 0, 0
@@ -483,10 +483,6 @@ def _route(edge: Record, source: Record, target: Record, levels: Table, state: S
         edge.fixed[end] *= copies
         edge.link_s[end] /= max(b, c)
         edge.card_s[end] /= max(b, c)
-    for stage in (source, target):
-        for i in range(stage.first, stage.first + stage.devices):
-            for port in (devices[i], len(devices) + devices[i] // node):
-                loads[0, port] = loads[1, port] = 0.0
 
 
 def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, pieces: Table) -> None:
