@@ -14,7 +14,6 @@ value orders is listed first, and so runs first where stages are chained.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -92,13 +91,15 @@ def draft_of(graph: StageGraph, cost: CostModel, *, deep: bool = False) -> Draft
             "plans that use all devices"
         )
     chain = {(s, s + 1) for s in range(len(graph) - 1)}
+    numbers = [(stage.microbatch_size, stage.k, stage.tensor) for stage in graph.stages]
+    microbatch, k, tensor = np.array(numbers, dtype=np.int32).T.copy()
     return Draft(
         home,
         owner,
-        _ints(stage.microbatch_size for stage in graph.stages),
-        _ints(stage.k for stage in graph.stages),
+        microbatch,
+        k,
         np.array([stage.recompute for stage in graph.stages], dtype=np.bool_),
-        _ints(stage.tensor for stage in graph.stages),
+        tensor,
         deep,
         chain <= set(graph.edges) and not chain <= value_edges(home.tolist(), cost.graph),
         cost.shard_optimizer,
@@ -136,7 +137,3 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
     if draft.chained:
         placed |= {(at, at + 1) for at in range(len(order) - 1)}
     return StageGraph(stages, tuple(sorted(placed)), batch_size)
-
-
-def _ints(numbers: Iterable[int]) -> Ints:
-    return np.fromiter(numbers, dtype=np.int32)

@@ -232,16 +232,15 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         Seconds of the step; infinity where they are beyond the limit.
     """
     edges, paces = state.edges, state.paces
-    shown, count = _count_shown(stages), stages[0].total
+    shown = _count_shown(stages)
     if shown < 0:
         return np.inf
+    hidden = stages[0].total - shown if shown > 0 else 0
+    batch_size -= hidden * stages[0].microbatch
     slow, actions, summing, running, update = 0, 0, 0, 0, 0.0
-    if shown > 0:
-        batch_size -= (count - shown) * stages[0].microbatch
     for s in range(len(stages)):
         stage = stages[s]
-        if shown > 0:
-            stage.total = shown
+        stage.total -= hidden
         stage.left = _compute_s(stage) + stage.behind
         update = max(update, stage.update)
         actions += 2 * stage.total
@@ -252,8 +251,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         _turn(stage, 0.0)
     for s in range(len(stages)):
         _take(s, batch_size, slots, state)
-    if shown > 0:
-        limit -= (count - shown) * _period_s(stages[slow])
+    limit -= hidden * _period_s(stages[slow])
     first, last, period = shown // 3, 2 * shown // 3, 0.0
     step = 0.0
     while actions + summing > 0:
@@ -314,7 +312,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
             e = edge.next[1 - way]
         if way == 1 and done + 1 == stage.total:
             step = max(step, end)
-    return step + update + (count - shown) * period if shown > 0 else step + update
+    return step + update + hidden * period
 
 
 @entry
@@ -335,7 +333,6 @@ def step_s(
     """
     stages, edges, numbers = state.stages[:count], state.edges, problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
-    tables.clear(count, state)
     if not tables.count_devices(given, problem, stages, state):
         return np.inf
     if not tables.split_samples(given, problem, stages):
@@ -356,7 +353,6 @@ def step_s(
     least = _least_s(numbers, stages, edges)
     if not flush:
         least = max(least, _busiest_port_s(batch_size, joined, state))
-    if least > limit or not flush:
-        return least if least <= limit else np.inf
-    seconds = max(_run(batch_size, numbers.receive_slots, stages, state, limit), least)
-    return seconds if seconds <= limit else np.inf
+    if flush and least <= limit:
+        least = max(_run(batch_size, numbers.receive_slots, stages, state, limit), least)
+    return least if least <= limit else np.inf

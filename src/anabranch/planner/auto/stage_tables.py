@@ -140,12 +140,6 @@ EDGE = _record(
 PIECE = _record("parts next", "final seconds")
 
 
-def clear(count: int, state: State) -> None:
-    """Zeros for so many stages."""
-    for s in range(count):
-        state.stages[s] = state.stages[-1]
-
-
 def _clear_ports(ports: Table) -> None:
     for port in range(ports.shape[1]):
         ports[0, port] = ports[1, port] = 0.0
@@ -156,6 +150,8 @@ def count_devices(given: Given, problem: Problem, stages: Table, state: State) -
     replica lie inside a node.
     """
     owner, nodes, node = given.owner, state.nodes, problem.levels[0].devices
+    for s in range(len(stages)):
+        stages[s] = state.stages[-1]
     for d in range(len(owner)):
         stages[owner[d]].devices += 1
     first = 0
