@@ -107,6 +107,7 @@ def test_some_counts_but_not_all(load):
 def test_an_unknown_schedule_is_for_the_check(load):
     """The file can be read all the same, so that check can say what there is."""
     assert "unknown schedule 'gpipee'" in check_plan(load(SYNC | {"schedule": "gpipee"}))[0]
+    assert "name one of 1f1b, 1f1b-deep" in check_plan(load(SYNC | {"schedule": "auto"}))[0]
 
 
 def test_without_a_prediction_a_plan_comes_back(load, tmp_path):

@@ -221,7 +221,8 @@ def _to_prediction(predicted: _Prediction, graph: StageGraph) -> Prediction:
     if len(predicted.device_peak_bytes) != len(graph.devices):
         raise ValueError(
             f"predicted.device_peak_bytes has {len(predicted.device_peak_bytes)} entries; "
-            f"the stages use {len(graph.devices)} devices"
+            f"the stages use {len(graph.devices)} devices; leave predicted out of a plan that was "
+            "changed, simulate predicts it anew"
         )
     samples_per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
     if not math.isclose(predicted.samples_per_s, samples_per_s, rel_tol=1e-6):

@@ -25,6 +25,11 @@ SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
 
 def rule_named(name: str) -> ScheduleRule:
     """The rule of that name, or an ``UnknownScheduleError``."""
+    if name == "auto":
+        raise UnknownScheduleError(
+            f"schedule 'auto' is none yet; name one of {', '.join(SCHEDULES)}, or have simulate "
+            "or plan choose one"
+        )
     if name not in SCHEDULES:
         raise UnknownScheduleError(
             f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)} and auto"

@@ -314,8 +314,8 @@ def _start(
     """The stages of a plan to begin with, for batches of this size."""
     if planner != "auto" or mode != "sync" or start.mode != "sync":
         raise ValueError(
-            f"planner {planner} in mode {mode} cannot begin with a plan for mode {start.mode}; "
-            "only planner auto begins with a plan, and in mode sync"
+            f"only planner auto begins with a plan, in mode sync and with a plan for it; this is "
+            f"planner {planner} in mode {mode} and a plan for mode {start.mode}"
         )
     sizes = sorted({stage.microbatch_size for stage in start.stage_graph.stages})
     if microbatch_size is not None and sizes != [microbatch_size]:

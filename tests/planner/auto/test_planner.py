@@ -73,7 +73,7 @@ def test_a_start_for_another_model_or_planner_is_refused():
     graph = replace(plan.stage_graph, stages=(idle, plan.stage_graph.stages[1]))
     with pytest.raises(InvalidPlanError, match="1 of 4 devices hold no stage"):
         found(replace(plan, stage_graph=graph))
-    with pytest.raises(ValueError, match="only planner auto begins with a plan"):
+    with pytest.raises(ValueError, match="this is planner even"):
         anabranch.plan(COST.profile, COST.cluster, 64, planner="even", start=plan)
 
 

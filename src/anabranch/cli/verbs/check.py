@@ -39,7 +39,7 @@ def check(
             other.device_of(plan, cluster), plan.stage_graph.batch_size, plan.mode, other.optimizer
         )
     problems = check_plan(plan, costs, cluster, optimizer=optimizer)
-    if costs is not None and (said := plan.other_model(costs.graph)):
+    if costs is not None and not problems and (said := plan.other_model(costs.graph)):
         note(said)
     if model is None:
         try:
