@@ -31,7 +31,7 @@ def test_the_limit_on_replicas_twice(propose):
 
 def test_what_a_planner_can_be_told():
     """Fields and the types that they take; none for a planner without fields."""
-    assert options_of("even") == {"max_replicas": "int | None"}
+    assert options_of("even") == {"max_replicas": "int | None", "fewer_stages": "bool"}
     assert options_of("data-parallel") == {}
 
 

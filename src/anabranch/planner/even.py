@@ -17,7 +17,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import bits
 from anabranch.planner.base import require_options
-from anabranch.planner.toolkit.infeasible import explain
+from anabranch.planner.toolkit.infeasible import explain, runs_on_fewest_devices
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.slices import profile_covers
@@ -73,24 +73,25 @@ def _parts(problem: Problem, microbatch_size: int, replicas: int = 1) -> list[Pa
 
 
 def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
-    """What the smallest micro-batches need, as the least of all."""
+    """What the smallest micro-batches need, as the least of all, and whether other rows fit."""
     cost, cluster = problem.cost, problem.cost.cluster
-    for size in sizes[:1]:
-        count = -(-problem.batch_size // size)
-        need = max(
-            cost.device_bytes(
-                bits(part.mask), microbatch_size=size, replicas=1, in_flight=min(behind + 1, count)
-            )
-            for behind, part in enumerate(reversed(_parts(problem, size)))
+    count = -(-problem.batch_size // sizes[0])
+    need = max(
+        cost.device_bytes(
+            bits(part.mask), microbatch_size=sizes[0], replicas=1, in_flight=min(behind + 1, count)
         )
-        if need > cluster.memory_bytes:
-            return InfeasiblePlanError(
-                f"with stages of equal work {cost.graph.name or 'the model'} needs "
-                f"{need / GIB:.1f} GiB on a device; {cluster.name} has "
-                f"{cluster.memory_bytes / GIB:.1f} GiB, and planner even tries no other stages: "
-                "planners sequential and graphpipe do"
-            )
-    return explain(problem)
+        for behind, part in enumerate(reversed(_parts(problem, sizes[0])))
+    )
+    rows = ((problem.prices(b), runs_on_fewest_devices(problem, problem.prices(b))) for b in sizes)
+    if any(parts and problem.assembler(prices).assemble(parts) for prices, parts in rows):
+        others = "planners sequential and graphpipe have stages that fit"
+    else:
+        others = f"nor does it fit with other stages in a row: {explain(problem)}"
+    return InfeasiblePlanError(
+        f"with stages of equal work {cost.graph.name or 'the model'} needs {need / GIB:.1f} GiB on "
+        f"a device, of which {cluster.name} has {cluster.memory_bytes / GIB:.1f}, and planner even "
+        f"tries no other stages; {others}"
+    )
 
 
 def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:

@@ -62,6 +62,8 @@ class Judge:
         before = self.best
         new = [proposal for proposal in dict.fromkeys(proposals) if proposal not in self._seen]
         for some in ([proposal] for proposal in new) if in_order else [new]:
+            if self.best is not None and self.simulated >= allowed:
+                break
             # Of equal bounds, which are the rule of one proposal, the deepest warm-up comes first.
             candidates = [c for proposal in some for c in reversed([*self._candidates(proposal)])]
             if self.best is None and candidates:

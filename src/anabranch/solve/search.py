@@ -195,7 +195,7 @@ class StepSearch:
             if self.start is not None:  # before any other, so that every schedule of it is tried
                 judge.consider([self.start], BUDGET.simulation)
             if improving is not None:
-                judge.consider(improving.likely(), BUDGET.simulation, in_order=True)
+                judge.consider(improving.likely(), BUDGET.likely, in_order=True)
             judge.consider(proposals, BUDGET.simulation)
 
         judged = uninterrupted(consider)

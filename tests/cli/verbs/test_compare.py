@@ -55,7 +55,7 @@ def test_even_says_whether_other_stages_would_fit(run, write_chain):
     """
     some = ("--planner", "even", "--planner", "sequential")
     _, out, _ = run("compare", *write_chain(memory_bytes=10), *some)
-    assert "nor with other stages in a row" in out
+    assert "nor does it fit with other stages in a row" in out
     code, out, _ = run("compare", *write_chain(1.0, 1.0, 1.0, 3.0, memory_bytes=1350), *some)
     assert code == 0
     assert "planners sequential and graphpipe have stages that fit" in out

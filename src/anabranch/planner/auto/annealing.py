@@ -39,10 +39,13 @@ class Annealing:
         self._space, self._evaluate, self._rng, self._settings = space, evaluate, rng, settings
         self._found: dict[float, Found] = {}
         self._limit_s = math.inf
+        self.promising: list[Found] = []
+        """The starts that are annealed or could be, the quickest first."""
 
     def search(self, starts: Sequence[Draft], evaluations: int) -> None:
         """Anneal the most promising starts, in rounds."""
-        settings, chosen = self._settings, self._promising(starts)
+        settings, self.promising = self._settings, self._promising(starts)
+        chosen = self.promising
         hot = settings.hot
         for number in range(settings.rounds if chosen else 0):
             chosen = sorted(chosen, key=_seconds)[: max(1, settings.starts >> number)]

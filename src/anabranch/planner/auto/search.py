@@ -8,7 +8,7 @@ from contextlib import suppress
 from random import Random
 
 from anabranch.errors import InvalidPlanError
-from anabranch.planner.auto.annealing import Annealing, Evaluate
+from anabranch.planner.auto.annealing import Annealing, Evaluate, Found
 from anabranch.planner.auto.draft import Draft, both, draft_of, stage_graph_of
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
@@ -56,7 +56,10 @@ class Search:
             if self._evaluations:
                 annealing.search(drafts, self._evaluations)
         finally:
-            for found in annealing.best(SETTINGS.proposed):
+            quickest: dict[str, Found] = {}
+            for found in annealing.promising:  # so that the judge has a plan of each planner first
+                quickest.setdefault(names[found.start], found)
+            for found in (*quickest.values(), *annealing.best(SETTINGS.proposed)):
                 graph = self._stages(found.draft)
                 if self._is_valid(graph):
                     self._likely.append(graph)
