@@ -74,6 +74,8 @@ def _parts(problem: Problem, microbatch_size: int, replicas: int = 1) -> list[Pa
 
 def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
     """What the smallest micro-batches need, as the least of all, and whether other rows fit."""
+    if not sizes:  # the profile has none that a stage without replicas could take
+        return explain(problem)
     cost, cluster = problem.cost, problem.cost.cluster
     count = -(-problem.batch_size // sizes[0])
     need = max(
