@@ -1,10 +1,10 @@
 """A compiler for inner loops: functions of a small part of Python as LLVM's language.
 
-What a function may consist of says the end of this file; all else is refused, with its line. It
-takes what ``values`` knows, calls other such functions and makes no arrays. A function is compiled
-anew for each list of types that it is called with. What a variable is follows from what it is
-given: whole numbers and floats make it a float. Everything is written down as it stands, variables
-and all: LLVM has passes for the rest.
+What a function may consist of says the end of this file, what it computes ``arithmetic``; all else
+is refused, with its line. It takes what ``values`` knows, calls other such functions and makes no
+arrays. A function is compiled anew for each list of types that it is called with. What a variable
+is follows from what it is given: whole numbers and floats make it a float. Everything is written
+down as it stands, variables and all: LLVM has passes for the rest.
 
 The result is Python's to the last bit, but for this, which is for whoever writes such a function to
 keep out of:
@@ -24,7 +24,6 @@ from __future__ import annotations
 import ast
 import builtins
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -33,11 +32,14 @@ from typing import Any
 
 import numpy as np
 
+from anabranch.jit.arithmetic import Arithmetic, RefusedError
 from anabranch.jit.values import (
     BOOL,
     FLOAT,
     INT,
     NOTHING,
+    ONE,
+    ZERO,
     Array,
     Group,
     Number,
@@ -93,10 +95,6 @@ def _single(types: Sequence[Type]) -> list[Type]:
     ]
 
 
-class RefusedError(TypeError):
-    """What a function does is not known here."""
-
-
 class Module:
     """Functions that call each other."""
 
@@ -126,18 +124,18 @@ def _definitions(path: str) -> Mapping[int, ast.FunctionDef]:
     return {min([f.lineno, *(d.lineno for d in f.decorator_list)]): f for f in found}
 
 
-class _Function:
+class _Function(Arithmetic):
     """One function for arguments of some types."""
 
     def __init__(self, module: Module, function: Callable[..., Any], name: str) -> None:
+        super().__init__()
         code = function.__code__
         self._module, self._globals, self.name = module, function.__globals__, name
         self._definition = _definitions(code.co_filename)[code.co_firstlineno]
         self._code, self._at = code, self._definition.lineno
         self._variables: dict[str, Type] = {}
-        self._lines: list[str] = []
         self._loops: list[tuple[str, str]] = []
-        self._count, self._is_settled, self._is_done = 0, False, False
+        self._is_settled, self._is_done = False, False
 
     @property
     def returns(self) -> Type:
@@ -178,16 +176,6 @@ class _Function:
 
     # Lines
 
-    def _new(self, line: str) -> str:
-        """LLVM's name of what a line results in."""
-        self._count += 1
-        name = f"%t{self._count}"
-        self._lines.append(f"{name} = {line}")
-        return name
-
-    def _number(self, kind: Number, line: str) -> Value:
-        return Value(kind, (self._new(line),))
-
     def _labels(self, count: int) -> list[str]:
         self._count += count
         return [f"b{self._count - i}" for i in range(count)]
@@ -223,21 +211,6 @@ class _Function:
         kind = self._variables[name]
         names = (self._new(f"load {part}, ptr %{name}.{i}") for i, part in enumerate(parts(kind)))
         return Value(kind, tuple(names))
-
-    def _as(self, kind: Type, value: Value) -> Value:
-        """A value taken for another type."""
-        if value.type == kind:
-            return value
-        if isinstance(kind, Group):
-            pairs = zip(kind.entries, entries(value), strict=True)
-            return grouped([self._as(*pair) for pair in pairs], kind.names)
-        if not isinstance(kind, Number) or (value.type, kind) not in _CASTS:
-            raise self.refused(f"{value.type} is not {kind}")
-        (part,) = value.parts
-        if kind == FLOAT and (number := known(value)) is not None:
-            return constant(float(number)) or value
-        cast = _CASTS[value.type, kind]
-        return self._number(kind, cast.format(part))
 
     # Statements
 
@@ -327,7 +300,7 @@ class _Function:
         if not isinstance(node.iter, ast.Call) or self._static(node.iter.func) is not range:
             raise self.refused("a loop is over a range, or over a tuple that stands there")
         given = [self._whole_number(arg) for arg in node.iter.args]
-        start, stop, step = (_ZERO, *given, _ONE) if len(given) == 1 else (*given, _ONE)[:3]
+        start, stop, step = (ZERO, *given, ONE) if len(given) == 1 else (*given, ONE)[:3]
         test, body, following, after = self._labels(4)
         counter = _temporary(node)
         self._write(counter, start)
@@ -390,7 +363,7 @@ class _Function:
         """Where a part of an array is, and its sizes."""
         place, *sizes = array.parts
         given = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        at = _ZERO
+        at = ZERO
         for axis, size in enumerate(Value(INT, (size,)) for size in sizes):
             at = self._computed(ast.Mult(), at, size) if axis else at
             if axis < len(given):
@@ -526,55 +499,13 @@ class _Function:
         if isinstance(node.op, ast.Invert):
             return self._computed(ast.BitXor(), value, Value(INT, ("-1",)))
         if isinstance(node.op, ast.UAdd):
-            return self._computed(ast.Sub(), value, _ZERO)
+            return self._computed(ast.Sub(), value, ZERO)
         if value.type == FLOAT:
             return self._number(FLOAT, f"fneg double {value.parts[0]}")
-        return self._computed(ast.Sub(), _ZERO, value)
+        return self._computed(ast.Sub(), ZERO, value)
 
     def _binary(self, node: ast.BinOp) -> Value:
         return self._computed(node.op, self._value(node.left), self._value(node.right))
-
-    def _computed(self, operator: ast.operator, left: Value, right: Value) -> Value:
-        floats = FLOAT in (left.type, right.type) or isinstance(operator, ast.Div)
-        kind = FLOAT if floats else INT
-        a, b = self._as(kind, left), self._as(kind, right)
-        x, y, fold = known(a), known(b), _KNOWN.get(type(operator))
-        if fold and x is not None and y is not None and (result := constant(fold(x, y))):
-            return result
-        if name := _OPERATORS[kind].get(type(operator)):
-            return self._number(kind, f"{name} {kind} {a.parts[0]}, {b.parts[0]}")
-        if isinstance(operator, ast.FloorDiv) and floats:
-            return self._floor(a, b)
-        if isinstance(operator, (ast.FloorDiv, ast.Mod)) and not floats:
-            quotient, rest = self._divided(a, b)
-            return quotient if isinstance(operator, ast.FloorDiv) else rest
-        raise self.refused(f"{type(operator).__name__} of {kind} is not known")
-
-    def _divided(self, a: Value, b: Value) -> tuple[Value, Value]:
-        """The quotient of whole numbers, rounded down, and the rest; LLVM leaves out what nobody
-        reads, and the processor would stop at a division by zero.
-        """
-        is_zero = self._compared(ast.Eq(), b, _ZERO)
-        by = self._select(is_zero, _ONE, b)
-        quotient = self._number(INT, f"sdiv i64 {a.parts[0]}, {by.parts[0]}")
-        rest = self._number(INT, f"srem i64 {a.parts[0]}, {by.parts[0]}")
-        signs = self._number(INT, f"xor i64 {rest.parts[0]}, {by.parts[0]}")
-        differ = self._compared(ast.Lt(), signs, _ZERO).parts[0]
-        is_rest = self._compared(ast.NotEq(), rest, _ZERO).parts[0]
-        is_above = self._number(BOOL, f"and i1 {differ}, {is_rest}")
-        quotient = self._computed(ast.Sub(), quotient, is_above)
-        rest = self._select(is_above, self._computed(ast.Add(), rest, by), rest)
-        return self._select(is_zero, _ZERO, quotient), rest
-
-    def _floor(self, a: Value, b: Value) -> Value:
-        """The quotient of floats, rounded down: as Python has it, of all but the rest."""
-        rest = self._number(FLOAT, f"frem double {a.parts[0]}, {b.parts[0]}")
-        quotient = self._computed(ast.Div(), self._computed(ast.Sub(), a, rest), b)
-        is_above = self._compared(ast.Lt(), self._computed(ast.Mult(), rest, b), _ZERO)
-        return self._rounded(self._computed(ast.Sub(), quotient, is_above))
-
-    def _rounded(self, value: Value) -> Value:
-        return self._number(FLOAT, f"call double @llvm.rint.f64(double {value.parts[0]})")
 
     def _compare(self, node: ast.Compare) -> Value:
         left, result = self._value(node.left), _temporary(node)
@@ -589,22 +520,6 @@ class _Function:
         self._jump(after)
         self._label(after)
         return self._read(result)
-
-    def _compared(self, operator: ast.cmpop, left: Value, right: Value) -> Value:
-        if type(operator) not in _COMPARISONS:
-            raise self.refused(f"{type(operator).__name__} is not known")
-        kind = FLOAT if FLOAT in (left.type, right.type) else INT
-        (a,), (b,) = self._as(kind, left).parts, self._as(kind, right).parts
-        test = _COMPARISONS[type(operator)]
-        if kind == FLOAT:
-            test = f"fcmp {'u' if test == 'ne' else 'o'}{test}"
-        else:
-            test = f"icmp {test}" if test in ("eq", "ne") else f"icmp s{test}"
-        return self._number(BOOL, f"{test} {kind} {a}, {b}")
-
-    def _select(self, truth: Value, then: Value, other: Value) -> Value:
-        ((a,), (b,)), (is_true,) = (list(then.pairs()), list(other.pairs())), truth.parts
-        return Value(then.type, (self._new(f"select i1 {is_true}, {a}, {b}"),))
 
     # Calls
 
@@ -637,42 +552,10 @@ class _Function:
         results = (self._new(f"extractvalue {kind} {found}, {i}") for i in range(count))
         return Value(called.returns, (found,) if count == 1 else tuple(results))
 
-    def _most(self, operator: ast.cmpop, args: Sequence[Value]) -> Value:
-        """The first of the greatest, or of the least."""
-        args = entries(args[0]) if len(args) == 1 else args
-        kind = FLOAT if any(arg.type == FLOAT for arg in args) else INT
-        best, *others = (self._as(kind, arg) for arg in args)
-        for other in others:
-            best = self._select(self._compared(operator, other, best), other, best)
-        return best
-
-    def _max(self, *args: Value) -> Value:
-        return self._most(ast.Gt(), args)
-
-    def _min(self, *args: Value) -> Value:
-        return self._most(ast.Lt(), args)
-
     def _len(self, array: Value) -> Value:
         if isinstance(array.type, Array):
             return Value(INT, array.parts[1:2])
         return Value(INT, (str(len(entries(array))),))
-
-    def _abs(self, value: Value) -> Value:
-        if value.type == FLOAT:
-            return self._number(FLOAT, f"call double @llvm.fabs.f64(double {value.parts[0]})")
-        return self._max(value, self._computed(ast.Sub(), _ZERO, value))
-
-    def _round(self, value: Value) -> Value:
-        return self._int(self._rounded(self._float(value)))
-
-    def _int(self, value: Value) -> Value:
-        return self._as(INT, value)
-
-    def _float(self, value: Value) -> Value:
-        return self._as(FLOAT, value)
-
-    def _bool(self, value: Value) -> Value:
-        return self._as(BOOL, value)
 
 
 def _gcd(a: int, b: int) -> int:
@@ -685,8 +568,6 @@ def _temporary(node: ast.stmt | ast.expr) -> str:
     """A variable of what stands there."""
     return f"at.{node.lineno}.{node.col_offset}.{type(node).__name__}"
 
-
-_ZERO, _ONE = Value(INT, ("0",)), Value(INT, ("1",))
 
 # What functions may consist of.
 
@@ -729,35 +610,6 @@ _BUILTINS: Mapping[Any, Callable[..., Value]] = {
 }
 
 _REPLACED: Mapping[Any, Callable[..., Any]] = {math.gcd: _gcd}
-
-_OPERATORS: Mapping[Number, Mapping[type[ast.operator], str]] = {
-    INT: {ast.Add: "add", ast.BitXor: "xor", ast.Mult: "mul", ast.RShift: "ashr", ast.Sub: "sub"},
-    FLOAT: {ast.Add: "fadd", ast.Div: "fdiv", ast.Mult: "fmul", ast.Sub: "fsub"},
-}
-
-_KNOWN: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-}
-
-_COMPARISONS: Mapping[type[ast.cmpop], str] = {
-    ast.Eq: "eq",
-    ast.NotEq: "ne",
-    ast.Lt: "lt",
-    ast.LtE: "le",
-    ast.Gt: "gt",
-    ast.GtE: "ge",
-}
-
-_CASTS: Mapping[tuple[Any, Number], str] = {
-    (BOOL, INT): "zext i1 {} to i64",
-    (BOOL, FLOAT): "uitofp i1 {} to double",
-    (INT, FLOAT): "sitofp i64 {} to double",
-    (INT, BOOL): "icmp ne i64 {}, 0",
-    (FLOAT, INT): "call i64 @llvm.fptosi.sat.i64.f64(double {})",
-    (FLOAT, BOOL): "fcmp une double {}, 0.0",
-}
 
 _STORED: Mapping[np.dtype[Any], tuple[str, Number, tuple[str, str]]] = {
     np.dtype("f8"): ("double", FLOAT, ("", "")),

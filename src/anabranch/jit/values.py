@@ -54,6 +54,8 @@ class Value(NamedTuple):
 
 NOTHING = Value(Group(()), ())
 
+ZERO, ONE = Value(INT, ("0",)), Value(INT, ("1",))
+
 
 def parts(kind: Type) -> list[str]:
     """LLVM's types of the parts."""
