@@ -17,7 +17,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import bits
 from anabranch.planner.base import require_options
-from anabranch.planner.toolkit.infeasible import explain, runs_on_fewest_devices
+from anabranch.planner.toolkit.infeasible import explain, fit_in_a_row
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.slices import profile_covers
@@ -84,8 +84,7 @@ def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
         )
         for behind, part in enumerate(reversed(_parts(problem, sizes[0])))
     )
-    rows = ((problem.prices(b), runs_on_fewest_devices(problem, problem.prices(b))) for b in sizes)
-    if any(parts and problem.assembler(prices).assemble(parts) for prices, parts in rows):
+    if fit_in_a_row(problem, sizes, cluster.memory_bytes):
         others = "planners sequential and graphpipe have stages that fit"
     else:
         others = f"nor does it fit with other stages in a row: {explain(problem)}"

@@ -69,7 +69,7 @@ class Search:
                         yield self._remember(graph, where)
 
     def likely(self) -> list[StageGraph]:
-        """What annealing found, the quickest first."""
+        """What annealing found: of each planner a plan, then the quickest first."""
         return self._likely
 
     def near(self, graph: StageGraph) -> list[StageGraph]:

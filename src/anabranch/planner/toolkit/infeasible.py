@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -43,27 +43,18 @@ def explain(problem: Problem) -> InfeasiblePlanError:
     """
     cost = problem.cost
     cluster, total = cost.cluster, problem.devices
-    covered = [size for size in problem.sizes if problem.prices(size).degrees]
+    sizes = [size for size in problem.sizes if problem.prices(size).degrees]
+    size = sizes[0]  # memory never falls with it, so the smallest needs least
 
     def enough(memory: float) -> bool:
         prices = replace(problem.prices(size), memory_bytes=memory)
-        return bool(runs_on_fewest_devices(problem, prices))
+        return bool(_runs_on_fewest_devices(problem, prices))
 
-    def fills(memory: float) -> bool:
-        # At the least or most of the micro-batch sizes.
-        for size in dict.fromkeys((covered[0], covered[-1])):
-            prices = replace(problem.prices(size), memory_bytes=memory)
-            parts = runs_on_fewest_devices(problem, prices)
-            if parts and problem.assembler(prices).assemble(parts) is not None:
-                return True
-        return False
-
-    # Memory never falls with the micro-batch size, so the smallest that is covered needs least.
-    size = covered[0]
     memory = least_memory(enough, float(cluster.memory_bytes))
     # On all devices, pipelines are longer or micro-batches larger than on as few as will do.
-    memory = next(filter(fills, (memory * ratio for ratio in _MORE_MEMORY)), memory)
-    few = runs_on_fewest_devices(problem, problem.prices(size, _MOST_DEVICES))
+    tried = (memory * ratio for ratio in _MORE_MEMORY)
+    memory = next((more for more in tried if fit_in_a_row(problem, sizes, more)), memory)
+    few = _runs_on_fewest_devices(problem, problem.prices(size, _MOST_DEVICES))
     count = sum(part.devices for part in few)
     name = cost.graph.name or "the model"
     if memory <= cluster.memory_bytes:
@@ -92,7 +83,17 @@ def least_memory(enough: Callable[[float], bool], start: float) -> float:
     return high
 
 
-def runs_on_fewest_devices(problem: Problem, prices: MicrobatchPrices) -> list[Part]:
+def fit_in_a_row(problem: Problem, sizes: Sequence[int], memory: float) -> bool:
+    """Whether runs of the operators as stages fit, with the least or most of the micro-batches."""
+    for size in {sizes[0], sizes[-1]}:
+        prices = replace(problem.prices(size), memory_bytes=memory)
+        parts = _runs_on_fewest_devices(problem, prices)
+        if parts and problem.assembler(prices).assemble(parts):
+            return True
+    return False
+
+
+def _runs_on_fewest_devices(problem: Problem, prices: MicrobatchPrices) -> list[Part]:
     """Stages that are runs of the operators in one order, on as few devices as memory allows at
     some prices, none if all are too few: a dynamic programme over the cuts.
 
