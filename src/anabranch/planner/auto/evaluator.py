@@ -95,6 +95,7 @@ class Evaluator:
         state = tables.State(
             np.zeros(devices + 1, tables.STAGE),
             np.zeros(edges, tables.EDGE),
+            np.zeros((2, devices, devices), np.int64),
             np.zeros((devices, nodes), np.int64),
             np.zeros(devices, np.int64),
             np.zeros((2, devices + nodes)),

@@ -19,17 +19,17 @@ MOST_SHOWN = 8 * SHOWN
 """That are run at most where stages differ in them, so that no period shows."""
 
 
-def _least_s(numbers: Record, stages: Table, edges: Table) -> float:
+def _least_s(numbers: Record, stages: Table, state: State) -> float:
     """No step is shorter than the busiest stage with the way to it and back from it, or than all
     work on the cores that are shared.
     """
     work, longest, update = 0.0, 0.0, 0.0
     for place in range(len(stages)):
-        stage = stages[stages[place].ordered]
+        s = stages[place].ordered
+        stage = stages[s]
         stage.behind = stage.sums
-        e = stage.edges[0]
-        while e >= 0:
-            edge = edges[e]
+        for i in range(stage.edges[0]):
+            edge = state.edges[state.edges_of[0, s, i]]
             source = stages[edge.ends[0]]
             needed = -(-stage.microbatch // source.microbatch)
             first = min(source.microbatch, stage.microbatch)
@@ -40,7 +40,6 @@ def _least_s(numbers: Record, stages: Table, edges: Table) -> float:
             back += _message_s(edge, 1, min(source.last, stage.last))
             stage.before = max(stage.before, ahead)
             stage.behind = max(stage.behind, back)
-            e = edge.next[0]
         compute = _compute_s(stage)
         work += compute * stage.devices
         if numbers.flush:  # nobody updates before all have their sums
@@ -133,10 +132,9 @@ def _count_shown(stages: Table) -> int:
 
 def _turn(stage: Record, at: float) -> None:
     """A stage turns to its next action, if there is one: kFkB says which."""
-    stage.ready, stage.until, stage.begun = at, np.inf, 0
+    stage.ready, stage.until, stage.begun, stage.taken = at, np.inf, 0, 0
     flight = stage.in_flight + (stage.done[1] if stage.done[1] % stage.k == 0 else 0)
     stage.way = int(stage.done[0] >= min(stage.total, flight))
-    stage.taking = stage.edges[stage.way]
 
 
 def _take(s: int, batch_size: int, slots: int, state: State) -> None:
@@ -147,12 +145,12 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
     stage = stages[s]
     way, size = stage.way, stage.microbatch
     done = stage.done[way]
-    if done == stage.total:
+    if done == stage.total or stage.until < np.inf:
         return
     stop = min((done + 1) * size, batch_size)
     first = (done + slots) * size
-    while stage.taking >= 0:
-        e = stage.taking
+    while stage.taken < stage.edges[way]:
+        e = state.edges_of[way, s, stage.taken]
         edge = state.edges[e]
         sender = stages[edge.ends[way]]
         sent = sender.done[way] * sender.microbatch
@@ -164,7 +162,7 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
         if samples > 0:
             gone = _transfer(edge, way, samples, stage.ready, state)
             arrivals[way, e, done + slots] = gone + edge.latency
-        stage.taking = edge.next[way]
+        stage.taken += 1
     if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
         stage.until = stage.ready
     else:
@@ -231,7 +229,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
     Returns:
         Seconds of the step; infinity where they are beyond the limit.
     """
-    edges, paces = state.edges, state.paces
+    paces = state.paces
     shown = _count_shown(stages)
     if shown < 0:
         return np.inf
@@ -292,24 +290,19 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
                 period += end / (last - first)
         low = done * stage.microbatch
         high = min(low + stage.microbatch, batch_size)
-        e = stage.edges[1 - way]
-        while e >= 0:
-            edge = edges[e]
+        for i in range(stage.edges[1 - way]):
+            e = state.edges_of[1 - way, s, i]
+            edge = state.edges[e]
             size = stages[edge.ends[1 - way]].microbatch
             for j in range(low // size, min(-(-high // size), edge.posted[way])):
                 samples = min(high, (j + 1) * size) - max(low, j * size)
                 gone = _transfer(edge, way, samples, end, state)
                 state.arrivals[way, e, j] = gone + edge.latency
-            e = edge.next[1 - way]
         _turn(stage, end)
         _take(s, batch_size, slots, state)
-        e = stage.edges[1 - way]
-        while e >= 0:
-            edge = edges[e]
-            receiver = edge.ends[1 - way]
-            if stages[receiver].taking == e:
-                _take(receiver, batch_size, slots, state)
-            e = edge.next[1 - way]
+        for i in range(stage.edges[1 - way]):
+            receiver = state.edges[state.edges_of[1 - way, s, i]].ends[1 - way]
+            _take(receiver, batch_size, slots, state)
         if way == 1 and done + 1 == stage.total:
             step = max(step, end)
     return step + update + hidden * period
@@ -331,7 +324,7 @@ def step_s(
     Args:
         count: of stages.
     """
-    stages, edges, numbers = state.stages[:count], state.edges, problem.numbers[0]
+    stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
     if not tables.count_devices(given, problem, stages, state):
         return np.inf
@@ -339,18 +332,18 @@ def step_s(
         return np.inf
     if not tables.sum_operators(given, problem, stages):
         return np.inf
-    joined = tables.join_stages(given.home, problem, stages, edges)
-    if not tables.sort_stages(edges, stages):
+    joined = tables.join_stages(given.home, problem, stages, state)
+    if not tables.sort_stages(stages, state):
         return np.inf
     if chained:
-        joined = tables.chain_stages(joined, stages, edges)
-    tables.order_edges(stages, edges)
-    tables.count_in_flight(deep, flush, stages, edges)
-    if not tables.fit_memory(given.recompute, sharded, numbers, stages, edges):
+        joined = tables.chain_stages(joined, stages, state)
+    tables.order_edges(stages, state)
+    tables.count_in_flight(deep, flush, stages, state)
+    if not tables.fit_memory(given.recompute, sharded, numbers, stages, state):
         return np.inf
     tables.price_messages(joined, problem, stages, state)
     tables.price_sums(given.home, sharded, problem, stages, state.pieces)
-    least = _least_s(numbers, stages, edges)
+    least = _least_s(numbers, stages, state)
     if not flush:
         least = max(least, _busiest_port_s(batch_size, joined, state))
     if flush and least <= limit:

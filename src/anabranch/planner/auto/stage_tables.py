@@ -57,6 +57,7 @@ class State(NamedTuple):
 
     stages: Table  # and more entries, the last of which is all zeros
     edges: Table  # [e]
+    edges_of: Table  # [way, s, 0 to its edges] those whose messages it takes
     nodes: Table  # [s, 0 to its nodes] ports of their cards
     devices: Table  # those of stage after stage
     ports: Table  # [out or in, port] when it is free; before, seconds of a message of a byte
@@ -104,9 +105,9 @@ NUMBERS = _record(
 # below them in all micro-batches but the last, which may be a short one, and in that. Micro-batches
 # of a step, in flight at least, in flight if memory were endless, and as it is. The stage at its
 # place in a topological order; devices whose place is known; what has been counted; by way the
-# first edge whose messages it takes, or -1, and how often it has gone it. Of its next action: the
-# way; the edge whose message it takes next, -1 for none; whether it has begun on cores. The first
-# and last piece of its sums, and 1; 0 for none.
+# edges whose messages it takes, and how often it has gone it. Of its next action: the way; how many
+# edges it has the messages of; whether it has begun on cores. The first and last piece of its sums,
+# and 1; 0 for none.
 #
 # Seconds [last, way]; what the last backward leaves of its all-reduce; its update; at least from
 # the beginning of the step to its first forward and from its last backward to the end. In the last
@@ -120,20 +121,18 @@ NUMBERS = _record(
 # wait, in about so many buckets.
 STAGE = _record(
     "microbatch k operators devices first low high nodes replicas samples row:2 last degree "
-    "total least wanted in_flight ordered placed counted edges:2 done:2 way taking begun piece "
+    "total least wanted in_flight ordered placed counted edges:2 done:2 way taken begun piece "
     "last_piece",
     "above:2 seconds:22 sums update before behind passed final summed passed_all ready until left "
     "pace asks parameters trainable tables rows largest largest_gradient kept passing enters "
     "enters_fixed returns returns_fixed gradients cut waiting buckets",
 )
 
-# Its source and target, whether it takes cards of nodes. By way: the next edge whose messages the
-# same stage takes, or -1; of the receiver's micro-batches how many have their receives posted;
-# bytes per sample, and whatever the samples. Seconds of latency, and of a byte of a message on the
-# busiest of all ports; by end of a byte of all messages on the busiest link and card.
-EDGE = _record(
-    "ends:2 far next:2 posted:2", "per_sample:2 fixed:2 latency byte_s link_s:2 card_s:2"
-)
+# Its source and target, whether it takes cards of nodes. By way: of the receiver's micro-batches
+# how many have their receives posted; bytes per sample, and whatever the samples. Seconds of
+# latency, and of a byte of a message on the busiest of all ports; by end of a byte of all messages
+# on the busiest link and card.
+EDGE = _record("ends:2 far posted:2", "per_sample:2 fixed:2 latency byte_s link_s:2 card_s:2")
 
 # Part of a stage's gradients that is final, after so many seconds of its operators in the last
 # backward, and then summed; parts of it that take ports one after the other. The next piece and 1.
@@ -242,27 +241,31 @@ def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
     return True
 
 
-def _find_edge(s: int, t: int, count: int, stages: Table, edges: Table) -> int:
+def _find_edge(s: int, t: int, count: int, state: State) -> int:
     """The number of an edge, which is made as one more than so many if there is none yet."""
-    e = stages[s].edges[1]
-    while e >= 0:
-        if edges[e].ends[1] == t:
+    for i in range(state.stages[s].edges[1]):
+        e = state.edges_of[1, s, i]
+        if state.edges[e].ends[1] == t:
             return int(e)
-        e = edges[e].next[1]
-    edge = edges[count]
+    edge = state.edges[count]
     edge.ends[0], edge.ends[1] = s, t
     for way in range(2):
-        stage = stages[edge.ends[1 - way]]
-        edge.next[way], stage.edges[way] = stage.edges[way], count
+        _add_edge(way, count, state)
         edge.per_sample[way] = edge.fixed[way] = 0.0
     return count
 
 
-def join_stages(home: Table, problem: Problem, stages: Table, edges: Table) -> int:
+def _add_edge(way: int, e: int, state: State) -> None:
+    """One more edge whose messages a stage takes."""
+    s = state.edges[e].ends[1 - way]
+    stage = state.stages[s]
+    state.edges_of[way, s, stage.edges[way]] = e
+    stage.edges[way] += 1
+
+
+def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> int:
     """Edges between stages and what flows along them; how many there are."""
     count = 0
-    for s in range(len(stages)):
-        stages[s].edges[0] = stages[s].edges[1] = -1
     for v in range(len(problem.values)):
         value = problem.values[v]
         s = int(home[value.producer])
@@ -273,9 +276,9 @@ def join_stages(home: Table, problem: Problem, stages: Table, edges: Table) -> i
             if t == s or target.counted == v + 1:  # this value has come to it before
                 continue
             target.counted, leaves = v + 1, True
-            e = _find_edge(s, t, count, stages, edges)
+            e = _find_edge(s, t, count, state)
             count = max(count, e + 1)
-            edge = edges[e]
+            edge = state.edges[e]
             for way in range(2):
                 edge.per_sample[way] += value.per_sample[way]
                 edge.fixed[way] += value.fixed[way]
@@ -287,14 +290,10 @@ def join_stages(home: Table, problem: Problem, stages: Table, edges: Table) -> i
     return count
 
 
-def sort_stages(edges: Table, stages: Table) -> bool:
+def sort_stages(stages: Table, state: State) -> bool:
     """A topological order, the lower number first; whether there is one."""
     for s in range(len(stages)):
-        stages[s].counted = 0
-        e = stages[s].edges[0]
-        while e >= 0:
-            stages[s].counted += 1
-            e = edges[e].next[0]
+        stages[s].counted = stages[s].edges[0]
     for place in range(len(stages)):
         s = 0
         while s < len(stages) and stages[s].counted != 0:
@@ -302,51 +301,46 @@ def sort_stages(edges: Table, stages: Table) -> bool:
         if s == len(stages):
             return False
         stages[place].ordered, stages[s].counted = s, -1
-        e = stages[s].edges[1]
-        while e >= 0:
-            stages[edges[e].ends[1]].counted -= 1
-            e = edges[e].next[1]
+        for i in range(stages[s].edges[1]):
+            stages[state.edges[state.edges_of[1, s, i]].ends[1]].counted -= 1
     return True
 
 
-def chain_stages(count: int, stages: Table, edges: Table) -> int:
+def chain_stages(count: int, stages: Table, state: State) -> int:
     """Edges from every stage to the next in the order, as far as there are none; how many edges
     there are then.
     """
     for place in range(len(stages) - 1):
         s, t = stages[place].ordered, stages[place + 1].ordered
-        count = max(count, _find_edge(s, t, count, stages, edges) + 1)
+        count = max(count, _find_edge(s, t, count, state) + 1)
     return count
 
 
-def order_edges(stages: Table, edges: Table) -> None:
+def order_edges(stages: Table, state: State) -> None:
     """The edges of each end in the topological order of the other, in which messages are sent."""
     for way in range(1, -1, -1):
         for s in range(len(stages)):
-            stages[s].edges[way] = -1
-        for place in range(len(stages) - 1, -1, -1):
-            e = stages[stages[place].ordered].edges[1 - way]
-            while e >= 0:
-                stage = stages[edges[e].ends[1 - way]]
-                edges[e].next[way], stage.edges[way] = stage.edges[way], e
-                e = edges[e].next[1 - way]
+            stages[s].edges[way] = 0
+        for place in range(len(stages)):
+            s = stages[place].ordered
+            for i in range(stages[s].edges[1 - way]):
+                _add_edge(way, state.edges_of[1 - way, s, i], state)
 
 
-def count_in_flight(deep: bool, flush: bool, stages: Table, edges: Table) -> None:
+def count_in_flight(deep: bool, flush: bool, stages: Table, state: State) -> None:
     """Micro-batches in flight by Table 2 (``plans.in_flight``), at least and wanted."""
     hops = 2 if deep else 1
     for place in range(len(stages) - 1, -1, -1):
-        stage = stages[stages[place].ordered]
+        s = stages[place].ordered
+        stage = stages[s]
         b, k = stage.microbatch, stage.k
         least, wanted = k * b, k * b
-        e = stage.edges[1]
-        while e >= 0:
-            follower = stages[edges[e].ends[1]]
+        for i in range(stage.edges[1]):
+            follower = stages[state.edges[state.edges_of[1, s, i]].ends[1]]
             c, g = follower.microbatch, follower.k
             more = max(in_flight_samples(k, b, g, c, 0), waited_for_samples(k, b, g, c))
             least = max(least, follower.least * c + more)
             wanted = max(wanted, follower.wanted * c + hops * more)
-            e = edges[e].next[1]
         stage.least, stage.wanted = -(-least // b), -(-wanted // b)
         if flush:
             stage.least = min(stage.least, stage.total)
@@ -354,7 +348,7 @@ def count_in_flight(deep: bool, flush: bool, stages: Table, edges: Table) -> Non
 
 
 def fit_memory(
-    recompute: Table, sharded: bool, numbers: Record, stages: Table, edges: Table
+    recompute: Table, sharded: bool, numbers: Record, stages: Table, state: State
 ) -> bool:
     """Micro-batches in flight as memory allows (``cost.memory``); whether the least ones fit."""
     for place in range(len(stages)):
@@ -385,14 +379,12 @@ def fit_memory(
         room = stage.wanted
         if flight > 0:
             room = min(room, int(free // flight))
-        e = stage.edges[0]
-        while e >= 0:
-            before = stages[edges[e].ends[0]]
+        for i in range(stage.edges[0]):
+            before = stages[state.edges[state.edges_of[0, s, i]].ends[0]]
             if before.in_flight < before.total:
                 k, b = before.k, before.microbatch
                 more = waited_for_samples(k, b, stage.k, stage.microbatch)
                 room = min(room, (before.in_flight * b - more) // stage.microbatch)
-            e = edges[e].next[0]
         stage.in_flight = max(stage.least, room)
     return True
 
