@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.draft import SETUP, Draft
 
 
 def random_draft(cost: CostModel, batch_size: int, seed: int, *, plain: bool = False) -> Draft:
@@ -29,13 +29,15 @@ def random_draft(cost: CostModel, batch_size: int, seed: int, *, plain: bool = F
     often = rng.random(3) * (not plain)
     degrees = np.array(cost.tensor_degrees)
     tensor = np.where(rng.random(count) < often[0], rng.choice(degrees, count), 1)
+    setups = np.zeros(count, SETUP)
+    setups["microbatch"] = microbatch
+    setups["k"] = np.where(rng.random(count) < often[1], rng.integers(1, 4, count), 1)
+    setups["recompute"] = rng.random(count) < often[2]
+    setups["tensor"] = np.where(np.bincount(owner, minlength=count) % tensor, 1, tensor)
     return Draft(
         home,
         owner,
-        microbatch.astype(np.int32),
-        np.where(rng.random(count) < often[1], rng.integers(1, 4, count), 1).astype(np.int32),
-        rng.random(count) < often[2],
-        np.where(np.bincount(owner, minlength=count) % tensor, 1, tensor).astype(np.int32),
+        setups,
         deep=bool(rng.random() < 0.5),
         chained=not plain and bool(rng.random() < 0.2),
         sharded=not plain and bool(rng.random() < 0.3),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
-from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
+from anabranch.planner.auto.draft import SETUP, Draft, draft_of, stage_graph_of
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
 from tests.planner import shapes
@@ -29,7 +29,7 @@ def diamond() -> tuple[CostModel, Draft]:
     """op0 -> op1, op2 -> op3, with the branches on devices 1 and 0."""
     cost = linked_model(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
     draft = Draft(
-        ints(0, 1, 0, 0), ints(1, 0), ints(2, 4), ints(1, 2), np.array([True, False]), ints(1, 1),
+        ints(0, 1, 0, 0), ints(1, 0), np.array([(2, 1, True, 1), (4, 2, False, 1)], SETUP),
         deep=True, chained=False, sharded=False,
     )  # fmt: skip
     return cost, draft
@@ -60,7 +60,7 @@ def test_numbers_of_stages_say_what_comes_first_in_a_chain():
     """Two operators side by side: chained, the stage with the lower number runs first."""
     cost = linked_model(2, [])
     draft = Draft(
-        ints(1, 0), ints(0, 1), ints(1, 1), ints(1, 1), np.zeros(2, dtype=bool), ints(1, 1),
+        ints(1, 0), ints(0, 1), np.array([(1, 1, False, 1)] * 2, SETUP),
         deep=False, chained=True, sharded=False,
     )  # fmt: skip
     graph = stage_graph_of(draft, cost, 2)

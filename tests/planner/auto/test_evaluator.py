@@ -96,10 +96,10 @@ def test_memory_decides():
 def test_tensor_parallelism_keeps_replicas_in_a_node():
     """Two devices of a replica on different nodes are none."""
     cost = CostModel(sharded(space(CHAIN).cost.profile), space(CHAIN, 4, 2).cost.cluster)
-    evaluate, twos = Evaluator(cost, 8), np.array([2], dtype=np.int32)
-    whole = draft("000000", "0000", tensor=twos)
+    evaluate = Evaluator(cost, 8)
+    whole = draft("000000", "0000", tensor=[2])
     assert evaluate(whole) < math.inf
-    mixed = draft("000111", "0110", tensor=np.array([2, 2], dtype=np.int32))
+    mixed = draft("000111", "0110", tensor=[2, 2])
     assert evaluate(mixed) == math.inf
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from anabranch.cost import CostModel
-from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.draft import SETUP, Draft
 from anabranch.planner.auto.moves import MOVES, Move
 from anabranch.planner.auto.space import Space
 from tests.planner.auto.random_drafts import random_draft
@@ -27,22 +28,17 @@ def space(edges: list[tuple[int, int]], devices: int = 6, node: int | None = Non
     return Space(cost, 8, (1, 2, 4, 8))
 
 
-def draft(home: str, owner: str, microbatch: int = 4, **changed: object) -> Draft:
+def draft(home: str, owner: str, microbatch: int = 4, tensor: Sequence[int] = ()) -> Draft:
     """A digit per operator and device: its stage."""
     count = 1 + max(map(int, home))
-    ones = np.ones(count, dtype=np.int32)
-    plain = Draft(
+    return Draft(
         np.array([*map(int, home)], dtype=np.int32),
         np.array([*map(int, owner)], dtype=np.int32),
-        ones * microbatch,
-        ones,
-        np.zeros(count, dtype=np.bool_),
-        ones,
+        np.array([(microbatch, 1, False, devices) for devices in tensor or [1] * count], SETUP),
         deep=False,
         chained=False,
         sharded=False,
     )
-    return plain._replace(**changed)
 
 
 def outcomes(name: str, before: Draft, where: Space) -> set[tuple[str, str]]:
@@ -74,9 +70,8 @@ def well_formed(found: Draft) -> bool:
     return (
         np.unique(found.home).tolist() == stages
         and np.unique(found.owner).tolist() == stages
-        and {len(found.k), len(found.recompute), len(found.tensor)} == {len(stages)}
-        and found.microbatch.min() >= 1
-        and found.k.min() >= 1
+        and found.setups["microbatch"].min() >= 1
+        and found.setups["k"].min() >= 1
     )
 
 
@@ -98,7 +93,7 @@ def test_moves_make_drafts_and_leave_theirs_alone(move: Move):
             made += 1
             assert well_formed(after)
             assert not all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
-            assert {x.dtype for x in after[:6]} == {np.dtype(np.int32), np.dtype(np.bool_)}
+            assert [x.dtype for x in after[:3]] == [np.dtype(np.int32), np.dtype(np.int32), SETUP]
     assert made > 5
 
 
@@ -141,15 +136,15 @@ def test_split():
         ("001111", "011"),
         ("000111", "011"),
     }
-    assert outcomes("split", draft("000111", "011", tensor=np.array([1, 2])), where) == set()
+    assert outcomes("split", draft("000111", "011", tensor=[1, 2]), where) == set()
 
 
 def test_move_device():
     """One device, never the last one; with tensor parallelism those of a replica."""
     assert owners("move device", "0011") == {"0111", "1011", "0001", "0010"}
     assert owners("move device", "011") == {"001", "010"}
-    where, twos = space(CHAIN, 6), np.array([2, 2], dtype=np.int32)
-    found = outcomes("move device", draft("000111", "000011", tensor=twos), where)
+    where = space(CHAIN, 6)
+    found = outcomes("move device", draft("000111", "000011", tensor=[2, 2]), where)
     assert {owner for _, owner in found} == {"110011", "011011", "001111"}
 
 
@@ -180,19 +175,14 @@ def test_how_stages_run():
         made = (MOVES[name][0](before, where, Random(seed)) for seed in range(100))
         return [found for found in made if found is not None]
 
-    assert {tuple(found.microbatch.tolist()) for found in after("resize all")} == {(2, 2), (8, 8)}
-    assert {tuple(found.microbatch.tolist()) for found in after("resize stage")} == {
-        (2, 4),
-        (8, 4),
-        (4, 2),
-        (4, 8),
-    }
-    assert {tuple(found.k.tolist()) for found in after("regroup")} == {(2, 2), (2, 1), (1, 2)}
-    assert {tuple(found.recompute.tolist()) for found in after("recompute stage")} == {
-        (True, False),
-        (False, True),
-    }
-    assert all(found.recompute.all() for found in after("recompute all"))
+    def setups(name: str, field: str) -> set[tuple[int, ...]]:
+        return {tuple(found.setups[field].tolist()) for found in after(name)}
+
+    assert setups("resize all", "microbatch") == {(2, 2), (8, 8)}
+    assert setups("resize stage", "microbatch") == {(2, 4), (8, 4), (4, 2), (4, 8)}
+    assert setups("regroup", "k") == {(2, 2), (2, 1), (1, 2)}
+    assert setups("recompute stage", "recompute") == {(1, 0), (0, 1)}
+    assert setups("recompute all", "recompute") == {(1, 1)}
     assert all(found.deep for found in after("warm-up"))
     assert all(found.chained for found in after("chain"))
 

@@ -92,7 +92,9 @@ class Annealing:
             draft = entry.draft
             if entry.seconds < math.inf:
                 self._keep(entry)
-                unlike.setdefault((draft.num_stages, draft.microbatch[0], draft.chained), entry)
+                unlike.setdefault(
+                    (draft.num_stages, draft.setups["microbatch"][0], draft.chained), entry
+                )
         return list(unlike.values())
 
     def _keep(self, found: Found) -> None:

@@ -27,6 +27,11 @@ from anabranch.plans.stages import Stage, StageGraph
 
 Ints = NDArray[np.int32]
 
+SETUP = np.dtype([(name, np.int32) for name in ("microbatch", "k", "recompute", "tensor")])
+"""How a stage runs: samples of one micro-batch, over all replicas; forwards and backwards alternate
+in groups of k (kFkB); whether it recomputes, see ``Stage``; devices of one replica.
+"""
+
 
 class Draft(NamedTuple):
     """A plan under search; a change makes a new one. S is the number of stages.
@@ -34,10 +39,7 @@ class Draft(NamedTuple):
     Attributes:
         home: [operators] stage of each operator, 0 to S-1.
         owner: [devices] stage of each device; those of a stage are its replicas in ascending order.
-        microbatch: [S] samples of one micro-batch, over all replicas.
-        k: [S] forwards and backwards alternate in groups of so many (kFkB).
-        recompute: [S] see ``Stage``.
-        tensor: [S] devices of one replica.
+        setups: [S] records of ``SETUP``.
         deep: whether the warm-up is that of ``1f1b-deep``, as far as memory allows, or the least.
         chained: whether every stage waits for the one before it.
         sharded: whether replicas share the optimizer's state, see ``CostModel.shard_optimizer``.
@@ -45,10 +47,7 @@ class Draft(NamedTuple):
 
     home: Ints
     owner: Ints
-    microbatch: Ints
-    k: Ints
-    recompute: NDArray[np.bool_]
-    tensor: Ints
+    setups: NDArray[np.void]
     deep: bool
     chained: bool
     sharded: bool
@@ -56,7 +55,7 @@ class Draft(NamedTuple):
     @property
     def num_stages(self) -> int:
         """S."""
-        return len(self.microbatch)
+        return len(self.setups)
 
 
 def both(draft: Draft) -> tuple[Draft, Draft]:
@@ -91,15 +90,11 @@ def draft_of(graph: StageGraph, cost: CostModel, *, deep: bool = False) -> Draft
             "plans that use all devices"
         )
     chain = {(s, s + 1) for s in range(len(graph) - 1)}
-    numbers = [(stage.microbatch_size, stage.k, stage.tensor) for stage in graph.stages]
-    microbatch, k, tensor = np.array(numbers, dtype=np.int32).T.copy()
+    setups = [(s.microbatch_size, s.k, s.recompute, s.tensor) for s in graph.stages]
     return Draft(
         home,
         owner,
-        microbatch,
-        k,
-        np.array([stage.recompute for stage in graph.stages], dtype=np.bool_),
-        tensor,
+        np.array(setups, SETUP),
         deep,
         chain <= set(graph.edges) and not chain <= value_edges(home.tolist(), cost.graph),
         cost.shard_optimizer,
@@ -121,17 +116,17 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
             f"stages {', '.join(map(str, left))} wait for each other in a circle: a path of "
             "operators leaves one of them and comes back to it"
         )
-    place = {s: at for at, s in enumerate(order)}
+    place, setups = {s: at for at, s in enumerate(order)}, draft.setups[order].tolist()
     stages = tuple(
         Stage(
             operators=tuple(cost.graph.ops[i].name for i in np.flatnonzero(draft.home == s)),
             devices=tuple(np.flatnonzero(draft.owner == s).tolist()),
-            microbatch_size=int(draft.microbatch[s]),
-            k=int(draft.k[s]),
-            recompute=bool(draft.recompute[s]),
-            tensor=int(draft.tensor[s]),
+            microbatch_size=microbatch,
+            k=k,
+            recompute=bool(recompute),
+            tensor=tensor,
         )
-        for s in order
+        for s, (microbatch, k, recompute, tensor) in zip(order, setups, strict=True)
     )
     placed = {(place[x], place[y]) for x, y in edges}
     if draft.chained:

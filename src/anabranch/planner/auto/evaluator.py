@@ -36,7 +36,7 @@ from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH, Op, OpGraph
 from anabranch.jit import bound
 from anabranch.planner.auto import stage_tables as tables
-from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.draft import SETUP, Draft
 from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
 from anabranch.profile.profile import OpCost, Profile
 
@@ -81,8 +81,8 @@ class Evaluator:
         values, readers = _values(cost)
         nodes = -(-devices // cluster.group_sizes[0])
         edges = min(len(readers), devices * devices) + devices
-        per_stage = (np.zeros(devices, t) for t in (*(np.int32,) * 3, np.bool_, np.int32))
-        self._given = tables.Given(np.zeros(len(cost.graph), np.int32), *per_stage)
+        home, owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
+        self._given = home, owner, np.zeros(devices, SETUP)
         problem = tables.Problem(
             np.array([numbers], tables.NUMBERS),
             degree_of,
@@ -103,14 +103,14 @@ class Evaluator:
             paces,
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
-        self.example = self._given, 1, False, False, False, 0.0, problem, state
+        self.example = *self._given, 1, False, False, False, 0.0, problem, state
         self._step_s = bound(step_s, *self.example)
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """About how many seconds; infinity where it cannot run or takes longer than the limit."""
-        for table, values in zip(self._given, draft[:6], strict=True):
+        for table, values in zip(self._given, draft[:3], strict=True):
             table[: len(values)] = values
-        seconds: float = self._step_s(len(draft.microbatch), *draft[6:], limit)
+        seconds: float = self._step_s(draft.num_stages, *draft[3:], limit)
         return seconds
 
 

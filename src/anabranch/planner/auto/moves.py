@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from random import Random
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.space import Space
@@ -23,6 +24,9 @@ from anabranch.planner.auto.space import Space
 Move = Callable[[Draft, Space, Random], Draft | None]
 Indices = NDArray[np.intp]
 Item = TypeVar("Item")
+
+_ALL = slice(None)
+"""All stages."""
 
 
 # Operators and borders
@@ -84,7 +88,7 @@ def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
             home[end] = here
         elif home[end] == here and beyond[end]:
             home[end] = draft.home[beyond[end].bit_length() - 1]
-    if np.array_equal(home, draft.home) or len(np.unique(home)) < len(draft.microbatch):
+    if np.array_equal(home, draft.home) or len(np.unique(home)) < draft.num_stages:
         return None
     return draft._replace(home=home)
 
@@ -99,7 +103,7 @@ def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
         a b | c | d   ->   a b c | d
     """
-    count = len(draft.microbatch)
+    count = draft.num_stages
     if count == 1:
         return None
     edge = _crossing(draft, space, rng) if rng.random() < 0.75 else None
@@ -108,8 +112,8 @@ def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
     rest[t] = rest[-1]  # the last stage takes the number that is free
     number = np.arange(count, dtype=np.int32)
     number[-1], number[t] = t, s if s < count - 1 else t
-    merged = draft._replace(home=number[draft.home], owner=number[draft.owner])
-    return _run_as(merged, rest[:-1])
+    home, owner = number[draft.home], number[draft.owner]
+    return draft._replace(home=home, owner=owner, setups=draft.setups[rest[:-1]])
 
 
 def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -119,10 +123,10 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
         a b c d | e   ->   a b | c d | e
     """
-    s = _below(len(draft.microbatch), rng)
+    s = _below(draft.num_stages, rng)
     members = _where(draft.home == s)
     devices = _where(draft.owner == s)
-    tensor = int(draft.tensor[s])
+    tensor = int(draft.setups["tensor"][s])
     if len(members) < 2 or len(devices) < 2 * tensor:
         return None
     if rng.random() < 0.75:
@@ -132,24 +136,34 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
     point = (1 - taken / len(devices)) * work[-1]
     cut = int(np.searchsorted(work, point)) + _below(3, rng)
     cut = min(max(cut, 1), len(members) - 1)
-    new = len(draft.microbatch)
+    new = draft.num_stages
     home, owner = draft.home.copy(), draft.owner.copy()
     home[members[cut:]] = new
     owner[devices[-taken:]] = new
-    return _run_as(draft._replace(home=home, owner=owner), [*range(new), s])
+    return draft._replace(home=home, owner=owner, setups=draft.setups[[*range(new), s]])
 
 
 # Devices
 
 
-def move_device(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """A stage gives a device, or those of a replica, to another."""
-    return _given(draft, rng, half=False)
-
-
-def give_half(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """A stage keeps half of its replicas; another has the devices of the others."""
-    return _given(draft, rng, half=True)
+def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False) -> Draft | None:
+    """A stage gives the devices of a replica, or of half of them, to another: those next to what
+    that has or any others in a row.
+    """
+    if draft.num_stages == 1:
+        return None
+    s, t = _two(draft.num_stages, rng)
+    devices, (mine, theirs) = _where(draft.owner == s), draft.setups["tensor"][[s, t]].tolist()
+    given = len(devices) // mine // 2 * mine if half else max(mine, theirs)
+    if not 0 < given < len(devices):
+        return None
+    first = _below(len(devices) - given + 1, rng)
+    if rng.random() < 0.5:
+        near = _where(draft.owner == t)
+        first = 0 if near[0] < devices[0] else len(devices) - given
+    owner = draft.owner.copy()
+    owner[devices[first : first + given]] = t
+    return draft._replace(owner=owner)
 
 
 def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -164,7 +178,7 @@ def swap_devices(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 def swap_stages(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """Two stages swap their devices."""
-    count = len(draft.microbatch)
+    count = draft.num_stages
     if count == 1:
         return None
     s, t = _two(count, rng)
@@ -178,7 +192,7 @@ def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     node = space.cost.cluster.group_sizes[0]
     if len(draft.owner) == node:
         return None
-    s = _below(len(draft.microbatch), rng)
+    s = _below(draft.num_stages, rng)
     first = node * _below(len(draft.owner) // node, rng)
     inside = np.arange(first, first + node)
     others = inside[draft.owner[inside] != s]
@@ -192,59 +206,67 @@ def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     return draft._replace(owner=owner)
 
 
-def gather(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Every stage on devices in a row, in the order of the model or the largest stage first."""
-    return _laid(draft, space, len(draft.owner), rng)
+def gather(draft: Draft, space: Space, rng: Random, size: int = 1) -> Draft | None:
+    """Every stage on devices in a row, in the order of the model or the largest stage first; of
+    groups of a size the first devices of all of them, then the second.
+    """
+    count, devices = draft.num_stages, np.arange(len(draft.owner))
+    sizes = np.bincount(draft.owner, minlength=count)
+    sums = np.bincount(draft.home, weights=space.place, minlength=count)
+    place = sums / np.bincount(draft.home, minlength=count)
+    order = np.lexsort((place, -sizes)) if rng.random() < 0.5 else np.argsort(place)
+    owner = np.empty_like(draft.owner)
+    owner[np.argsort(devices % size, kind="stable")] = np.repeat(order, sizes[order])
+    return None if np.array_equal(owner, draft.owner) else draft._replace(owner=owner)
 
 
 def scatter(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """The replicas of every stage spread over the nodes."""
     size = _choice(space.cost.cluster.group_sizes, rng)
-    return _laid(draft, space, size, rng) if size < len(draft.owner) else None
+    return gather(draft, space, rng, size) if size < len(draft.owner) else None
 
 
 # How stages run
 
 
-def resize_all(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Micro-batches of all stages twice or half as large."""
-    up = rng.random() < 0.5
-    return _resized(draft, space, np.arange(len(draft.microbatch)), up=up)
+def resize_all(draft: Draft, space: Space, rng: Random, stages: int | slice = _ALL) -> Draft | None:
+    """Micro-batches of all stages, or of some, twice or half as large."""
+    sizes = np.array(space.sizes)
+    found = np.searchsorted(sizes, draft.setups["microbatch"][stages])
+    found += 1 if rng.random() < 0.5 else -1
+    if found.min() < 0 or found.max() >= len(sizes):
+        return None
+    return _set_up(draft, stages, "microbatch", sizes[found])
 
 
 def resize_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """Micro-batches of one stage twice or half as large."""
-    if not space.flush:
-        return None
-    some = np.array([_below(len(draft.microbatch), rng)])
-    return _resized(draft, space, some, up=rng.random() < 0.5)
+    return resize_all(draft, space, rng, _below(draft.num_stages, rng)) if space.flush else None
 
 
 def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """Forwards and backwards of a stage, or of all, alternate in groups twice or half as large."""
     if not space.flush:
         return None
-    k = draft.k.copy()
-    some = slice(None) if rng.random() < 0.5 else _below(len(k), rng)
+    k, some = draft.setups["k"].copy(), _stage_or_all(draft, rng)
     k[some] = k[some] * 2 if rng.random() < 0.5 else np.maximum(k[some] // 2, 1)
-    k = np.minimum(k, -(-space.batch_size // draft.microbatch)).astype(k.dtype)
-    return None if np.array_equal(k, draft.k) else draft._replace(k=k)
+    k = np.minimum(k, -(-space.batch_size // draft.setups["microbatch"]))
+    return _set_up(draft, _ALL, "k", k)
 
 
 def recompute_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """A stage begins to recompute, or ends to."""
     if not space.recompute:
         return None
-    recompute = draft.recompute.copy()
-    recompute[_below(len(recompute), rng)] ^= True
-    return draft._replace(recompute=recompute)
+    s = _below(draft.num_stages, rng)
+    return _set_up(draft, s, "recompute", not draft.setups["recompute"][s])
 
 
 def recompute_all(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """No stage recomputes, or where none does all of them."""
     if not space.recompute:
         return None
-    return draft._replace(recompute=np.full_like(draft.recompute, not draft.recompute.any()))
+    return _set_up(draft, _ALL, "recompute", not draft.setups["recompute"].any())
 
 
 def warm_up(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -261,10 +283,8 @@ def cut_tensors(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """The replicas of a stage, or of all, have another number of devices."""
     if len(space.cost.tensor_degrees) == 1:
         return None
-    tensor = draft.tensor.copy()
-    some = slice(None) if rng.random() < 0.5 else _below(len(tensor), rng)
-    tensor[some] = _choice(space.cost.tensor_degrees, rng)
-    return None if np.array_equal(tensor, draft.tensor) else draft._replace(tensor=tensor)
+    some = _stage_or_all(draft, rng)
+    return _set_up(draft, some, "tensor", _choice(space.cost.tensor_degrees, rng))
 
 
 MOVES: Mapping[str, tuple[Move, int]] = {
@@ -273,8 +293,8 @@ MOVES: Mapping[str, tuple[Move, int]] = {
     "shift tails": (shift_tails, 2),
     "merge": (merge, 2),
     "split": (split, 3),
-    "move device": (move_device, 5),
-    "give half": (give_half, 1),
+    "move device": (give_devices, 5),
+    "give half": (partial(give_devices, half=True), 1),
     "swap devices": (swap_devices, 1),
     "swap stages": (swap_stages, 2),
     "gather stage": (gather_stage, 1),
@@ -336,54 +356,12 @@ def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:
     return draft._replace(home=home) if (home == here).any() else None
 
 
-def _run_as(draft: Draft, stages: Sequence[int]) -> Draft:
-    """The draft with stages that run as these ones do, in this order."""
-    return draft._replace(
-        microbatch=draft.microbatch[stages],
-        k=draft.k[stages],
-        recompute=draft.recompute[stages],
-        tensor=draft.tensor[stages],
-    )
+def _stage_or_all(draft: Draft, rng: Random) -> int | slice:
+    return _ALL if rng.random() < 0.5 else _below(draft.num_stages, rng)
 
 
-def _given(draft: Draft, rng: Random, *, half: bool) -> Draft | None:
-    """Half of a stage's replicas, or the devices of one, for another stage: those next to what it
-    has or any others in a row.
-    """
-    count = len(draft.microbatch)
-    if count == 1:
-        return None
-    s, t = _two(count, rng)
-    devices, tensor = _where(draft.owner == s), int(draft.tensor[s])
-    given = len(devices) // tensor // 2 * tensor if half else max(tensor, int(draft.tensor[t]))
-    if not 0 < given < len(devices):
-        return None
-    first = _below(len(devices) - given + 1, rng)
-    if rng.random() < 0.5:
-        near = _where(draft.owner == t)
-        first = 0 if near[0] < devices[0] else len(devices) - given
-    owner = draft.owner.copy()
-    owner[devices[first : first + given]] = t
-    return draft._replace(owner=owner)
-
-
-def _laid(draft: Draft, space: Space, size: int, rng: Random) -> Draft | None:
-    """Stages one after the other on the first devices of all groups of a size, then the second."""
-    count, devices = len(draft.microbatch), np.arange(len(draft.owner))
-    sizes = np.bincount(draft.owner, minlength=count)
-    sums = np.bincount(draft.home, weights=space.place, minlength=count)
-    place = sums / np.bincount(draft.home, minlength=count)
-    order = np.lexsort((place, -sizes)) if rng.random() < 0.5 else np.argsort(place)
-    owner = np.empty_like(draft.owner)
-    owner[np.argsort(devices % size, kind="stable")] = np.repeat(order, sizes[order])
-    return None if np.array_equal(owner, draft.owner) else draft._replace(owner=owner)
-
-
-def _resized(draft: Draft, space: Space, stages: Indices, *, up: bool) -> Draft | None:
-    sizes = np.array(space.sizes)
-    found = np.searchsorted(sizes, draft.microbatch[stages]) + (1 if up else -1)
-    if found.min() < 0 or found.max() >= len(sizes):
-        return None
-    microbatch = draft.microbatch.copy()
-    microbatch[stages] = sizes[found]
-    return draft._replace(microbatch=microbatch)
+def _set_up(draft: Draft, stages: int | slice, field: str, values: ArrayLike) -> Draft | None:
+    """Stages with other values of a field of ``SETUP``, if they are others."""
+    setups = draft.setups.copy()
+    setups[field][stages] = values
+    return None if np.array_equal(setups, draft.setups) else draft._replace(setups=setups)

@@ -10,7 +10,7 @@ import numpy as np
 
 from anabranch.jit import entry
 from anabranch.planner.auto import stage_tables as tables
-from anabranch.planner.auto.stage_tables import Given, Problem, Record, State, Table
+from anabranch.planner.auto.stage_tables import Problem, Record, State, Table
 
 SHOWN = 96
 """Micro-batches that are run; the others take as long each as those in the middle of these."""
@@ -310,7 +310,9 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
 
 @entry
 def step_s(
-    given: Given,
+    home: Table,
+    owner: Table,
+    setups: Table,
     count: int,
     deep: bool,
     chained: bool,
@@ -326,23 +328,23 @@ def step_s(
     """
     stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
-    if not tables.count_devices(given, problem, stages, state):
+    if not tables.count_devices(owner, setups, problem, stages, state):
         return np.inf
-    if not tables.split_samples(given, problem, stages):
+    if not tables.split_samples(problem, stages):
         return np.inf
-    if not tables.sum_operators(given, problem, stages):
+    if not tables.sum_operators(home, problem, stages):
         return np.inf
-    joined = tables.join_stages(given.home, problem, stages, state)
+    joined = tables.join_stages(home, problem, stages, state)
     if not tables.sort_stages(stages, state):
         return np.inf
     if chained:
         joined = tables.chain_stages(joined, stages, state)
     tables.order_edges(stages, state)
     tables.count_in_flight(deep, flush, stages, state)
-    if not tables.fit_memory(given.recompute, sharded, numbers, stages, state):
+    if not tables.fit_memory(sharded, numbers, stages, state):
         return np.inf
     tables.price_messages(joined, problem, stages, state)
-    tables.price_sums(given.home, sharded, problem, stages, state.pieces)
+    tables.price_sums(home, sharded, problem, stages, state.pieces)
     least = _least_s(numbers, stages, state)
     if not flush:
         least = max(least, _busiest_port_s(batch_size, joined, state))

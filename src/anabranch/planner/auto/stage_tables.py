@@ -41,17 +41,6 @@ class Problem(NamedTuple):
     levels: Table  # [l]
 
 
-class Given(NamedTuple):
-    """The arrays of a draft, which may have more entries than that has stages."""
-
-    home: Table
-    owner: Table
-    microbatch: Table
-    k: Table
-    recompute: Table
-    tensor: Table
-
-
 class State(NamedTuple):
     """What follows from a draft. Ports are links of stages, [s], then cards of nodes."""
 
@@ -100,14 +89,14 @@ NUMBERS = _record(
     "versions_in_flight more_versions",
 )
 
-# Of a draft, or counted: devices, the place of the first among those of all stages, the least and
-# the greatest, and nodes that they are on; samples of the fullest replica, and the row of seconds
-# below them in all micro-batches but the last, which may be a short one, and in that. Micro-batches
-# of a step, in flight at least, in flight if memory were endless, and as it is. The stage at its
-# place in a topological order; devices whose place is known; what has been counted; by way the
-# edges whose messages it takes, and how often it has gone it. Of its next action: the way; how many
-# edges it has the messages of; whether it has begun on cores. The first and last piece of its sums,
-# and 1; 0 for none.
+# Of ``draft.SETUP``, then counted: devices, the place of the first among those of all stages, the
+# least and the greatest, and nodes that they are on; samples of the fullest replica, and the row of
+# seconds below them in all micro-batches but the last, which may be a short one, and in that.
+# Micro-batches of a step, in flight at least, in flight if memory were endless, and as it is. The
+# stage at its place in a topological order; devices whose place is known; what has been counted; by
+# way the edges whose messages it takes, and how often it has gone it. Of its next action: the way;
+# how many edges it has the messages of; whether it has begun on cores. The first and last piece of
+# its sums, and 1; 0 for none.
 #
 # Seconds [last, way]; what the last backward leaves of its all-reduce; its update; at least from
 # the beginning of the step to its first forward and from its last backward to the end. In the last
@@ -120,9 +109,9 @@ NUMBERS = _record(
 # sample and whatever the samples; gradients that are summed, that are in pieces, and that
 # wait, in about so many buckets.
 STAGE = _record(
-    "microbatch k operators devices first low high nodes replicas samples row:2 last degree "
-    "total least wanted in_flight ordered placed counted edges:2 done:2 way taken begun piece "
-    "last_piece",
+    "microbatch k recompute tensor operators devices first low high nodes replicas samples row:2 "
+    "last degree total least wanted in_flight ordered placed counted edges:2 done:2 way taken "
+    "begun piece last_piece",
     "above:2 seconds:22 sums update before behind passed final summed passed_all ready until left "
     "pace asks parameters trainable tables rows largest largest_gradient kept passing enters "
     "enters_fixed returns returns_fixed gradients cut waiting buckets",
@@ -144,13 +133,18 @@ def _clear_ports(ports: Table) -> None:
         ports[0, port] = ports[1, port] = 0.0
 
 
-def count_devices(given: Given, problem: Problem, stages: Table, state: State) -> bool:
-    """How many devices every stage has, which, and on which nodes; whether the devices of each
-    replica lie inside a node.
+def count_devices(
+    owner: Table, setups: Table, problem: Problem, stages: Table, state: State
+) -> bool:
+    """How every stage runs, how many devices it has, which, and on which nodes; whether the devices
+    of each replica lie inside a node.
     """
-    owner, nodes, node = given.owner, state.nodes, problem.levels[0].devices
+    nodes, node = state.nodes, problem.levels[0].devices
     for s in range(len(stages)):
+        stage, setup = stages[s], setups[s]
         stages[s] = state.stages[-1]
+        stage.microbatch, stage.k = setup.microbatch, setup.k
+        stage.recompute, stage.tensor = setup.recompute, setup.tensor
     for d in range(len(owner)):
         stages[owner[d]].devices += 1
     first = 0
@@ -161,7 +155,7 @@ def count_devices(given: Given, problem: Problem, stages: Table, state: State) -
         s, inside = owner[d], len(owner) + d // node
         stage = stages[s]
         if stage.nodes == 0 or nodes[s, stage.nodes - 1] != inside:
-            if stage.placed % given.tensor[s]:
+            if stage.placed % stage.tensor:
                 return False
             nodes[s, stage.nodes] = inside
             stage.nodes += 1
@@ -171,16 +165,17 @@ def count_devices(given: Given, problem: Problem, stages: Table, state: State) -
     return True
 
 
-def split_samples(given: Given, problem: Problem, stages: Table) -> bool:
+def split_samples(problem: Problem, stages: Table) -> bool:
     """Replicas and their samples; whether all have some that the profile covers."""
     numbers, measured = problem.numbers[0], problem.measured
     for s in range(len(stages)):
-        stage, b, tensor = stages[s], given.microbatch[s], given.tensor[s]
+        stage = stages[s]
+        b, tensor = stage.microbatch, stage.tensor
         if stage.devices == 0 or stage.devices % tensor != 0 or tensor >= len(problem.degree_of):
             return False
         replicas = stage.devices // tensor
-        stage.microbatch, stage.k, stage.replicas = b, given.k[s], replicas
-        stage.degree, stage.samples = problem.degree_of[tensor], -(-b // replicas)
+        stage.replicas, stage.samples = replicas, -(-b // replicas)
+        stage.degree = problem.degree_of[tensor]
         stage.total = -(-numbers.batch_size // b)
         if stage.degree < 0 or replicas > min(b, numbers.most_replicas) or b > numbers.batch_size:
             return False
@@ -210,11 +205,11 @@ def _operator_s(i: int, way: int, last: int, stage: Record, op_seconds: Table) -
     return float(low + (high - low) * stage.above[last])
 
 
-def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
+def sum_operators(home: Table, problem: Problem, stages: Table) -> bool:
     """Seconds and bytes of the stages; whether every stage has operators."""
     action_s = problem.numbers[0].action
-    for i in range(len(given.home)):
-        stage = stages[given.home[i]]
+    for i in range(len(home)):
+        stage = stages[home[i]]
         stage.operators += 1
         for last in range(2):
             for way in range(2):
@@ -234,7 +229,7 @@ def sum_operators(given: Given, problem: Problem, stages: Table) -> bool:
         if stage.operators == 0:
             return False
         for last in range(2):
-            if given.recompute[s]:
+            if stage.recompute > 0:
                 stage.seconds[last, 1] += stage.seconds[last, 0]
             for way in range(2):
                 stage.seconds[last, way] += action_s
@@ -347,9 +342,7 @@ def count_in_flight(deep: bool, flush: bool, stages: Table, state: State) -> Non
             stage.wanted = min(stage.wanted, stage.total)
 
 
-def fit_memory(
-    recompute: Table, sharded: bool, numbers: Record, stages: Table, state: State
-) -> bool:
+def fit_memory(sharded: bool, numbers: Record, stages: Table, state: State) -> bool:
     """Micro-batches in flight as memory allows (``cost.memory``); whether the least ones fit."""
     for place in range(len(stages)):
         s = stages[place].ordered
@@ -365,7 +358,7 @@ def fit_memory(
             stage.returns * n + stage.returns_fixed,
             stage.kept * n,
             stage.passing,
-            1.0 if recompute[s] else 0.0,
+            stage.recompute,
             stage.replicas,
             1 + numbers.more_versions + numbers.versions_in_flight * stage.least,
             numbers.optimizer_factor,
