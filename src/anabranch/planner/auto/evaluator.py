@@ -96,7 +96,7 @@ class Evaluator:
             np.zeros(devices + 1, tables.STAGE),
             np.zeros(edges, tables.EDGE),
             np.zeros((2, devices, devices), np.int64),
-            np.zeros((devices, nodes), np.int64),
+            np.zeros((devices, nodes + 1), np.int64),
             np.zeros(devices, np.int64),
             np.zeros((2, devices + nodes)),
             np.zeros(len(cost.graph) + devices, tables.PIECE),

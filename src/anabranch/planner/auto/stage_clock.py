@@ -78,28 +78,25 @@ def _busiest_port_s(batch_size: int, count: int, state: State) -> float:
             nbytes = tables.message_bytes(edge, way, size) * batch_size / size
             for end in range(2):
                 x, inward = edge.ends[end], int(end != way)
-                start = _free_at(inward, x, edge.far, state)
-                link, card = start + nbytes * edge.link_s[end], start + nbytes * edge.card_s[end]
-                _occupy(inward, x, edge.far, link, card, state)
+                _occupy(edge, way, end, _free_at(inward, x, edge.far, state), nbytes, state)
                 longest = max(longest, _free_at(inward, x, edge.far, state))
     return longest
 
 
 def _free_at(inward: int, s: int, far: int, state: State) -> float:
-    """When all ports of a stage are free, out or in."""
-    free = float(state.ports[inward, s])
-    if far > 0:
-        for i in range(state.stages[s].nodes):
-            free = max(free, state.ports[inward, state.nodes[s, i]])
+    """When all ports of a stage are free, out or in, cards only of what goes far."""
+    free = 0.0
+    for i in range(1 + far * state.stages[s].nodes):
+        free = max(free, state.ports[inward, state.ports_of[s, i]])
     return free
 
 
-def _occupy(inward: int, s: int, far: int, link: float, card: float, state: State) -> None:
-    """Take all ports of a stage until then, links and cards."""
-    state.ports[inward, s] = link
-    if far > 0:
-        for i in range(state.stages[s].nodes):
-            state.ports[inward, state.nodes[s, i]] = card
+def _occupy(edge: Record, way: int, end: int, start: float, nbytes: float, state: State) -> None:
+    """A message takes the ports at an end of its edge from a start on."""
+    s = edge.ends[end]
+    for i in range(1 + edge.far * state.stages[s].nodes):
+        port_s = edge.port_s[end, 1 if i else 0]
+        state.ports[int(end != way), state.ports_of[s, i]] = start + nbytes * port_s
 
 
 def _transfer(edge: Record, way: int, samples: int, start: float, state: State) -> float:
@@ -112,8 +109,7 @@ def _transfer(edge: Record, way: int, samples: int, start: float, state: State) 
     for end in range(2):
         start = max(start, _free_at(int(end != way), edge.ends[end], far, state))
     for end in range(2):
-        link, card = start + nbytes * edge.link_s[end], start + nbytes * edge.card_s[end]
-        _occupy(int(end != way), edge.ends[end], far, link, card, state)
+        _occupy(edge, way, end, start, nbytes, state)
     return float(start + nbytes * edge.byte_s)
 
 
@@ -215,7 +211,8 @@ def _sum(s: int, state: State) -> float:
     start = max(stage.asks, _free_at(0, s, far, state), _free_at(1, s, far, state))
     end = float(start + piece.seconds)
     for inward in range(2):
-        _occupy(inward, s, far, end, end, state)
+        for i in range(1 + far * stage.nodes):
+            state.ports[inward, state.ports_of[s, i]] = end
     piece.parts -= 1
     if piece.parts == 0:
         stage.piece = piece.next

@@ -42,12 +42,14 @@ class Problem(NamedTuple):
 
 
 class State(NamedTuple):
-    """What follows from a draft. Ports are links of stages, [s], then cards of nodes."""
+    """What follows from a draft. Ports are links of stages, [s], then cards of nodes; those of a
+    stage are its link, then cards.
+    """
 
     stages: Table  # and more entries, the last of which is all zeros
     edges: Table  # [e]
     edges_of: Table  # [way, s, 0 to its edges] those whose messages it takes
-    nodes: Table  # [s, 0 to its nodes] ports of their cards
+    ports_of: Table  # [s, 0 to its nodes]
     devices: Table  # those of stage after stage
     ports: Table  # [out or in, port] when it is free; before, seconds of a message of a byte
     pieces: Table
@@ -119,9 +121,9 @@ STAGE = _record(
 
 # Its source and target, whether it takes cards of nodes. By way: of the receiver's micro-batches
 # how many have their receives posted; bytes per sample, and whatever the samples. Seconds of
-# latency, and of a byte of a message on the busiest of all ports; by end of a byte of all messages
-# on the busiest link and card.
-EDGE = _record("ends:2 far posted:2", "per_sample:2 fixed:2 latency byte_s link_s:2 card_s:2")
+# latency, and of a byte of a message on the busiest of all ports; of a byte of all messages by end
+# on the busiest link, and on the busiest card.
+EDGE = _record("ends:2 far posted:2", "per_sample:2 fixed:2 latency byte_s port_s:22")
 
 # Part of a stage's gradients that is final, after so many seconds of its operators in the last
 # backward, and then summed; parts of it that take ports one after the other. The next piece and 1.
@@ -139,12 +141,13 @@ def count_devices(
     """How every stage runs, how many devices it has, which, and on which nodes; whether the devices
     of each replica lie inside a node.
     """
-    nodes, node = state.nodes, problem.levels[0].devices
+    ports_of, node = state.ports_of, problem.levels[0].devices
     for s in range(len(stages)):
         stage, setup = stages[s], setups[s]
         stages[s] = state.stages[-1]
         stage.microbatch, stage.k = setup.microbatch, setup.k
         stage.recompute, stage.tensor = setup.recompute, setup.tensor
+        ports_of[s, 0] = s
     for d in range(len(owner)):
         stages[owner[d]].devices += 1
     first = 0
@@ -152,13 +155,13 @@ def count_devices(
         stages[s].first = first
         first += stages[s].devices
     for d in range(len(owner)):
-        s, inside = owner[d], len(owner) + d // node
+        s, card = owner[d], len(owner) + d // node
         stage = stages[s]
-        if stage.nodes == 0 or nodes[s, stage.nodes - 1] != inside:
+        if ports_of[s, stage.nodes] != card:
             if stage.placed % stage.tensor:
                 return False
-            nodes[s, stage.nodes] = inside
             stage.nodes += 1
+            ports_of[s, stage.nodes] = card
         stage.low, stage.high = d if stage.placed == 0 else stage.low, d
         state.devices[stage.first + stage.placed] = d
         stage.placed += 1
@@ -430,7 +433,7 @@ def _route(edge: Record, source: Record, target: Record, levels: Table, state: S
     size, node = min(b, c), levels[0].devices
     start, copies, farthest = 0, 0, 0
     for end in range(2):
-        edge.link_s[end] = edge.card_s[end] = 0.0
+        edge.port_s[end, 0] = edge.port_s[end, 1] = 0.0
     while start < max(b, c):
         i = ((start % b + 1) * source.replicas - 1) // b
         j = ((start % c + 1) * target.replicas - 1) // c
@@ -446,24 +449,22 @@ def _route(edge: Record, source: Record, target: Record, levels: Table, state: S
             seconds = (stop - start) / levels[level].bandwidth
             for end in range(2):
                 device = receiver if end else sender
-                loads[end, device] += seconds
-                edge.link_s[end] = max(edge.link_s[end], loads[end, device])
-                if level > 0:
-                    card = len(devices) + device // node
-                    loads[end, card] += seconds
-                    edge.card_s[end] = max(edge.card_s[end], loads[end, card])
+                for kind in range(2 if level > 0 else 1):
+                    port = len(devices) + device // node if kind else device
+                    loads[end, port] += seconds
+                    edge.port_s[end, kind] = max(edge.port_s[end, kind], loads[end, port])
             farthest = max(farthest, level)
         start = stop
         copies += start <= size
         if start == size:
-            busiest = max(edge.link_s[0], edge.link_s[1], edge.card_s[0], edge.card_s[1])
-            edge.byte_s = busiest / size
+            ahead, back = edge.port_s[0], edge.port_s[1]
+            edge.byte_s = max(ahead[0], ahead[1], back[0], back[1]) / size
     edge.latency = levels[farthest].latency
     edge.far = 1 if farthest > 0 and node > 1 else 0
     for end in range(2):
         edge.fixed[end] *= copies
-        edge.link_s[end] /= max(b, c)
-        edge.card_s[end] /= max(b, c)
+        for kind in range(2):
+            edge.port_s[end, kind] /= max(b, c)
 
 
 def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, pieces: Table) -> None:
