@@ -72,21 +72,19 @@ class Auto:
         problem = Problem(cost, batch_size, microbatch_size, self.max_replicas).checked()
         space = Space(cost, batch_size, problem.sizes, self.recompute)
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
-        starts: Iterable[Start] = [("the user", start)] if start else []
-        count = self._count
         coarse = coarsen(cost, batch_size, microbatch_size)
-        if coarse is not None:
-            count = min(count, SETTINGS.neighbours)
-        if start is None and coarse is not None:
+        count = min(self._count, SETTINGS.neighbours) if coarse else self._count
+        starts: Iterable[Start]
+        if start is not None:
+            starts = [("the user", start)]
+        elif coarse is not None:
             part, size = coarse.factor, microbatch_size
             found = self(
-                coarse.cost,
-                batch_size=batch_size // part,
-                microbatch_size=None if size is None else size // part,
+                coarse.cost, batch_size=batch_size // part, microbatch_size=size and size // part
             )
             starts = (("a coarser model", coarse.expand(graph)) for graph in found)
-        elif start is None:
-            starts = self._starts(cost, batch_size, microbatch_size)
+        else:
+            starts = self._starts(problem)
         return Search(space, evaluate, starts, count, self.seed)
 
     def without_flush(
@@ -111,33 +109,31 @@ class Auto:
     def _count(self) -> int:
         return SETTINGS.evaluations if self.evaluations is None else self.evaluations
 
-    def _starts(
-        self, cost: CostModel, batch_size: int, microbatch_size: int | None
-    ) -> Iterator[Start]:
+    def _starts(self, problem: Problem) -> Iterator[Start]:
         """What other planners propose; the last one's error where none does.
 
         Data parallelism is proposed also where it fits only with replicas that share the
         optimizer's state.
         """
-        error: InfeasiblePlanError | None = None
-        found, most = False, self.max_replicas or cost.cluster.num_devices
+        asked = {"batch_size": problem.batch_size, "microbatch_size": problem.microbatch_size}
+        given = {
+            "max_replicas": self.max_replicas,
+            "recompute": self.recompute,
+            "fewer_stages": True,
+        }
+        found = False
         for name in STARTS:
             planner: Any = PLANNERS[name]()
-            asked = replace(cost, shard_optimizer=True) if name == "data-parallel" else cost
-            options = {
-                "max_replicas": self.max_replicas,
-                "recompute": self.recompute,
-                "fewer_stages": True,
-            }
-            known = {field.name for field in fields(planner)}
-            planner = replace(planner, **{k: v for k, v in options.items() if k in known})
+            names = {field.name for field in fields(planner)}
+            options = {option: value for option, value in given.items() if option in names}
+            cost = problem.cost
+            if name == "data-parallel":
+                cost = replace(cost, shard_optimizer=True)
             try:
-                proposals = planner(asked, batch_size=batch_size, microbatch_size=microbatch_size)
-                for graph in proposals:
-                    if max(stage.replicas for stage in graph.stages) <= most:
+                for graph in replace(planner, **options)(cost, **asked):
+                    if max(stage.replicas for stage in graph.stages) <= problem.most_replicas:
                         found = True
                         yield name, graph
-            except InfeasiblePlanError as reason:
-                error = reason
-        if error is not None and not found:
-            raise error
+            except InfeasiblePlanError:
+                if name == STARTS[-1] and not found:
+                    raise

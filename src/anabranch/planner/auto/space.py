@@ -48,9 +48,7 @@ class Space:
     @cached_property
     def place(self) -> Ints:
         """Per operator, its place in the order that takes branch after branch."""
-        result = np.empty(len(self.cost.graph), dtype=np.int32)
-        result[list(operators(decompose(self.cost.graph)))] = np.arange(len(result))
-        return result
+        return np.argsort([*operators(decompose(self.cost.graph))]).astype(np.int32)
 
     @cached_property
     def work(self) -> NDArray[np.float64]:
