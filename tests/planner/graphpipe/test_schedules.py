@@ -53,12 +53,12 @@ def test_tables_have_the_prices_of_parts(profile, size, count, memory):
     schedules = Schedules((Configuration(size),), (prices,))
     parts = PartPrices(prices)
     row = line(cost, range(len(cost.graph)), 64).row
-    tables = schedules.tables(row, len(cost.graph))
+    tps, rooms = schedules.tables(row, len(cost.graph))
     for start in range(len(cost.graph)):
         for stop in range(start + 1, len(cost.graph) + 1):
             for k, mode in enumerate(schedules.modes):
                 part = Part(row.mask(start, stop), mode.replicas, mode.recompute, mode.tensor)
-                seconds = float(tables.tps[0, k, start, stop]) * size
+                seconds = float(tps[0, k, start, stop]) * size
                 assert seconds == pytest.approx(parts.period_s(part), rel=1e-12)
-                room, headroom = int(tables.room[0, k, start, stop]), parts.headroom(part)
+                room, headroom = int(rooms[0, k, start, stop]), parts.headroom(part)
                 assert room == (ENDLESS if headroom == UNBOUNDED else (headroom + 1) * size)

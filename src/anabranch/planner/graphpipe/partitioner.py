@@ -34,7 +34,7 @@ import numpy as np
 from anabranch import jit
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.planner.graphpipe.chains import Block, Chain
-from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules, StageTables
+from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.remembered import remembered
 
@@ -136,10 +136,11 @@ class _Search:
         """DP for the items of a chain up to ``stop``, what follows asking for ``after``."""
         tables, row = self.schedules.tables(chain.row), chain.row
         # For every cut the best of what follows it, and the stages that begin there.
-        nothing = self._nothing(after)
-        rests: list[Strategies] = [nothing] * (stop + 1)
-        needs = np.full((stop + 1, *nothing.least.shape), NEVER, dtype=np.int64)
-        needs[stop] = nothing.least
+        needs = np.full((stop + 1, len(after), self.groups + 1), NEVER, dtype=np.int64)
+        needs[stop, :, 0] = after
+        # No operators: a stage before them is before what follows.
+        nothing = Strategies(needs[stop], lambda _x, _d: [])
+        rests = [nothing] * (stop + 1)
         singles = [(needs[stop], needs[stop])] * stop
 
         def begins(i: int) -> list[Strategies]:
@@ -176,7 +177,7 @@ class _Search:
         return rests[0]
 
     def _single_stages(
-        self, tables: StageTables, start: int, stop: int, needs: Ints
+        self, tables: tuple[Floats, Ints], start: int, stop: int, needs: Ints
     ) -> list[tuple[Ints, Ints]]:
         """The base case (lines 26 to 31) for stages that begin at each of some items in a row.
 
@@ -193,7 +194,7 @@ class _Search:
         self.budget.spend(steps + CALL * shape[0] * (stop - start))
         held = np.full((stop - start, *shape), NEVER, dtype=np.int64)
         chosen = np.zeros_like(held)
-        _hold_fewest(tables.tps, tables.room, start, needs, more, devices, self.bound, held, chosen)
+        _hold_fewest(*tables, start, needs, more, devices, self.bound, held, chosen)
         return list(zip(held, chosen, strict=True))
 
     def _begins(
@@ -237,7 +238,6 @@ class _Search:
             q: self._in_series(block.branches[q], len(block.branches[q]), after)
             for q in dict.fromkeys(classes)
         }
-        tables = self.schedules.tables(block.row)
         more, devices = self.schedules.more, self.schedules.devices
         shape = len(classes) + 1, len(after), self.groups + 1
         self.budget.spend(
@@ -247,7 +247,7 @@ class _Search:
         least[0, :, 0] = 0  # no branches ask for nothing
         choices = np.zeros((*shape, 4), dtype=np.int64)
         branches = np.stack([alone[q].least for q in classes]) if classes else least[1:]
-        asked, tps, room = np.array(after, dtype=np.int64), tables.tps, tables.room
+        asked, (tps, room) = np.array(after, dtype=np.int64), self.schedules.tables(block.row)
         _put_beside(branches, tps, room, start, asked, more, devices, self.bound, least, choices)
 
         def stages(stop: int, x: int, d: int) -> list[PlannedStage]:
@@ -284,7 +284,7 @@ class _Search:
             places = np.flatnonzero(self.schedules.tail_s(branch.row) <= self.bound)
             # The longest tail first.
             for cut in places[:: max(1, -(-len(places) // TAILS))].tolist():
-                if tables.tps[:, :, cut, end].min() > self.bound:
+                if tables[0][:, :, cut, end].min() > self.bound:
                     continue
                 ((held, chosen),) = self._single_stages(tables, cut, cut + 1, behind)
                 for begin in self._begins(row, cut, held, chosen, after):
@@ -293,15 +293,11 @@ class _Search:
 
     def _without_tail(self, block: Block, q: int, cut: int, after: After) -> Strategies:
         """DP for a block whose branch q ends at a cut."""
-        others = self._without_branch(block, q, after)
+        before, behind = self._beside(block, 0, after)[q], self._beside(block, q + 1, after)[-1]
+        others = _side_by_side(before, behind)
         if not cut:
             return others
         return _side_by_side(others, self._in_series(block.branches[q], cut, after))
-
-    @remembered
-    def _without_branch(self, block: Block, q: int, after: After) -> Strategies:
-        others = self._beside(block, 0, after)[q]
-        return _side_by_side(others, self._beside(block, q + 1, after)[-1])
 
     def _pick_better(self, options: Sequence[Strategies]) -> Strategies:
         """PickBetter (lines 18, 47): less memory, which is fewer samples in flight."""
@@ -311,12 +307,6 @@ class _Search:
         tables = np.stack([np.full(shape, NEVER), *(option.least for option in options)])
         chosen = tables.argmin(axis=0)
         return Strategies(tables.min(axis=0), lambda x, d: options[chosen[x, d] - 1].stages(x, d))
-
-    def _nothing(self, after: After) -> Strategies:
-        """No operators: a stage before this one is before what follows."""
-        least = np.full((len(after), self.groups + 1), NEVER, dtype=np.int64)
-        least[:, 0] = after
-        return Strategies(least, lambda _x, _d: [])
 
 
 def _side_by_side(a: Strategies, b: Strategies) -> Strategies:

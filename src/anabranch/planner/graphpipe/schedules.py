@@ -36,19 +36,6 @@ class Configuration:
 
 
 @dataclass(frozen=True, eq=False)
-class StageTables:
-    """Ranges of a row as single stages, [configuration, mode, start, stop].
-
-    Attributes:
-        tps: seconds per sample; infinite for ranges without items and modes that may not be used.
-        room: most samples in flight that fit into memory.
-    """
-
-    tps: Floats
-    room: Ints
-
-
-@dataclass(frozen=True, eq=False)
 class Schedules:
     """The set C of candidate configurations, and EstimateTPS and Algorithm 2 for all at once.
 
@@ -92,9 +79,10 @@ class Schedules:
         return np.array(table, dtype=np.int64)
 
     @remembered
-    def tables(self, row: NestedSets, starts: int | None = None) -> StageTables:
-        """Time per sample and memory of the ranges of a row, or of those that begin at its first
-        so many.
+    def tables(self, row: NestedSets, starts: int | None = None) -> tuple[Floats, Ints]:
+        """Time per sample, and most samples in flight that fit into memory, of the ranges of a row
+        as single stages, or of those that begin at its first so many: [configuration, mode, start,
+        stop]. The time is infinite for ranges without items and modes that may not be used.
         """
         starts = len(row) if starts is None else starts
         shape = len(self.configurations), len(self.modes), starts, len(row)
@@ -113,7 +101,7 @@ class Schedules:
                     samples = (height.astype(np.int64) + 1) * size
                     room[x, k] = np.where(height == UNBOUNDED, ENDLESS, samples)
         tps[:, :, *np.tril_indices(starts, m=len(row))] = np.inf
-        return StageTables(tps, room)
+        return tps, room
 
     @remembered
     def tail_s(self, row: NestedSets) -> Floats:
