@@ -31,7 +31,13 @@ _WIDTH = 100
 class Strict(BaseModel):
     """Nothing is converted, nothing unknown is let pass."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        defer_build=True,  # until a file of the kind is read or written
+    )
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -5,9 +5,10 @@ Proposals are scheduled and simulated (``simulator.judge``); a plan's figures ar
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -174,13 +175,14 @@ class StepSearch:
         may_share = shard_optimizer is None and cost.cluster.num_devices > 1
         if shard_optimizer:
             cost = replace(cost, shard_optimizer=True)
-        try:
-            return self._find(cost, notes, may_share=may_share)
-        except InfeasiblePlanError:
-            if may_share:
-                with suppress(InfeasiblePlanError):
-                    return self._find(replace(cost, shard_optimizer=True), notes)
-            raise
+        with _new_garbage_only():
+            try:
+                return self._find(cost, notes, may_share=may_share)
+            except InfeasiblePlanError:
+                if may_share:
+                    with suppress(InfeasiblePlanError):
+                        return self._find(replace(cost, shard_optimizer=True), notes)
+                raise
 
     def _find(self, cost: CostModel, notes: Sequence[str], *, may_share: bool = False) -> Found:
         started = time.perf_counter()
@@ -456,6 +458,21 @@ def _plan_or_why(search: Callable[[], Plan]) -> Plan | AnabranchError:
         return error
     except KeyboardInterrupt:
         return SearchStoppedError("interrupted before it had proposed a plan")
+
+
+@contextmanager
+def _new_garbage_only() -> Iterator[None]:
+    """Garbage is looked for in what comes, not again and again in all that is there: modules and
+    a profile are most of what a short search would look at.
+    """
+    if gc.get_freeze_count():  # as a caller wants it
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _is_replicated(graph: StageGraph) -> bool:
