@@ -36,7 +36,7 @@ _WHAT = {
 
 FETCHED, COMPILED = 5_000, 100_000
 """Entries of lists that a process simulates in plain Python before it fetches the machine code, as
-long as that takes; and where none is kept, before it begins to compile it: some seconds.
+long as that takes; and where none is kept, before it begins to compile it: a second or two.
 """
 
 _played = 0
