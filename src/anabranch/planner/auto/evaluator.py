@@ -95,11 +95,12 @@ class Evaluator:
         state = tables.State(
             np.zeros(devices + 1, tables.STAGE),
             np.zeros(edges, tables.EDGE),
+            np.zeros(1, np.int64),
             np.zeros((2, devices, devices), np.int64),
             np.zeros((devices, nodes + 1), np.int64),
-            np.zeros(devices, np.int64),
+            np.zeros((devices, devices), np.int64),
             np.zeros((2, devices + nodes)),
-            np.zeros(len(cost.graph) + devices, tables.PIECE),
+            np.zeros((devices, len(cost.graph)), tables.PIECE),
             paces,
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )

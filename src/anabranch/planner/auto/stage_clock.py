@@ -67,10 +67,10 @@ def _message_s(edge: Record, way: int, samples: int) -> float:
     return float(nbytes * edge.byte_s + edge.latency) if nbytes > 0 else 0.0
 
 
-def _busiest_port_s(batch_size: int, count: int, state: State) -> float:
+def _busiest_port_s(batch_size: int, state: State) -> float:
     """Seconds of the messages of a batch on the port that has most of them."""
     longest = 0.0
-    for e in range(count):
+    for e in range(state.num_edges[0]):
         edge = state.edges[e]
         source, target = state.stages[edge.ends[0]], state.stages[edge.ends[1]]
         size = min(source.microbatch, target.microbatch)
@@ -162,7 +162,7 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
     if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
         stage.until = stage.ready
     else:
-        _compute(stage, stage.ready, 1.0, state.pieces)
+        _compute(stage, stage.ready, 1.0, state.pieces[s])
 
 
 def _action_s(stage: Record) -> float:
@@ -197,8 +197,8 @@ def _ask(stage: Record, at: float, pieces: Table) -> None:
     the earliest.
     """
     stage.asks = np.inf
-    if stage.piece > 0:
-        left = stage.passed - pieces[stage.piece - 1].final
+    if stage.pieces_done < stage.pieces:
+        left = stage.passed - pieces[stage.pieces_done].final
         stage.asks = max(at, stage.passed_all - left * stage.pace)
 
 
@@ -207,16 +207,15 @@ def _sum(s: int, state: State) -> float:
     are free that others have asked for before.
     """
     stage = state.stages[s]
-    far, piece = 1 if stage.nodes > 1 else 0, state.pieces[stage.piece - 1]
+    far, piece = 1 if stage.nodes > 1 else 0, state.pieces[s, stage.pieces_done]
     start = max(stage.asks, _free_at(0, s, far, state), _free_at(1, s, far, state))
     end = float(start + piece.seconds)
     for inward in range(2):
         for i in range(1 + far * stage.nodes):
             state.ports[inward, state.ports_of[s, i]] = end
     piece.parts -= 1
-    if piece.parts == 0:
-        stage.piece = piece.next
-    _ask(stage, end, state.pieces)
+    stage.pieces_done += piece.parts == 0
+    _ask(stage, end, state.pieces[s])
     return end
 
 
@@ -240,7 +239,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         update = max(update, stage.update)
         actions += 2 * stage.total
         stage.asks = np.inf
-        summing += stage.piece > 0
+        summing += stage.pieces > 0
         if _period_s(stage) > _period_s(stages[slow]):
             slow = s
         _turn(stage, 0.0)
@@ -263,14 +262,14 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
             step = max(step, _sum(s, state))
             if step + update > limit:
                 return np.inf
-            summing -= stage.piece == 0
+            summing -= stage.pieces_done == stage.pieces
             continue
         way, seconds = stage.way, _action_s(stage)
         if len(paces) > 0:
             if stage.begun == 0:
                 running = _share(end, stage.devices, running, paces, stages)
                 stage.begun = 1
-                _compute(stage, end, paces[running], state.pieces)
+                _compute(stage, end, paces[running], state.pieces[s])
                 continue
             stage.begun = 0
             running = _share(end, -stage.devices, running, paces, stages)
@@ -331,20 +330,20 @@ def step_s(
         return np.inf
     if not tables.sum_operators(home, problem, stages):
         return np.inf
-    joined = tables.join_stages(home, problem, stages, state)
+    tables.join_stages(home, problem, stages, state)
     if not tables.sort_stages(stages, state):
         return np.inf
     if chained:
-        joined = tables.chain_stages(joined, stages, state)
+        tables.chain_stages(stages, state)
     tables.order_edges(stages, state)
     tables.count_in_flight(deep, flush, stages, state)
     if not tables.fit_memory(sharded, numbers, stages, state):
         return np.inf
-    tables.price_messages(joined, problem, stages, state)
+    tables.price_messages(problem, stages, state)
     tables.price_sums(home, sharded, problem, stages, state.pieces)
     least = _least_s(numbers, stages, state)
     if not flush:
-        least = max(least, _busiest_port_s(batch_size, joined, state))
+        least = max(least, _busiest_port_s(batch_size, state))
     if flush and least <= limit:
         least = max(_run(batch_size, numbers.receive_slots, stages, state, limit), least)
     return least if least <= limit else np.inf

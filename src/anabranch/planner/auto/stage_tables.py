@@ -48,11 +48,12 @@ class State(NamedTuple):
 
     stages: Table  # and more entries, the last of which is all zeros
     edges: Table  # [e]
+    num_edges: Table  # the only number
     edges_of: Table  # [way, s, 0 to its edges] those whose messages it takes
     ports_of: Table  # [s, 0 to its nodes]
-    devices: Table  # those of stage after stage
+    devices: Table  # [s, 0 to its devices]
     ports: Table  # [out or in, port] when it is free; before, seconds of a message of a byte
-    pieces: Table
+    pieces: Table  # [s, 0 to its pieces]
     paces: Table  # [devices that compute] times as long as alone; empty where that is no matter
     arrivals: Table  # [way, e, micro-batch of the receiver] of the last of its messages
 
@@ -91,14 +92,13 @@ NUMBERS = _record(
     "versions_in_flight more_versions",
 )
 
-# Of ``draft.SETUP``, then counted: devices, the place of the first among those of all stages, the
-# least and the greatest, and nodes that they are on; samples of the fullest replica, and the row of
-# seconds below them in all micro-batches but the last, which may be a short one, and in that.
-# Micro-batches of a step, in flight at least, in flight if memory were endless, and as it is. The
-# stage at its place in a topological order; devices whose place is known; what has been counted; by
-# way the edges whose messages it takes, and how often it has gone it. Of its next action: the way;
-# how many edges it has the messages of; whether it has begun on cores. The first and last piece of
-# its sums, and 1; 0 for none.
+# Of ``draft.SETUP``, then counted: devices, the least and the greatest, and nodes that they are on;
+# samples of the fullest replica, and the row of seconds below them in all micro-batches but the
+# last, which may be a short one, and in that. Micro-batches of a step, in flight at least, in
+# flight if memory were endless, and as it is. The stage at its place in a topological order; what
+# has been counted; by way the edges whose messages it takes, and how often it has gone it. Of its
+# next action: the way; how many edges it has the messages of; whether it has begun on cores. Pieces
+# of its sums, and how many of them are summed.
 #
 # Seconds [last, way]; what the last backward leaves of its all-reduce; its update; at least from
 # the beginning of the step to its first forward and from its last backward to the end. In the last
@@ -111,9 +111,9 @@ NUMBERS = _record(
 # sample and whatever the samples; gradients that are summed, that are in pieces, and that
 # wait, in about so many buckets.
 STAGE = _record(
-    "microbatch k recompute tensor operators devices first low high nodes replicas samples row:2 "
-    "last degree total least wanted in_flight ordered placed counted edges:2 done:2 way taken "
-    "begun piece last_piece",
+    "microbatch k recompute tensor operators devices low high nodes replicas samples row:2 last "
+    "degree total least wanted in_flight ordered counted edges:2 done:2 way taken begun pieces "
+    "pieces_done",
     "above:2 seconds:22 sums update before behind passed final summed passed_all ready until left "
     "pace asks parameters trainable tables rows largest largest_gradient kept passing enters "
     "enters_fixed returns returns_fixed gradients cut waiting buckets",
@@ -126,8 +126,8 @@ STAGE = _record(
 EDGE = _record("ends:2 far posted:2", "per_sample:2 fixed:2 latency byte_s port_s:22")
 
 # Part of a stage's gradients that is final, after so many seconds of its operators in the last
-# backward, and then summed; parts of it that take ports one after the other. The next piece and 1.
-PIECE = _record("parts next", "final seconds")
+# backward, and then summed; parts of it that take ports one after the other.
+PIECE = _record("parts", "final seconds")
 
 
 def _clear_ports(ports: Table) -> None:
@@ -149,22 +149,16 @@ def count_devices(
         stage.recompute, stage.tensor = setup.recompute, setup.tensor
         ports_of[s, 0] = s
     for d in range(len(owner)):
-        stages[owner[d]].devices += 1
-    first = 0
-    for s in range(len(stages)):
-        stages[s].first = first
-        first += stages[s].devices
-    for d in range(len(owner)):
         s, card = owner[d], len(owner) + d // node
         stage = stages[s]
         if ports_of[s, stage.nodes] != card:
-            if stage.placed % stage.tensor:
+            if stage.devices % stage.tensor:
                 return False
             stage.nodes += 1
             ports_of[s, stage.nodes] = card
-        stage.low, stage.high = d if stage.placed == 0 else stage.low, d
-        state.devices[stage.first + stage.placed] = d
-        stage.placed += 1
+        stage.low, stage.high = d if stage.devices == 0 else stage.low, d
+        state.devices[s, stage.devices] = d
+        stage.devices += 1
     return True
 
 
@@ -239,18 +233,20 @@ def sum_operators(home: Table, problem: Problem, stages: Table) -> bool:
     return True
 
 
-def _find_edge(s: int, t: int, count: int, state: State) -> int:
-    """The number of an edge, which is made as one more than so many if there is none yet."""
+def _find_edge(s: int, t: int, state: State) -> int:
+    """The number of an edge, which is made if there is none yet."""
     for i in range(state.stages[s].edges[1]):
         e = state.edges_of[1, s, i]
         if state.edges[e].ends[1] == t:
             return int(e)
-    edge = state.edges[count]
+    new = int(state.num_edges[0])
+    state.num_edges[0] += 1
+    edge = state.edges[new]
     edge.ends[0], edge.ends[1] = s, t
     for way in range(2):
-        _add_edge(way, count, state)
+        _add_edge(way, new, state)
         edge.per_sample[way] = edge.fixed[way] = 0.0
-    return count
+    return new
 
 
 def _add_edge(way: int, e: int, state: State) -> None:
@@ -261,9 +257,9 @@ def _add_edge(way: int, e: int, state: State) -> None:
     stage.edges[way] += 1
 
 
-def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> int:
-    """Edges between stages and what flows along them; how many there are."""
-    count = 0
+def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> None:
+    """Edges between stages and what flows along them."""
+    state.num_edges[0] = 0
     for v in range(len(problem.values)):
         value = problem.values[v]
         s = int(home[value.producer])
@@ -274,9 +270,7 @@ def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> i
             if t == s or target.counted == v + 1:  # this value has come to it before
                 continue
             target.counted, leaves = v + 1, True
-            e = _find_edge(s, t, count, state)
-            count = max(count, e + 1)
-            edge = state.edges[e]
+            edge = state.edges[_find_edge(s, t, state)]
             for way in range(2):
                 edge.per_sample[way] += value.per_sample[way]
                 edge.fixed[way] += value.fixed[way]
@@ -285,7 +279,6 @@ def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> i
         if leaves:
             source.returns += value.per_sample[1]
             source.returns_fixed += value.fixed[1]
-    return count
 
 
 def sort_stages(stages: Table, state: State) -> bool:
@@ -304,14 +297,10 @@ def sort_stages(stages: Table, state: State) -> bool:
     return True
 
 
-def chain_stages(count: int, stages: Table, state: State) -> int:
-    """Edges from every stage to the next in the order, as far as there are none; how many edges
-    there are then.
-    """
+def chain_stages(stages: Table, state: State) -> None:
+    """Edges from every stage to the next in the order, as far as there are none."""
     for place in range(len(stages) - 1):
-        s, t = stages[place].ordered, stages[place + 1].ordered
-        count = max(count, _find_edge(s, t, count, state) + 1)
-    return count
+        _find_edge(stages[place].ordered, stages[place + 1].ordered, state)
 
 
 def order_edges(stages: Table, state: State) -> None:
@@ -398,13 +387,13 @@ def message_bytes(edge: Record, way: int, samples: int) -> float:
     return float(edge.per_sample[way] * samples + edge.fixed[way])
 
 
-def price_messages(count: int, problem: Problem, stages: Table, state: State) -> None:
+def price_messages(problem: Problem, stages: Table, state: State) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
     numbers = problem.numbers[0]
-    for e in range(count):
+    for e in range(state.num_edges[0]):
         edge = state.edges[e]
         source, target = stages[edge.ends[0]], stages[edge.ends[1]]
-        _route(edge, source, target, problem.levels, state)
+        _route(edge, problem.levels, state)
         size, last = min(source.microbatch, target.microbatch), min(source.last, target.last)
         for way in range(2):
             edge.posted[way] = numbers.receive_slots
@@ -419,7 +408,7 @@ def price_messages(count: int, problem: Problem, stages: Table, state: State) ->
     _clear_ports(state.ports)
 
 
-def _route(edge: Record, source: Record, target: Record, levels: Table, state: State) -> None:
+def _route(edge: Record, levels: Table, state: State) -> None:
     """Seconds of a byte between two stages, by the slices that their replicas have in common.
 
     ::
@@ -427,7 +416,8 @@ def _route(edge: Record, source: Record, target: Record, levels: Table, state: S
         micro-batches of 4, 2 replicas     0 0 1 1 | 0 0 1 1     two messages: the first one goes
         micro-batches of 8, 4 replicas     0 0 1 1   2 2 3 3     to replicas 0 and 1
     """
-    devices, loads = state.devices, state.ports
+    devices, loads, s, t = state.devices, state.ports, edge.ends[0], edge.ends[1]
+    source, target = state.stages[s], state.stages[t]
     _clear_ports(loads)
     b, c = source.microbatch, target.microbatch
     size, node = min(b, c), levels[0].devices
@@ -443,8 +433,8 @@ def _route(edge: Record, source: Record, target: Record, levels: Table, state: S
         )
         taking, giving = target.devices // target.replicas, source.devices // source.replicas
         for k in range(taking):
-            sender = devices[source.first + i * giving + k % giving]
-            receiver = devices[target.first + j * taking + k]
+            sender = devices[s, i * giving + k % giving]
+            receiver = devices[t, j * taking + k]
             level = level_of(min(sender, receiver), max(sender, receiver), levels)
             seconds = (stop - start) / levels[level].bandwidth
             for end in range(2):
@@ -487,14 +477,13 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
             stage.sums = reduce_s
     if not numbers.flush:
         return
-    count = 0
     for i in range(len(home) - 1, -1, -1):
         stage = stages[home[i]]
         if stage.replicas > 1:
             held = problem.op_bytes[stage.degree, i]
             nbytes = summed_bytes(held.trainable, held.tables, held.rows)
             if stage.waiting > 0 and stage.waiting + nbytes > _piece(stage):
-                count = _cut_piece(stage, half, levels, pieces, count)
+                _cut_piece(stage, half, levels, pieces[home[i]])
             stage.passed += _operator_s(i, 1, 1, stage, problem.op_seconds)
             if nbytes > 0:
                 stage.final = stage.passed
@@ -503,7 +492,7 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
     for s in range(len(stages)):
         stage = stages[s]
         if stage.waiting > 0:
-            count = _cut_piece(stage, half, levels, pieces, count)
+            _cut_piece(stage, half, levels, pieces[s])
         stage.sums = max(0.0, stage.summed - stage.passed)
 
 
@@ -518,19 +507,14 @@ def _piece(stage: Record) -> float:
     return piece_bytes(stage.cut, stage.gradients - stage.cut)
 
 
-def _cut_piece(stage: Record, half: float, levels: Table, pieces: Table, count: int) -> int:
-    """What waits as a piece, summed when it is final and the one before is; pieces then."""
+def _cut_piece(stage: Record, half: float, levels: Table, pieces: Table) -> None:
+    """What waits as one more of a stage's pieces, summed when it is final and the one before is."""
     byte_s, latency_s = _ring(stage, levels)
     latency_s *= max(1.0, stage.buckets)
-    piece, sum_s = pieces[count], transfer_s(stage.waiting, byte_s, latency_s) * half
+    piece, sum_s = pieces[stage.pieces], transfer_s(stage.waiting, byte_s, latency_s) * half
     piece.parts = max(1, round(stage.waiting / _piece(stage)))
-    piece.next, piece.final, piece.seconds = 0, stage.final, sum_s / piece.parts
-    if stage.piece == 0:
-        stage.piece = count + 1
-    else:
-        pieces[stage.last_piece - 1].next = count + 1
-    stage.last_piece = count + 1
+    piece.final, piece.seconds = stage.final, sum_s / piece.parts
+    stage.pieces += 1
     stage.summed = max(stage.summed, stage.final) + sum_s
     stage.cut += stage.waiting
     stage.waiting, stage.buckets = 0.0, 0.0
-    return count + 1
