@@ -193,11 +193,8 @@ def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     if len(draft.owner) == node:
         return None
     s = _below(draft.num_stages, rng)
-    first = node * _below(len(draft.owner) // node, rng)
-    inside = np.arange(first, first + node)
-    others = inside[draft.owner[inside] != s]
-    mine = _where(draft.owner == s)
-    mine = mine[(mine < first) | (mine >= first + node)]
+    inside = np.arange(len(draft.owner)) // node == _below(len(draft.owner) // node, rng)
+    mine, others = _where((draft.owner == s) & ~inside), _where((draft.owner != s) & inside)
     some = min(len(mine), len(others))
     if not some:
         return None

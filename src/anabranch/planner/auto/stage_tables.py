@@ -376,10 +376,10 @@ def fit_memory(sharded: bool, numbers: Record, stages: Table, state: State) -> b
 
 def level_of(first: int, last: int, levels: Table) -> int:
     """The level of the cluster on which these devices and all between them meet."""
-    for i in range(len(levels) - 1):
-        if first // levels[i].devices == last // levels[i].devices:
-            return i
-    return int(len(levels) - 1)
+    level = 0
+    while first // levels[level].devices != last // levels[level].devices:
+        level += 1
+    return level
 
 
 def message_bytes(edge: Record, way: int, samples: int) -> float:
@@ -431,10 +431,9 @@ def _route(edge: Record, levels: Table, state: State) -> None:
             start - start % b + b * (i + 1) // source.replicas,
             start - start % c + c * (j + 1) // target.replicas,
         )
-        taking, giving = target.devices // target.replicas, source.devices // source.replicas
-        for k in range(taking):
-            sender = devices[s, i * giving + k % giving]
-            receiver = devices[t, j * taking + k]
+        for k in range(target.tensor):
+            sender = devices[s, i * source.tensor + k % source.tensor]
+            receiver = devices[t, j * target.tensor + k]
             level = level_of(min(sender, receiver), max(sender, receiver), levels)
             seconds = (stop - start) / levels[level].bandwidth
             for end in range(2):

@@ -87,10 +87,9 @@ class _Builder:
     def _keys(self) -> list[Hashable]:
         """Per operator what it costs."""
         named = self._cost.parameters
-        held = [[named[name] for name in op.parameters] for op in self._cost.graph.ops]
         return [
-            (costs, tuple((parameter.nbytes, parameter.trainable) for parameter in parameters))
-            for costs, parameters in zip(self._cost.profile.costs, held, strict=True)
+            (costs, tuple((named[name].nbytes, named[name].trainable) for name in op.parameters))
+            for costs, op in zip(self._cost.profile.costs, self._cost.graph.ops, strict=True)
         ]
 
     def chain(self, node: Node) -> Chain:

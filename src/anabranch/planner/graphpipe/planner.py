@@ -111,8 +111,7 @@ def propose(problem: Problem, tolerance: float, *, per_stage: bool = False) -> I
 def _unit(problem: Problem) -> int:
     """Devices that are given out together: a power of two where one divides them all."""
     total = problem.devices
-    fits = (unit for unit in range(1, total + 1) if total % unit == 0)
-    few = [unit for unit in fits if total // unit <= GROUPS]
+    few = [unit for unit in range(1, total + 1) if total % unit == 0 and total // unit <= GROUPS]
     unit = min(few, key=lambda unit: (unit.bit_count() > 1, unit))
     return unit if unit <= problem.most_replicas else 1
 
