@@ -15,7 +15,7 @@ from anabranch.cli.parsing import parse_counts, powers_of_two, usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cluster import Cluster
 from anabranch.errors import InvalidPlanError, SearchStoppedError
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import Granularity, OpGraph
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
@@ -269,6 +269,12 @@ def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
         if said:
             note(said)
     return found
+
+
+def note_other_model(plan: Plan, graph: OpGraph) -> None:
+    """Say that a plan file was made for a model of another size, if that is so."""
+    if said := plan.other_model(graph):
+        note(said)
 
 
 def note_uncalibrated(plan: Plan) -> None:

@@ -260,6 +260,8 @@ def test_a_plan_of_another_model_of_the_same_names_is_warned_of(run, tmp_path):
     # Warnings are errors here, so that the ranks of verify report theirs.
     for verb, ended in {
         ("check", "plan.json", TOWERS): 0,
+        ("simulate", "plan.json", TOWERS): 0,
+        ("plan", TOWERS, *options, "--from", "plan.json"): 0,
         ("verify", TOWERS, "--plan", "plan.json"): 1,
     }.items():
         assert said not in run(*verb)[2]

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import note, print_json
+from anabranch.cli.output import print_json
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings
+from anabranch.cli.source import note_other_model
 from anabranch.cli.spread import spread
 from anabranch.weights import OPTIMIZERS
 
@@ -39,8 +40,8 @@ def check(
             other.device_of(plan, cluster), plan.stage_graph.batch_size, plan.mode, other.optimizer
         )
     problems = check_plan(plan, costs, cluster, optimizer=optimizer)
-    if costs is not None and not problems and (said := plan.other_model(costs.graph)):
-        note(said)
+    if costs is not None and not problems:
+        note_other_model(plan, costs.graph)
     if model is None:
         try:
             require_own_devices(plan, plan_file)

@@ -22,7 +22,7 @@ from anabranch.cli.output import note, print_json, print_table, say_lines, say_w
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import begin_compiling
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, Policy
-from anabranch.cli.source import read_cluster
+from anabranch.cli.source import note_other_model, read_cluster
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
 
@@ -117,6 +117,8 @@ def plan(
             "there is one, and with --planner sequential or data-parallel at once"
         ) from None
     found = replace(found, options=source.recorded())
+    if given is not None:
+        note_other_model(given, costs.graph)
     if model.file is not None:
         save_plan(found, model.file)
     others: dict[str, Baseline | AnabranchError] = {}

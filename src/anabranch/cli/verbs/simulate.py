@@ -14,6 +14,7 @@ from anabranch.cli.comparison import staleness_table
 from anabranch.cli.output import note, print_json, print_table, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
+from anabranch.cli.source import note_other_model
 from anabranch.cli.spread import spread
 from anabranch.cli.writable import file_to_write
 from anabranch.plans.plan import Mode, Plan, headline, time_text
@@ -102,6 +103,7 @@ def simulate(
         text = page(shown, [(title, timeline)], graphs=[graph], tables=tables)
         report.write_text(text, encoding="utf-8")
     files = {"trace": trace, "report": report}
+    note_other_model(plan, costs.graph)
     if (chosen, schedule, policy, other.cluster) == (plan.mode, None, None, None):
         _say_if_changed(plan, plan_file, shown)
     facts = {**source.facts, **(_actions(timeline) if actions else {})} if as_json else None
