@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.examples import TOWERS
+
 
 def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     """The plan that was just written is valid and takes as long as it says; a broken one is not."""
@@ -49,6 +51,19 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     code, out, _ = run("check", plan, profile, "--json")
     assert code == 1
     assert not json.loads(out)["valid"]
+
+
+def test_operators_that_are_timed_anew_are_no_change_of_the_file(run, tmp_path):
+    """It said that the file had been edited, of one that nobody had touched."""
+    options = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines")
+    assert run("plan", TOWERS, *options, "-o", "plan.json")[0] == 0
+    plan = json.loads(Path("plan.json").read_text())
+    plan["predicted"]["step_s"] *= 2
+    plan["predicted"]["samples_per_s"] /= 2
+    Path("plan.json").write_text(json.dumps(plan))
+    said = run("simulate", "plan.json")[2]
+    assert "plan.json itself says" in said
+    assert "operators were timed anew just now, or it was changed" in said
 
 
 def test_a_plan_file_is_checked_and_simulated(run, four_files, tmp_path):

@@ -74,10 +74,8 @@ def simulate(
     cluster = other.cluster_of(plan, plan_file)
     chosen = mode or plan.mode
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
-    source = other.source(plan, model)
-    costs, optimizer = source.profile_and_optimizer(
-        other.device_of(plan, cluster), batch_size, chosen, other.optimizer
-    )
+    source, device = other.source(plan, model), other.device_of(plan, cluster)
+    costs, optimizer = source.profile_and_optimizer(device, batch_size, chosen, other.optimizer)
     explanation = None
     if chosen == "async":
         if why:
@@ -105,21 +103,21 @@ def simulate(
     files = {"trace": trace, "report": report}
     note_other_model(plan, costs.graph)
     if (chosen, schedule, policy, other.cluster) == (plan.mode, None, None, None):
-        _say_if_changed(plan, plan_file, shown)
+        _say_if_changed(plan, plan_file, shown, is_timed=source.is_timed(device))
     facts = {**source.facts, **(_actions(timeline) if actions else {})} if as_json else None
     _say(shown, timeline, found, explanation, facts, files)
 
 
-def _say_if_changed(plan: Plan, file: Path, found: Plan) -> None:
-    """Remark that the figures in a plan file are not those of the plan in it. Where operators are
-    timed anew, they differ by some per cent all the same.
+def _say_if_changed(plan: Plan, file: Path, found: Plan, *, is_timed: bool) -> None:
+    """Remark that the figures in a plan file are not those of the plan in it; ``is_timed``: its
+    operators have just been timed anew, so that they differ by some per cent all the same.
     """
     noted, step_s = plan.predicted, found.figures.step_s
     if noted is not None and abs(noted.step_s - step_s) > 0.05 * noted.step_s:
-        note(
-            f"{file} itself says {time_text(noted.step_s)}: it was changed since it was planned, "
-            "or its costs were others"
-        )
+        why = "it was changed since it was planned, or its costs were others"
+        if is_timed:
+            why = "operators were timed anew just now, or it was changed since it was planned"
+        note(f"{file} itself says {time_text(noted.step_s)}: {why}")
 
 
 def _actions(timeline: Timeline) -> dict[str, Any]:
