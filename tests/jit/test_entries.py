@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -81,6 +82,20 @@ def test_a_compiler_that_was_killed_is_started_again(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="ended with -9"):
         add_twice(*args)
     assert add_twice(*args) == 3
+
+
+def test_a_compiler_that_hangs_is_ended(tmp_path, monkeypatch):
+    """Nobody waits for it for ever: here for one that has been stopped."""
+    monkeypatch.setattr(entries, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(add_twice, "_codes", {})
+    monkeypatch.setattr(entries, "_compilers", {})
+    monkeypatch.setattr(entries, "LONGEST_S", 0.1)
+    args = np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
+    jit.begin((add_twice, args))
+    for compiler in entries._compilers.values():
+        compiler.send_signal(signal.SIGSTOP)
+    with pytest.raises(RuntimeError, match=r"ended with -9.* killed, as it is after 0.1 s"):
+        add_twice(*args)
 
 
 def test_python_without_docstrings_compiles_what_it_has(tmp_path):

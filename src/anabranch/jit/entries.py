@@ -90,14 +90,14 @@ class _Entry:
                 # Unless another process has just put it there.
                 _begin([(self, kinds)])
                 compiler = _compilers.get((os.getpid(), path))
-                status = compiler.wait() if compiler else 0
+                status = _ended(compiler) if compiler else 0
                 content = _kept(path)
             if content is None:
                 _compilers.pop((os.getpid(), path), None)  # the next call tries it again
                 name = self.__wrapped__.__name__
                 raise RuntimeError(
                     f"{name} could not be compiled: its process ended with {status} and says why, "
-                    "or was killed; try again"
+                    f"or was killed, as it is after {LONGEST_S:g} s; try again"
                 )
             self._codes[kinds] = _loaded(content, kinds, self.returns)
         return self._codes[kinds]
@@ -125,6 +125,19 @@ def _contents(function: Any, known: set[Any]) -> Iterator[Any]:
 _compilers: dict[tuple[int, Path], subprocess.Popen[bytes]] = {}
 """By who began them, for a forked process cannot wait for those of the other, and what they make.
 """
+
+
+LONGEST_S = 120.0
+"""Seconds that a compiler may take from when its code is needed; it takes one or two."""
+
+
+def _ended(compiler: subprocess.Popen[bytes]) -> int:
+    """The status with which a compiler ends, by itself or after that time."""
+    try:
+        return compiler.wait(LONGEST_S)
+    except subprocess.TimeoutExpired:
+        compiler.kill()
+        return compiler.wait()
 
 
 def begin(*calls: tuple[Callable[..., Any], Sequence[Any]]) -> None:
