@@ -77,8 +77,11 @@ class ModelSource:
         )
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
-        """Preset and options as a plan keeps them; no preset for a profile file."""
-        preset = () if self.is_file else (("preset", self.preset),)
+        """Preset and options as a plan keeps them; no preset for a profile file, nor for the user's
+        own function unless one is asked for.
+        """
+        is_own = ":" in self.model and self.preset == ModelSource.preset
+        preset = () if self.is_file or is_own else (("preset", self.preset),)
         return (*preset, *self.options.items())
 
     def capture(self, workload: Workload) -> Captured:

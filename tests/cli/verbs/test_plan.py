@@ -135,13 +135,15 @@ def test_data_parallelism_is_a_baseline_of_every_plan(run, document, profile):
 
 
 def test_a_plan_remembers_how_its_model_was_built(document, tmp_path):
-    """So that ``simulate PLAN`` alone can build it again, options included."""
+    """So that ``simulate PLAN`` alone can build it again, options included; presets are those of
+    built-in models.
+    """
     plan = str(tmp_path / "plan.json")
     made = document(
         "plan", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8", "-o", "width=32",
         "--granularity", "operator", "-o", plan,
     )  # fmt: skip
-    assert made["options"] == {"preset": "published", "width": "32"}
+    assert made["options"] == {"width": "32"}
     assert made["granularity"] == "operator"
     assert document("simulate", plan)["step_s"] == pytest.approx(made["predicted"]["step_s"])
 
