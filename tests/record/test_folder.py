@@ -11,7 +11,7 @@ import pytest
 from anabranch.errors import FileFormatError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.record import Origin, Part, Run, load_run, save_run
+from anabranch.record import Origin, Part, Run, load_run, new_folder, save_run
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 
@@ -135,3 +135,12 @@ def test_a_run_of_an_earlier_version_has_no_turns(tmp_path: Path) -> None:
     del document["round_robin"]
     (tmp_path / "run.json").write_text(json.dumps(document))
     assert load_run(tmp_path) == RUN
+
+
+def test_runs_that_begin_in_one_second_have_a_folder_each(tmp_path, monkeypatch):
+    """The second wrote over the figures of the first."""
+    monkeypatch.chdir(tmp_path)
+    first, second, other = new_folder("demo", 0.0), new_folder("demo", 0.9), new_folder("demo", 1)
+    assert first.is_dir()
+    assert second.name == f"{first.name}-2"
+    assert other.name not in (first.name, second.name)

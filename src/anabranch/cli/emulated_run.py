@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ def rehearse(
     local: TrainedPlanSettings,
     emulation: EmulationSettings,
     steps: int,
-    folder: Path,
+    new_folder: Callable[[], Path],
     *,
     as_json: bool,
 ) -> None:
@@ -51,6 +52,7 @@ def rehearse(
             time_scale=emulation.time_scale,
             watch=progress,
         )
+    folder = new_folder()
     save_run(replace(result.run, origin=Origin.here()), folder)
     if not result.keeps_up:
         note(

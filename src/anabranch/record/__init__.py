@@ -1,6 +1,6 @@
 """Runs: what happened, the figures that are told of it, and the folder that it leaves."""
 
-from anabranch.record.folder import load_run, save_run, write_report
+from anabranch.record.folder import load_run, new_folder, save_run, write_report
 from anabranch.record.run import RECORDED_STEPS, WEIGHED_STEP, Origin, Part, Run
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Part",
     "Run",
     "load_run",
+    "new_folder",
     "save_run",
     "write_report",
 ]

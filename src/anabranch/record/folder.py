@@ -10,7 +10,10 @@ runs/glyphs-20260102-030405/
 from __future__ import annotations
 
 import math
+import time
+from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +35,19 @@ from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
 RUN = "anabranch.run/1"
+
+
+def new_folder(name: str, began: float) -> Path:
+    """A folder for a run, made in ``runs`` and named by when it began, in seconds since the epoch;
+    runs of one name that began in the same second have one each.
+    """
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
+    for number in count(1):
+        folder = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            break
+    return folder
 
 
 def save_run(run: Run, folder: Path) -> None:

@@ -113,9 +113,9 @@ def require_in_flight(graph: StageGraph) -> None:
     for s, stage in enumerate(graph.stages):
         if stage.in_flight == 0:
             raise InvalidScheduleError(
-                f"in_flight of stage {s} is 0, so it would begin no micro-batch; set it to the most "
-                "that may be between forward and backward, or leave in_flight out of all stages of "
-                "a plan file for those of its schedule"
+                f"in_flight of stage {s} is 0, so it would begin no micro-batch; set it to how "
+                "many may be between forward and backward, or leave in_flight out of all stages of "
+                "a plan file for the counts of its schedule"
             )
     held = [
         min(stage.in_flight * stage.microbatch_size, graph.batch_size) for stage in graph.stages

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,7 +38,7 @@ def demo(
 ) -> None:
     """The main job from start to end: capture, measure, plan, verify, train, show."""
     require_new_run(run)
-    folder = run or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    began = time.time()
     local = LocalPlanSettings(devices=devices, batch_size=batch_size)
     # For people the story is the result; with --json it goes where progress goes.
     story = _Story(sys.stderr if as_json else sys.stdout)
@@ -72,8 +71,10 @@ def demo(
         result = job.train(TrainingSettings(steps=steps, check_gradients=False))
         result = replace(result, gradients=f"verified: {verified.summary().splitlines()[0]}")
     with story.chapter("Predicted against measured"):
+        from anabranch.record import new_folder
         from anabranch.record.figures import told
 
+        folder = run or new_folder("demo", began)
         times = _times(job.plan, predicted, result)
         noted = replace(job.plan, notes=(*job.plan.notes, *times.splitlines()))
         result = job.keep(result, folder, plan=noted)

@@ -89,7 +89,13 @@ def train(
     """
     require_new_run(run)
     slug = "".join(c if c.isalnum() or c in "-_" else "-" for c in model.model)
-    folder = run or Path("runs") / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
+    began = time.time()
+
+    def folder() -> Path:
+        from anabranch.record import new_folder
+
+        return run or new_folder(slug, began)
+
     if emulation.emulate:
         refuse_emulation(local, training, flush)
         steps = training.steps or 5
@@ -156,9 +162,10 @@ def train(
         job.plan = shown = result.plan
     if is_first:
         # Counts in flight of replicas in turn are none of a plan.
-        result = job.keep(result, folder, plan=None if flush.round_robin else shown)
+        kept = folder()
+        result = job.keep(result, kept, plan=None if flush.round_robin else shown)
         ended = how_to_go_on(result, training, run) if result.interrupted else ""
-        say_run(result, folder, ended, as_json=as_json)
+        say_run(result, kept, ended, as_json=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
