@@ -1,7 +1,5 @@
 """Baselines: what a plan is compared with."""
 
-import math
-
 import pytest
 
 from anabranch.simulator.judge import Judge
@@ -32,17 +30,23 @@ def test_steps_are_those_of_the_plans(problem):
     assert chains[0].step_s == pytest.approx(found.figures.step_s)
 
 
-def test_an_interrupt_before_any_simulation_leaves_a_step(problem, monkeypatch):
-    """The first proposal that fits is simulated all the same, so that no step is endless."""
+@pytest.mark.parametrize(("seen", "left"), [(0, 1), (1, 1), (2, 2)])
+def test_an_interrupt_leaves_out_the_rest(problem, monkeypatch, seen, left):
+    """Ctrl-C in the search for one of them ended that search alone. Data parallelism, which comes
+    first, does not fit; each other search judges twice, with replicas that share state at last.
+    """
     found = plan(*problem, 8, planner="sequential", optimizer_factor=0.0, improve=False)
-    interrupted = []
+    considered = []
+    judge_all = Judge.consider
 
-    def consider(judge, candidate):
-        interrupted.append(candidate)
-        raise KeyboardInterrupt
+    def consider(judge, proposals, *args, **options):
+        considered.append(judge)
+        if len(considered) > seen:
+            raise KeyboardInterrupt
+        return judge_all(judge, proposals, *args, **options)
 
-    monkeypatch.setattr(Judge, "_consider", consider)
-    other = dict(baselines(found, *problem, optimizer_factor=0.0))["straight sequential"]
-    assert interrupted
-    assert math.isfinite(other.step_s)
-    assert other.step_s == other.plan().figures.step_s
+    monkeypatch.setattr(Judge, "consider", consider)
+    others = {}
+    with pytest.raises(KeyboardInterrupt):
+        others.update(baselines(found, *problem, optimizer_factor=0.0))
+    assert list(others) == list(BASELINES)[:left]

@@ -370,7 +370,24 @@ def test_an_interrupt_at_the_last_moment_keeps_the_plan(propose, monkeypatch):
         return whole(*arguments, **options)
 
     monkeypatch.setattr(simulation, "run", run)
-    assert found(cost, 8).predicted.step_s == pytest.approx((8 + 1) * 2)
+    best = found(cost, 8)
+    assert best.predicted.step_s == pytest.approx((8 + 1) * 2)
+    assert best.notes[-1] == "interrupted when the search was over"
+
+
+def test_an_interrupt_while_shared_state_is_tried_is_noted(propose, monkeypatch):
+    """The last part of a search, which went on as if nobody had pressed Ctrl-C."""
+    cost, graph = two_stages(8)
+    propose(graph)
+    whole = Judge.consider
+
+    def consider(self, *args, **options):
+        if self._objective.cost.shard_optimizer:
+            raise KeyboardInterrupt
+        return whole(self, *args, **options)
+
+    monkeypatch.setattr(Judge, "consider", consider)
+    assert found(cost, 8).notes[-1] == "interrupted: the best of the first 1 proposals"
 
 
 def test_a_plan_knows_its_cluster(propose):

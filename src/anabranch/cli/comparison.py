@@ -248,7 +248,9 @@ def interrupted(found: Plan | AnabranchError) -> bool:
     """Whether a search was ended before it came to its end."""
     if isinstance(found, AnabranchError):
         return isinstance(found, SearchStoppedError)
-    return any("interrupted" in text for text in found.notes)
+    from anabranch.solve.planner_options import was_interrupted
+
+    return was_interrupted(found.notes)
 
 
 def why_none(found: Found) -> AnabranchError | None:

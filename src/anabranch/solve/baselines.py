@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from anabranch.errors import AnabranchError
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.solve.planner_options import planner_with
+from anabranch.solve.planner_options import planner_with, was_interrupted
 from anabranch.solve.search import StepSearch, notes_on, plan
 from anabranch.weights import OptimizerFacts
 
@@ -57,7 +56,8 @@ def baselines(
     **options: Any,
 ) -> Iterator[tuple[str, Baseline | AnabranchError]]:
     """Data parallelism, the best sequential plan and the straight one, as they are found: searched,
-    but not improved by simulation.
+    but not improved by simulation. An interrupt (Ctrl-C) leaves out the rest, and reaches the
+    caller.
 
     Args:
         found: what they are compared with.
@@ -83,24 +83,25 @@ def baselines(
             model=found.model,
         )
         best = search.find(cost, notes_on(profile), asked.get("shard_optimizer"))
-        if math.isinf(best.step_s):  # an interrupt came before any was simulated
-            return Baseline.of(best.plan())
+        if was_interrupted(best.notes):
+            raise KeyboardInterrupt
         return Baseline(best.step_s, best.best.graph, best.best.schedule, best.plan)
 
     def period(asked: Mapping[str, Any]) -> Baseline:
-        return Baseline.of(
-            plan(
-                profile,
-                cluster,
-                graph.batch_size,
-                **asked,
-                model=found.model,
-                improve=False,
-                mode=found.mode,
-                policy=found.policy,
-                optimizer=optimizer,
-            )
+        other = plan(
+            profile,
+            cluster,
+            graph.batch_size,
+            **asked,
+            model=found.model,
+            improve=False,
+            mode=found.mode,
+            policy=found.policy,
+            optimizer=optimizer,
         )
+        if was_interrupted(other.notes):
+            raise KeyboardInterrupt
+        return Baseline.of(other)
 
     for name, changed in BASELINES.items():
         try:

@@ -97,6 +97,7 @@ class EndlessSearch:
         try:
             steady = stream.steady(best.graph, best.costs, slots=slots)
         except KeyboardInterrupt:  # as in ``solve.search.plan``: only insisting ends it now
+            remarks.append("interrupted when the search was over")
             steady = stream.steady(best.graph, best.costs, slots=slots)
         return Plan(
             stage_graph=graph,

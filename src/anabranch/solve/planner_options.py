@@ -104,6 +104,11 @@ def uninterrupted(work: Callable[[], object]) -> bool:
     return True
 
 
+def was_interrupted(notes: Iterable[str]) -> bool:
+    """Whether what is said of a plan tells that its search was."""
+    return any("interrupted" in text for text in notes)
+
+
 def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
     """Compute seconds per sample of the slowest stage, GraphPipe's TPS without communication."""
 

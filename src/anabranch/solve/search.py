@@ -208,7 +208,7 @@ class StepSearch:
             judged = uninterrupted(lambda: improve_on(judge, improving.near, BUDGET))
         if may_share and judged and not stopped:
             shared = replace(cost, shard_optimizer=True)
-            sharing = self._sharing(shared, cost, judge)
+            sharing, judged = self._sharing(shared, cost, judge)
             if sharing is not None:
                 judge, cost = sharing, shared
         improved = time.perf_counter()
@@ -228,9 +228,11 @@ class StepSearch:
             (*notes, *stops),
         )
 
-    def _sharing(self, cost: CostModel, unshared: CostModel, replicating: Judge) -> Judge | None:
+    def _sharing(
+        self, cost: CostModel, unshared: CostModel, replicating: Judge
+    ) -> tuple[Judge | None, bool]:
         """A judge of proposals whose replicas share the optimizer's state, if one is better: an
-        update took long, or there is memory for a faster way to run.
+        update took long, or there is memory for a faster way to run. And whether all were judged.
         """
 
         def least_s(proposal: StageGraph, seconds: float) -> float:
@@ -250,8 +252,8 @@ class StepSearch:
         known = {p: least_s(p, seconds) for p, seconds in replicating.seconds().items()}
         near = sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
         proposals = [p for p in (*near, *replicating.unfit) if _is_replicated(p)]
-        uninterrupted(lambda: judge.consider(proposals, BUDGET.simulation, in_order=True))
-        return judge if judge.best_s < limit else None
+        judged = uninterrupted(lambda: judge.consider(proposals, BUDGET.simulation, in_order=True))
+        return judge if judge.best_s < limit else None, judged
 
 
 @dataclass(frozen=True)
@@ -275,12 +277,13 @@ class Found:
 
     def plan(self) -> Plan:
         """The plan, with all figures of its step by a schedule that is checked."""
-        best, cost, started = self.best, self.cost, time.perf_counter()
+        best, cost, started, notes = self.best, self.cost, time.perf_counter(), self.notes
         require(best.graph, cost)
         figures = partial(checked_run, best.graph, best.schedule, cost, messages=False)
         try:
             timeline = figures()
         except KeyboardInterrupt:  # the search is over, a moment is left: only insisting ends it
+            notes = (*notes, "interrupted when the search was over")
             timeline = figures()
         return Plan(
             stage_graph=best.graph,
@@ -302,7 +305,7 @@ class Found:
             ),
             device=cost.profile.device,
             granularity=cost.profile.graph.granularity,
-            notes=self.notes,
+            notes=notes,
             machines=cost.cluster,
             shard_optimizer=cost.shard_optimizer,
             sparse_embeddings=cost.sparse_embeddings,
