@@ -129,7 +129,11 @@ class ModelSource:
     def profile_and_optimizer(
         self, device: str, batch_size: int, mode: str, optimizer: str | None
     ) -> tuple[Profile, OptimizerFacts | None]:
-        """The profile and, without a flush, the optimizer's traits, None where unknown."""
+        """The profile and, without a flush, the optimizer's traits, None where unknown.
+
+        Raises:
+            PolicyError: if the model cannot be trained without a flush, where that is seen.
+        """
         from anabranch.weights import OPTIMIZERS
 
         if mode == "sync":
@@ -142,8 +146,10 @@ class ModelSource:
         if facts is not None:
             return self.profile(device, batch_size), facts
         from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
+        from anabranch.runtime.asynchronous.requirements import require_no_common_norm
 
         workload = self._built(device)
+        require_no_common_norm(workload)
         facts = optimizer_of(workload)
         return self._costs(lambda: workload, device, batch_size, None), facts
 

@@ -131,10 +131,8 @@ def require_asynchronous(
     require_recipes(workload, compute)
 
 
-def require_recipes(
-    workload: Workload, compute: ComputeOptions, policy: WeightPolicy | str | None = None
-) -> None:
-    """Refuse, without a plan, what only all ranks together know, and a policy that does not fit."""
+def require_no_common_norm(workload: Workload) -> None:
+    """Refuse gradients that are clipped by their norm over all stages."""
     if workload.clip_norm is not None:
         raise PolicyError(
             f"clip_norm {workload.clip_norm:g} is the norm over all stages, which would have to "
@@ -142,6 +140,13 @@ def require_recipes(
             "there at one time; leave clip_norm out and pass clip_stage_norm (--clip-stage-norm), "
             "which clips the gradients of each stage by themselves, or train with --mode sync"
         )
+
+
+def require_recipes(
+    workload: Workload, compute: ComputeOptions, policy: WeightPolicy | str | None = None
+) -> None:
+    """Refuse, without a plan, what only all ranks together know, and a policy that does not fit."""
+    require_no_common_norm(workload)
     if compute.precision == "fp16":
         raise PolicyError(
             "fp16 scales the loss of a mini-batch by what the gradients of all stages did in the "
