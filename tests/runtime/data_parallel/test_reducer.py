@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch import launch
 from anabranch.cost import buckets
 from anabranch.plans.plan import Plan
 from anabranch.runtime.data_feed import leaves_of
-from anabranch.runtime.data_parallel.gradients import reduce_gradients
+from anabranch.runtime.data_parallel.gradients import Holders, reduce_gradients
+from anabranch.runtime.data_parallel.reducer import Reducer
+from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
 from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan, with_programs
@@ -183,3 +185,27 @@ def test_after_an_interrupted_batch_sums_are_whole(small_buckets: None) -> None:
         return all(torch.equal(found[key], value) for key, value in expected.items())
 
     assert run(model, chosen, work) == [True, True]
+
+
+def test_hooks_count_in_batches_and_go_with_the_reducer() -> None:
+    """A backward outside of a batch leaves its gradient where autograd puts it, and a parameter
+    that outlives its reducer has no hook of it.
+    """
+    weight = nn.Parameter(torch.ones(2))
+    holders = Holders({"weight": (0, 1)}, {}, {"weight": (0,)})
+    reducer = Reducer({"weight": weight}, holders, Mesh(range(1)))
+
+    def is_moved(reducer: Reducer) -> bool:
+        weight.grad = None
+        torch.autograd.backward(weight.sum())
+        return any(weight.grad.data_ptr() == flat.data_ptr() for flat in reducer.buffers)
+
+    reducer.begin((0,), is_last=False)
+    assert is_moved(reducer)
+    reducer.complete(0)
+    assert not is_moved(reducer)
+    reducer.begin((0,), is_last=False)
+    assert is_moved(reducer)
+    assert len(weight._post_accumulate_grad_hooks) == 1
+    del reducer
+    assert not weight._post_accumulate_grad_hooks

@@ -128,6 +128,7 @@ class FlatBucket(Bucket):
     def begin(self, batch_sizes: Sequence[int] = ()) -> None:
         """Their sizes do not depend on the batches."""
         self.missing = len(self.named)
+        self._without: list[int] = []
 
     @property
     def flat(self) -> Tensor | None:
@@ -152,16 +153,20 @@ class FlatBucket(Bucket):
             self.named[index][1].grad = view
 
     def put(self, index: int) -> None:
-        flat = self._buffer()
         parameter = self.named[index][1]
         gradient = parameter.grad
         if gradient is None:
+            self._buffer()
             self._views[index].zero_()
+            self._without.append(index)
         else:
             self._move(index, gradient)
         parameter.grad = None
-        flat[len(flat) - len(self.named) + index] = float(gradient is not None)
         self.missing -= 1
+        if not self.missing:
+            self._flags.fill_(1)
+            for i in self._without:
+                self._flags[i] = 0
 
     def start(self, *, everywhere: bool = False) -> None:
         assert self.missing == 0
@@ -189,9 +194,9 @@ class FlatBucket(Bucket):
     def wait(self) -> Tensor:
         """Wait for the sums; which of the parameters have a gradient on some rank."""
         assert self._pending is not None
-        flat = self._pending.wait()
+        self._pending.wait()
         self._pending = None
-        return flat[len(flat) - len(self.named) :]
+        return self._flags
 
     def hand_out(self, numbers: Sequence[float]) -> None:
         """Make the sums the gradients of those parameters."""
@@ -203,7 +208,7 @@ class FlatBucket(Bucket):
             first = self.named[0][1]
             sizes = [parameter.numel() for _, parameter in self.named]
             self._flat = first.new_empty(sum(sizes) + len(sizes), requires_grad=False)
-            parts = torch.split(self._flat[: sum(sizes)], sizes)
+            *parts, self._flags = torch.split(self._flat, [*sizes, len(sizes)])
             pairs = zip(parts, self.named, strict=True)
             self._views = [part.view(p.shape) for part, (_, p) in pairs]
         return self._flat

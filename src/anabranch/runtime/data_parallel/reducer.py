@@ -21,8 +21,9 @@ A parameter that gets no gradient in the last backward is final when that backwa
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -100,7 +101,11 @@ class Reducer:
                     self._places[name] = _Slot(queue, bucket, index)
         self._queues = tuple(queues.values())
         self._finals: dict[tuple[int, ...], dict[int, list[str]]] = {}
+        # Hooks stay from step to step: to take one off and put it on again costs as much as what
+        # it does. They count only in batches, up to the last backward that reaches a parameter.
         self._handles: dict[str, RemovableHandle] = {}
+        self._hooked: set[str] = set()
+        weakref.finalize(self, _remove, self._handles)
         self._waiting: set[str] = set()
         self._armed: set[str] = set()
         self._sharing: list[Bucket] = []
@@ -146,15 +151,14 @@ class Reducer:
             everywhere: all holders get the sums, not only who updates a parameter.
         """
         self._everywhere = everywhere
-        self._release(list(self._handles))
         self._order, self._armed = tuple(order), set()
         finals = self.finals(self._order)
-        for stage in self._order:
-            for name in finals[stage]:
-                # One that is frozen now has no gradient, which is known when its stage is done.
-                if name in self._places and self._parameters[name].requires_grad:
-                    add = self._parameters[name].register_post_accumulate_grad_hook
-                    self._handles[name] = add(self._hook(name))  # type: ignore[no-untyped-call]
+        self._hooked = {name for stage in order for name in finals[stage] if name in self._places}
+        for name in self._hooked - self._handles.keys():
+            # One that is frozen now has no gradient, which is known when its stage is done.
+            if self._parameters[name].requires_grad:
+                add = self._parameters[name].register_post_accumulate_grad_hook
+                self._handles[name] = add(_hook(weakref.ref(self), name))  # type: ignore[no-untyped-call]
         self._waiting = set(self._places) if is_last else set()
         self._totals.clear()
         # Their buffers take gradients now, of stages without a forward here as well.
@@ -165,29 +169,22 @@ class Reducer:
                 bucket.begin(batch_sizes)
         self.complete(-1)
 
-    def _release(self, names: Iterable[str]) -> None:
-        for name in names:
-            if name in self._handles:
-                self._handles.pop(name).remove()
-
     def arm(self, stage: int) -> None:
         """The last backward of a stage begins."""
         self._armed = set(self.finals(self._order)[stage])
 
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        place = self._places[name]
-
-        def accumulated(_: Tensor) -> None:
+    def _accumulated(self, name: str) -> None:
+        """A parameter has a gradient of one more micro-batch."""
+        if name in self._hooked:
+            place = self._places[name]
             place.bucket.hold(place.index)
             if name in self._armed:
                 self._is_final(name)
 
-        return accumulated
-
     def complete(self, stage: int) -> None:
         """The last backward of a stage has ended: what had no gradient in it is final as well."""
         names = self.finals(self._order)[stage]
-        self._release(names)
+        self._hooked.difference_update(names)
         for name in names:
             self._is_final(name)
 
@@ -257,3 +254,18 @@ class Reducer:
     def take_all(self) -> None:
         """Make all sums the gradients; see ``take``."""
         take(bucket for queue in self._queues for bucket in queue.buckets)
+
+
+def _hook(reducer: weakref.ref[Reducer], name: str) -> Callable[[Tensor], None]:
+    """For a parameter, which may outlive the reducer."""
+
+    def accumulated(_: Tensor) -> None:
+        if (alive := reducer()) is not None:
+            alive._accumulated(name)
+
+    return accumulated
+
+
+def _remove(handles: Mapping[str, RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()
