@@ -58,6 +58,7 @@ def test_a_row_is_the_mean_of_its_turns():
         {
             "step_s": step_s,
             "predicted_s": 2 * step_s,
+            "planned_s": 3.0,
             "uncalibrated_s": 1.0,
             "others": 0.0,
             "actions": {"0 forward": (step_s, 1.0)},
