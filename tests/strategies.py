@@ -98,6 +98,8 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         crowded_s=draw(st.floats(0, 1)),
         restart_work_s=draw(st.floats(0, 1)),
         crowded_work_s=draw(st.floats(0, 1)),
+        version=draw(st.integers(1, 3)),
+        leaf_s=draw(st.floats(0, 1)),
     )
 
 

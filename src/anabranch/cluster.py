@@ -65,6 +65,11 @@ class Machine:
     torch: str
 
 
+CALIBRATION = 2
+"""Version of what is measured for a calibration, raised whenever a figure of it becomes another.
+Files without one have the first.
+"""
+
 BUSY = 0.1
 """Share of a core that others may take while a machine is calibrated, before that is said."""
 
@@ -85,7 +90,8 @@ class Calibration:
         receive_s: likewise at its receiver, and ``receive_byte_s`` per byte.
         microbatch_s: of a forward or backward, besides its operators, and ``value_s`` for each
             value that enters or leaves its stage, or gradient of one, besides its message.
-        step_s: of each rank in a step, besides its actions, sums and update.
+        step_s: of each rank in a step, besides its actions, sums and update, and ``leaf_s`` for
+            each tensor of its batch besides the first.
         sum_tensor_s: of summing gradients, for each parameter that other ranks hold as well, and
             ``sum_byte_s`` per byte of it and other rank.
         memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
@@ -99,6 +105,7 @@ class Calibration:
         crowded_s: that a core stands idle, while others are overfull, for each wait of a rank
             behind which no core is free, and ``crowded_work_s`` the work in which all but 1/e of
             that is lost.
+        version: of the way it was measured, see ``CALIBRATION``.
     """
 
     machine: Machine
@@ -121,6 +128,8 @@ class Calibration:
     crowded_s: float = 0.0
     restart_work_s: float = 0.0
     crowded_work_s: float = 0.0
+    version: int = CALIBRATION
+    leaf_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):

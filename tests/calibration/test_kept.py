@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,22 @@ def test_a_calibration_of_another_machine_is_not_used():
     assert found == Cluster.preset("local:4")
     assert "it has 96 cores" in said
     assert "so it is not used" in said
+
+
+def test_a_calibration_that_was_measured_otherwise_is_not_used():
+    """Files without a version have an older one; of a plan's cluster it is said."""
+    older = cluster(2, version=1)
+    file = keep(older)
+    document = json.loads(file.read_text())
+    del document["calibration"]["version"]
+    file.write_text(json.dumps(document))
+    found, said = calibrated(Cluster.preset("local:4"))
+    assert found == Cluster.preset("local:4")
+    assert "was measured in another way than anabranch does now, so it is not used" in said
+    assert "anabranch cluster --calibrate" in said
+    found, said = calibrated(older)
+    assert found == older
+    assert "in another way than anabranch does now, so predictions are further off" in said
 
 
 def test_a_damaged_file_is_said_and_left():

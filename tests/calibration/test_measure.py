@@ -43,8 +43,10 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
 
 def test_what_ranks_have_seen_is_one_cluster():
     """Two hosts of two ranks. A message takes 1 s and half a second per byte inside a host and four
-    times as long between them; its ends 3 s and 5 s, and 1 s and 2 s per byte.
+    times as long between them; its ends 3 s and 5 s, and 1 s and 2 s per byte. Each of 48
+    parameters that are summed or shared has a part of a message with one value.
     """
+    message_s = 3.0 + 5.0 + 2 * 0.0625
 
     def exchanges(times: int) -> list[Exchange]:
         return [Exchange(n, times * (1 + n / 2), 3.0 + n, 5.0 + 2 * n) for n in SIZES]
@@ -57,7 +59,9 @@ def test_what_ranks_have_seen_is_one_cluster():
             hosts[rank],
             {1: [Pace(1.0, 1.0)] if rank in (0, 2) else [], 2: [Pace(1.5, 1.5)]},
             {sum(pair) - rank: link for pair, link in links.items() if rank in pair},
-            Sums(Line(2.0, 4.0), Line(0.5, 0.25)) if rank in (0, 1) else None,
+            Sums(Line(2.0 + message_s / 48, 4.0), Line(0.5 + message_s / 48, 0.25))
+            if rank in (0, 1)
+            else None,
             Overheads(1.0, 2.0, 0.125, 0.25, 100.0, value_s=0.0625) if rank == 0 else None,
         )
         for rank in range(4)

@@ -12,15 +12,17 @@ from anabranch.calibration.restarts import Restarts
 
 def test_values_are_told_from_messages_and_passes(monkeypatch: pytest.MonkeyPatch):
     """A message takes 2 s at its sender and 3 s at its receiver, and half a second at both for each
-    value; a pass takes 4 s, whether or not something goes to another rank.
+    value; a pass takes 4 s, whether or not something goes to another rank, and a step 6 s, and
+    .25 more for each tensor of its batch besides the first.
     """
     alone = _Alone(0.0, 0.0, 100.0, Restarts(((1.0, 0.5),), 0.25))
 
     def found(values: int, *, restarts: bool = True) -> _Found:
-        return _Found(2.0 + values / 2, 3.0 + values / 2, 8.0, 6.0, alone)
+        besides_s = 7.0 + (values - 1) / 4
+        return _Found(2.0 + values / 2, 3.0 + values / 2, 8.0, besides_s, 6.0, alone)
 
     monkeypatch.setattr(overheads, "_found", found)
-    expected = Overheads(2.0, 3.0, 4.0, 6.0, 100.0, alone.restarts, value_s=0.5)
+    expected = Overheads(2.0, 3.0, 4.0, 6.0, 100.0, alone.restarts, value_s=0.5, leaf_s=0.25)
     assert overheads.measure_overheads() == expected
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from anabranch.cluster import Cluster
 from anabranch.cost.overheads import (
-    agreement_s,
+    agreement_of,
     message_s,
     restart_s,
     restarts_of,
@@ -33,8 +33,11 @@ def test_a_message_takes_both_processors():
 
 
 def test_sums_by_number_bytes_and_ranks():
-    """4 gradients of 8 bytes in all over 3 ranks: 4 / 4 s, and 8 / 8 s for each of two others."""
-    assert sum_s(calibration(), 4, 8, 3) == 3.0
+    """4 gradients of 8 bytes in all over 3 ranks: 4 / 4 s, and 8 / 8 s for each of two others; per
+    bucket a message to each of these (1.25 s) and from them (2.5 s).
+    """
+    assert sum_s(calibration(), 4, 8, 3, buckets=0) == 3.0
+    assert sum_s(calibration(), 4, 8, 3, buckets=2) == 3.0 + 2 * 2 * (1.25 + 2.5)
     assert sum_s(calibration(), 4, 8, 1) == 0.0
     assert sum_s(None, 4, 8, 3) == 0.0
 
@@ -56,10 +59,10 @@ def test_restarts_that_fall_are_refused():
 
 def test_everybody_tells_everybody():
     """Of 4 ranks each sends three messages (1.25 s) and takes three (2.5 s), after a latency."""
-    assert agreement_s(cluster(4), 4) == 8 + 3 * (1.25 + 2.5)
-    assert agreement_s(cluster(4, value_s=0.5), 4) == 8 + 3 * (1.25 + 2.5 + 2 * 0.5)
-    assert agreement_s(cluster(4), 1) == 0.0
-    assert agreement_s(PLAIN, 2) == 0.0
+    assert agreement_of(cluster(4), 4) == (3 * 1.25, 8, 3 * 2.5)
+    assert agreement_of(cluster(4, value_s=0.5), 4) == (3 * 1.75, 8, 3 * 3.0)
+    assert agreement_of(cluster(4), 1) == (0, 0, 0)
+    assert agreement_of(PLAIN, 2) == (0, 0, 0)
 
 
 def test_a_measured_update_goes_first():

@@ -9,6 +9,7 @@ import pytest
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
+from anabranch.graph.opgraph import BATCH, Value
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES
@@ -73,6 +74,16 @@ def test_both_ends_take_time_for_a_message():
     assert found.step_s == pytest.approx(14.0 + 8.0)
 
 
+def test_telling_totals_takes_turns_on_shared_cores():
+    """Four devices on two cores, so all takes twice as long: passes of 2 s, three messages to
+    others of 1 s each, and three from them of 5 s each.
+    """
+    graph = StageGraph(tuple(Stage((f"op{i}",), (i,), 1) for i in range(4)), (), 1)
+    cluster = machine(4, send_s=1.0, receive_s=5.0, slowdown=(1.0, 1.0, 1.5, 2.0))
+    cost = cost_model((), [1.0] * 4, [1.0] * 4, cluster)
+    assert timeline(graph, cost).step_s == pytest.approx(2 * (2 + 3 * 1 + 3 * 5))
+
+
 def test_sends_follow_each_other():
     """The second message of a device leaves when the first is handed over, 2 s later."""
     graph = StageGraph(tuple(Stage((f"op{i}",), (i,), 1) for i in range(3)), ((0, 1), (0, 2)), 1)
@@ -86,6 +97,15 @@ def test_passes_and_steps_have_their_bookkeeping():
     """4 passes of 1 s with .25 each besides, and half a second of the step."""
     cost = costs(machine(microbatch_s=0.25, step_s=0.5), 1.0, 1.0)
     assert timeline(ROW, cost).step_s == pytest.approx(4 * 1.25 + 0.5)
+
+
+def test_steps_have_time_for_every_tensor_of_their_batch():
+    """Half a second for the first of three, and .25 for each of the others."""
+    cost = costs(machine(step_s=0.5, leaf_s=0.25), 1.0, 1.0)
+    leaf = Value(BATCH, (0,), 8, True, False, "x")
+    graph = replace(cost.graph, values=(*cost.graph.values, leaf, leaf, leaf))
+    cost = replace(cost, profile=replace(cost.profile, graph=graph))
+    assert timeline(ROW, cost).step_s == pytest.approx(4.0 + 0.5 + 2 * 0.25)
 
 
 def test_passes_have_time_for_every_value_of_their_border():

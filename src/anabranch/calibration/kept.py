@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from anabranch.calibration.machine import OtherLoad, difference, this_machine
-from anabranch.cluster import BUSY, Cluster
+from anabranch.cluster import BUSY, CALIBRATION, Cluster
 from anabranch.errors import FileFormatError
 from anabranch.files import load_cluster, save_cluster
 from anabranch.files.cache_folder import cache_folder
@@ -43,7 +43,7 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
     """
     if not is_local(cluster):
         remark = cluster.calibration.remark if cluster.calibration is not None else ""
-        return cluster, foreign(cluster) or remark
+        return cluster, foreign(cluster) or outdated(cluster) or remark
     file = cache_file()
     if not file.exists():
         return cluster, (
@@ -56,6 +56,11 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
         return cluster, f"the calibration is not used: {error}; {COMMAND} makes a new one"
     if kept.calibration is None:
         return cluster, f"{file} has no calibration, so none is used; {COMMAND} makes one"
+    if kept.calibration.version != CALIBRATION:
+        return cluster, (
+            f"the calibration of {kept.calibration.date} was measured in another way than "
+            f"anabranch does now, so it is not used; {COMMAND} makes a new one"
+        )
     if wrong := difference(kept.calibration.machine, this_machine()):
         return cluster, (
             f"the calibration of {kept.calibration.date} is of another machine ({wrong}), so it is "
@@ -92,6 +97,17 @@ def is_local(cluster: Cluster) -> bool:
     """Whether it is the preset of ranks on this machine, without a calibration."""
     is_preset = cluster.name.startswith("local:") and len(cluster.levels) == 1
     return is_preset and cluster.calibration is None
+
+
+def outdated(cluster: Cluster) -> str:
+    """A sentence where a cluster was calibrated in another way than it would be now."""
+    calibration = cluster.calibration
+    if calibration is None or calibration.version == CALIBRATION:
+        return ""
+    return (
+        f"{cluster.name} was calibrated on {calibration.date} in another way than anabranch does "
+        "now, so predictions are further off; calibrate it again, and plan anew"
+    )
 
 
 def foreign(cluster: Cluster) -> str:

@@ -174,29 +174,33 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
         levels.append(_level("network", len(hosts), far))
     send = _line([[x.send_s for x in exchanges] for exchanges in ends])
     receive = _line([[x.receive_s for x in exchanges] for exchanges in ends])
-    summing = [one.sums for one in seen if one.sums is not None]
+    send_s, receive_s = _in_a_step(send, alone.send_s), _in_a_step(receive, alone.receive_s)
+    message_s = send_s + receive_s + 2 * alone.value_s
+    summed = [one.sums.sum for one in seen if one.sums is not None]
+    shared = [one.sums.share for one in seen if one.sums is not None]
     crowded_s, crowded_work_s = crowding([one.crowded for one in seen])
     calibration = Calibration(
         this_machine(),
         datetime.now(UTC).date().isoformat(),
         side_by_side.slowdown(on_host, cores),
-        send_s=_in_a_step(send, alone.send_s),
+        send_s=send_s,
         send_byte_s=send.byte_s,
-        receive_s=_in_a_step(receive, alone.receive_s),
+        receive_s=receive_s,
         receive_byte_s=receive.byte_s,
         microbatch_s=alone.microbatch_s,
         step_s=alone.step_s,
-        sum_tensor_s=statistics.fmean(s.sum.fixed_s for s in summing) if summing else 0.0,
-        sum_byte_s=statistics.fmean(s.sum.byte_s for s in summing) if summing else 0.0,
+        sum_tensor_s=sums.per_tensor_s(summed, message_s),
+        sum_byte_s=sums.per_byte_s(summed),
         memory_bandwidth=alone.memory_bandwidth,
         lost_share=side_by_side.lost_share(on_host),
         restarts=alone.restarts.longer,
-        share_tensor_s=statistics.fmean(s.share.fixed_s for s in summing) if summing else 0.0,
-        share_byte_s=statistics.fmean(s.share.byte_s for s in summing) if summing else 0.0,
+        share_tensor_s=sums.per_tensor_s(shared, message_s),
+        share_byte_s=sums.per_byte_s(shared),
         value_s=alone.value_s,
         crowded_s=crowded_s,
         restart_work_s=alone.restarts.work_s,
         crowded_work_s=crowded_work_s,
+        leaf_s=alone.leaf_s,
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)

@@ -7,12 +7,13 @@ else is done. What a step takes in front of its first action and behind its last
 well. An operator's share is known from its profile, whose turns come between the steps, and
 what an update costs besides the optimizer, which does nothing, from a measurement of that::
 
-    step of a rank = step_s + M * (send_s + receive_s + 2 * (microbatch_s + value_s) + operators)
-                     + agreement + update
+    step of a rank = step_s + leaf_s * (L - 1) + agreement + update
+                     + M * (send_s + receive_s + 2 * (microbatch_s + value_s) + operators)
 
-Where several values go from rank to rank in a message of the same bytes, what sending and receiving
-take longer is of the values; it counts with the passes in front of a send and behind a receive, and
-``send_s`` and ``receive_s`` are of a message without values.
+M is the number of micro-batches, L that of tensors of a batch. Where several values go from rank to
+rank in a message of the same bytes, what sending and receiving take longer is of the values; it
+counts with the passes in front of a send and behind a receive, and ``send_s`` and ``receive_s`` are
+of a message without values. The batch has as many tensors then, which gives ``leaf_s``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _SAMPLES, _MICROBATCHES = 16, 6
 """Of a micro-batch, and of a step: most messages have come before they are waited for."""
 
 _VALUES = 8
-"""In a message of several: many more than one, and still a few hundred bytes each."""
+"""In a message of several, and tensors of its batch: many more than one, and each still has a few
+hundred bytes.
+"""
 
 _COUNTS = _SAMPLES, 2 * _SAMPLES
 """Samples at which operators are measured."""
@@ -71,7 +74,8 @@ class Overheads:
             besides the values in it.
         microbatch_s: of a forward or backward besides its operators, and ``value_s`` for each value
             that enters or leaves its stage, or gradient of one.
-        step_s: of a step besides its actions, and the update.
+        step_s: of a step besides its actions, and the update; ``leaf_s`` for each tensor of its
+            batch besides the first.
         memory_bandwidth: bytes/s of an update.
     """
 
@@ -82,6 +86,7 @@ class Overheads:
     memory_bandwidth: float
     restarts: Restarts = NO_RESTARTS
     value_s: float = 0.0
+    leaf_s: float = 0.0
 
 
 class _Layer(nn.Module):
@@ -99,14 +104,12 @@ class _Layer(nn.Module):
 
 
 class _Chain(nn.Module):
-    def __init__(self, values: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._values = values
         self.layers = nn.Sequential(*(_Layer() for _ in range(_LAYERS)))
 
-    def forward(self, samples: Tensor) -> Tensor:
-        result = self.layers(samples.chunk(self._values, 1))
-        return torch.cat(result, 1).square().mean()
+    def forward(self, *values: Tensor) -> Tensor:
+        return torch.cat(self.layers(values), 1).square().mean()
 
 
 class _Idle(torch.optim.Optimizer):
@@ -160,12 +163,14 @@ class _Found:
 
     Attributes:
         passes_s: of a forward and a backward together, besides their operators.
-        step_s: of a step besides its actions and the update.
+        besides_s: of a step besides its actions, and ``step_s`` of that besides the agreement and
+            the update.
     """
 
     send_s: float
     receive_s: float
     passes_s: float
+    besides_s: float
     step_s: float
     alone: _Alone
 
@@ -175,6 +180,7 @@ def measure_overheads() -> Overheads:
     one, several = _found(1), _found(_VALUES, restarts=False)
     more_s = several.send_s + several.receive_s - one.send_s - one.receive_s
     value_s = max(0.0, more_s) / (2 * (_VALUES - 1))
+    leaf_s = max(0.0, several.besides_s - one.besides_s) / (_VALUES - 1)
     return Overheads(
         max(0.0, one.send_s - value_s),
         max(0.0, one.receive_s - value_s),
@@ -183,11 +189,12 @@ def measure_overheads() -> Overheads:
         one.alone.memory_bandwidth,
         one.alone.restarts,
         value_s,
+        leaf_s,
     )
 
 
 def _found(values: int, *, restarts: bool = True) -> _Found:
-    """Of a chain in which so many values go from rank to rank.
+    """Of a chain that takes so many values, as many of which go from rank to rank.
 
     Args:
         restarts: whether they are measured as well.
@@ -226,13 +233,18 @@ def _means(ranks: Sequence[_Seen]) -> _Found:
         send_s,
         receive_s,
         passes_s - alone.operators_s,
+        besides_s,
         max(0.0, besides_s - agreement_s - alone.update_s),
         alone,
     )
 
 
 def _workload(values: int) -> Workload:
-    return Workload(_Chain(values), (torch.randn(_SAMPLES, _WIDTH),), optimizer=_Idle)
+    return Workload(_Chain(), _batch(values, _SAMPLES), optimizer=_Idle)
+
+
+def _batch(values: int, samples: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(samples, _WIDTH // values) for _ in range(values))
 
 
 def _rank(
@@ -246,7 +258,7 @@ def _rank(
     pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
     pipe._workers.clock = _ProcessorClock()
     measurement = Measurement(spare, _COUNTS) if pipe.rank == 0 else None
-    batch = (torch.randn(_MICROBATCHES * _SAMPLES, _WIDTH),)
+    batch = _batch(len(workload.example), _MICROBATCHES * _SAMPLES)
     steps: list[_Step] = []
     for _ in range(_TURNS):
         if measurement is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +34,22 @@ _STEPS = 16
 @dataclass(frozen=True, slots=True)
 class Sums:
     """Processor seconds per parameter and per byte of it, on each of two ranks: of its sum, and of
-    sharing it behind an update.
+    sharing it behind an update. Per parameter a part of the message in which all travel is in them.
     """
 
     sum: Line
     share: Line
+
+
+def per_tensor_s(lines: Sequence[Line], message_s: float) -> float:
+    """The mean seconds per parameter besides a message, sent and taken, of so many seconds."""
+    mean_s = statistics.fmean(line.fixed_s for line in lines) if lines else 0.0
+    return max(0.0, mean_s - message_s / _COUNT)
+
+
+def per_byte_s(lines: Sequence[Line]) -> float:
+    """The mean seconds per byte."""
+    return statistics.fmean(line.byte_s for line in lines) if lines else 0.0
 
 
 def measure_sums(mesh: Mesh) -> Sums:

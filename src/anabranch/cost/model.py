@@ -27,7 +27,8 @@ from anabranch.cost.memory import (
     updaters,
 )
 from anabranch.cost.overheads import (
-    agreement_s,
+    Agreement,
+    agreement_of,
     message_s,
     restarts_of,
     share_s,
@@ -262,23 +263,23 @@ class CostModel:
         """Processor seconds of a message at its sender and at its receiver."""
         return message_s(self.cluster.calibration, nbytes)
 
-    def sum_s(self, tensors: int, nbytes: float, devices: int) -> float:
+    def sum_s(self, tensors: int, nbytes: float, devices: int, *, buckets: int = 1) -> float:
         """Processor seconds of a device for the sums of so many gradients."""
-        shares = self.shard_optimizer
-        return sum_s(self.cluster.calibration, tensors, nbytes, devices, shares=shares)
+        calibration, shares = self.cluster.calibration, self.shard_optimizer
+        return sum_s(calibration, tensors, nbytes, devices, buckets=buckets, shares=shares)
 
-    def share_s(self, tensors: int, nbytes: float, devices: int) -> float:
+    def share_s(self, tensors: int, nbytes: float, devices: int, *, buckets: int = 1) -> float:
         """Processor seconds of a device for sending what it has updated and taking the rest."""
-        return share_s(self.cluster.calibration, tensors, nbytes, devices)
+        return share_s(self.cluster.calibration, tensors, nbytes, devices, buckets=buckets)
 
     @property
     def restarts(self) -> list[float]:
         """See ``overheads``."""
         return restarts_of(self.cluster.calibration)
 
-    def agreement_s(self, devices: int) -> float:
-        """Seconds until so many devices have the totals of the last to come."""
-        return agreement_s(self.cluster, devices)
+    def agreement(self, devices: int) -> Agreement:
+        """What it takes of so many devices that all have the totals of a step."""
+        return agreement_of(self.cluster, devices)
 
     @property
     def microbatch_s(self) -> float:
@@ -305,7 +306,11 @@ class CostModel:
     @property
     def step_s(self) -> float:
         """Seconds of each device in a step besides its actions, sums and updates."""
-        return self.cluster.calibration.step_s if self.cluster.calibration else 0.0
+        calibration = self.cluster.calibration
+        if calibration is None:
+            return 0.0
+        leaves = sum(value.producer == BATCH for value in self.graph.values)
+        return calibration.step_s + calibration.leaf_s * max(leaves - 1, 0)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:

@@ -10,9 +10,10 @@
 
     pass        fixed + per value that enters or leaves the stage, or gradient of one, besides its
                 operators (``CostModel.pass_s``)
-    sums        per gradient + per byte and other rank, of the processors; the links' time is in
-                ``communication``. Where ranks share the optimizer's state each byte is added up on
-                one of them, and what that has updated goes to the others
+    sums        per gradient + per byte and other rank + per bucket a message to and from each of
+                them, of the processors; the links' time is in ``communication``. Where ranks share
+                the optimizer's state each byte is added up on one of them, and what that has
+                updated goes to the others
     restart     of a device that has waited, whose work takes longer until its caches are full again
     crowding    of a core that idles while ranks wait for others, for each wait of a rank behind
                 which no core is free: the system moves waiting ranks only now and then
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,12 +53,22 @@ def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, fl
     )
 
 
+def to_others_s(calibration: Calibration, ranks: int) -> tuple[float, float]:
+    """Processor seconds of a rank that sends a small message to each of the others, and of taking
+    theirs.
+    """
+    send_s, receive_s = message_s(calibration, 1)
+    others = ranks - 1
+    return others * (send_s + calibration.value_s), others * (receive_s + calibration.value_s)
+
+
 def sum_s(
     calibration: Calibration | None,
     tensors: int,
     nbytes: float,
     ranks: int,
     *,
+    buckets: int = 1,
     shares: bool = False,
 ) -> float:
     """Processor seconds of a rank for the sums of so many gradients.
@@ -68,17 +79,21 @@ def sum_s(
     if calibration is None or ranks < 2:
         return 0.0
     terms = (ranks - 1) / ranks if shares else ranks - 1
-    return calibration.sum_tensor_s * tensors + calibration.sum_byte_s * nbytes * terms
+    seconds = calibration.sum_tensor_s * tensors + calibration.sum_byte_s * nbytes * terms
+    return seconds + buckets * sum(to_others_s(calibration, ranks))
 
 
-def share_s(calibration: Calibration | None, tensors: int, nbytes: float, ranks: int) -> float:
+def share_s(
+    calibration: Calibration | None, tensors: int, nbytes: float, ranks: int, *, buckets: int = 1
+) -> float:
     """Processor seconds of a rank that sends its part of so many parameters to all others, and
     takes theirs.
     """
     if calibration is None or ranks < 2:
         return 0.0
     moved = 2 * (ranks - 1) / ranks * nbytes
-    return calibration.share_tensor_s * tensors + calibration.share_byte_s * moved
+    seconds = calibration.share_tensor_s * tensors + calibration.share_byte_s * moved
+    return seconds + buckets * sum(to_others_s(calibration, ranks))
 
 
 def restarts_of(calibration: Calibration | None) -> list[float]:
@@ -115,13 +130,26 @@ def lost_share(seconds: float, work_s: float) -> float:
     return -math.expm1(-seconds / work_s) if work_s else 1.0
 
 
-def agreement_s(cluster: Cluster, ranks: int) -> float:
-    """Seconds until all ranks have the totals of the last to come."""
-    if cluster.calibration is None or ranks < 2:
-        return 0.0
-    send_s, receive_s = message_s(cluster.calibration, 1)
-    message = send_s + receive_s + 2 * cluster.calibration.value_s
-    return cluster.slowest_link((0, ranks - 1)).latency_s + (ranks - 1) * message
+class Agreement(NamedTuple):
+    """Processor seconds of a rank that sends its totals to all others, seconds on their way, and
+    processor seconds of a rank that takes those of all others.
+    """
+
+    send_s: float = 0.0
+    latency_s: float = 0.0
+    receive_s: float = 0.0
+
+
+NOTHING_TOLD = Agreement()
+
+
+def agreement_of(cluster: Cluster, ranks: int) -> Agreement:
+    """What it takes of so many ranks; nothing of a single one."""
+    calibration = cluster.calibration
+    if calibration is None or ranks < 2:
+        return NOTHING_TOLD
+    send_s, receive_s = to_others_s(calibration, ranks)
+    return Agreement(send_s, cluster.slowest_link((0, ranks - 1)).latency_s, receive_s)
 
 
 def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> UpdateCost:

@@ -108,6 +108,8 @@ class _Calibration(Strict):
     crowded_s: Seconds = 0.0
     restart_work_s: Seconds = 0.0
     crowded_work_s: Seconds = 0.0
+    version: Annotated[int, Field(ge=1, le=10**4)] = 1
+    leaf_s: Seconds = 0.0
 
 
 class ClusterFile(Strict):

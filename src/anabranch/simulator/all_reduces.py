@@ -105,11 +105,12 @@ def all_reduces_of(
             for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
         ]
         total = sum(gradient.nbytes for gradient in whole + by_rows)
-        own_s = cost.sum_s(len(owned), total, len(ring))
+        own_s = cost.sum_s(len(owned), total, len(ring), buckets=len(buckets))
         ports = _ring_ports(cost, ring)
         work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
         if cost.shard_optimizer:
-            work = _sharded(work, cost.share_s(len(owned), total, len(ring)))
+            share_s = cost.share_s(len(owned), total, len(ring), buckets=len(buckets))
+            work = _sharded(work, share_s)
         yield work
 
 

@@ -15,6 +15,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.buckets import turn
 from anabranch.cost.communication import Route
 from anabranch.cost.memory import DeviceMemory
+from anabranch.cost.overheads import NOTHING_TOLD, Agreement
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.stages import StageGraph
@@ -36,7 +37,7 @@ class Overheads:
         crowded_work_s: work in which that is lost.
         step_s: seconds of each device in a step besides its actions, sums and updates.
         read_s: seconds in which each device reads a batch, before a step.
-        agreement_s: seconds until all devices know that the last one is through its list.
+        agreement: what it takes of each device that all know the totals of a step.
     """
 
     slowdown: Sequence[float] = ()
@@ -47,7 +48,7 @@ class Overheads:
     crowded_work_s: float = 0.0
     step_s: float = 0.0
     read_s: float = 0.0
-    agreement_s: float = 0.0
+    agreement: Agreement = NOTHING_TOLD
 
 
 class StepCosts(Protocol):
@@ -167,7 +168,7 @@ class ModelCosts:
             cost.restarts,
             step_s=cost.step_s,
             read_s=cost.profile.read_sample_s * self.graph.batch_size,
-            agreement_s=cost.agreement_s(len(self.graph.devices)),
+            agreement=cost.agreement(len(self.graph.devices)),
         )
         if (calibration := cluster.calibration) is None:
             return known

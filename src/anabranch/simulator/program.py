@@ -21,7 +21,6 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Action, Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.events import Role
 from anabranch.simulator.lists import COMPUTE, UPDATE, Ints, Lists, Passes, place
 from anabranch.simulator.messages import MessagePrices, Messages, numbered, put_in
 from anabranch.simulator.sums import Sum, plan_sums
@@ -96,8 +95,8 @@ def compile_schedule(
     before, behind = list[int](), list[int]()
     if updates == 1 and lost.step_s:
         before.append(units.overhead(lost.step_s))
-    if updates == 1 and (lost.agreement_s > 0 or any(map(costs.update_s, range(len(graph))))):
-        behind.append(units.number(ComputeUnit(-1, 0.0, role=Role.AGREEMENT)))
+    if updates == 1 and (any(lost.agreement) or any(map(costs.update_s, range(len(graph))))):
+        behind += units.agreement()
     per_update = [graph.num_microbatches(s) // updates for s in range(len(graph))]
     # Replicas share one list; those with slices of the same size do the same.
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)

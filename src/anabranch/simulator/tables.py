@@ -101,7 +101,8 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
     return Tables(
         clock=np.array(
-            [(0, 0, 0, 0, stages, cores, 0.0, 0.0, 0.0, lost.agreement_s, lost.crowded_s)], CLOCK
+            [(0, 0, 0, 0, stages, cores, 0.0, 0.0, 0.0, lost.agreement.latency_s, lost.crowded_s)],
+            CLOCK,
         ),
         lists=np.concatenate([program.entries, np.array(lists.entries, np.int64), counts]),
         nodes=np.array(nodes, NODE),

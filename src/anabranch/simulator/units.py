@@ -138,6 +138,15 @@ class ComputeUnits:
         """That of a device's time that no action takes."""
         return self.number(ComputeUnit(-1, seconds, role=Role.OVERHEAD))
 
+    def agreement(self) -> list[int]:
+        """Those in which a device tells all others its totals and waits for theirs."""
+        lost = self._costs.overheads.agreement
+        meeting = self.number(ComputeUnit(-1, 0.0, role=Role.AGREEMENT))
+        sending, taking = (
+            [self.overhead(seconds)] * (seconds > 0) for seconds in (lost.send_s, lost.receive_s)
+        )
+        return [*sending, meeting, *taking]
+
     def gathers(self, work: AllReduce) -> list[int]:
         """Those in which the devices of an all-reduce send each other what they have updated."""
         group = self._together(Role.GATHER, work.stages, work.devices)

@@ -169,7 +169,8 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"{calibration.receive_byte_s * 2**20 * 1e6:.0f} us per MiB",
         f"besides its operators a forward or backward takes {calibration.microbatch_s * 1e6:.0f} "
         f"us and {calibration.value_s * 1e6:.0f} us per value that enters or leaves its stage, "
-        f"a step {calibration.step_s * 1e3:.2f} ms",
+        f"a step {calibration.step_s * 1e3:.2f} ms and {calibration.leaf_s * 1e6:.0f} us per "
+        "tensor of its batch",
         f"summing gradients takes {calibration.sum_tensor_s * 1e6:.0f} us per parameter and "
         f"{calibration.sum_byte_s * 2**20 * 1e6:.0f} us per MiB and other rank",
         f"sharing what was updated takes {calibration.share_tensor_s * 1e6:.0f} us per parameter "
