@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 Preset = Literal["published", "small"]
 
+ANY_GPU = "v100"
+"""Whose data sheet an estimate takes where only the bytes count: operators keep the same for their
+backward on all devices, but for a per cent.
+"""
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -127,31 +132,38 @@ class ModelSource:
         return self._costs(lambda: self._built(device), device, batch_size, samples)
 
     def profile_and_optimizer(
-        self, device: str, batch_size: int, mode: str, optimizer: str | None
+        self, device: str, batch_size: int, mode: str, optimizer: str | None, *, times: bool = True
     ) -> tuple[Profile, OptimizerFacts | None]:
         """The profile and, without a flush, the optimizer's traits, None where unknown.
+
+        Args:
+            times: whether the seconds count; otherwise nothing is timed, whatever the device.
 
         Raises:
             PolicyError: if the model cannot be trained without a flush, where that is seen.
         """
         from anabranch.weights import OPTIMIZERS
 
-        if mode == "sync":
-            if optimizer is not None:
-                raise typer.BadParameter("--optimizer is for --mode async")
-            return self.profile(device, batch_size), None
+        if mode == "sync" and optimizer is not None:
+            raise typer.BadParameter("--optimizer is for --mode async")
         facts = OPTIMIZERS[optimizer] if optimizer is not None else None
         if self.is_file:
             return self._from_file(device, None), facts
-        if facts is not None:
-            return self.profile(device, batch_size), facts
-        from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
-        from anabranch.runtime.asynchronous.requirements import require_no_common_norm
+        workload: Workload | None = None
+        if mode == "async" and facts is None:
+            from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
+            from anabranch.runtime.asynchronous.requirements import require_no_common_norm
 
-        workload = self._built(device)
-        require_no_common_norm(workload)
-        facts = optimizer_of(workload)
-        return self._costs(lambda: workload, device, batch_size, None), facts
+            workload = self._built(device)
+            require_no_common_norm(workload)
+            facts = optimizer_of(workload)
+
+        def build() -> Workload:
+            return workload or self._built(device)
+
+        if not times and _is_here(device):
+            return self._estimated(build, ANY_GPU, powers_of_two(batch_size)), facts
+        return self._costs(build, device, batch_size, None), facts
 
     def _built(self, device: str) -> Workload:
         """The workload, with its parameters only where they are measured."""
@@ -171,6 +183,11 @@ class ModelSource:
             captured = self.capture(workload)
             with progress_bar(f"measuring {self.model} on {device}") as progress:
                 return measured(captured, workload, counts, device, progress)
+        return self._estimated(build, device, counts)
+
+    def _estimated(
+        self, build: Callable[[], Workload], device: str, counts: tuple[int, ...]
+    ) -> Profile:
         from anabranch.capture_cache.estimated import estimated
 
         with self._capturing():

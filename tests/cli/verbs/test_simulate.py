@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.cli import source
 from tests.cli.examples import TOWERS
 
 
@@ -64,6 +65,23 @@ def test_operators_that_are_timed_anew_are_no_change_of_the_file(run, tmp_path):
     said = run("simulate", "plan.json")[2]
     assert "plan.json itself says" in said
     assert "operators were timed anew just now, or it was changed" in said
+
+
+def test_check_times_nothing(run, monkeypatch, tmp_path):
+    """It asks for bytes alone. Operators were timed for a minute, those of a large model with too
+    few samples for its plan, which then was no plan.
+    """
+    options = ("--cluster", "local:2", "--batch-size", "16", "--max-replicas", "1")
+    assert run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")[0] == 0
+    monkeypatch.delattr(source, "measured")
+    code, _, err = run("check", "plan.json", TOWERS)
+    assert code == 0, err
+    small = json.loads(Path("plan.json").read_text())
+    small["machines"]["memory_bytes"] = 1000
+    Path("plan.json").write_text(json.dumps(small))
+    code, out, _ = run("check", "plan.json", TOWERS)
+    assert code == 1
+    assert "GiB on each device" in out
 
 
 def test_a_plan_file_is_checked_and_simulated(run, four_files, tmp_path):

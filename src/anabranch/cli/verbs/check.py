@@ -37,7 +37,11 @@ def check(
     if model is not None:
         cluster = other.cluster_of(plan, plan_file)
         costs, optimizer = other.source(plan, model).profile_and_optimizer(
-            other.device_of(plan, cluster), plan.stage_graph.batch_size, plan.mode, other.optimizer
+            other.device_of(plan, cluster),
+            plan.stage_graph.batch_size,
+            plan.mode,
+            other.optimizer,
+            times=False,
         )
     problems = check_plan(plan, costs, cluster, optimizer=optimizer)
     if costs is not None and not problems:
