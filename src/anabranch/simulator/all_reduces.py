@@ -76,12 +76,9 @@ def all_reduces_of(
     if len({device for held in devices for device in held}) == 1:
         return  # as of most stages that a search prices
     union = sum(holder.mask for holder in holders)
-    names = {
-        name
-        for name in holders[0].readers
-        if all(name in holder.readers for holder in holders)
-        and not cost.graph.readers[name] & ~union
-    }
+    shared = set.intersection(*(set(holder.readers) for holder in holders))
+    readers = cost.graph.readers
+    names = {name for name in shared if not readers[name] & ~union}
     owned = [p for p in reversed(cost.graph.parameters) if p.name in names and p.nbytes]
     stages, whole_bytes = tuple(range(len(holders))), sum(parameter.nbytes for parameter in owned)
     held_by = [
