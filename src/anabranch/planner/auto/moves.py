@@ -153,7 +153,8 @@ def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False)
     if draft.num_stages == 1:
         return None
     s, t = _two(draft.num_stages, rng)
-    devices, (mine, theirs) = _where(draft.owner == s), draft.setups["tensor"][[s, t]].tolist()
+    devices, tensor = _where(draft.owner == s), draft.setups["tensor"]
+    mine, theirs = int(tensor[s]), int(tensor[t])
     given = len(devices) // mine // 2 * mine if half else max(mine, theirs)
     if not 0 < given < len(devices):
         return None
@@ -359,6 +360,8 @@ def _stage_or_all(draft: Draft, rng: Random) -> int | slice:
 
 def _set_up(draft: Draft, stages: int | slice, field: str, values: ArrayLike) -> Draft | None:
     """Stages with other values of a field of ``SETUP``, if they are others."""
+    if (draft.setups[field][stages] == values).all():
+        return None
     setups = draft.setups.copy()
     setups[field][stages] = values
-    return None if np.array_equal(setups, draft.setups) else draft._replace(setups=setups)
+    return draft._replace(setups=setups)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from anabranch.cost import CostModel
@@ -110,22 +110,17 @@ class Auto:
         return SETTINGS.evaluations if self.evaluations is None else self.evaluations
 
     def _starts(self, problem: Problem) -> Iterator[Start]:
-        """What other planners propose; the last one's error where none does.
+        """What other planners propose, with the options that they share; the last one's error where
+        none does.
 
         Data parallelism is proposed also where it fits only with replicas that share the
         optimizer's state.
         """
         asked = {"batch_size": problem.batch_size, "microbatch_size": problem.microbatch_size}
-        given = {
-            "max_replicas": self.max_replicas,
-            "recompute": self.recompute,
-            "fewer_stages": True,
-        }
-        found = False
+        given, found = {**vars(self), "fewer_stages": True}, False
         for name in STARTS:
             planner: Any = PLANNERS[name]()
-            names = {field.name for field in fields(planner)}
-            options = {option: value for option, value in given.items() if option in names}
+            options = {option: given[option] for option in vars(planner) if option in given}
             cost = problem.cost
             if name == "data-parallel":
                 cost = replace(cost, shard_optimizer=True)

@@ -220,7 +220,8 @@ def _sum(s: int, state: State) -> float:
 
 
 def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float) -> float:
-    """The clock: of all stages the one whose next action ends first, message after message.
+    """The clock: of all stages the one whose next action ends first, message after message. Sums
+    are looked for once a stage is at its last backward.
 
     Returns:
         Seconds of the step; infinity where they are beyond the limit.
@@ -231,7 +232,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         return np.inf
     hidden = stages[0].total - shown if shown > 0 else 0
     batch_size -= hidden * stages[0].microbatch
-    slow, actions, summing, running, update = 0, 0, 0, 0, 0.0
+    slow, actions, summing, running, update, late = 0, 0, 0, 0, 0.0, False
     for s in range(len(stages)):
         stage = stages[s]
         stage.total -= hidden
@@ -240,6 +241,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         actions += 2 * stage.total
         stage.asks = np.inf
         summing += stage.pieces > 0
+        late = late or stage.total == 1
         if _period_s(stage) > _period_s(stages[slow]):
             slow = s
         _turn(stage, 0.0)
@@ -253,7 +255,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         for t in range(len(stages)):
             if stages[t].until < end:
                 s, end, sums = t, stages[t].until, False
-            if stages[t].asks < end:
+            if late and stages[t].asks < end:
                 s, end, sums = t, stages[t].asks, True
         if s == len(stages):
             return np.inf
@@ -279,6 +281,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
             return np.inf
         done = stage.done[way]
         stage.done[way] += 1
+        late = late or stage.done[1] + 1 >= stage.total
         if way == 1 and s == slow and shown > 0:
             if done == first:
                 period -= end / (last - first)

@@ -226,8 +226,7 @@ def sum_operators(home: Table, problem: Problem, stages: Table) -> bool:
         if stage.operators == 0:
             return False
         for last in range(2):
-            if stage.recompute > 0:
-                stage.seconds[last, 1] += stage.seconds[last, 0]
+            stage.seconds[last, 1] += stage.recompute * stage.seconds[last, 0]
             for way in range(2):
                 stage.seconds[last, way] += action_s
     return True

@@ -75,10 +75,9 @@ class GraphPipe:
 
 def propose(problem: Problem, tolerance: float, *, per_stage: bool = False) -> Iterator[StageGraph]:
     """Stage graphs of the partitioner's stages; the arguments are those of the planners."""
-    sizes = problem.sizes
-    sets: list[tuple[Configuration, ...]] = [(Configuration(size),) for size in sizes]
+    sets: list[tuple[Configuration, ...]] = [(Configuration(size),) for size in problem.sizes]
     if per_stage:
-        sets = [configurations(sizes, problem.batch_size)]
+        sets = [configurations(problem.sizes, problem.batch_size)]
     budget = Budget(
         "graphpipe",
         STEPS,
