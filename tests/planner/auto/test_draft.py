@@ -79,12 +79,12 @@ def test_there_and_back_again(devices, seed):
     draft = random_draft(cost, 8, seed)
     cost = replace(cost, shard_optimizer=draft.sharded)
     graph = stage_graph_of(draft, cost, 8)
-    again = draft_of(graph, cost, deep=draft.deep)
+    again = draft_of(graph, cost)
     assert stage_graph_of(again, cost, 8) == graph
     assert again.sharded == draft.sharded
     assert not [problem for problem in check(graph, cost) if problem.startswith("C")]
     # Numbers are now in topological order, so nothing changes any more.
-    third = draft_of(graph, cost, deep=draft.deep)
+    third = draft_of(graph, cost)
     assert all(np.array_equal(a, b) for a, b in zip(again, third, strict=True))
 
 

@@ -63,13 +63,12 @@ def both(draft: Draft) -> tuple[Draft, Draft]:
     return draft, draft._replace(deep=not draft.deep)
 
 
-def draft_of(graph: StageGraph, cost: CostModel, *, deep: bool = False) -> Draft:
-    """The draft of a stage graph; edges beyond those of values remain only as a chain of all
-    stages, and devices of a stage in ascending order.
+def draft_of(graph: StageGraph, cost: CostModel) -> Draft:
+    """The draft of a stage graph, with the least warm-up; edges beyond those of values remain only
+    as a chain of all stages, and devices of a stage in ascending order.
 
     Args:
         cost: ``shard_optimizer`` says whether the draft is sharded.
-        deep: the stage graph runs as ``1f1b-deep``.
 
     Raises:
         InvalidPlanError: if a device of the cluster holds no stage, or several.
@@ -95,7 +94,7 @@ def draft_of(graph: StageGraph, cost: CostModel, *, deep: bool = False) -> Draft
         home,
         owner,
         np.array(setups, SETUP),
-        deep,
+        False,
         chain <= set(graph.edges) and not chain <= value_edges(home.tolist(), cost.graph),
         cost.shard_optimizer,
     )

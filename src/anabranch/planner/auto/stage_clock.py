@@ -99,18 +99,18 @@ def _occupy(edge: Record, way: int, end: int, start: float, nbytes: float, state
         state.ports[int(end != way), state.ports_of[s, i]] = start + nbytes * port_s
 
 
-def _transfer(edge: Record, way: int, samples: int, start: float, state: State) -> float:
-    """When a message has been sent whose ports are taken from a start on, or as soon as they are
-    free.
+def _send(e: int, way: int, number: int, samples: int, start: float, state: State) -> None:
+    """A message of the receiver's micro-batch of a number takes its ports from a start on, or as
+    soon as they are free.
     """
-    nbytes, far = tables.message_bytes(edge, way, samples), edge.far
-    if nbytes == 0:
-        return start
-    for end in range(2):
-        start = max(start, _free_at(int(end != way), edge.ends[end], far, state))
-    for end in range(2):
-        _occupy(edge, way, end, start, nbytes, state)
-    return float(start + nbytes * edge.byte_s)
+    edge = state.edges[e]
+    nbytes = tables.message_bytes(edge, way, samples)
+    if nbytes > 0:
+        for end in range(2):
+            start = max(start, _free_at(int(end != way), edge.ends[end], edge.far, state))
+        for end in range(2):
+            _occupy(edge, way, end, start, nbytes, state)
+    state.arrivals[way, e, number] = start + nbytes * edge.byte_s + edge.latency
 
 
 def _count_shown(stages: Table) -> int:
@@ -137,8 +137,7 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
     """A stage takes the messages of its next action, as far as they are sent; for each one it posts
     the receive of a later one, which may have waited for that. With the last it can begin.
     """
-    stages, arrivals = state.stages, state.arrivals
-    stage = stages[s]
+    stage = state.stages[s]
     way, size = stage.way, stage.microbatch
     done = stage.done[way]
     if done == stage.total or stage.until < np.inf:
@@ -148,16 +147,15 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
     while stage.taken < stage.edges[way]:
         e = state.edges_of[way, s, stage.taken]
         edge = state.edges[e]
-        sender = stages[edge.ends[way]]
+        sender = state.stages[edge.ends[way]]
         sent = sender.done[way] * sender.microbatch
         if sent < stop:
             return
-        stage.ready = max(stage.ready, arrivals[way, e, done])
+        stage.ready = max(stage.ready, state.arrivals[way, e, done])
         edge.posted[way] = done + slots + 1
         samples = min(sent, batch_size, first + size) - first
         if samples > 0:
-            gone = _transfer(edge, way, samples, stage.ready, state)
-            arrivals[way, e, done + slots] = gone + edge.latency
+            _send(e, way, done + slots, samples, stage.ready, state)
         stage.taken += 1
     if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
         stage.until = stage.ready
@@ -295,8 +293,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
             size = stages[edge.ends[1 - way]].microbatch
             for j in range(low // size, min(-(-high // size), edge.posted[way])):
                 samples = min(high, (j + 1) * size) - max(low, j * size)
-                gone = _transfer(edge, way, samples, end, state)
-                state.arrivals[way, e, j] = gone + edge.latency
+                _send(e, way, j, samples, end, state)
         _turn(stage, end)
         _take(s, batch_size, slots, state)
         for i in range(stage.edges[1 - way]):
