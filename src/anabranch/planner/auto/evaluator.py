@@ -7,7 +7,8 @@ of two drafts is the quicker one:
   and the last micro-batch, which may be a short one;
 - messages on links and on the cards of nodes that stages share, beside compute, each as soon as
   its receive is posted; by the slices that replicas of two stages have in common, which may meet
-  inside of nodes;
+  inside of nodes. On the card of a node they come one after the other, and a stage goes on with the
+  first: how much later the last is counts once, for the replicas behind it are as late in turn;
 - all-reduces, piece by piece from within the last backward on, in turn with messages on the same
   links; then updates, which wait for all of them, and what replicas that share the optimizer's
   state send each other;
@@ -15,10 +16,10 @@ of two drafts is the quicker one:
 - how much devices of a host slow each other while they compute, whether they have a core each or
   share some.
 
-It is no judge: what it likes is simulated (``simulator``). Left out are replicas that run one after
-another, as their messages come, and how these wait for each other on the cards of nodes where
-stages differ in micro-batch size (8 to 25 % of the step in candle-uno's drafts on 32 devices);
-parameters that stages share; and what more than one value in a message costs.
+It is no judge: what it likes is simulated (``simulator``). Left out are how replicas wait for each
+other on the cards of nodes where stages differ in micro-batch size (8 to 25 % of the step in
+candle-uno's drafts on 32 devices); parameters that stages share; and what more than one value in a
+message costs.
 """
 
 from __future__ import annotations

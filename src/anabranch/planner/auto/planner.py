@@ -1,6 +1,7 @@
 """Auto, the default planner: what other planners propose, changed move by move.
 
-1. Starts: the proposals of quick planners, ``STARTS``.
+1. Starts: the proposals of quick planners, ``STARTS``; of what is large also those that this
+   planner finds for a coarser model (``coarse``), which are in the whole changed a little only.
 2. Simulated annealing over drafts (``annealing``) by the moves of ``moves.MOVES``, with the seconds
    of ``evaluator``.
 3. All starts and the best drafts are proposed; ``solve`` simulates them.
@@ -17,7 +18,7 @@ from typing import Any, ClassVar
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner import PLANNERS
-from anabranch.planner.auto.coarse import coarsen
+from anabranch.planner.auto.coarse import Coarse, coarsen
 from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.planner.auto.search import Search, Start
 from anabranch.planner.auto.settings import SETTINGS
@@ -74,17 +75,9 @@ class Auto:
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
         count = min(self._count, SETTINGS.neighbours) if coarse else self._count
-        starts: Iterable[Start]
+        starts: Iterable[Start] = self._starts(problem, coarse)
         if start is not None:
             starts = [("the user", start)]
-        elif coarse is not None:
-            part, size = coarse.factor, microbatch_size
-            found = self(
-                coarse.cost, batch_size=batch_size // part, microbatch_size=size and size // part
-            )
-            starts = (("a coarser model", coarse.expand(graph)) for graph in found)
-        else:
-            starts = self._starts(problem)
         return Search(space, evaluate, starts, count, self.seed)
 
     def without_flush(
@@ -109,26 +102,44 @@ class Auto:
     def _count(self) -> int:
         return SETTINGS.evaluations if self.evaluations is None else self.evaluations
 
-    def _starts(self, problem: Problem) -> Iterator[Start]:
-        """What other planners propose, with the options that they share; the last one's error where
+    def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
+        """What other planners propose, and this one for a coarser model; the last one's error where
         none does.
-
-        Data parallelism is proposed also where it fits only with replicas that share the
-        optimizer's state.
         """
-        asked = {"batch_size": problem.batch_size, "microbatch_size": problem.microbatch_size}
-        given, found = {**vars(self), "fewer_stages": True}, False
-        for name in STARTS:
-            planner: Any = PLANNERS[name]()
-            options = {option: given[option] for option in vars(planner) if option in given}
-            cost = problem.cost
-            if name == "data-parallel":
-                cost = replace(cost, shard_optimizer=True)
+        sources = {name: self._proposed(name, problem) for name in STARTS}
+        if coarse is not None:
+            del sources["even"]  # takes longer than all others there
+            sources = {"a coarser model": self._expanded(coarse, problem), **sources}
+        found = False
+        for name, graphs in sources.items():
             try:
-                for graph in replace(planner, **options)(cost, **asked):
+                for graph in graphs:
                     if max(stage.replicas for stage in graph.stages) <= problem.most_replicas:
                         found = True
                         yield name, graph
             except InfeasiblePlanError:
                 if name == STARTS[-1] and not found:
                     raise
+
+    def _expanded(self, coarse: Coarse, problem: Problem) -> Iterator[StageGraph]:
+        part, size = coarse.factor, problem.microbatch_size
+        found = self(
+            coarse.cost,
+            batch_size=problem.batch_size // part,
+            microbatch_size=size and size // part,
+        )
+        yield from map(coarse.expand, found)
+
+    def _proposed(self, name: str, problem: Problem) -> Iterator[StageGraph]:
+        """The proposals of a planner, with the options that it shares. Data parallelism is proposed
+        also where it fits only with replicas that share the optimizer's state.
+        """
+        planner: Any = PLANNERS[name]()
+        given = {**vars(self), "fewer_stages": True}
+        options = {option: given[option] for option in vars(planner) if option in given}
+        cost = problem.cost
+        if name == "data-parallel":
+            cost = replace(cost, shard_optimizer=True)
+        yield from replace(planner, **options)(
+            cost, batch_size=problem.batch_size, microbatch_size=problem.microbatch_size
+        )

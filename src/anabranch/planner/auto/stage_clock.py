@@ -230,12 +230,13 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         return np.inf
     hidden = stages[0].total - shown if shown > 0 else 0
     batch_size -= hidden * stages[0].microbatch
-    slow, actions, summing, running, update, late = 0, 0, 0, 0, 0.0, False
+    slow, actions, summing, running, late = 0, 0, 0, 0, False
+    update, apart = 0.0, 0.0
     for s in range(len(stages)):
         stage = stages[s]
         stage.total -= hidden
         stage.left = _compute_s(stage) + stage.behind
-        update = max(update, stage.update)
+        update, apart = max(update, stage.update), max(apart, stage.apart)
         actions += 2 * stage.total
         stage.asks = np.inf
         summing += stage.pieces > 0
@@ -301,7 +302,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
             _take(receiver, batch_size, slots, state)
         if way == 1 and done + 1 == stage.total:
             step = max(step, end)
-    return step + update + hidden * period
+    return step + apart + update + hidden * period
 
 
 @entry

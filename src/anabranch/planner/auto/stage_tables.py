@@ -100,12 +100,13 @@ NUMBERS = _record(
 # next action: the way; how many edges it has the messages of; whether it has begun on cores. Pieces
 # of its sums, and how many of them are summed.
 #
-# Seconds [last, way]; what the last backward leaves of its all-reduce; its update; at least from
-# the beginning of the step to its first forward and from its last backward to the end. In the last
-# backward what operators have passed, when the gradients that wait are final, when all are summed;
-# when it ends. Of its next action when it may begin, as far as that is known, and when it ends,
-# infinity where that is not known; what it has left to do; how many times as long as alone it
-# takes. When it asks for links for the next piece of its sums.
+# Seconds [last, way]; how much later than the first replica the last one has a message; what the
+# last backward leaves of its all-reduce; its update; at least from the beginning of the step to its
+# first forward and from its last backward to the end. In the last backward what operators have
+# passed, when the gradients that wait are final, when all are summed; when it ends. Of its next
+# action when it may begin, as far as that is known, and when it ends, infinity where that is not
+# known; what it has left to do; how many times as long as alone it takes. When it asks for links
+# for the next piece of its sums.
 #
 # Bytes: as of operators; what a pass of all samples takes besides; that enter and that return, per
 # sample and whatever the samples; gradients that are summed, that are in pieces, and that
@@ -114,16 +115,16 @@ STAGE = _record(
     "microbatch k recompute tensor operators devices low high nodes replicas samples row:2 last "
     "degree total least wanted in_flight ordered counted edges:2 done:2 way taken begun pieces "
     "pieces_done",
-    "above:2 seconds:22 sums update before behind passed final summed passed_all ready until left "
-    "pace asks parameters trainable tables rows largest largest_gradient kept passing enters "
+    "above:2 seconds:22 apart sums update before behind passed final summed passed_all ready until "
+    "left pace asks parameters trainable tables rows largest largest_gradient kept passing enters "
     "enters_fixed returns returns_fixed gradients cut waiting buckets",
 )
 
 # Its source and target, whether it takes cards of nodes. By way: of the receiver's micro-batches
 # how many have their receives posted; bytes per sample, and whatever the samples. Seconds of
-# latency, and of a byte of a message on the busiest of all ports; of a byte of all messages by end
-# on the busiest link, and on the busiest card.
-EDGE = _record("ends:2 far posted:2", "per_sample:2 fixed:2 latency byte_s port_s:22")
+# latency, of a byte of a message on the busiest link, and how much later the last replica has it
+# through a card; of a byte of all messages by end on the busiest link, and on the busiest card.
+EDGE = _record("ends:2 far posted:2", "per_sample:2 fixed:2 latency byte_s apart_s port_s:22")
 
 # Part of a stage's gradients that is final, after so many seconds of its operators in the last
 # backward, and then summed; parts of it that take ports one after the other.
@@ -396,9 +397,11 @@ def price_messages(problem: Problem, stages: Table, state: State) -> None:
         size, last = min(source.microbatch, target.microbatch), min(source.last, target.last)
         for way in range(2):
             edge.posted[way] = numbers.receive_slots
-            if message_bytes(edge, way, size) > 0:
+            nbytes = message_bytes(edge, way, size)
+            if nbytes > 0:
+                target.apart = max(target.apart, nbytes * edge.apart_s)
                 byte_s, replicas = numbers.send_byte, stages[edge.ends[way]].replicas
-                seconds = numbers.send + byte_s * message_bytes(edge, way, size) / replicas
+                seconds = numbers.send + byte_s * nbytes / replicas
                 last_s = numbers.send + byte_s * message_bytes(edge, way, last) / replicas
                 for end in range(2):
                     stage = stages[edge.ends[end]]
@@ -445,8 +448,9 @@ def _route(edge: Record, levels: Table, state: State) -> None:
         start = stop
         copies += start <= size
         if start == size:
-            ahead, back = edge.port_s[0], edge.port_s[1]
-            edge.byte_s = max(ahead[0], ahead[1], back[0], back[1]) / size
+            link = max(edge.port_s[0, 0], edge.port_s[1, 0])
+            card = max(edge.port_s[0, 1], edge.port_s[1, 1])
+            edge.byte_s, edge.apart_s = link / size, max(0.0, card - link) / size
     edge.latency = levels[farthest].latency
     edge.far = 1 if farthest > 0 and node > 1 else 0
     for end in range(2):
