@@ -38,9 +38,9 @@ from anabranch import launch
 from anabranch.calibration import side_by_side
 from anabranch.calibration.machine import OtherLoad
 from anabranch.calibration.measure import Calibrated, calibrate
-from anabranch.calibration.side_by_side import Pace
+from anabranch.calibration.side_by_side import Paces
 from anabranch.cli.source import measured
-from anabranch.cluster import Cluster
+from anabranch.cluster import HOLDINGS, Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
@@ -238,11 +238,21 @@ def at_present(cluster: Cluster, by_rank: Sequence[Trained], cores: int) -> Clus
     """
     calibration = cluster.calibration
     assert calibration is not None
-    now = side_by_side.slowdown([rank.paces for rank in by_rank], cores)
-    known = calibration.slowdown
+    small, slowdown = (
+        _at_present(known, [rank.paces[i] for rank in by_rank], cores)
+        for i, known in enumerate((calibration.small_slowdown, calibration.slowdown))
+    )
+    small = tuple(map(min, small, slowdown))
+    return replace(
+        cluster, calibration=replace(calibration, slowdown=slowdown, small_slowdown=small)
+    )
+
+
+def _at_present(known: Sequence[float], paces: Sequence[Paces], cores: int) -> tuple[float, ...]:
+    now = side_by_side.slowdown(paces, cores)
     more = now[-1] / known[min(len(now), len(known)) - 1]
     beyond = [max(now[-1], times * more) for times in known[len(now) :]]
-    return replace(cluster, calibration=replace(calibration, slowdown=(*now, *beyond)))
+    return (*now, *beyond)
 
 
 def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
@@ -253,22 +263,24 @@ def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
 @dataclass(frozen=True)
 class Trained:
     """Seconds of steps on one rank, some more of them recorded, its profile between them, and its
-    paces alone and side by side.
+    paces alone and side by side, of little work and of much.
     """
 
     steps: list[float]
     timelines: list[Timeline]
     profile: Profile
-    paces: dict[int, list[Pace]]
+    paces: tuple[Paces, ...]
 
 
 def trained(case: Case) -> Trained:
     """A turn, on one rank."""
     prepare(case.captured, case.chosen.stage_graph)
     pipe = Pipeline(case.workload, case.chosen, captured=case.captured, check_gradients=False)
-    measurement, piece = Measurement(case.whole, sizes_of(case.chosen)), side_by_side.work()
+    measurement = Measurement(case.whole, sizes_of(case.chosen))
+    pieces = [side_by_side.work(held) for held in HOLDINGS]
     ranks = dist.get_world_size()
-    paces: dict[int, list[Pace]] = {k: [] for k in (1, min(ranks, os.cpu_count() or 1))}
+    ks = 1, min(ranks, os.cpu_count() or 1)
+    paces: tuple[Paces, ...] = tuple({k: [] for k in ks} for _ in pieces)
     updates: list[UpdateCost] = []
     steps: list[float] = []
     timelines: list[Timeline] = []
@@ -277,10 +289,11 @@ def trained(case: Case) -> Trained:
         if turn % ranks == pipe.rank:
             measurement.turn()
             updates.append(measure_update(case.spare))
-        for k, found in paces.items():
-            dist.barrier()
-            if pipe.rank < k:
-                found.append(side_by_side.pace(piece, WINDOW_S))
+        for piece, found in zip(pieces, paces, strict=True):
+            for k in ks:
+                dist.barrier()
+                if pipe.rank < k:
+                    found[k].append(side_by_side.pace(piece, WINDOW_S))
         # A step is given its batch: reading them is no part of it, nor of the ranks beside it.
         given = [next(batches) for _ in range(SETTLING + STEPS + RECORDED)]
         dist.barrier()

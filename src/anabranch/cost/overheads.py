@@ -21,7 +21,8 @@
                 given its batch
     agreement   of loss and metrics: every rank sends its totals to all others and takes theirs
 
-    slowdown    of devices that share processors, by how many of them compute
+    slowdown    of devices that share processors and caches, by how many of them compute and by the
+                bytes that they hold, as a mean
 
 What a cluster was not calibrated for costs nothing.
 """
@@ -180,8 +181,9 @@ def computed_at_once(cluster: Cluster) -> float:
     """How many devices alone compute as much as all of the cluster do together at best, which may
     be while some of them wait.
     """
-    if not cluster.slowdown:
+    least = cluster.slowdown_of(0)
+    if not least:
         return cluster.num_devices
     size = cluster.levels[0].size
-    of_a_host = max(n / slowdown_of(cluster.slowdown, n) for n in range(1, size + 1))
+    of_a_host = max(n / slowdown_of(least, n) for n in range(1, size + 1))
     return of_a_host * cluster.num_devices / size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -147,22 +148,23 @@ def _most_lost(work_s: float) -> str:
     return f", most of it in the first {work_s * 1e3:.1f} ms of work" if work_s else ""
 
 
+def _slower(slowdown: Sequence[float], cores: int) -> str:
+    shown = {1, 2, cores, cores + 1, len(slowdown)}
+    return ", ".join(f"{k}: {slowdown[k - 1]:.2f}x" for k in sorted(shown) if k <= len(slowdown))
+
+
 def calibration_rows(cluster: Cluster) -> list[str]:
     """What was measured, a line each; none without a calibration."""
     calibration = cluster.calibration
     if calibration is None:
         return []
-    machine = calibration.machine
-    shown = {1, 2, machine.cores, machine.cores + 1, len(calibration.slowdown)}
-    slower = ", ".join(
-        f"{k}: {calibration.slowdown[k - 1]:.2f}x"
-        for k in sorted(shown)
-        if 1 <= k <= len(calibration.slowdown)
-    )
+    machine, small = calibration.machine, calibration.small_slowdown
     return [
         f"calibrated on {calibration.date}: {machine.processor}, {machine.cores} cores, "
         f"torch {machine.torch}",
-        f"ranks that compute side by side take longer: {slower}",
+        "ranks that compute side by side take longer: "
+        f"{_slower(calibration.slowdown, machine.cores)}",
+        *([f"those that hold little: {_slower(small, machine.cores)}"] if small else []),
         f"a message takes its sender {calibration.send_s * 1e6:.0f} us and "
         f"{calibration.send_byte_s * 2**20 * 1e6:.0f} us per MiB, its receiver "
         f"{calibration.receive_s * 1e6:.0f} us and "
