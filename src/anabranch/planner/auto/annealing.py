@@ -22,12 +22,15 @@ Evaluate = Callable[[Draft, float], float]
 
 
 class Found(NamedTuple):
-    """A draft with its seconds, the number of its start, and how many moves led from that to it."""
+    """A draft with its seconds, the number of its start, how many moves led from that to it, and
+    whether a way from it has found nothing better.
+    """
 
     seconds: float
     draft: Draft
     start: int
     moves: int = 0
+    stuck: bool = False
 
 
 class Annealing:
@@ -38,6 +41,7 @@ class Annealing:
     ) -> None:
         self._space, self._evaluate, self._rng, self._settings = space, evaluate, rng, settings
         self._found: dict[float, Found] = {}
+        self._ends: list[Found] = []
         self._limit_s = math.inf
         self.promising: list[Found] = []
         """The starts that are annealed or could be, the quickest first."""
@@ -46,20 +50,18 @@ class Annealing:
         """Anneal the most promising starts, in rounds."""
         settings, self.promising = self._settings, self._promising(starts)
         chosen = self.promising
-        hot = settings.hot
         for number in range(settings.rounds if chosen else 0):
             chosen = sorted(chosen, key=_seconds)[: max(1, settings.starts >> number)]
             share = evaluations // (settings.rounds * len(chosen))
-            found = [self.anneal(start, share, hot) for start in chosen]
-            if min(map(_seconds, found)) == chosen[0].seconds:
-                hot = settings.hotter
-            chosen = found
+            chosen = [self.anneal(start, share) for start in chosen]
+            self._ends += chosen
 
-    def anneal(self, start: Found, evaluations: int, hot: float) -> Found:
+    def anneal(self, start: Found, evaluations: int) -> Found:
         """The best draft on a way of so many evaluations from a start."""
         here = best = start
-        space, rng, temperature = self._space, self._rng, hot
-        cooling = (self._settings.cold / hot) ** (1 / max(evaluations, 1))
+        space, rng, settings = self._space, self._rng, self._settings
+        temperature = settings.hotter if start.stuck else settings.hot
+        cooling = (settings.cold / temperature) ** (1 / max(evaluations, 1))
         for _ in range(evaluations):
             temperature *= cooling
             _, draft = draw(here.draft, space, rng)
@@ -74,11 +76,14 @@ class Annealing:
                     self._keep(here)
                 if seconds < best.seconds:
                     best = here
-        return best
+        return start._replace(stuck=True) if best is start else best
 
     def best(self, count: int) -> list[Found]:
-        """The quickest, no two of which take equally long."""
-        return [self._found[seconds] for seconds in sorted(self._found)[:count]]
+        """The ends of all ways, then others, the quickest first, no two of which take equally long:
+        drafts of one way are alike, and so are the errors of their seconds.
+        """
+        ordered = (*sorted(self._ends, key=_seconds), *sorted(self._found.values(), key=_seconds))
+        return [*{found.seconds: found for found in ordered}.values()][:count]
 
     def _promising(self, starts: Iterable[Draft]) -> list[Found]:
         """Some starts unlike each other, the quickest first."""

@@ -18,9 +18,8 @@ class Settings:
         hot: temperature at the beginning of a round, as a share of the step: a draft that is so
             much slower is taken with probability 1/e. Higher forgets where it came from: from 0.03
             on mmt and candle-uno at 32 devices end 6 % and 2 % slower; with 0.005 mmt 2 %.
-        hotter: from then on, once a round has found nothing better: small models are at the end of
-            what is near their starts soon, and the way to a better plan leads through much slower
-            ones.
+        hotter: where the round before found nothing better: small models are at the end of what is
+            near their starts soon, and the way to a better plan leads through much slower ones.
         cold: at its end.
         proposed: drafts that are proposed to the judge; each is simulated. With 10 candle-uno at 32
             devices ends 3.6 % slower, as evaluations are least right there; 40 take an
