@@ -167,7 +167,7 @@ class Calibration:
             return ""
         return (
             f"other processes took {self.lost_share:.0%} of a core while it was calibrated, so "
-            "latencies at least are too long; calibrate again when the machine is quiet"
+            "predictions by it are off; calibrate again when the machine is quiet"
         )
 
 

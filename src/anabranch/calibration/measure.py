@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from anabranch import launch
 from anabranch.calibration import messages, overheads, side_by_side, sums
 from anabranch.calibration.crowding import Turns, crowding, measure_turns
-from anabranch.calibration.machine import this_machine
+from anabranch.calibration.machine import OtherLoad, this_machine
 from anabranch.calibration.messages import Exchange, Line
 from anabranch.calibration.overheads import Overheads
 from anabranch.calibration.side_by_side import Pace
@@ -77,12 +77,14 @@ def calibrate(progress: Progress | None = None) -> Calibrated:
     """
     if "RANK" in os.environ:
         return _of_job(progress)
+    load = OtherLoad()
     alone = overheads.measure_overheads()
     machine = this_machine()
     ks = side_by_side.counts(machine.cores, 2 * machine.cores)
     first, *others = launch.run(_rank, max(2, ks[-1]), ks, progress or _silent)
     seen = [replace(first, alone=alone), *others]
-    return joined(seen, machine.cores, f"local:{machine.cores}", machine.cores)
+    name = f"local:{machine.cores}"
+    return joined(seen, machine.cores, name, machine.cores, others=load.cores())
 
 
 def _of_job(progress: Progress | None) -> Calibrated:
@@ -154,8 +156,14 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibrated:
-    """What all ranks have seen, as one cluster."""
+def joined(
+    seen: Sequence[Seen], cores: int, name: str, devices: int, *, others: float = 0.0
+) -> Calibrated:
+    """What all ranks have seen, as one cluster.
+
+    Args:
+        others: cores that other processes took meanwhile, where the kernel says so.
+    """
     alone = seen[0].alone
     assert alone is not None
     hosts = list(dict.fromkeys(one.host for one in seen))
@@ -196,7 +204,7 @@ def joined(seen: Sequence[Seen], cores: int, name: str, devices: int) -> Calibra
         sum_tensor_s=sums.per_tensor_s(summed, message_s),
         sum_byte_s=sums.per_byte_s(summed),
         memory_bandwidth=alone.memory_bandwidth,
-        lost_share=side_by_side.lost_share(on_host),
+        lost_share=min(1.0, max(side_by_side.lost_share(on_host), others)),
         restarts=alone.restarts.longer,
         share_tensor_s=sums.per_tensor_s(shared, message_s),
         share_byte_s=sums.per_byte_s(shared),
