@@ -48,11 +48,8 @@ class Coarse:
             for i in range(self.factor)
             for device in stage.devices
         )
-        return replace(
-            stage,
-            devices=tuple(sorted(devices)),
-            microbatch_size=stage.microbatch_size * self.factor,
-        )
+        size = stage.microbatch_size * self.factor
+        return replace(stage, devices=tuple(sorted(devices)), microbatch_size=size)
 
 
 def coarsen(cost: CostModel, batch_size: int, microbatch_size: int | None) -> Coarse | None:

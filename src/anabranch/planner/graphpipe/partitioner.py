@@ -293,11 +293,15 @@ class _Search:
 
     def _without_tail(self, block: Block, q: int, cut: int, after: After) -> Strategies:
         """DP for a block whose branch q ends at a cut."""
-        before, behind = self._beside(block, 0, after)[q], self._beside(block, q + 1, after)[-1]
-        others = _side_by_side(before, behind)
+        others = self._without_branch(block, q, after)
         if not cut:
             return others
         return _side_by_side(others, self._in_series(block.branches[q], cut, after))
+
+    @remembered
+    def _without_branch(self, block: Block, q: int, after: After) -> Strategies:
+        before, behind = self._beside(block, 0, after)[q], self._beside(block, q + 1, after)[-1]
+        return _side_by_side(before, behind)
 
     def _pick_better(self, options: Sequence[Strategies]) -> Strategies:
         """PickBetter (lines 18, 47): less memory, which is fewer samples in flight."""
