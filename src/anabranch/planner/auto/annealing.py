@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ class Found(NamedTuple):
     start: int
     moves: int = 0
     stuck: bool = False
+
+
+_seconds = attrgetter("seconds")
 
 
 class Annealing:
@@ -97,9 +101,8 @@ class Annealing:
             draft = entry.draft
             if entry.seconds < math.inf:
                 self._keep(entry)
-                unlike.setdefault(
-                    (draft.num_stages, draft.setups["microbatch"][0], draft.chained), entry
-                )
+                shape = draft.num_stages, draft.setups["microbatch"][0], draft.chained
+                unlike.setdefault(shape, entry)
         return list(unlike.values())
 
     def _keep(self, found: Found) -> None:
@@ -108,7 +111,3 @@ class Annealing:
             kept = sorted(self._found)[: 2 * self._settings.proposed]
             self._found = {seconds: self._found[seconds] for seconds in kept}
             self._limit_s = kept[-1]
-
-
-def _seconds(found: Found) -> float:
-    return found.seconds

@@ -75,9 +75,7 @@ class Auto:
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
         count = min(self._count, SETTINGS.neighbours) if coarse else self._count
-        starts: Iterable[Start] = self._starts(problem, coarse)
-        if start is not None:
-            starts = [("the user", start)]
+        starts = [("the user", start)] if start else self._starts(problem, coarse)
         return Search(space, evaluate, starts, count, self.seed)
 
     def without_flush(
@@ -137,9 +135,8 @@ class Auto:
         planner: Any = PLANNERS[name]()
         given = {**vars(self), "fewer_stages": True}
         options = {option: given[option] for option in vars(planner) if option in given}
-        cost = problem.cost
-        if name == "data-parallel":
-            cost = replace(cost, shard_optimizer=True)
+        shared = name == "data-parallel"
+        cost = replace(problem.cost, shard_optimizer=True) if shared else problem.cost
         yield from replace(planner, **options)(
             cost, batch_size=problem.batch_size, microbatch_size=problem.microbatch_size
         )

@@ -318,14 +318,12 @@ def step_s(
     problem: Problem,
     state: State,
 ) -> float:
-    """Seconds of a step, or of a period without a flush; infinity where there is none in the limit.
-
-    Args:
-        count: of stages.
+    """Seconds of a step of so many stages, or of a period without a flush; infinity where there is
+    none in the limit.
     """
     stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
-    if not tables.count_devices(owner, setups, problem, stages, state):
+    if not tables.count_devices(owner, setups, problem.levels, stages, state):
         return np.inf
     if not tables.split_samples(problem, stages):
         return np.inf

@@ -136,13 +136,11 @@ def _clear_ports(ports: Table) -> None:
         ports[0, port] = ports[1, port] = 0.0
 
 
-def count_devices(
-    owner: Table, setups: Table, problem: Problem, stages: Table, state: State
-) -> bool:
+def count_devices(owner: Table, setups: Table, levels: Table, stages: Table, state: State) -> bool:
     """How every stage runs, how many devices it has, which, and on which nodes; whether the devices
     of each replica lie inside a node.
     """
-    ports_of, node = state.ports_of, problem.levels[0].devices
+    ports_of, node = state.ports_of, levels[0].devices
     for s in range(len(stages)):
         stage, setup = stages[s], setups[s]
         stages[s] = state.stages[-1]
