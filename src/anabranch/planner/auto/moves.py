@@ -204,42 +204,37 @@ def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
     return draft._replace(owner=owner)
 
 
-def gather(draft: Draft, space: Space, rng: Random, size: int = 1) -> Draft | None:
-    """Every stage on devices in a row, in the order of the model or the largest stage first; of
-    groups of a size the first devices of all of them, then the second.
+def gather(draft: Draft, space: Space, rng: Random, *, scattered: bool = False) -> Draft | None:
+    """Every stage on devices in a row, in the order of the model or the largest stage first; or
+    scattered: the first devices of all nodes or larger groups make the row, then the second ones.
     """
+    group = _choice(space.cost.cluster.group_sizes, rng) if scattered else 1
     count, devices = draft.num_stages, np.arange(len(draft.owner))
+    if scattered and group >= len(devices):
+        return None
     sizes = np.bincount(draft.owner, minlength=count)
     sums = np.bincount(draft.home, weights=space.place, minlength=count)
     place = sums / np.bincount(draft.home, minlength=count)
     order = np.lexsort((place, -sizes)) if rng.random() < 0.5 else np.argsort(place)
     owner = np.empty_like(draft.owner)
-    owner[np.argsort(devices % size, kind="stable")] = np.repeat(order, sizes[order])
+    owner[np.argsort(devices % group, kind="stable")] = np.repeat(order, sizes[order])
     return None if np.array_equal(owner, draft.owner) else draft._replace(owner=owner)
-
-
-def scatter(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """The replicas of every stage spread over the nodes."""
-    size = _choice(space.cost.cluster.group_sizes, rng)
-    return gather(draft, space, rng, size) if size < len(draft.owner) else None
 
 
 # How stages run
 
 
-def resize_all(draft: Draft, space: Space, rng: Random, stages: int | slice = _ALL) -> Draft | None:
-    """Micro-batches of all stages, or of some, twice or half as large."""
+def resize(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Draft | None:
+    """Micro-batches of all stages, or of one, twice or half as large."""
+    if one and not space.flush:
+        return None
+    some = _below(draft.num_stages, rng) if one else _ALL
     sizes = np.array(space.sizes)
-    found = np.searchsorted(sizes, draft.setups["microbatch"][stages])
+    found = np.searchsorted(sizes, draft.setups["microbatch"][some])
     found += 1 if rng.random() < 0.5 else -1
     if found.min() < 0 or found.max() >= len(sizes):
         return None
-    return _set_up(draft, stages, "microbatch", sizes[found])
-
-
-def resize_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """Micro-batches of one stage twice or half as large."""
-    return resize_all(draft, space, rng, _below(draft.num_stages, rng)) if space.flush else None
+    return _set_up(draft, some, "microbatch", sizes[found])
 
 
 def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -252,19 +247,12 @@ def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:
     return _set_up(draft, _ALL, "k", k)
 
 
-def recompute_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """A stage begins to recompute, or ends to."""
+def recompute(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Draft | None:
+    """One stage, or all, begin to recompute, or end to where any of them does."""
     if not space.recompute:
         return None
-    s = _below(draft.num_stages, rng)
-    return _set_up(draft, s, "recompute", not draft.setups["recompute"][s])
-
-
-def recompute_all(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """No stage recomputes, or where none does all of them."""
-    if not space.recompute:
-        return None
-    return _set_up(draft, _ALL, "recompute", not draft.setups["recompute"].any())
+    some = _below(draft.num_stages, rng) if one else _ALL
+    return _set_up(draft, some, "recompute", not draft.setups["recompute"][some].any())
 
 
 def warm_up(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -297,12 +285,12 @@ MOVES: Mapping[str, tuple[Move, int]] = {
     "swap stages": (swap_stages, 2),
     "gather stage": (gather_stage, 1),
     "gather": (gather, 1),
-    "scatter": (scatter, 1),
-    "resize all": (resize_all, 1),
-    "resize stage": (resize_stage, 1),
+    "scatter": (partial(gather, scattered=True), 1),
+    "resize all": (resize, 1),
+    "resize stage": (partial(resize, one=True), 1),
     "regroup": (regroup, 1),
-    "recompute stage": (recompute_stage, 1),
-    "recompute all": (recompute_all, 1),
+    "recompute stage": (partial(recompute, one=True), 1),
+    "recompute all": (recompute, 1),
     "warm-up": (warm_up, 1),
     "chain": (chain, 1),
     "cut tensors": (cut_tensors, 1),
