@@ -163,7 +163,7 @@ class ModelCosts:
         """Of its devices, by their number, on this cluster."""
         cost, cluster = self.cost, self.cost.cluster
         held = [
-            float(self.held(s, replica).resident)
+            stage.tensor * float(self.held(s, replica).resident)
             for s, stage in enumerate(self.graph.stages)
             for replica in range(stage.replicas)
         ]
