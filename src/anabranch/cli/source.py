@@ -149,6 +149,8 @@ class ModelSource:
         facts = OPTIMIZERS[optimizer] if optimizer is not None else None
         if self.is_file:
             return self._from_file(device, None), facts
+        if not times and _is_here(device):
+            device = ANY_GPU
         workload: Workload | None = None
         if mode == "async" and facts is None:
             from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
@@ -161,8 +163,6 @@ class ModelSource:
         def build() -> Workload:
             return workload or self._built(device)
 
-        if not times and _is_here(device):
-            return self._estimated(build, ANY_GPU, powers_of_two(batch_size)), facts
         return self._costs(build, device, batch_size, None), facts
 
     def _built(self, device: str) -> Workload:
@@ -183,11 +183,6 @@ class ModelSource:
             captured = self.capture(workload)
             with progress_bar(f"measuring {self.model} on {device}") as progress:
                 return measured(captured, workload, counts, device, progress)
-        return self._estimated(build, device, counts)
-
-    def _estimated(
-        self, build: Callable[[], Workload], device: str, counts: tuple[int, ...]
-    ) -> Profile:
         from anabranch.capture_cache.estimated import estimated
 
         with self._capturing():
