@@ -144,3 +144,11 @@ def test_runs_that_begin_in_one_second_have_a_folder_each(tmp_path, monkeypatch)
     assert first.is_dir()
     assert second.name == f"{first.name}-2"
     assert other.name not in (first.name, second.name)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
+    """``runs`` points to a disk that is gone: names were tried for ever, behind the training."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileExistsError):
+        new_folder("demo", 0.0)

@@ -209,17 +209,16 @@ def require_trainable(
 
 
 def require_new_run(run: Path | None) -> None:
-    """Accept a folder for figures and report; raises TrainingError if an earlier run is in it,
-    OutputError if it cannot be made.
+    """Accept a folder for figures and report, a new one in runs by default; raises TrainingError if
+    an earlier run is in it, OutputError if it cannot be made.
     """
-    if run is None:
-        return
-    if why := why_not(run):
+    folder = run or Path("runs")
+    if why := why_not(folder):
         raise OutputError(
-            f"the figures and the report of a run cannot be kept in {run}: {why}; name "
+            f"the figures and the report of a run cannot be kept in {folder}: {why}; name "
             "another folder with --out"
         )
-    if (run / "run.json").exists():
+    if run is not None and (run / "run.json").exists():
         raise TrainingError(
             f"{run} has the figures of an earlier run (run.json), which are never written over; "
             "name a new folder with --out, or leave --out away: then every run gets a folder of "

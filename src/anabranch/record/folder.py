@@ -41,11 +41,13 @@ def new_folder(name: str, began: float) -> Path:
     """A folder for a run, made in ``runs`` and named by when it began, in seconds since the epoch;
     runs of one name that began in the same second have one each.
     """
+    runs = Path("runs")
+    runs.mkdir(exist_ok=True)
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
     for number in count(1):
-        folder = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        folder = runs / (stem if number == 1 else f"{stem}-{number}")
         with suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             break
     return folder
 

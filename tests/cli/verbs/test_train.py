@@ -304,6 +304,8 @@ def test_figures_that_could_not_be_kept_are_refused_first(run, tmp_path, monkeyp
         assert code == 1
         assert f"cannot be kept in {out}" in " ".join(err.split())
         assert "taken is a file" in " ".join(err.split())
+    (tmp_path / "runs").write_text("")
+    assert "cannot be kept in runs" in " ".join(run(*PIPELINE)[2].split())
 
 
 @pytest.mark.dist
