@@ -53,7 +53,7 @@ class Coarse:
 
 
 def coarsen(cost: CostModel, batch_size: int, microbatch_size: int | None) -> Coarse | None:
-    """The problem with about ``SETTINGS.most`` operators and devices, if it has more of either."""
+    """The problem with about ``SETTINGS.most`` operators and devices, where that is fewer."""
     fewer = _fewer_operators(cost.profile)
     factor = _factor(cost.cluster, math.gcd(batch_size, microbatch_size or batch_size))
     if factor == 1 and fewer.profile is cost.profile:

@@ -26,8 +26,8 @@ class Settings:
         neighbours: drafts that are evaluated around the best plan in each round of its descent, and
             in the whole when a coarser model was searched first.
         near: the best of these, which are judged.
-        most: operators and devices that are searched one by one; what has more of either is
-            searched coarsely first.
+        most: operators and devices of a coarse problem, about; one with more operators, or twice
+            as many devices, is searched coarsely first.
         error: how much slower than the plan they may seem: about as wrong as an evaluation can be.
     """
 
