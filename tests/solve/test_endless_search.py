@@ -11,6 +11,7 @@ from anabranch import solve
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError, PolicyError
 from anabranch.plans.check import stage_bytes
+from anabranch.plans.edges import edge_values
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator import stream
@@ -97,6 +98,17 @@ def test_of_equal_periods_the_shallower_wins(propose):
         propose(*graphs)
         plan = asynchronous(cost, 1, planner="test", policy="stash")
         assert plan.stage_graph.edges == BRANCHES
+
+
+def test_stages_that_need_not_wait_for_one_another_do_not():
+    """Three branches before a join; the best proposal is a row, in which one waits for another."""
+    edges = ((0, 6), (1, 6), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7))
+    seconds = [6.0, 1.0, 3.0, 6.0, 6.0, 3.0, 1.0, 6.0]
+    cost = cost_model(edges, seconds, [2 * s for s in seconds], cluster(6))
+    plan = asynchronous(cost, 1, policy="stash")
+    assert plan.predicted.step_s == pytest.approx(18.0)
+    assert set(plan.stage_graph.edges) == set(edge_values(plan.stage_graph, cost.graph))
+    assert plan.stage_graph.depth == 5
 
 
 def test_of_equal_depths_the_one_with_less_memory_wins(propose):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import Endless, Planner
 from anabranch.plans.check import require
+from anabranch.plans.edges import edge_values
 from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -230,8 +231,16 @@ class EndlessSearch:
         held = versions_of_flight(policy, last_update=self._last_update)
         search = planner.without_flush(self._cost, self._sizes(policy), starts, held)
         allowed = judge.simulated + BUDGET.simulation
-        judge.consider(search, allowed)
+        judge.consider(self._less_waiting(search), allowed)
         improve(judge, search.near, BUDGET)
+
+    def _less_waiting(self, graphs: Iterable[StageGraph]) -> Iterator[StageGraph]:
+        """Every stage graph, and before it the same one whose stages wait for values alone: where
+        they wait for more, a plan is deeper, and rarely quicker.
+        """
+        for graph in graphs:
+            yield replace(graph, edges=tuple(edge_values(graph, self._cost.graph)))
+            yield graph
 
     def _chosen(self) -> tuple[str, str, tuple[ScheduledProposal, bool]]:
         """The policy for ``auto``, one that has a plan, why, and what is found under it."""

@@ -84,10 +84,9 @@ def relaxations(
             seconds = step_seconds(stages, order, costs)
         except (InvalidScheduleError, DeadlockError):
             continue  # some counts in flight cannot be scheduled where a device has several stages
-        # Memory need not be used.
-        found.append(
-            Relaxation(change, what, min(seconds, step.end) if stages != graph else seconds)
-        )
+        if stages != graph or change == "even_stages":  # neither memory nor balance need be used
+            seconds = min(seconds, step.end)
+        found.append(Relaxation(change, what, seconds))
     return sorted(found, key=lambda relaxation: relaxation.step_s)
 
 
@@ -110,7 +109,7 @@ def _changes(
             yield "free_all_reduce", "all-reduces for nothing", _WithoutSums(graph, cost)
         if len(graph) > 1:
             evened = ModelCosts(graph, _evened(graph, cost, device_seconds))
-            yield "even_stages", "no stage computing more than the average", evened
+            yield "even_stages", "all stages computing equally long", evened
     if any(map(ModelCosts(graph, cost).update_s, range(len(graph)))):
         yield "free_update", "updates for nothing", _WithoutUpdates(graph, cost)
     if any(stage.recompute for stage in graph.stages):
@@ -136,13 +135,15 @@ def _linked(graph: StageGraph, cost: CostModel, levels: Sequence[Level]) -> Mode
 
 
 def _evened(graph: StageGraph, cost: CostModel, device_seconds: dict[int, float]) -> CostModel:
-    """Prices of operators that are quicker in stages whose devices compute more than the mean."""
+    """Prices of operators that are quicker in stages whose devices compute more than the mean, and
+    slower in the others: the work stays what it is.
+    """
     mean = sum(device_seconds.values()) / len(device_seconds)
     share = {}
     for stage in graph.stages:
         slowest = max(device_seconds[device] for device in stage.devices)
         for name in stage.operators:
-            share[name] = min(1.0, mean / slowest) if slowest else 1.0
+            share[name] = mean / slowest if slowest else 1.0
     scales = [share[op.name] for op in cost.graph.ops]
     profile = cost.profile
     sharded = tuple(replace(shard, costs=_scaled(shard.costs, scales)) for shard in profile.sharded)
