@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
 
 import pytest
 import torch
 
+from anabranch.errors import WorkloadError
 from anabranch.workload import Workload, to_meta
 
 
@@ -27,3 +29,37 @@ def test_to_meta_keeps_the_nesting():
     assert result["a"][0].is_meta
     assert result["a"][1][0].shape == (3,)
     assert result["b"] == 4
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_an_optimizer_where_its_recipe_should_be_is_refused_at_once(name):
+    """Each rank makes one for its own stages, so that of the whole model is of no use; the message
+    says what to write.
+    """
+    module = torch.nn.Linear(2, 1)
+    made = torch.optim.AdamW(module.parameters())
+    if name == "scheduler":
+        made = torch.optim.lr_scheduler.StepLR(made, 1)
+    kind = type(made).__name__
+    said = rf"the {name} of a Workload is a function .* {name}=functools.partial\({kind}, ...\)"
+    with pytest.raises(TypeError, match=said):
+        Workload(module, torch.ones(2, 2), **{name: made})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            lambda named: torch.optim.SGD(named, lr=0.1, momentun=0.9),
+            r"raised at .*test_workload.py:\d+, in <lambda>: TypeError: .*'momentun'",
+        ),
+        (partial(torch.optim.SGD, momentun=0.9), r"raised at functools.partial\(.*'momentun'"),
+        (lambda named: None, "returned a NoneType; it has to return an optimizer of torch.optim"),
+    ],
+)
+def test_what_is_wrong_in_a_recipe_is_said_with_its_place(recipe, said):
+    """As of everything else that the user writes: in one paragraph, with file and line."""
+    module = torch.nn.Linear(2, 1)
+    workload = Workload(module, torch.ones(2, 2), optimizer=recipe)
+    with pytest.raises(WorkloadError, match=f"the optimizer recipe of the Workload {said}"):
+        workload.make_optimizer(list(module.named_parameters()))

@@ -1,7 +1,7 @@
 """Every exception that anabranch raises on purpose::
 
     AnabranchError
-     +-- WorkloadError           the user's own function, which makes the workload, raised
+     +-- WorkloadError           the user's own function that makes the workload, or recipe, raised
      +-- CaptureError            the model could not be turned into a graph of operators
      +-- FileFormatError         a profile, cluster, plan or checkpoint file is broken
      +-- OutputError             a file or folder that is to be written cannot be
@@ -26,6 +26,8 @@ A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
 import os
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -34,7 +36,7 @@ class AnabranchError(Exception):
 
 
 class WorkloadError(AnabranchError):
-    """The user's own module, or its function that makes the workload, raised."""
+    """The user's own module, its function that makes the workload, or a recipe of it, raised."""
 
 
 class CaptureError(AnabranchError):
@@ -105,8 +107,22 @@ class NonFiniteError(TrainingError):
     """The loss or a gradient became NaN or infinite."""
 
 
-def place_of(error: Exception) -> str:
-    """File, line and function of the user's own innermost frame, if there is any."""
+@contextmanager
+def naming_place(what: str, otherwise: str = "its import") -> Iterator[None]:
+    """Turn what the user's code raises inside into a WorkloadError that names the line."""
+    try:
+        yield
+    except AnabranchError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise WorkloadError(
+            f"{what} at {place_of(error, otherwise)}: {type(error).__name__}: {said}"
+        ) from error
+
+
+def place_of(error: Exception, otherwise: str = "its import") -> str:
+    """File, line and function of the user's own innermost frame, or what is said without one."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_from_here(error.filename)}:{error.lineno}"
     ours = f"{Path(__file__).parent}{os.sep}"
@@ -116,7 +132,7 @@ def place_of(error: Exception) -> str:
         if not frame.filename.startswith(("<", ours))  # <frozen importlib>, <string> of dataclasses
     ]
     if not frames:
-        return "its import"
+        return otherwise
     paths = sysconfig.get_paths()
     installed = tuple(paths[scheme] for scheme in ("stdlib", "platstdlib", "purelib", "platlib"))
     own = [frame for frame in frames if not frame.filename.startswith(installed)]

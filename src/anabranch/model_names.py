@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anabranch import models
-from anabranch.errors import AnabranchError, WorkloadError, place_of
+from anabranch.errors import WorkloadError, naming_place
 from anabranch.graph.without_dynamo import without_dynamo
 from anabranch.workload import Workload, to_meta, with_article
 
@@ -68,7 +68,7 @@ def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) 
     _check_options(function, text, options)
     if "preset" in _arguments(function) and "preset" not in options:
         options["preset"] = preset
-    with _named_place(f"{text} raised"), _parameters_on_meta() if meta else nullcontext():
+    with naming_place(f"{text} raised"), _parameters_on_meta() if meta else nullcontext():
         workload = function(**options)
     if not isinstance(workload, Workload):
         raise ValueError(
@@ -113,7 +113,7 @@ def _find_function(text: str) -> Callable[..., object]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        with _named_place(f"{text} cannot be had, because importing {place} raised"):
+        with naming_place(f"{text} cannot be had, because importing {place} raised"):
             found: object = importlib.import_module(place)
     except WorkloadError as error:
         # A module that exists may lack one of its own imports, which is another thing.
@@ -142,20 +142,6 @@ def _find_function(text: str) -> Callable[..., object]:
             f"without required arguments that returns an anabranch.Workload"
         )
     return found
-
-
-@contextmanager
-def _named_place(what: str) -> Iterator[None]:
-    """Turn what the user's code raises inside into a WorkloadError that names the line."""
-    try:
-        yield
-    except AnabranchError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())
-        raise WorkloadError(
-            f"{what} at {place_of(error)}: {type(error).__name__}: {said}"
-        ) from error
 
 
 def _check_options(function: Callable[..., object], text: str, options: Mapping[str, str]) -> None:

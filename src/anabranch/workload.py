@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from anabranch.errors import WorkloadError, naming_place
 from anabranch.loaders import Loader, loader_of
 
 Batch = Any
 """A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A
 dict is passed to the module as keyword arguments, a tuple or list as positional ones."""
+
+Made = TypeVar("Made")
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -56,7 +59,8 @@ class Workload:
             the largest.
 
     Raises:
-        TypeError: if ``module`` is none, but its class for example; or the data yields nothing.
+        TypeError: if ``module`` is none, but its class for example; a recipe is what it should
+            make; or the data yields nothing.
         ValueError: if a ``DataLoader`` deals its samples out to replicas.
     """
 
@@ -79,13 +83,48 @@ class Workload:
                 f"{self.module.__name__ if is_class else with_article(type(self.module).__name__)}"
                 f"{', which is a class: make one of it, with ()' if is_class else ''}"
             )
+        for name, recipe, given in (
+            ("optimizer", self.optimizer, "named parameters"),
+            ("scheduler", self.scheduler, "an optimizer"),
+        ):
+            if not callable(recipe) and (recipe is not None or name == "optimizer"):
+                made = type(recipe).__name__
+                raise TypeError(
+                    f"the {name} of a Workload is a function that makes one of {given}, in every "
+                    f"rank for its own stages, not {with_article(made)}; write "
+                    f"{name}=functools.partial({made}, ...) or another function, or leave it out"
+                )
         object.__setattr__(self, "data", loader_of(self.data, shuffle=True))
         object.__setattr__(self, "eval_data", loader_of(self.eval_data, shuffle=False))
+
+    def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """What the recipe makes for these parameters; raises WorkloadError where that fails."""
+        return _made(self.optimizer, parameters, "optimizer", torch.optim.Optimizer)
+
+    def make_scheduler(
+        self, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """What the recipe makes for an optimizer, if there is one; raises as ``make_optimizer``."""
+        if self.scheduler is None:
+            return None
+        return _made(self.scheduler, optimizer, "scheduler", torch.optim.lr_scheduler.LRScheduler)
 
     @property
     def batch_size(self) -> int | None:
         """Samples of a batch, where the data decides that."""
         return self.data.batch_size if isinstance(self.data, Loader) else None
+
+
+def _made(recipe: Callable[[Any], Made], given: Any, name: str, kind: type[Made]) -> Made:
+    """What a recipe of the user's makes, which is of that kind."""
+    with naming_place(f"the {name} recipe of the Workload raised", otherwise=repr(recipe)):
+        made = recipe(given)
+    if not isinstance(made, kind):
+        raise WorkloadError(
+            f"the {name} recipe of the Workload returned {with_article(type(made).__name__)}; it "
+            f"has to return {with_article(name)} of torch.optim"
+        )
+    return made
 
 
 def to_meta(batch: Batch) -> Batch:

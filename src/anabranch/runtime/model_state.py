@@ -84,9 +84,8 @@ class ModelState:
             for name, p in self.parameters.items()
             if p.requires_grad and holders.updaters.get(name, mesh.rank) == mesh.rank
         ]
-        self.optimizer = workload.optimizer(trainable) if trainable else None
-        recipe = workload.scheduler
-        self.scheduler = recipe(self.optimizer) if recipe and self.optimizer else None
+        self.optimizer = workload.make_optimizer(trainable) if trainable else None
+        self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         _refuse_unsupported(self.optimizer, self.scheduler)
         if goes_on is not None:
             self.load(goes_on)

@@ -95,10 +95,8 @@ class Replay:
     def _stage_weights(self, workload: Workload, s: int) -> VersionedWeights:
         parameters = self._parts.parameters(s)
         trainable = [(name, p) for name, p in parameters.items() if p.requires_grad]
-        optimizer = workload.optimizer(trainable) if trainable else None
-        scheduler = None
-        if optimizer is not None and workload.scheduler is not None:
-            scheduler = workload.scheduler(optimizer)
+        optimizer = workload.make_optimizer(trainable) if trainable else None
+        scheduler = workload.make_scheduler(optimizer) if optimizer is not None else None
         units = [units_in_flight(st.in_flight, self._microbatches) for st in self.graph.stages]
         return VersionedWeights(
             parameters,

@@ -228,7 +228,7 @@ def choose(
 def _optimizer_of(workload: Workload) -> Optimizer | None:
     """Of the whole model: ranks without parameters have none of their own to look at."""
     trainable = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
-    return workload.optimizer(trainable) if trainable else None
+    return workload.make_optimizer(trainable) if trainable else None
 
 
 def _is_first() -> bool:

@@ -72,7 +72,7 @@ def _seconds(
     for name, parameter in named:
         values = torch.full_like(parameter, 1e-3, device=place, memory_format=torch.preserve_format)
         copies[name] = nn.Parameter(values)
-    optimizer = workload.optimizer(list(copies.items()))
+    optimizer = workload.make_optimizer(list(copies.items()))
     other = torch.zeros(CACHE_BYTES // 4, device=place)
     taken: list[float] = []
     deadline = time.perf_counter() + _BUDGET_S
