@@ -54,6 +54,12 @@ def test_a_run_comes_back(tmp_path: Path) -> None:
     assert "peak memory" in page
 
 
+def test_the_losses_of_a_resumed_run_begin_behind_the_steps_before(tmp_path: Path) -> None:
+    """On the page the steps have the numbers that they had in training."""
+    save_run(replace(RUN, resumed="checkpoint", first_step=60), tmp_path)
+    assert ">61</text>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_plan_predicts_nothing_of_the_other_mode(tmp_path: Path) -> None:
     """Neither as figures nor on the page, whose timeline is then of mini-batches, not of a step."""
     run = replace(RUN, policy="stash", period_s=0.25, weight_bytes=(7,))

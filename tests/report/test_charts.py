@@ -89,6 +89,16 @@ def test_many_steps_get_a_running_mean():
     assert {y for _, y in points(mean.get("d", ""))} == {y for _, y in points(raw.get("d", ""))}
 
 
+def test_the_curve_of_a_resumed_run_begins_behind_the_steps_before():
+    """The axis has the numbers of the steps; the curve itself lies where it would."""
+    root = parse(curve_chart("loss", [3.0, 2.0, 1.0] * 20, before=60).svg())
+    numbers = [int(t.text or "") for t in of_class(root, "text", "num")]
+    assert numbers == [61, 65, 70, 75, 80, 85, 90, 95, 100, 105, 110, 115, 120]
+    (path,) = of_class(root, "path", "line0")
+    (other,) = of_class(parse(curve_chart("loss", [3.0, 2.0, 1.0] * 20).svg()), "path", "line0")
+    assert path.get("d") == other.get("d")
+
+
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan) | st.just(math.inf), max_size=80))
 def test_any_values_give_a_chart(values):
     """Also none, one, and nothing finite."""

@@ -113,6 +113,7 @@ def write_report(run: Run, path: Path) -> None:
         figures=told(document),
         tables=tables(document),
         curves={"loss": run.losses} if run.losses else {},
+        steps_before=run.first_step,
         about=_about(run.origin),
         weights=WeightVersions(run.version_difference, run.peak_versions, run.round_robin),
     )

@@ -114,8 +114,12 @@ def curve_chart(
     width: float = 1200,
     height: float = 260,
     unit: str = "step",
+    before: int = 0,
 ) -> Drawing:
-    """A figure over the training steps, with its running mean; broken where it is not finite."""
+    """A figure over the training steps, with its running mean; broken where it is not finite.
+
+    The first value is that of the step after the ``before`` ones that an earlier run has done.
+    """
     over = "training steps" if unit == "step" else f"{unit}es"
     drawing = Drawing(width, height, f"{name} over the {over}")
     finite = [v for v in values if math.isfinite(v)]
@@ -134,8 +138,8 @@ def curve_chart(
     for level in ticks(low, high, 5):
         drawing.add(f'<path class="rule" d="M{num(left)} {num(y(level))}H{num(right)}"/>')
         drawing.add(text("muted right", left - 8, y(level) + 4, 11, significant(level)))
-    for step in _step_ticks(len(values), round((right - left) / 90)):
-        drawing.add(text("muted num", x(step), bottom + 18, 11, f"{step:,}"))
+    for step in _step_ticks(before, len(values), round((right - left) / 90)):
+        drawing.add(text("muted num", x(step - before), bottom + 18, 11, f"{step:,}"))
     drawing.add(text("muted right", left - 8, bottom + 18, 11, unit))
     raw = [(x(i + 1), y(v) if math.isfinite(v) else math.nan) for i, v in enumerate(values)]
     many = len(finite) > 60
@@ -146,9 +150,10 @@ def curve_chart(
     return drawing
 
 
-def _step_ticks(steps: int, about: int) -> list[int]:
-    whole = [round(t) for t in ticks(0, steps, about) if t == round(t) and t >= 1]
-    return sorted({1, *(t for t in whole if t > steps / max(about, 1) / 2)}) if steps else []
+def _step_ticks(before: int, steps: int, about: int) -> list[int]:
+    whole = [round(t) for t in ticks(before, before + steps, about) if t == round(t)]
+    near = before + max(steps / max(about, 1) / 2, 1)  # no room beside the first
+    return sorted({before + 1, *(t for t in whole if t > near)}) if steps else []
 
 
 def _running_mean(values: Sequence[float], reach: int) -> list[float]:

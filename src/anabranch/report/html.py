@@ -72,6 +72,7 @@ def page(
     notes: Sequence[str] = (),
     graphs: Sequence[StageGraph] | None = None,
     weights: WeightVersions = NOT_MEASURED,
+    steps_before: int = 0,
 ) -> str:
     """Write the page.
 
@@ -81,6 +82,7 @@ def page(
         figures: by default those that the plan predicts.
         tables: below the figures.
         curves: such as the loss, over the steps.
+        steps_before: those of earlier runs, after which the curves begin.
         about: where this comes from, such as command and date.
         notes: remarks, one sentence each; those of the plan come first.
         graphs: the stage graph of each timeline where they are not all the plan's.
@@ -112,7 +114,9 @@ def page(
     if memory := charts.memory_chart(timelines, width=WIDTH):
         parts.append(_section("Memory of every device", _picture(memory)))
     for name, values in (curves or {}).items():
-        chart = charts.curve_chart(name, list(values), width=WIDTH, unit=_unit(plan))
+        chart = charts.curve_chart(
+            name, list(values), width=WIDTH, unit=_unit(plan), before=steps_before
+        )
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
     parts.append(_section("Stages in detail", _table(plan, timelines, graphs, weights)))
     parts += [_notes([*plan.notes, *notes]), _about(about or {}), _footer(plan)]
