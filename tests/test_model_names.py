@@ -35,6 +35,11 @@ MODULE = """
     def named(preset, **options):
         return Workload(Net(4), torch.ones(2, 8), name=f"{preset} {sorted(options)}")
 
+    def weighed():
+        module = Net(2)
+        module.norm = module.left.weight.norm().item()
+        return Workload(module, torch.ones(2, 8))
+
     def demanding(path):
         return None
 
@@ -115,6 +120,13 @@ def test_meta_takes_the_memory_away():
     assert workload.example["x"].is_meta
     assert workload.module.left.weight is workload.module.right.weight
     assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
+def test_what_reads_its_parameters_has_them_until_then():
+    """A function that asks for their values could not be planned for GPUs."""
+    workload = resolve("theirs:weighed", meta=True)
+    assert workload.module.norm > 0
+    assert all(tensor.is_meta for tensor in workload.module.state_dict().values())
 
 
 @pytest.mark.parametrize(

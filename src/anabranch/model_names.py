@@ -68,8 +68,14 @@ def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) 
     _check_options(function, text, options)
     if "preset" in _arguments(function) and "preset" not in options:
         options["preset"] = preset
-    with naming_place(f"{text} raised"), _parameters_on_meta() if meta else nullcontext():
-        workload = function(**options)
+    with naming_place(f"{text} raised"):
+        try:
+            with _parameters_on_meta() if meta else nullcontext():
+                workload = function(**options)
+        except (RuntimeError, TypeError) as error:
+            if not meta or "meta" not in str(error):
+                raise
+            workload = function(**options)  # which reads the values of its parameters
     if not isinstance(workload, Workload):
         raise ValueError(
             f"{text} returned {with_article(type(workload).__name__)}, not an anabranch.Workload; "
