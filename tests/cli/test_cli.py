@@ -109,7 +109,7 @@ def test_an_interrupt_is_a_document_too(run, monkeypatch):
 
     monkeypatch.setattr("anabranch.graph.capture.capture", interrupt)
     code, out, _ = run("verify", TOWERS, "--json")
-    assert code == 1
+    assert code == 130
     assert f"interrupted while {TOWERS} was captured" in json.loads(out)["message"]
     monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", interrupt)
     code, out, _ = run("verify", TOWERS, "--json")

@@ -19,10 +19,16 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from anabranch.cli.output import Warnings, print_json, say_error, without_colour
+from anabranch.cli.output import (
+    INTERRUPTED,
+    Warnings,
+    exit_code,
+    print_json,
+    say_error,
+    without_colour,
+)
 from anabranch.cli.parsing import completed
 from anabranch.cli.run_file import asks_for_json
-from anabranch.cli.run_summary import INTERRUPTED
 from anabranch.cli.verbs.check import check
 from anabranch.cli.verbs.cluster import cluster
 from anabranch.cli.verbs.compare import compare
@@ -124,7 +130,9 @@ _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def main() -> None:
-    """Entry point: exit code 0 on success, 1 on an anabranch error, 2 on wrong usage."""
+    """Entry point: exit code 0 on success, 1 on an anabranch error, 2 on wrong usage, 130 where
+    Ctrl-C has ended it.
+    """
     without_colour()
     as_json = asks_for_json(sys.argv[1:])
     # With --json wrong usage is a document as well, and under torchrun one paragraph, neither of
@@ -141,7 +149,8 @@ def main() -> None:
         # Where something else than ours has raised, its traceback says more.
         is_theirs = isinstance(error, StageFailedError | WorkloadError | LoaderError)
         more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs else ""
-        _fail(type(error).__name__, str(error), 1, more=more, as_json=as_json)
+        code = exit_code(error)
+        _fail(type(error).__name__, str(error), code, more=more, as_json=as_json)
     except OSError as error:
         if os.environ.get("ANABRANCH_DEBUG") or error.filename is None:
             raise

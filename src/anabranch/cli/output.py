@@ -11,6 +11,16 @@ from typing import Any, Literal
 
 import typer
 
+from anabranch.errors import AnabranchError, SearchStoppedError
+
+INTERRUPTED = 130
+"""Exit code of what Ctrl-C has ended, as shells have it: 128 and the number of the signal."""
+
+
+def exit_code(error: AnabranchError) -> int:
+    """That of a command which ends with an error."""
+    return INTERRUPTED if isinstance(error, SearchStoppedError) else 1
+
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document on standard output."""

@@ -91,7 +91,7 @@ def test_an_interrupt_ends_one_search(run, write_chain, monkeypatch):
     assert "dapple interrupted; Ctrl-C again ends the comparison" in err
     assert "piper interrupted, and the comparison with it" in err
     code, out, err = run("compare", *write_chain(), "--planner", "dapple", "--json")
-    assert code == 1
+    assert code == 130
     assert json.loads(out)["plans"][0]["kind"] == SearchStoppedError.__name__
 
 

@@ -174,7 +174,7 @@ def test_a_plan_interrupted_at_once_is_an_error(run, write_chain, monkeypatch):
     """One paragraph, not a bare stop."""
     monkeypatch.setitem(planners.PLANNERS, "auto", lambda: Interrupted(False))
     code, _, err = run("plan", *write_chain())
-    assert code == 1
+    assert code == 130
     assert "SearchStoppedError: interrupted before planner auto had proposed a plan" in err
 
 

@@ -19,7 +19,15 @@ from anabranch.cli.comparison import (
     staleness_document,
     why_none,
 )
-from anabranch.cli.output import note, print_json, print_table, say, say_error, say_written
+from anabranch.cli.output import (
+    exit_code,
+    note,
+    print_json,
+    print_table,
+    say,
+    say_error,
+    say_written,
+)
 from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, PolicyName
@@ -175,7 +183,7 @@ def compare(
     if error is not None:
         # Not raised: standard output has its document already.
         say_error(f"{type(error).__name__}: {error}")
-        raise typer.Exit(1)
+        raise typer.Exit(exit_code(error))
 
 
 def _write_page(

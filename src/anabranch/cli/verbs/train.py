@@ -15,7 +15,7 @@ import typer
 from anabranch.cli.emulated_run import rehearse
 from anabranch.cli.executed_plan import executed_plan
 from anabranch.cli.job import Job, agreed
-from anabranch.cli.output import note, say_lines
+from anabranch.cli.output import INTERRUPTED, note, say_lines
 from anabranch.cli.preflight import (
     refuse_emulation,
     refuse_mode,
@@ -25,7 +25,6 @@ from anabranch.cli.preflight import (
 )
 from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
 from anabranch.cli.run_summary import (
-    INTERRUPTED,
     how_to_go_on,
     say_run,
     say_stopped,
