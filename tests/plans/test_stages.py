@@ -94,6 +94,8 @@ def test_a_summary_names_what_some_stage_has():
     )
     assert "in flight   0  k  2  tensor  2  recompute    1 operator: a" in first
     assert "in flight   0  k  1  tensor  1               1 operator: b" in last
+    # Groups of two need two micro-batches.
+    assert "k " not in lines(Stage(("a",), (0,), 8, k=2))[0].partition("in flight")[2]
 
 
 def test_the_headline_chooses_its_units():
@@ -119,3 +121,17 @@ def test_the_headline_chooses_its_units():
 def test_memory_is_told_in_a_unit_that_shows_something(nbytes, text):
     """Small weights are not nothing."""
     assert memory_text(nbytes) == text
+
+
+def test_a_summary_says_who_shares_the_optimizer_where_somebody_does():
+    """A plan that is allowed to share has nothing to share where no stage has replicas."""
+
+    def summary(*stages: Stage) -> str:
+        graph = StageGraph(stages, (), 8)
+        return Plan(
+            graph, "1f1b", "p", "m", "c", "", 0.0, 0.0, None, shard_optimizer=True
+        ).summary()
+
+    said = "replicas share the optimizer's state"
+    assert said in summary(Stage(("a",), (0, 1), 4), Stage(("b",), (2,), 4))
+    assert said not in summary(Stage(("a",), (0,), 4), Stage(("b",), (1,), 4))

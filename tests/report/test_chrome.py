@@ -26,7 +26,7 @@ def test_an_action_is_a_complete_event_in_microseconds():
     assert (event["pid"], event["ts"], event["dur"]) == (0, 4000, 1000)
     assert event["name"] == "backward 0"
     assert event["args"]["samples"] == [0, 2]
-    assert event["args"]["operators"] == "text.0 .. text.1"
+    assert event["args"]["operators"] == "text.0, text.1"
 
 
 def test_every_span_is_an_event():

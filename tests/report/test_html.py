@@ -219,7 +219,7 @@ def test_the_script_gets_every_action_and_message():
         [7000, 8000, 1, 0, 1],
     ]
     assert panel["messages"] == [[0, 2, 1000, 1100, 1], [2, 0, 3900, 4000, 0]]
-    assert panel["operators"] == ["text.0 .. text.1", "image.0", "head .. loss"]
+    assert panel["operators"] == ["text.0, text.1", "image.0", "head, loss"]
 
 
 def test_every_picture_has_a_title():

@@ -23,9 +23,10 @@ def test_the_shared_prefix_is_what_tells_nothing(names, prefix):
 
 
 def test_a_stage_is_named_by_its_ends():
-    """First and last operator; a lone one stands alone."""
+    """First and last operator, with dots where there are more; a lone one stands alone."""
     assert operators(Stage(("m.a", "m.b", "m.c"), (0,), 1), "m.") == "a .. c"
     assert operators(Stage(("m.a",), (0,), 1), "m.") == "a"
+    assert operators(Stage(("m.a", "m.b"), (0,), 1), "m.") == "a, b"
 
 
 def test_devices_are_named_in_runs():

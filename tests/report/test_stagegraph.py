@@ -20,7 +20,7 @@ def test_a_box_says_everything_about_its_stage():
         "stage 0",
         "device 0",
         "text.0",
-        ".. text.1",
+        "text.1",
         "2 operators \u00b7 micro-batch 2",
     ]
     assert written[5] == "2 in flight"

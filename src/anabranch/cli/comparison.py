@@ -158,16 +158,17 @@ def _said(notes: Iterable[str], costs: str) -> list[str]:
 
 def _shape(plan: Plan) -> str:
     """Stages, micro-batches and what else a plan uses."""
-    stages = plan.stage_graph.stages
+    graph = plan.stage_graph
+    stages = graph.stages
     parts = [f"{len(stages)} stage{'s' * (len(stages) > 1)}"]
     if plan.mode == "async":
-        count = plan.stage_graph.num_microbatches(0)
+        count = graph.num_microbatches(0)
         if count > 1:
             parts.append(f"{count} micro-batches of {stages[0].microbatch_size}")
         return ", ".join(parts)
     for what, values in (
         ("micro-batch", sorted({stage.microbatch_size for stage in stages})),
-        ("k", sorted({stage.k for stage in stages})),
+        ("k", sorted({graph.group_size(s) for s in range(len(stages))})),
         ("tensor", sorted({stage.tensor for stage in stages})),
     ):
         if what == "micro-batch" or values != [1]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from anabranch.cluster import Cluster
 from anabranch.plans.model_size import ModelSize
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 
 if TYPE_CHECKING:
     from anabranch.graph.opgraph import OpGraph
@@ -201,37 +201,44 @@ class Plan:
         if len(graph) == 1:
             shape = "plain data parallelism" if count > 1 else "one stage"
         is_async = self.mode == "async"
+        is_shared = self.shard_optimizer and any(stage.replicas > 1 for stage in graph.stages)
         how = f"asynchronous {self.schedule}, {self.policy}" if is_async else self.schedule
         lines = [
             f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
             f"batch {graph.batch_size}",
             said,
             self.costs,
-            *(["replicas share the optimizer's state"] if self.shard_optimizer else []),
+            *(["replicas share the optimizer's state"] if is_shared else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]
-        modes = _modes(graph.stages)
+        modes = _modes(graph)
         after = [", ".join(map(str, before)) or "-" for before in graph.predecessors]
         devices = [ranges(stage.devices) for stage in graph.stages]
         wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
         for s, stage in enumerate(graph.stages):
-            first, last = stage.operators[0], stage.operators[-1]
-            span = first if first == last else f"{first} .. {last}"
             lines.append(
                 f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "
                 f"micro-batch {stage.microbatch_size:4d}  in flight {stage.in_flight:3d}  "
                 f"{modes[s]}{len(stage.operators):3d} operator"
-                f"{'s' if len(stage.operators) > 1 else ''}: {span}"
+                f"{'s' if len(stage.operators) > 1 else ''}: {span(stage.operators)}"
             )
         return "\n".join(lines)
 
 
-def _modes(stages: Sequence[Stage]) -> list[str]:
+def span(operators: Sequence[str]) -> str:
+    """Operators in one line: the first and the last, with dots where there are more."""
+    if len(operators) < 3:
+        return ", ".join(operators)
+    return f"{operators[0]} .. {operators[-1]}"
+
+
+def _modes(graph: StageGraph) -> list[str]:
     """Per stage its k, its tensor degree and whether it recomputes, where any stage has such."""
-    columns: list[list[str]] = []
-    if any(stage.k > 1 for stage in stages):
-        columns.append([f"k {stage.k:2d}" for stage in stages])
+    stages, columns = graph.stages, []
+    groups = [graph.group_size(s) for s in range(len(stages))]
+    if any(size > 1 for size in groups):
+        columns.append([f"k {size:2d}" for size in groups])
     if any(stage.tensor > 1 for stage in stages):
         columns.append([f"tensor {stage.tensor:2d}" for stage in stages])
     if any(stage.recompute for stage in stages):

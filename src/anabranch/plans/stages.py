@@ -121,6 +121,10 @@ class StageGraph:
         """Micro-batches of a stage in one step, the short last one included."""
         return -(-self.batch_size // self.stages[stage].microbatch_size)
 
+    def group_size(self, stage: int) -> int:
+        """Micro-batches of which a stage does forwards or backwards in a row: k, if it has many."""
+        return min(self.stages[stage].k, self.num_microbatches(stage))
+
     def interval(self, stage: int, microbatch: int) -> tuple[int, int]:
         """Samples [start, stop) of one micro-batch."""
         size = self.stages[stage].microbatch_size

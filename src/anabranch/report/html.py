@@ -303,7 +303,9 @@ def _table(
     rows = []
     for s, stage in enumerate(graph.stages):
         after = ranges(graph.predecessors[s]) or "\u2013"
-        size_text = f"{stage.microbatch_size}" + (f", k {stage.k}" if stage.k > 1 else "")
+        size_text = f"{stage.microbatch_size}" + (
+            f", k {k}" if (k := graph.group_size(s)) > 1 else ""
+        )
         flight = f"{stage.in_flight}" + (", recompute" if stage.recompute else "")
         cells = [str(s), after, ranges(stage.devices), size_text, flight]
         if weights.version_difference:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from anabranch.plans.plan import ranges
+from anabranch.plans.plan import ranges, span
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.schedule import Kind
 
@@ -39,9 +39,8 @@ def ends(stage: Stage, prefix: str) -> tuple[str, str]:
 
 
 def operators(stage: Stage, prefix: str) -> str:
-    """The operators of a stage in one line, ``first .. last``."""
-    first, last = ends(stage, prefix)
-    return first if len(stage.operators) == 1 else f"{first} .. {last}"
+    """The operators of a stage in one line, see ``plans.plan.span``."""
+    return span([name.removeprefix(prefix) for name in stage.operators])
 
 
 def devices(stage: Stage) -> str:

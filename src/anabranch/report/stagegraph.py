@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.report import names
 from anabranch.report.layered import layered
 from anabranch.report.theme import Drawing, escape, num, rect, shorten, text
@@ -33,9 +33,9 @@ def draw(graph: StageGraph) -> Drawing:
         levels = [heights[0] + leaving[edge], *heights[1:-1], heights[-1] + entering[edge]]
         drawing.add(*_edge([MARGIN + y for y in levels], place.layer[edge[0]]))
     prefix = names.graph_prefix(graph)
-    for s, stage in enumerate(graph.stages):
+    for s in range(len(graph)):
         x = _column(place.layer[s])
-        drawing.add(*_stage_box(s, stage, prefix, x, MARGIN + place.y[s] - BOX_HEIGHT / 2))
+        drawing.add(*_stage_box(graph, s, prefix, x, MARGIN + place.y[s] - BOX_HEIGHT / 2))
     return drawing
 
 
@@ -83,16 +83,17 @@ def _edge(levels: Sequence[float], layer: int) -> list[str]:
     return [f'<path class="edge" stroke-width="1.5" d="{path}"/>', f'<path class="tip" d="{tip}"/>']
 
 
-def _stage_box(number: int, stage: Stage, prefix: str, x: float, y: float) -> list[str]:
+def _stage_box(graph: StageGraph, number: int, prefix: str, x: float, y: float) -> list[str]:
+    stage, group = graph.stages[number], graph.group_size(number)
     room = BOX_WIDTH - 26
     first, last = names.ends(stage, prefix)
     count = len(stage.operators)
     devices = names.devices(stage)
-    operators = [first] if count == 1 else [first, f".. {last}"]
+    operators = [first] if count == 1 else [first, last if count == 2 else f".. {last}"]
     facts = [
         f"{count} operator{'s' if count > 1 else ''} \u00b7 micro-batch {stage.microbatch_size}",
         f"{stage.in_flight} in flight"
-        + (f" \u00b7 k {stage.k}" if stage.k > 1 else "")
+        + (f" \u00b7 k {group}" if group > 1 else "")
         + (" \u00b7 recompute" if stage.recompute else ""),
     ]
     listing = escape(f"stage {number} on {devices}: " + ", ".join(stage.operators))
