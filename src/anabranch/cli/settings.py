@@ -276,12 +276,12 @@ class LocalPlanSettings:
         Path | None, typer.Option("--plan", help="A plan file [default: plan for --devices].")
     ] = None
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Local ranks [default: the plan's, or 2].")
+        int | None, typer.Option(min=1, help="Local ranks, without --plan [default: 2].")
     ] = None
     batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Samples of one step [default: the plan's or the DataLoader's, or 32]."
+            min=1, help="Samples of one step, without --plan [default: the DataLoader's, or 32]."
         ),
     ] = None
     no_calibration: NoCalibration = False
@@ -296,7 +296,7 @@ class LocalPlanSettings:
 
     def require_no_other(self) -> None:
         """Refuse what a plan file has decided."""
-        free = ("--plan", "--schedule", "--device", "--no-calibration")
+        free = ("--plan", "--device", "--no-calibration")
         named = [option for option in given(self) if option not in free]
         if self.plan_file is not None and named:
             raise typer.BadParameter(
