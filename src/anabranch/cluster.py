@@ -166,8 +166,8 @@ class Calibration:
         if self.lost_share <= BUSY:
             return ""
         return (
-            f"other processes took {self.lost_share:.0%} of a core while it was calibrated, so "
-            "predictions by it are off; calibrate again when the machine is quiet"
+            f"other processes took {self.lost_share:.0%} of a core while this machine was "
+            "calibrated, so predictions by it are off; calibrate again when the machine is quiet"
         )
 
 

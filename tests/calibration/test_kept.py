@@ -38,7 +38,7 @@ def test_one_of_a_busy_machine_is_used_with_a_remark():
     keep(cluster(2, lost_share=0.4))
     found, said = calibrated(Cluster.preset("local:4"))
     assert found.calibration is not None
-    assert "took 40% of a core while it was calibrated" in said
+    assert "took 40% of a core while this machine was calibrated" in said
     assert "took 40% of a core" in calibrated(found)[1], "a file with it says so as well"
 
 

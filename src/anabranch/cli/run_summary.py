@@ -14,9 +14,6 @@ from anabranch.cli.settings import TrainingSettings
 if TYPE_CHECKING:
     from anabranch.record import Run
 
-INTERRUPTED = 130
-"""Exit code of a run that Ctrl-C ended, as shells have it: 128 and the number of the signal."""
-
 
 def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
     """What came of training, and how it was ended, if early."""
@@ -62,10 +59,11 @@ def say_stopped(save: Path | None) -> None:
 def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
     """How far a run came that was ended early, and how to go on; ``out`` as the user named it."""
     done, steps, save = len(run.losses), training.last_step, training.save
+    counted = "step" if (steps or done) == 1 else "steps"
     if done == steps:
-        return f"interrupted after the last of {steps} steps, before anything was evaluated"
+        return f"interrupted after the last of {steps} {counted}, before anything was evaluated"
     total = f" of {steps}" if steps is not None else ""
-    text = f"interrupted after {done}{total} steps, with a loss of {run.losses[-1]:.4f} at last"
+    text = f"interrupted after {done}{total} {counted}, with a loss of {run.losses[-1]:.4f} at last"
     if save is None:
         return f"{text}; there is no checkpoint, which --save FOLDER would have written"
     left = [f"--resume {save}"]

@@ -42,9 +42,10 @@ def _learned(document: Document) -> Iterator[Figure]:
         yield Figure("continued", f"after step {document['first_step']:,}", more)
     if losses:
         count = min(len(losses), LAST_LOSSES)
-        over = f"the mean of the last {count}" if count > 1 else "of the only step"
         units = "mini-batches" if document.get("mode") == "async" else "steps"
-        more = f"{over}; {losses[0]:.4f} at first, {len(losses):,} {units}"
+        more = f"the mean of the last {count}; {losses[0]:.4f} at first, {len(losses):,} {units}"
+        if count == 1:
+            more = f"of the only {'mini-batch' if units == 'mini-batches' else 'step'}"
         yield Figure("loss", f"{document['last_loss']:.4f}", more)
     # Those of training never include the loss.
     prefix = "held-out " if "loss" in metrics else ""

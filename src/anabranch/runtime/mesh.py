@@ -200,7 +200,7 @@ class Mesh:
             raise InvalidPlanError(
                 f"the plan is for {len(self.devices)} devices, but {self.size} "
                 f"process{'es run' if self.size > 1 else ' runs'} it; start one per device, with "
-                f"anabranch.launch.run or torchrun --nproc-per-node {len(self.devices)}"
+                f"anabranch.run or torchrun --nproc-per-node {len(self.devices)}"
             )
         self.device = self.devices[self.rank]
         self._timeout = timeout

@@ -122,10 +122,9 @@ def compare_with_eager(
     tolerances = {} if on_gpu else _TOLERANCE
     found = _difference(names, types, mine, whole, tolerances)
     if not found:
-        times = f"{len(cuts)} micro-batch{'es' if len(cuts) > 1 else ''}"
         return (
-            f"right: loss and {len(names)} gradients of {times} are those of the module in one "
-            "process, up to rounding"
+            f"right: loss and {len(names)} gradients of {size} samples are those of the module in "
+            "one process, up to rounding"
         )
     if len(cuts) > 1 and not _difference(names, types, mine, eager(cuts), tolerances):
         raise _sliced(captured, float(mine[-1, 0]), float(whole[-1, 0]), cuts)
