@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anabranch.calibration.kept import calibrated as calibrated
     from anabranch.checkpoint import load_state_dict as load_state_dict
     from anabranch.checkpoint.export import export as export
     from anabranch.cluster import Cluster as Cluster
@@ -53,6 +54,7 @@ _HOME = {
     "Profile": "profile.profile",
     "Timeline": "timeline",
     "Workload": "workload",
+    "calibrated": "calibration.kept",
     "capture": "graph.capture",
     "compare": "solve",
     "estimate": "profile.estimate",
