@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -306,6 +307,21 @@ def note_uncalibrated(plan: Plan) -> None:
         note(
             f"the plan was made for {plan.machines.name} without a calibration, so its prediction "
             f"leaves out what ranks cost each other; {COMMAND}, then plan again"
+        )
+
+
+def note_crowded(plan: Plan) -> None:
+    """Say that more ranks than there are processor cores will compute here by a plan for devices
+    of which each computes on its own; the prediction for local ranks knows that they do not.
+    """
+    machines = plan.machines
+    is_foreseen = machines.cores if machines is not None else plan.cluster.startswith("local:")
+    ranks, cores = len(plan.stage_graph.devices), os.cpu_count() or 1
+    if ranks > cores and not is_foreseen:
+        note(
+            f"{ranks} ranks take turns on {cores} processor core{'s' if cores > 1 else ''} here, "
+            f"but the plan for {plan.cluster} has a device for each, so how long steps take says "
+            "nothing about the plan; --emulate waits as long as its devices would compute"
         )
 
 

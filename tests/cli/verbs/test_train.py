@@ -283,6 +283,28 @@ def test_a_plan_may_leave_devices_out(run, document, mode):
     assert "without a calibration" in " ".join(err.split())
 
 
+@pytest.mark.dist
+def test_more_ranks_than_cores_are_told_to_say_nothing_of_time(run, monkeypatch):
+    """Where the plan has a device for each of them; a plan for local ranks knows of the cores."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    said = "2 ranks take turns on 1 processor core here, but the plan for summit:1x2"
+    options = ("--batch-size", "8", "--max-replicas", "1", "--no-baselines", "-o", "plan.json")
+    for cluster, count in {"summit:1x2": 1, "local:2": 0}.items():
+        planned = ("--cluster", cluster, "--device", "v100", *options)
+        assert run("plan", TOWERS, *planned)[0] == 0
+        code, _, err = run("train", TOWERS, "--plan", "plan.json", "--steps", "1")
+        assert (code, " ".join(err.split()).count(said)) == (0, count), err
+
+
+def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan_on):
+    """What it decides is refused beside it, not ignored."""
+    for verb in ("train", "verify"):
+        for option in (("--batch-size", "8"), ("--devices", "2"), ("--schedule", "gpipe")):
+            code, _, err = run(verb, TOWERS, "--plan", plan_on(0, 1), *option)
+            assert code == 2
+            assert f"decides what {option[0]} would" in " ".join(err.replace("│", "").split())
+
+
 def test_an_earlier_run_is_never_written_over(run, tmp_path, monkeypatch):
     """By train, nor by train --emulate, nor by demo; told before anything is captured."""
     monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", None)

@@ -40,7 +40,7 @@ from anabranch.cli.settings import (
     TrainedPlanSettings,
     TrainingSettings,
 )
-from anabranch.cli.source import note_uncalibrated
+from anabranch.cli.source import note_crowded, note_uncalibrated
 from anabranch.cli.spread import given, spread
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ def train(
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and local.plan_file is not None and shown.predicted is not None:
         note_uncalibrated(shown)
+    if local.plan_file is not None and local.device == "cpu" and "RANK" not in os.environ:
+        note_crowded(shown)
     if is_first and not as_json:
         say_lines(shown.summary())
         for sentence in told(job.captured.loss_kind, job.captured.normalised):
