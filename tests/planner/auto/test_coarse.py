@@ -8,6 +8,7 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.planner.auto import coarse as module
 from anabranch.planner.auto.coarse import coarsen
+from anabranch.planner.auto.planner import Auto
 from anabranch.planner.auto.settings import Settings
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
@@ -68,3 +69,14 @@ def test_stages_of_the_whole_have_more_replicas(few):
     assert [stage.microbatch_size for stage in whole.stages] == [16, 16]
     assert [len(stage.operators) for stage in whole.stages] == [3, 5]
     assert whole.batch_size == 64
+
+
+@pytest.mark.parametrize("most", [2, 4, 8])
+def test_a_limit_on_replicas_is_that_of_the_whole(few, most):
+    """Four times the devices: a stage of the coarser model may have a fourth of the replicas."""
+    cost = model(8)
+    search = Auto(max_replicas=most, evaluations=200)(cost, batch_size=64)
+    proposals = list(search)
+    assert all(stage.replicas <= most for graph in proposals for stage in graph.stages)
+    coarser = [graph for graph in proposals if "a coarser model" in search.origin(graph)]
+    assert bool(coarser) == (most >= 4)

@@ -121,7 +121,7 @@ class Auto:
 
     def _expanded(self, coarse: Coarse, problem: Problem) -> Iterator[StageGraph]:
         part, size = coarse.factor, problem.microbatch_size
-        found = self(
+        found = replace(self, max_replicas=max(problem.most_replicas // part, 1))(
             coarse.cost,
             batch_size=problem.batch_size // part,
             microbatch_size=size and size // part,
