@@ -18,8 +18,8 @@ def test_values_are_told_from_messages_and_passes(monkeypatch: pytest.MonkeyPatc
     alone = _Alone(0.0, 0.0, 100.0, Restarts(((1.0, 0.5),), 0.25))
 
     def found(values: int, *, restarts: bool = True) -> _Found:
-        besides_s = 7.0 + (values - 1) / 4
-        return _Found(2.0 + values / 2, 3.0 + values / 2, 8.0, besides_s, 6.0, alone)
+        batch_s = 1.0 + (values - 1) / 4
+        return _Found(2.0 + values / 2, 3.0 + values / 2, 8.0, 6.0, batch_s, alone)
 
     monkeypatch.setattr(overheads, "_found", found)
     expected = Overheads(2.0, 3.0, 4.0, 6.0, 100.0, alone.restarts, value_s=0.5, leaf_s=0.25)

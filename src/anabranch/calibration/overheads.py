@@ -13,7 +13,7 @@ what an update costs besides the optimizer, which does nothing, from a measureme
 M is the number of micro-batches, L that of tensors of a batch. Where several values go from rank to
 rank in a message of the same bytes, what sending and receiving take longer is of the values; it
 counts with the passes in front of a send and behind a receive, and ``send_s`` and ``receive_s`` are
-of a message without values. The batch has as many tensors then, which gives ``leaf_s``.
+of a message without values. ``leaf_s`` is timed directly, on batches of one and of several tensors.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan
 from anabranch.profile.measure import Measurement, measure
 from anabranch.profile.profile import Profile
+from anabranch.runtime.guards.same_batch import batch_digest
 from anabranch.runtime.measurement.update import measure_update
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule.schedule import Kind
@@ -50,6 +51,9 @@ _VALUES = 8
 """In a message of several, and tensors of its batch: many more than one, and each still has a few
 hundred bytes.
 """
+
+_LOOKS = 30
+"""At a batch, and rounds of so many of them."""
 
 _COUNTS = _SAMPLES, 2 * _SAMPLES
 """Samples at which operators are measured."""
@@ -163,15 +167,15 @@ class _Found:
 
     Attributes:
         passes_s: of a forward and a backward together, besides their operators.
-        besides_s: of a step besides its actions, and ``step_s`` of that besides the agreement and
-            the update.
+        step_s: of a step besides its actions, the agreement and the update.
+        batch_s: of that for the check and the digest of the batch.
     """
 
     send_s: float
     receive_s: float
     passes_s: float
-    besides_s: float
     step_s: float
+    batch_s: float
     alone: _Alone
 
 
@@ -180,7 +184,7 @@ def measure_overheads() -> Overheads:
     one, several = _found(1), _found(_VALUES, restarts=False)
     more_s = several.send_s + several.receive_s - one.send_s - one.receive_s
     value_s = max(0.0, more_s) / (2 * (_VALUES - 1))
-    leaf_s = max(0.0, several.besides_s - one.besides_s) / (_VALUES - 1)
+    leaf_s = max(0.0, several.batch_s - one.batch_s) / (_VALUES - 1)
     return Overheads(
         max(0.0, one.send_s - value_s),
         max(0.0, one.receive_s - value_s),
@@ -213,10 +217,22 @@ def _found(values: int, *, restarts: bool = True) -> _Found:
     )
     # Ranks forget the parameters of other stages; to be timed, the model has to be whole.
     spare = capture(whole.module, whole.example)
-    return _means(launch.run(_rank, _RANKS, workload, chosen, captured, whole, spare, restarts))
+    ranks = launch.run(_rank, _RANKS, workload, chosen, captured, whole, spare, restarts)
+    return _means(ranks, _batch_s(captured, _batch(values, _MICROBATCHES * _SAMPLES)))
 
 
-def _means(ranks: Sequence[_Seen]) -> _Found:
+def _batch_s(captured: Captured, batch: tuple[Tensor, ...]) -> float:
+    """Seconds of telling whether a batch is built as the example, and of its digest."""
+    seconds = []
+    for _ in range(_LOOKS):
+        started = time.process_time()
+        for _ in range(_LOOKS):
+            batch_digest(captured.flatten_batch(batch))
+        seconds.append((time.process_time() - started) / _LOOKS)
+    return statistics.median(seconds)
+
+
+def _means(ranks: Sequence[_Seen], batch_s: float) -> _Found:
     alone = ranks[0].alone
     assert alone is not None
 
@@ -233,8 +249,8 @@ def _means(ranks: Sequence[_Seen]) -> _Found:
         send_s,
         receive_s,
         passes_s - alone.operators_s,
-        besides_s,
         max(0.0, besides_s - agreement_s - alone.update_s),
+        batch_s,
         alone,
     )
 
