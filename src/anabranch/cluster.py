@@ -65,7 +65,7 @@ class Machine:
     torch: str
 
 
-CALIBRATION = 2
+CALIBRATION_VERSION = 2
 """Version of what is measured for a calibration, raised whenever a figure of it becomes another.
 Files without one have the first.
 """
@@ -111,7 +111,7 @@ class Calibration:
         crowded_s: that a core stands idle, while others are overfull, for each wait of a rank
             behind which no core is free, and ``crowded_work_s`` the work in which all but 1/e of
             that is lost.
-        version: of the way it was measured, see ``CALIBRATION``.
+        version: of the way it was measured, see ``CALIBRATION_VERSION``.
     """
 
     machine: Machine
@@ -134,7 +134,7 @@ class Calibration:
     crowded_s: float = 0.0
     restart_work_s: float = 0.0
     crowded_work_s: float = 0.0
-    version: int = CALIBRATION
+    version: int = CALIBRATION_VERSION
     leaf_s: float = 0.0
     small_slowdown: tuple[float, ...] = ()
 

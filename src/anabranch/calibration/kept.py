@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from anabranch.calibration.machine import OtherLoad, difference, this_machine
-from anabranch.cluster import BUSY, CALIBRATION, Cluster
+from anabranch.cluster import BUSY, CALIBRATION_VERSION, Cluster
 from anabranch.errors import FileFormatError
 from anabranch.files import load_cluster, save_cluster
 from anabranch.files.cache_folder import cache_folder
@@ -56,7 +56,7 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
         return cluster, f"the calibration is not used: {error}; {COMMAND} makes a new one"
     if kept.calibration is None:
         return cluster, f"{file} has no calibration, so none is used; {COMMAND} makes one"
-    if kept.calibration.version != CALIBRATION:
+    if kept.calibration.version != CALIBRATION_VERSION:
         return cluster, (
             f"the calibration of {kept.calibration.date} was measured in another way than "
             f"anabranch does now, so it is not used; {COMMAND} makes a new one"
@@ -102,7 +102,7 @@ def is_local(cluster: Cluster) -> bool:
 def outdated(cluster: Cluster) -> str:
     """A sentence where a cluster was calibrated in another way than it would be now."""
     calibration = cluster.calibration
-    if calibration is None or calibration.version == CALIBRATION:
+    if calibration is None or calibration.version == CALIBRATION_VERSION:
         return ""
     return (
         f"{cluster.name} was calibrated on {calibration.date} in another way than anabranch does "

@@ -54,7 +54,7 @@ def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, fl
     )
 
 
-def to_others_s(calibration: Calibration, ranks: int) -> tuple[float, float]:
+def _to_others_s(calibration: Calibration, ranks: int) -> tuple[float, float]:
     """Processor seconds of a rank that sends a small message to each of the others, and of taking
     theirs.
     """
@@ -81,7 +81,7 @@ def sum_s(
         return 0.0
     terms = (ranks - 1) / ranks if shares else ranks - 1
     seconds = calibration.sum_tensor_s * tensors + calibration.sum_byte_s * nbytes * terms
-    return seconds + buckets * sum(to_others_s(calibration, ranks))
+    return seconds + buckets * sum(_to_others_s(calibration, ranks))
 
 
 def share_s(
@@ -94,7 +94,7 @@ def share_s(
         return 0.0
     moved = 2 * (ranks - 1) / ranks * nbytes
     seconds = calibration.share_tensor_s * tensors + calibration.share_byte_s * moved
-    return seconds + buckets * sum(to_others_s(calibration, ranks))
+    return seconds + buckets * sum(_to_others_s(calibration, ranks))
 
 
 def restarts_of(calibration: Calibration | None) -> list[float]:
@@ -149,7 +149,7 @@ def agreement_of(cluster: Cluster, ranks: int) -> Agreement:
     calibration = cluster.calibration
     if calibration is None or ranks < 2:
         return NOTHING_TOLD
-    send_s, receive_s = to_others_s(calibration, ranks)
+    send_s, receive_s = _to_others_s(calibration, ranks)
     return Agreement(send_s, cluster.slowest_link((0, ranks - 1)).latency_s, receive_s)
 
 
