@@ -24,6 +24,8 @@ from tests.planner.helpers import cost_model
         ([5, 1, 1, 5], 3, [1, 2, 1]),
         ([2, 2], 2, [1, 1]),
         ([0, 0, 0], 3, [1, 1, 1]),
+        ([0, 0, 0, 5], 2, [3, 1]),  # of cuts that are as good the last
+        ([2, 0, 2, 0, 2], 2, [4, 1]),
         ([4], 1, [1]),
     ],
 )

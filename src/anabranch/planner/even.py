@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
-
-import numpy as np
 
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
@@ -98,21 +97,26 @@ def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
 def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
     """Cut a row into ``count`` runs (start, stop), not empty, whose longest is as short as can be.
 
-    Time: O(n^2 * count).
+    Time: O((n - count) * count).
     """
-    n = len(seconds)
-    sums = np.concatenate([[0.0], np.cumsum(seconds)])
-    run_s = sums[:, None] - sums  # by stop and start
-    run_s[np.triu_indices(n + 1)] = np.inf
-    longest, starts = run_s[:, 0], []
-    for _ in range(1, count):
-        # Of starts that are as good the last.
-        every = np.maximum(longest, run_s)[:, ::-1]
-        starts.append((n - every.argmin(axis=1)).tolist())
-        longest = every.min(axis=1)
-    runs = []
-    j = n
+    n, starts = len(seconds), []
+    sums = longest = dict(enumerate(accumulate(seconds, initial=0.0)))
+
+    def slowest(start: int, stop: int) -> float:
+        return max(longest[start], sums[stop] - sums[start])
+
+    for before in range(1, count):
+        # A later start makes the last run shorter and the others longer, so the best start comes
+        # no earlier for a later stop. Of starts that are as good the last.
+        start, chosen, longer = before, {}, {}
+        for stop in range(before + 1, n - count + before + 2):
+            while start + 1 < stop and slowest(start + 1, stop) <= slowest(start, stop):
+                start += 1
+            chosen[stop], longer[stop] = start, slowest(start, stop)
+        starts.append(chosen)
+        longest = longer
+    runs, stop = [], n
     for chosen in reversed(starts):
-        runs.append((chosen[j], j))
-        j = chosen[j]
-    return [(0, j), *reversed(runs)]
+        runs.append((chosen[stop], stop))
+        stop = chosen[stop]
+    return [(0, stop), *reversed(runs)]
