@@ -49,6 +49,14 @@ def test_a_draft_as_stages():
     )
 
 
+def test_a_group_holds_no_more_micro_batches_than_there_are():
+    """With 3 samples micro-batches of 2 and 4 are two and one; a k of 2 is then 2 and 1."""
+    cost, draft = diamond()
+    draft.setups["k"] = 2
+    graph = stage_graph_of(draft._replace(home=ints(0, 1, 0, 1)), cost, 3)
+    assert [stage.k for stage in graph.stages] == [2, 1]
+
+
 def test_a_circle_of_stages_is_none():
     """Stage 0 has both ends of the diamond, stage 1 an operator between them."""
     cost, draft = diamond()

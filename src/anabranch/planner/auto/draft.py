@@ -102,7 +102,7 @@ def draft_of(graph: StageGraph, cost: CostModel) -> Draft:
 
 def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph:
     """The stages of a draft in topological order; of those that no value orders, the lower number
-    first. A schedule rule decides what is in flight.
+    first. No k is beyond the micro-batches; a schedule rule decides what is in flight.
 
     Raises:
         InvalidPlanError: if stages wait for each other in a circle.
@@ -121,7 +121,7 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
             operators=tuple(cost.graph.ops[i].name for i in np.flatnonzero(draft.home == s)),
             devices=tuple(np.flatnonzero(draft.owner == s).tolist()),
             microbatch_size=microbatch,
-            k=k,
+            k=min(k, -(-batch_size // microbatch)),
             recompute=bool(recompute),
             tensor=tensor,
         )
