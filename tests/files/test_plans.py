@@ -129,9 +129,9 @@ def test_modes_in_plan_files(tmp_path: Path) -> None:
     assert (document["mode"], document["policy"]) == ("async", "stash")
 
 
-@pytest.mark.parametrize("trait", ["shard_optimizer", "sparse_embeddings"])
-def test_how_a_plan_trains_is_written(trait: str, tmp_path: Path) -> None:
-    """Where it is another way than the default, so that training and simulation take it over."""
+@pytest.mark.parametrize("trait", ["shard_optimizer", "sparse_embeddings", "interrupted"])
+def test_what_is_so_of_a_plan_is_written(trait: str, tmp_path: Path) -> None:
+    """Where it is another way than the default, so that whoever reads the file takes it over."""
     (tmp_path / "in.json").write_text(json.dumps(PLAN))
     plan = load_plan(tmp_path / "in.json")
     assert trait not in plan_to_dict(plan)

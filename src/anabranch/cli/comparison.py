@@ -249,9 +249,7 @@ def interrupted(found: Plan | AnabranchError) -> bool:
     """Whether a search was ended before it came to its end."""
     if isinstance(found, AnabranchError):
         return isinstance(found, SearchStoppedError)
-    from anabranch.solve.planner_options import was_interrupted
-
-    return was_interrupted(found.notes)
+    return found.interrupted
 
 
 def why_none(found: Found) -> AnabranchError | None:

@@ -61,11 +61,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of the
     user's own can be checked and simulated without that file; it is left out where the plan knows
     the name alone, as ``model_size`` is in a plan made by hand. ``mode`` and ``policy`` are keys of
-    asynchronous plans only, ``shard_optimizer`` and ``sparse_embeddings`` of those that have it.
+    asynchronous plans only, ``shard_optimizer``, ``sparse_embeddings`` and ``interrupted`` of those
+    of which they are true.
     """
     graph = plan.stage_graph
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
-    traits = {n: True for n in ("shard_optimizer", "sparse_embeddings") if getattr(plan, n)}
+    traits = ("shard_optimizer", "sparse_embeddings", "interrupted")
     mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
     return {
         "schema": PLAN,
@@ -81,7 +82,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "batch_size": graph.batch_size,
         "schedule": plan.schedule,
         **mode,
-        **traits,
+        **{trait: True for trait in traits if getattr(plan, trait)},
         "depth": graph.depth,
         "search_s": plan.search_s,
         "simulate_s": plan.simulate_s,
@@ -145,6 +146,7 @@ class _PlanFile(Strict):
     policy: Annotated[str, AfterValidator(_check_policy)] = ""
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
+    interrupted: bool = False
     depth: int | None = None
     search_s: Seconds = 0.0
     simulate_s: Seconds = 0.0

@@ -123,6 +123,7 @@ class Plan:
         shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``.
         sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``.
         model_size: of the model that it was made for; None where it was made by hand.
+        interrupted: whether its search was ended by Ctrl-C.
     """
 
     stage_graph: StageGraph
@@ -145,6 +146,7 @@ class Plan:
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
     model_size: ModelSize | None = None
+    interrupted: bool = False
 
     @property
     def figures(self) -> Prediction:

@@ -12,7 +12,7 @@ from anabranch.errors import AnabranchError
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.solve.planner_options import planner_with, was_interrupted
+from anabranch.solve.planner_options import planner_with
 from anabranch.solve.search import StepSearch, notes_on, plan
 from anabranch.weights import OptimizerFacts
 
@@ -83,7 +83,7 @@ def baselines(
             model=found.model,
         )
         best = search.find(cost, notes_on(profile), asked.get("shard_optimizer"))
-        if was_interrupted(best.notes):
+        if best.interrupted:
             raise KeyboardInterrupt
         return Baseline(best.step_s, best.best.graph, best.best.schedule, best.plan)
 
@@ -99,7 +99,7 @@ def baselines(
             policy=found.policy,
             optimizer=optimizer,
         )
-        if was_interrupted(other.notes):
+        if other.interrupted:
             raise KeyboardInterrupt
         return Baseline.of(other)
 

@@ -22,7 +22,7 @@ from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
 from anabranch.solve.contract_tied import because, contract_tied
 from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
-from anabranch.solve.planner_options import uninterrupted
+from anabranch.solve.planner_options import Stop, stop_note, uninterrupted
 from anabranch.solve.policy_choice import recommended
 from anabranch.solve.simulation import prediction
 from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
@@ -80,24 +80,24 @@ class EndlessSearch:
         proposals, profile = self._proposals, self._whole.profile
         before = proposals.search_s, self._simulate_s, self._improve_s
         remarks = [*notes]
-        found: tuple[ScheduledProposal, bool] | None = None
+        found: tuple[ScheduledProposal, Stop | None] | None = None
         if policy == "auto":
             policy, why, found = self._chosen()
             remarks.append(f"policy {policy}: {why}")
         rule = policy_named(policy)
         if self._optimizer is not None:
             require_optimizer(rule, self._optimizer)
-        best, finished = found or self._best(rule)
+        best, stop = found or self._best(rule)
         graph = self._contracted.expand(best.graph)
         require(graph, self._whole, best.versions)
         remarks += self._remarks(graph, rule)
-        if not finished:
-            why = proposals.stopped or "interrupted"
-            remarks.append(f"{why}: the best of the first {proposals.count} proposals")
+        if stop:
+            remarks.append(stop_note(stop, proposals.count))
         slots = self._cost.receive_slots
         try:
             steady = stream.steady(best.graph, best.costs, slots=slots)
-        except KeyboardInterrupt:  # as in ``solve.search.plan``: only insisting ends it now
+        except KeyboardInterrupt as late:  # as in ``solve.search``: only insisting ends it now
+            stop = late
             remarks.append("interrupted when the search was over")
             steady = stream.steady(best.graph, best.costs, slots=slots)
         return Plan(
@@ -118,10 +118,11 @@ class EndlessSearch:
             mode="async",
             policy=policy,
             model_size=ModelSize.of(profile.graph),
+            interrupted=isinstance(stop, KeyboardInterrupt),
         )
 
-    def _best(self, policy: WeightPolicy) -> tuple[ScheduledProposal, bool]:
-        """The best plan under a policy, and whether the search came to its end."""
+    def _best(self, policy: WeightPolicy) -> tuple[ScheduledProposal, Stop | None]:
+        """The best plan under a policy, and what ended the search early, if anything did."""
         judge = Judge(ShortestPeriod(self._cost, policy, self._batch_size, self._last_update))
         started, searched = time.perf_counter(), self._proposals.search_s
         reasons: list[InfeasiblePlanError] = []
@@ -137,7 +138,7 @@ class EndlessSearch:
             finished = uninterrupted(lambda: self._improve(judge, policy))
             best = self._winner(judge)
             self._improve_s += time.perf_counter() - judged
-        return best, finished and not self._proposals.stopped
+        return best, self._proposals.stopped if finished else KeyboardInterrupt()
 
     def _winner(self, judge: Judge) -> ScheduledProposal:
         try:
@@ -242,32 +243,34 @@ class EndlessSearch:
             yield replace(graph, edges=tuple(edge_values(graph, self._cost.graph)))
             yield graph
 
-    def _chosen(self) -> tuple[str, str, tuple[ScheduledProposal, bool]]:
+    def _chosen(self) -> tuple[str, str, tuple[ScheduledProposal, Stop | None]]:
         """The policy for ``auto``, one that has a plan, why, and what is found under it."""
         pieces = "2bw"
         if self._microbatch_size not in (None, self._batch_size):
             why = f"it is the one for micro-batches of {self._microbatch_size} samples"
             return pieces, why, self._best(policy_named(pieces))
         try:
-            found, finished = self._best(policy_named("naive"))
+            found, stop = self._best(policy_named("naive"))
         except InfeasiblePlanError as error:
             return pieces, _IN_PIECES, self._in_pieces(pieces, error)
-        if not finished:
-            self._proposals.stop("interrupted")
+        if stop:
+            self._proposals.stop(stop)
         name, why = recommended(found.graph, self._cost, self._optimizer)
         if name == "naive":
-            return name, why, (found, finished)
+            return name, why, (found, stop)
         try:
-            best, finished = self._best(policy_named(name))
+            best, stop = self._best(policy_named(name))
         except InfeasiblePlanError:
             why = f"under {name}, which would be better, nothing fits; expect worse results"
-            return "naive", why, (found, finished)
+            return "naive", why, (found, stop)
         # With the versions of the policy another depth may be best, and the reason has numbers.
         again, reason = recommended(best.graph, self._cost, self._optimizer)
         why = reason if again == name else f"in the fastest pipeline of any policy, {why}"
-        return name, why, (best, finished)
+        return name, why, (best, stop)
 
-    def _in_pieces(self, name: str, whole: InfeasiblePlanError) -> tuple[ScheduledProposal, bool]:
+    def _in_pieces(
+        self, name: str, whole: InfeasiblePlanError
+    ) -> tuple[ScheduledProposal, Stop | None]:
         try:
             return self._best(policy_named(name))
         except InfeasiblePlanError as error:

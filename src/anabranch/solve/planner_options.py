@@ -83,16 +83,25 @@ def check_arguments(
         )
 
 
-def collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], str]:
-    """What a planner proposes, and why it did not come to its end, if so."""
+Stop = KeyboardInterrupt | BudgetError
+"""What ends a search early."""
+
+
+def collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], Stop | None]:
+    """What a planner proposes, and what ended it early, if anything did."""
     found: list[StageGraph] = []
     try:
         found.extend(proposals)
     except (KeyboardInterrupt, BudgetError) as stopped:
         if not found:
             raise
-        return found, str(stopped) or "interrupted"
-    return found, ""
+        return found, stopped
+    return found, None
+
+
+def stop_note(stop: Stop, count: int) -> str:
+    """The note on a search that was ended after so many proposals."""
+    return f"{str(stop) or 'interrupted'}: the best of the first {count} proposals"
 
 
 def uninterrupted(work: Callable[[], object]) -> bool:
@@ -102,11 +111,6 @@ def uninterrupted(work: Callable[[], object]) -> bool:
     except KeyboardInterrupt:
         return False
     return True
-
-
-def was_interrupted(notes: Iterable[str]) -> bool:
-    """Whether what is said of a plan tells that its search was."""
-    return any("interrupted" in text for text in notes)
 
 
 def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:

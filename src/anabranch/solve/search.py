@@ -41,6 +41,7 @@ from anabranch.solve.planner_options import (
     check_arguments,
     collect,
     planner_with,
+    stop_note,
     uninterrupted,
 )
 from anabranch.solve.policy_choice import check_mode
@@ -213,8 +214,8 @@ class StepSearch:
                 judge, cost = sharing, shared
         improved = time.perf_counter()
         best = judge.winner(self.planner)
-        why = stopped or ("" if judged else "interrupted")
-        stops = [f"{why}: the best of the first {len(proposals)} proposals"] if why else []
+        stop = stopped if judged else KeyboardInterrupt()
+        stops = [stop_note(stop, len(proposals))] if stop else []
         if improving is not None and (origin := improving.origin(best.proposal)):
             stops.insert(0, f"found {origin}")
         return Found(
@@ -226,6 +227,7 @@ class StepSearch:
             simulated - searched,
             improved - simulated,
             (*notes, *stops),
+            isinstance(stop, KeyboardInterrupt),
         )
 
     def _sharing(
@@ -263,7 +265,7 @@ class Found:
     Attributes:
         step_s: as simulated; infinite where an interrupt came before that.
         cost: what it was priced by.
-        search_s: see ``Plan``, as for ``simulate_s``, ``improve_s`` and ``notes``.
+        search_s: see ``Plan``, as for the rest.
     """
 
     search: StepSearch
@@ -274,16 +276,18 @@ class Found:
     simulate_s: float
     improve_s: float
     notes: tuple[str, ...]
+    interrupted: bool
 
     def plan(self) -> Plan:
         """The plan, with all figures of its step by a schedule that is checked."""
-        best, cost, started, notes = self.best, self.cost, time.perf_counter(), self.notes
+        best, cost, started = self.best, self.cost, time.perf_counter()
+        notes, interrupted = self.notes, self.interrupted
         require(best.graph, cost)
         figures = partial(checked_run, best.graph, best.schedule, cost, messages=False)
         try:
             timeline = figures()
         except KeyboardInterrupt:  # the search is over, a moment is left: only insisting ends it
-            notes = (*notes, "interrupted when the search was over")
+            notes, interrupted = (*notes, "interrupted when the search was over"), True
             timeline = figures()
         return Plan(
             stage_graph=best.graph,
@@ -310,6 +314,7 @@ class Found:
             shard_optimizer=cost.shard_optimizer,
             sparse_embeddings=cost.sparse_embeddings,
             model_size=ModelSize.of(cost.graph),
+            interrupted=interrupted,
         )
 
 

@@ -21,7 +21,7 @@ from anabranch.planner.base import Endless, Planner
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve.planner_options import collect
+from anabranch.solve.planner_options import Stop, collect
 from anabranch.weights import WeightPolicy
 
 STREAM = 256
@@ -77,12 +77,12 @@ class Proposals:
     """What a planner proposes for a stream of mini-batches, each question asked once.
 
     Attributes:
-        stopped: why it did not come to its end, if so.
+        stopped: what ended it early, if anything did.
     """
 
     def __init__(self, planner: Planner, cost: CostModel, batch_size: int) -> None:
         self.search_s = 0.0
-        self.stopped = ""
+        self.stopped: Stop | None = None
         self.count = 0
         self.planner = planner
         self._cost = cost
@@ -105,7 +105,7 @@ class Proposals:
             raise found
         return found
 
-    def stop(self, why: str) -> None:
+    def stop(self, why: Stop) -> None:
         """Ask nothing new; what is known can still be had."""
         self.stopped = self.stopped or why
 
