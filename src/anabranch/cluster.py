@@ -101,7 +101,7 @@ class Calibration:
         sum_tensor_s: of summing gradients, for each parameter that other ranks hold as well, and
             ``sum_byte_s`` per byte of it and other rank.
         memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
-        lost_share: what other processes took of a core meanwhile, 0 to 1.
+        lost_share: what other processes took meanwhile, in times of one core.
         restarts: how much longer work takes behind a wait of the rank, for its caches and its clock
             have to come back: (seconds waited, seconds longer), both ascending; in between it is
             interpolated. Empty where that is not known. That is of long work: ``restart_work_s`` is
@@ -165,9 +165,11 @@ class Calibration:
         """A sentence where the machine was too busy for figures that last; else empty."""
         if self.lost_share <= BUSY:
             return ""
+        share = self.lost_share
+        taken = f"{share:.0%} of a core" if share <= 1 else f"{share:.1f} cores"
         return (
-            f"other processes took {self.lost_share:.0%} of a core while this machine was "
-            "calibrated, so predictions by it are off; calibrate again when the machine is quiet"
+            f"other processes took {taken} while this machine was calibrated, so predictions by "
+            "it are off; calibrate again when the machine is quiet"
         )
 
 

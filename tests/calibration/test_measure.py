@@ -44,8 +44,8 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
 def test_what_ranks_have_seen_is_one_cluster():
     """Two hosts of two ranks. A message takes 1 s and half a second per byte inside a host and four
     times as long between them; its ends 3 s and 5 s, and 1 s and 2 s per byte. Each of 48
-    parameters that are summed or shared has a part of a message with one value. Others took three
-    quarters of a core, of which a rank that computed alone saw nothing.
+    parameters that are summed or shared has a part of a message with one value. Others took one
+    and three quarters of a core, of which a rank that computed alone saw nothing.
     """
     message_s = 3.0 + 5.0 + 2 * 0.0625
 
@@ -68,7 +68,7 @@ def test_what_ranks_have_seen_is_one_cluster():
         )
         for rank in range(4)
     ]
-    found = joined(seen, cores=2, name="two hosts", devices=4, others=0.75)
+    found = joined(seen, cores=2, name="two hosts", devices=4, others=1.75)
     assert sorted(found.links) == pairs
     assert [(x.name, x.size) for x in found.cluster.levels] == [("host", 2), ("network", 2)]
     figures = [(x.latency_s, x.bandwidth) for x in found.cluster.levels]
@@ -86,7 +86,7 @@ def test_what_ranks_have_seen_is_one_cluster():
         sum_tensor_s=2.0,
         sum_byte_s=4.0,
         memory_bandwidth=100.0,
-        lost_share=0.75,
+        lost_share=1.75,
         share_tensor_s=0.5,
         share_byte_s=0.25,
         value_s=0.0625,
@@ -115,3 +115,4 @@ def test_a_busy_machine_is_said():
     """What others took while it was measured makes figures doubtful, and the user has to know."""
     assert examples.calibration(lost_share=BUSY).remark == ""
     assert "took 40% of a core" in examples.calibration(lost_share=0.4).remark
+    assert "took 3.2 cores while" in examples.calibration(lost_share=3.2).remark

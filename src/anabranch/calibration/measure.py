@@ -204,7 +204,7 @@ def joined(
         sum_tensor_s=sums.per_tensor_s(summed, message_s),
         sum_byte_s=sums.per_byte_s(summed),
         memory_bandwidth=alone.memory_bandwidth,
-        lost_share=min(1.0, max(side_by_side.lost_share(on_host), others)),
+        lost_share=max(side_by_side.lost_share(on_host), others),
         restarts=alone.restarts.longer,
         share_tensor_s=sums.per_tensor_s(shared, message_s),
         share_byte_s=sums.per_byte_s(shared),

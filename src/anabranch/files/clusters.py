@@ -100,7 +100,7 @@ class _Calibration(Strict):
     sum_tensor_s: Seconds
     sum_byte_s: Seconds
     memory_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
-    lost_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    lost_share: Annotated[float, Field(ge=0)] = 0.0
     restarts: list[_Restart] = Field(default_factory=list, max_length=100)
     share_tensor_s: Seconds = 0.0
     share_byte_s: Seconds = 0.0
