@@ -1,5 +1,17 @@
 """``python -m anabranch``, also for torchrun: ``torchrun --nproc-per-node 2 -m anabranch ...``."""
 
-from anabranch.cli import main
+import signal
 
-main()
+
+def main() -> None:
+    """The command line, which Ctrl-C ends without a traceback while it is loaded as well."""
+    try:
+        from anabranch.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+if __name__ == "__main__":
+    main()
