@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from anabranch.cluster import Cluster
 from anabranch.doctor import Examination, examine, report
-from anabranch.workload import Workload
+from anabranch.workload import NamedParameters, Workload
 from tests.losses import Contrastive, Masked, Tokens, batch
 
 CLUSTER = Cluster.preset("summit:1x2")
@@ -76,6 +78,30 @@ def test_a_chain_has_nothing_to_gain() -> None:
     assert found.branches is not None
     assert found.branches.width == pytest.approx(1)
     assert "a chain" in report(found)
+
+
+def _no_optimizer(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([dict(parameters)["top.weight"]], lr=0.1)
+
+
+def _no_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ({"optimizer": _no_optimizer}, ("optimizer recipe", "KeyError: 'top.weight'")),
+        ({"scheduler": _no_scheduler}, ("scheduler recipe", "'milestones'")),
+    ],
+)
+def test_a_recipe_that_raises_is_named(recipe: dict[str, Any], words: tuple[str, str]) -> None:
+    """Before training, with the user's line; the model can be captured and planned all the same."""
+    found = examine(Workload(Masked(), batch(4), **recipe), CLUSTER, 8)
+    (said,) = (text for text in found.findings if text.startswith("it cannot be trained"))
+    assert all(word in said for word in (*words, "test_doctor.py"))
+    assert found.capturable
+    assert found.plan is not None
 
 
 class Asking(Tokens):

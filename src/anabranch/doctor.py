@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from anabranch.cluster import Cluster
-from anabranch.errors import AnabranchError, CaptureError
+from anabranch.errors import AnabranchError, CaptureError, WorkloadError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised
 from anabranch.graph.opgraph import Granularity, bits
@@ -87,23 +87,24 @@ def examine(
         workload: the module may be on the meta device.
         device: a key of ``profile.data_sheets.DATA_SHEETS``.
     """
-    start = Examination(model or type(workload.module).__name__, versions())
+    told = (*_of_module(workload.module), *_of_recipes(workload))
+    start = Examination(model or type(workload.module).__name__, versions(), findings=told)
     try:
         captured = capture(workload.module, workload.example, granularity=granularity)
     except CaptureError as error:
-        return replace(start, error=str(error), findings=tuple(_of_module(workload.module)))
+        return replace(start, error=str(error))
     found = replace(
         start,
         loss=captured.loss_kind,
-        findings=(*_of_module(workload.module), *_of_graph(captured)),
+        findings=(*start.findings, *_of_graph(captured)),
         parameter_bytes=sum(captured.graph.parameter_bytes.values()),
     )
     counts = sorted({1 << i for i in range(batch_size.bit_length())} | {batch_size})
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             profile = estimate(captured, device, counts)
-        further = tuple(" ".join(str(warning.message).split()) for warning in told)
+        further = tuple(" ".join(str(warning.message).split()) for warning in warned)
         found = replace(found, branches=branches(profile), findings=(*found.findings, *further))
         first = plan(profile, cluster, batch_size, model=found.model, improve=False)
     except AnabranchError as error:
@@ -145,6 +146,17 @@ def _of_module(module: nn.Module) -> list[str]:
             "gradients are summed before every update"
         )
     return found
+
+
+def _of_recipes(workload: Workload) -> list[str]:
+    """What keeps the recipes from making an optimizer and its scheduler for the whole model."""
+    trainable = [(name, p) for name, p in workload.module.named_parameters() if p.requires_grad]
+    try:
+        if trainable:
+            workload.make_scheduler(workload.make_optimizer(trainable))
+    except WorkloadError as error:
+        return [f"it cannot be trained: {error}"]
+    return []
 
 
 def _of_graph(captured: Captured) -> list[str]:

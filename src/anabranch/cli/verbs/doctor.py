@@ -27,7 +27,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Examine MODEL: can it be captured, and which line stops it; its loss, tied and frozen
-    weights, batch normalisation; what a graph of stages can gain, and the first plan to try.
+    weights, batch normalisation; whether its optimizer can be made; what a graph of stages can
+    gain, and the first plan to try.
 
     Its output can be pasted into a report of a fault. Exits with 1 if the model cannot be captured.
 
