@@ -52,6 +52,13 @@ _SPARSE = (
 )
 
 
+LONGER_IN_A_ROW = (
+    "longer than one alone, as each reads its batch and shares cores and links with those before "
+    "and after it"
+)
+"""What is said where steps in a row are predicted to take longer."""
+
+
 def headline(
     step_s: float,
     bubble: float,
@@ -75,7 +82,8 @@ def headline(
     text = f"{what} {time_text(step_s)}, {rate} samples/s, bubble {bubble:.1%}{sums}, peak {peak}"
     if period_s is None or time_text(period_s) == time_text(step_s):
         return text
-    return f"{text}; {time_text(period_s)} each for steps in a row, begun before others have ended"
+    why = LONGER_IN_A_ROW if period_s > step_s else "begun before others have ended"
+    return f"{text}; {time_text(period_s)} each for steps in a row, {why}"
 
 
 def time_text(seconds: float) -> str:

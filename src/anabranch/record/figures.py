@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from anabranch.cluster import BUSY
-from anabranch.plans.plan import NOT_PREDICTED, memory_text, time_text
+from anabranch.plans.plan import LONGER_IN_A_ROW, NOT_PREDICTED, memory_text, time_text
 from anabranch.record.run import LAST_LOSSES, WEIGHED_STEP
 from anabranch.report.figure import Figure, Table, ms, spent
 
@@ -66,8 +66,10 @@ def _of_steps(document: Document) -> Iterator[Figure]:
     yield from _others(document)
     if document["period_s"]:
         more = "each; a rank begins the next when it has done its part"
-        if document["predicted_period_s"] is not None:
-            more = f"predicted {time_text(document['predicted_period_s'])} {more}"
+        if (predicted_period_s := document["predicted_period_s"]) is not None:
+            more = f"predicted {time_text(predicted_period_s)} {more}"
+            if predicted_period_s > predicted_s:
+                more = f"{more}; predicted {LONGER_IN_A_ROW}"
         yield Figure("steps in a row", time_text(document["period_s"]), more)
     yield Figure("samples per second", f"{document['samples_per_s']:,.0f}", "")
     if (times := document["compute_ratio"]) is not None:
