@@ -87,17 +87,21 @@ class Judge:
 
     def _is_longer(self, proposal: StageGraph, least_s: float) -> bool:
         """Whether a proposal that takes at least so long is none of the best."""
-        if least_s <= self.best_s * (1 + self._objective.equal):
+        if least_s <= self._limit_s:
             return False
         self._least_s[proposal] = min(least_s, self._least_s.get(proposal, math.inf))
         return True
+
+    @property
+    def _limit_s(self) -> float:
+        """What takes longer is none of the best."""
+        return self.best_s * (1 + self._objective.equal)
 
     def _take(self, found: Iterable[tuple[ScheduledProposal, float]]) -> None:
         found = [*self._equals, *found]
         # It may have begun at a limit that none has come to.
         self.best_s = min(self.best_s, *(seconds for _, seconds in found))
-        limit = self.best_s * (1 + self._objective.equal)
-        self._equals = [(candidate, seconds) for candidate, seconds in found if seconds <= limit]
+        self._equals = [(c, seconds) for c, seconds in found if seconds <= self._limit_s]
         if self._equals:
             self.best, _ = min(self._equals, key=lambda found: self._objective.rank(*found))
 
@@ -145,7 +149,7 @@ class Judge:
         objective, memory_bytes = self._objective, self._objective.cost.cluster.memory_bytes
         try:
             costs = objective.prices(proposal)
-            least_s = objective.least_s(costs)
+            least_s = objective.least_s(costs, self._limit_s)
             if self._is_longer(proposal, least_s):
                 return
             for graph, schedule in objective.runs(costs):

@@ -17,8 +17,9 @@ that takes, and which of two equally quick plans is the better one:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, TypeVar
@@ -113,9 +114,11 @@ class ShortestStep:
         most = costs.graph.num_microbatches(s)
         return int(costs.held(s).most_in_flight(self.cost.cluster.memory_bytes, most))
 
-    def least_s(self, costs: ModelCosts) -> float:
-        """A lower bound of the seconds, however the stages run; an error if they have no price."""
-        return least_step_s(costs.graph, costs)
+    def least_s(self, costs: ModelCosts, enough: float) -> float:
+        """A lower bound of the seconds, however the stages run, no closer than it takes to be more
+        than ``enough``; an error if they have no price.
+        """
+        return least_step_s(costs.graph, costs, enough)
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         """Seconds; whether they are sure, or enough to know that they are more than ``best_s``; and
@@ -209,7 +212,7 @@ class ShortestPeriod:
     def runs(self, costs: ModelCosts) -> Iterator[Run]:
         yield costs.graph, endless.ENDLESS
 
-    def least_s(self, costs: ModelCosts) -> float:
+    def least_s(self, costs: ModelCosts, enough: float) -> float:
         return stream.least_period_s(costs.graph, costs)
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
@@ -233,21 +236,18 @@ def _work(graph: StageGraph) -> int:
     )
 
 
-def least_step_s(graph: StageGraph, costs: StepCosts) -> float:
+def least_step_s(graph: StageGraph, costs: StepCosts, enough: float = math.inf) -> float:
     """A lower bound of the step under any schedule, in seconds.
 
     The busiest stage works through its micro-batches. Before its first forward lies at least one
     forward of each stage on the way to it, and after its last backward one backward of each stage
     on the way back and what is left of the all-reduce of that stage, before the
-    update and after it. Messages are left out.
+    update and after it. Messages are left out, and all-reduces, which take longest to price, where
+    the bound is more than ``enough`` without.
     """
     count = len(graph)
     busy, first, last = [0.0] * count, [0.0] * count, [0.0] * count
-    head, tail = [0.0] * count, [costs.update_s(s) for s in range(count)]
-    works: dict[int, list[AllReduce]] = defaultdict(list)
-    for work in costs.all_reduces():
-        for s in work.stages:
-            works[s].append(work)
+    sizes: list[set[int]] = []
     for s, stage in enumerate(graph.stages):
         final = graph.num_microbatches(s) - 1
         cut = (split_evenly(*graph.interval(s, i), stage.replicas) for i in (0, final))
@@ -257,12 +257,25 @@ def least_step_s(graph: StageGraph, costs: StepCosts) -> float:
         # Of several slices, the bound must not assume which one a neighbour waits for.
         first[s] = min(seconds[n][0] for n in seconds if n)
         last[s] = min(seconds[n][1] for n in seconds if n)
-        sizes = {z for _, z in slices}
-        tail[s] += max((least_sum_s(costs, work, s, sizes) for work in works[s]), default=0.0)
-        tail[s] += max((work.gather_s for work in works[s]), default=0.0)
-    for x, y in graph.edges:
-        if costs.message_edges.goes_forward((x, y)):
-            head[y] = max(head[y], head[x] + first[x])
-        if costs.message_edges.comes_back((x, y)):
-            tail[y] = max(tail[y], tail[x] + last[x])
-    return max(head[s] + busy[s] + tail[s] for s in range(count))
+        sizes.append({z for _, z in slices})
+
+    def longest(behind: Sequence[float]) -> float:
+        head, tail = [0.0] * count, [*behind]
+        for x, y in graph.edges:
+            if costs.message_edges.goes_forward((x, y)):
+                head[y] = max(head[y], head[x] + first[x])
+            if costs.message_edges.comes_back((x, y)):
+                tail[y] = max(tail[y], tail[x] + last[x])
+        return max(head[s] + busy[s] + tail[s] for s in range(count))
+
+    behind = [costs.update_s(s) for s in range(count)]
+    if (least_s := longest(behind)) > enough:
+        return least_s
+    works: dict[int, list[AllReduce]] = defaultdict(list)
+    for work in costs.all_reduces():
+        for s in work.stages:
+            works[s].append(work)
+    for s in works:
+        behind[s] += max(least_sum_s(costs, work, s, sizes[s]) for work in works[s])
+        behind[s] += max(work.gather_s for work in works[s])
+    return longest(behind)
