@@ -11,6 +11,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
@@ -182,13 +183,12 @@ class _Call:
     """
 
     def __init__(self, function: _Entry, kinds: tuple[Kind, ...], args: Sequence[Any]) -> None:
-        words: list[int] = []
+        words = array("q")
         for (_, dimensions), arg in _flat(kinds, args):
             if dimensions:
                 assert arg.flags.c_contiguous
-                words += (arg.ctypes.data, *arg.shape)
-        self._words = (ctypes.c_int64 * len(words))(*words)
-        self._place = ctypes.addressof(self._words)
+                words.extend((arg.ctypes.data, *arg.shape))
+        self._words, (self._place, _) = words, words.buffer_info()
         self._function, self._kinds, self._arrays = function, kinds, args
         self._code: Any = None
 

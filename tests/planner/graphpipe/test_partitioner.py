@@ -14,7 +14,7 @@ from anabranch.planner.graphpipe.chains import line, tree
 from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.parts import PartPrices
+from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.profile.profile import OpCost, Profile
@@ -55,8 +55,9 @@ def test_equals_the_best_of_all(profile, devices, size, count, limit, memory):
         return
     assert sum(mode.devices for mode in found) == devices
     assert sum(stage.mask for stage in stages) == (1 << len(cost.graph)) - 1
-    slowest = max(schedules.tps(*stage) for stage in stages) * size
-    assert slowest == pytest.approx(least, rel=1e-6)
+    priced = [Part.in_mode(s.mask, mode) for s, mode in zip(stages, found, strict=True)]
+    assert max(map(parts.period_s, priced)) == pytest.approx(least, rel=1e-6)
+    assert [s.tps * size for s in stages] == pytest.approx([*map(parts.period_s, priced)])
 
 
 def drawn(times: dict[str, int], reads: dict[str, str]) -> Profile:

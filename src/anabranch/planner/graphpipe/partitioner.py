@@ -49,15 +49,17 @@ After = tuple[int, ...]
 
 
 class PlannedStage(NamedTuple):
-    """A stage: its operators as a bit mask, places of its configuration and of its mode."""
+    """A stage: its operators as a bit mask, places of its configuration and of its mode, and its
+    time per sample.
+    """
 
     mask: int
     configuration: int
     mode: int
+    tps: float
 
 
-@dataclass(frozen=True, eq=False)
-class Strategies:
+class Strategies(NamedTuple):
     """The best strategies for a sub-graph.
 
     Attributes:
@@ -106,7 +108,7 @@ def partition(
             low = bound  # 7
         else:
             # 9: no less than the slowest stage, which may be quicker than asked for.
-            high = max(schedules.tps(*stage) for stage in found)
+            high = max(stage.tps for stage in found)
             best = found  # 10
     return best  # 11
 
@@ -144,7 +146,7 @@ class _Search:
         singles = [(needs[stop], needs[stop])] * stop
 
         def begins(i: int) -> list[Strategies]:
-            return self._begins(row, i, *singles[i], rests)
+            return self._begins(row, tables[0], i, *singles[i], rests)
 
         def stages(i: int, x: int, d: int) -> list[PlannedStage]:
             return self._pick_better(begins(i)).stages(x, d)
@@ -198,7 +200,13 @@ class _Search:
         return list(zip(held, chosen, strict=True))
 
     def _begins(
-        self, row: NestedSets, start: int, held: Ints, chosen: Ints, rests: Sequence[Strategies]
+        self,
+        row: NestedSets,
+        tps: Floats,
+        start: int,
+        held: Ints,
+        chosen: Ints,
+        rests: Sequence[Strategies],
     ) -> list[Strategies]:
         """For every configuration that a stage may have, the strategies that begin with it."""
         schedules = self.schedules
@@ -207,7 +215,7 @@ class _Search:
             def stages(_: int, d: int) -> list[PlannedStage]:
                 stop, k = divmod(int(chosen[y, d]), len(schedules.devices))
                 rest = rests[stop].stages(y, d - int(schedules.devices[k]))
-                return [PlannedStage(row.mask(start, stop), y, k), *rest]
+                return [PlannedStage(row.mask(start, stop), y, k, tps[y, k, start, stop]), *rest]
 
             return Strategies(np.minimum(held[y] + schedules.more[:, y, None], NEVER), stages)
 
@@ -255,7 +263,8 @@ class _Search:
                 return []
             middle, d1, y, k = choices[stop, x, d].tolist()
             first = start + middle
-            last = [PlannedStage(block.row.mask(first, start + stop), y, k)]
+            mask, seconds = block.row.mask(first, start + stop), tps[y, k, first, start + stop]
+            last = [PlannedStage(mask, y, k, seconds)]
             if stop - middle == 1:
                 own = block.branches[first]
                 last = self._in_series(own, len(own), after).stages(x, d - d1)
@@ -287,7 +296,7 @@ class _Search:
                 if tables[0][:, :, cut, end].min() > self.bound:
                     continue
                 ((held, chosen),) = self._single_stages(tables, cut, cut + 1, behind)
-                for begin in self._begins(row, cut, held, chosen, after):
+                for begin in self._begins(row, tables[0], cut, held, chosen, after):
                     found += self._before(begin, partial(self._without_tail, block, q, cut))
         return found
 

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cost.nested_weights import NestedSets
-from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 from anabranch.plans.in_flight import in_flight_samples
 from anabranch.remembered import remembered
@@ -112,15 +111,6 @@ class Schedules:
             for mode in prices.modes
         ]
         return np.asarray(np.min([seconds[-1] - seconds[:-1] for seconds in running], axis=0))
-
-    @cached_property
-    def _parts(self) -> list[PartPrices]:
-        return [PartPrices(prices) for prices in self.prices]
-
-    def tps(self, mask: int, configuration: int, mode: int) -> float:
-        """EstimateTPS: seconds per sample of one stage."""
-        period_s = self._parts[configuration].period_s(Part.in_mode(mask, self.modes[mode]))
-        return period_s / self.configurations[configuration].microbatch_size
 
 
 def configurations(sizes: Sequence[int], most: int) -> tuple[Configuration, ...]:
