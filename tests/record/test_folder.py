@@ -12,6 +12,7 @@ from anabranch.errors import FileFormatError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.record import Origin, Part, Run, load_run, new_folder, save_run
+from anabranch.record.folder import write_report
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 
@@ -52,6 +53,15 @@ def test_a_run_comes_back(tmp_path: Path) -> None:
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "held-out accuracy" in page
     assert "peak memory" in page
+
+
+def test_a_page_without_a_predicted_timeline_says_why(tmp_path: Path) -> None:
+    """As of a plan from a file, which has no seconds of operators; not where there is one."""
+    predicted = ("predicted", Timeline(SPANS, (0,), "predicted", 4.5, {}))
+    for run, says in ((RUN, True), (replace(RUN, timelines=(predicted, *RUN.timelines)), False)):
+        write_report(run, tmp_path / "page.html")
+        page = (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert ("the timeline is the measured one alone" in page) == says
 
 
 def test_the_losses_of_a_resumed_run_begin_behind_the_steps_before(tmp_path: Path) -> None:

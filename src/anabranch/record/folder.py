@@ -115,9 +115,22 @@ def write_report(run: Run, path: Path) -> None:
         curves={"loss": run.losses} if run.losses else {},
         steps_before=run.first_step,
         about=_about(run.origin),
+        notes=_notes(run),
         weights=WeightVersions(run.version_difference, run.peak_versions, run.round_robin),
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _notes(run: Run) -> list[str]:
+    """Why there is no predicted timeline beside the measured one, where there is a prediction."""
+    is_drawn = any(timeline.source == "predicted" for _, timeline in run.timelines)
+    if run.predicted is None or run.measured is None or is_drawn:
+        return []
+    return [
+        "the timeline is the measured one alone: a plan has the predicted figures, but not the "
+        "seconds of each operator, which this run had no need to measure; anabranch simulate "
+        "plan.json --report page.html measures them and draws the predicted timeline"
+    ]
 
 
 def _about(origin: Origin | None) -> dict[str, str]:
