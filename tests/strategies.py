@@ -86,7 +86,6 @@ def clusters(draw: st.DrawFn) -> Cluster:
 def calibrations(draw: st.DrawFn) -> Calibration:
     """What may have been measured on any machine."""
     slower = sorted(draw(st.lists(st.floats(1, 100), max_size=4)))
-    small = draw(st.sampled_from([(), (1.0,) * (1 + len(slower)), (1.0, *slower)]))
     seconds = [draw(st.floats(0, 1)) for _ in range(8)]
     return Calibration(
         Machine("processor", draw(st.integers(1, 64)), "2.13.0"),
@@ -101,7 +100,6 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         crowded_work_s=draw(st.floats(0, 1)),
         version=draw(st.integers(1, 3)),
         leaf_s=draw(st.floats(0, 1)),
-        small_slowdown=small,
     )
 
 

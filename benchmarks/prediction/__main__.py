@@ -2,12 +2,13 @@
 
     python -m benchmarks.prediction [--models mmt] [--ranks 2 4] [--turns 3] [--actions] [--json]
 
-The machine is calibrated first. Then plans take turns, one after the other, and all of them again.
-A turn has rounds: one rank times operators and update of the model some times, another one in every
+The machine is calibrated, and plans are made. Then models take turns, one after the other, and all
+of them again: the machine is calibrated anew, and the plans of a model are trained. For each plan
+there are rounds: one rank times operators and update of the model some times, another one in every
 round, while the others wait; then ranks compute alone and side by side, as in the calibration; then
-the plan is trained for some steps. A turn's prediction is by the medians of all times, as a mean of
-the ranks. So a machine whose speed drifts, as that of shared ones does from second to second and
-from core to core, is predicted at the speed that it has.
+the plan is trained for some steps. A turn's prediction is by the new calibration and the medians of
+all times, as a mean of the ranks. So a machine whose speed drifts, as that of shared ones does from
+second to second and from core to core, is predicted at the speed that it has.
 
 What a user sees is another figure: the step that was predicted when the plan was made, by a profile
 of the whole model alone and by the calibration, minutes before.
@@ -29,6 +30,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +43,7 @@ from anabranch.calibration.machine import OtherLoad
 from anabranch.calibration.measure import Calibrated, calibrate
 from anabranch.calibration.side_by_side import Paces
 from anabranch.cli.source import measured
-from anabranch.cluster import HOLDINGS, Cluster
+from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
@@ -87,7 +90,7 @@ def main() -> None:
     cases = [
         case for model in arguments.models for case in cases_of(model, arguments.ranks, machine)
     ]
-    turns = [[measure(case, machine) for case in cases] for _ in range(arguments.turns)]
+    turns = [turn(cases) for _ in range(arguments.turns)]
     rows = [
         row_of(case, turns) for case, turns in zip(cases, zip(*turns, strict=True), strict=True)
     ]
@@ -168,8 +171,17 @@ def cases_of(model: str, ranks: list[int], machine: Calibrated) -> list[Case]:
     ]
 
 
+def turn(cases: Sequence[Case]) -> list[Row]:
+    """A turn of all cases, behind a calibration for each model."""
+    rows = []
+    for _, alike in groupby(cases, key=attrgetter("model")):
+        machine, _ = calmest(calibrate)
+        rows += [measure(case, machine) for case in alike]
+    return rows
+
+
 def measure(case: Case, machine: Calibrated) -> Row:
-    """A turn."""
+    """A turn of one case."""
     by_rank, others = calmest(partial(launch.run, trained, case.ranks, case))
     seen_by_all = mean_profile([rank.profile for rank in by_rank])
     cluster = at_present(local(machine, case.ranks), by_rank, os.cpu_count() or 1)
@@ -238,21 +250,11 @@ def at_present(cluster: Cluster, by_rank: Sequence[Trained], cores: int) -> Clus
     """
     calibration = cluster.calibration
     assert calibration is not None
-    small, slowdown = (
-        _at_present(known, [rank.paces[i] for rank in by_rank], cores)
-        for i, known in enumerate((calibration.small_slowdown, calibration.slowdown))
-    )
-    small = tuple(map(min, small, slowdown))
-    return replace(
-        cluster, calibration=replace(calibration, slowdown=slowdown, small_slowdown=small)
-    )
-
-
-def _at_present(known: Sequence[float], paces: Sequence[Paces], cores: int) -> tuple[float, ...]:
-    now = side_by_side.slowdown(paces, cores)
+    now = side_by_side.slowdown([rank.paces for rank in by_rank], cores)
+    known = calibration.slowdown
     more = now[-1] / known[min(len(now), len(known)) - 1]
     beyond = [max(now[-1], times * more) for times in known[len(now) :]]
-    return (*now, *beyond)
+    return replace(cluster, calibration=replace(calibration, slowdown=(*now, *beyond)))
 
 
 def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
@@ -263,13 +265,13 @@ def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
 @dataclass(frozen=True)
 class Trained:
     """Seconds of steps on one rank, some more of them recorded, its profile between them, and its
-    paces alone and side by side, of little work and of much.
+    paces alone and side by side.
     """
 
     steps: list[float]
     timelines: list[Timeline]
     profile: Profile
-    paces: tuple[Paces, ...]
+    paces: Paces
 
 
 def trained(case: Case) -> Trained:
@@ -277,10 +279,10 @@ def trained(case: Case) -> Trained:
     prepare(case.captured, case.chosen.stage_graph)
     pipe = Pipeline(case.workload, case.chosen, captured=case.captured, check_gradients=False)
     measurement = Measurement(case.whole, sizes_of(case.chosen))
-    pieces = [side_by_side.work(held) for held in HOLDINGS]
+    piece = side_by_side.work()
     ranks = dist.get_world_size()
     ks = 1, min(ranks, os.cpu_count() or 1)
-    paces: tuple[Paces, ...] = tuple({k: [] for k in ks} for _ in pieces)
+    paces: Paces = {k: [] for k in ks}
     updates: list[UpdateCost] = []
     steps: list[float] = []
     timelines: list[Timeline] = []
@@ -289,11 +291,10 @@ def trained(case: Case) -> Trained:
         if turn % ranks == pipe.rank:
             measurement.turn()
             updates.append(measure_update(case.spare))
-        for piece, found in zip(pieces, paces, strict=True):
-            for k in ks:
-                dist.barrier()
-                if pipe.rank < k:
-                    found[k].append(side_by_side.pace(piece, WINDOW_S))
+        for k in ks:
+            dist.barrier()
+            if pipe.rank < k:
+                paces[k].append(side_by_side.pace(piece, WINDOW_S))
         # A step is given its batch: reading them is no part of it, nor of the ranks beside it.
         given = [next(batches) for _ in range(SETTLING + STEPS + RECORDED)]
         dist.barrier()

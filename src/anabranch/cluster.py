@@ -65,14 +65,9 @@ class Machine:
     torch: str
 
 
-CALIBRATION_VERSION = 2
+CALIBRATION_VERSION = 3
 """Version of what is measured for a calibration, raised whenever a figure of it becomes another.
 Files without one have the first.
-"""
-
-HOLDINGS = 2 * 2**20, 8 * 2**20
-"""Bytes that ranks hold while it is measured how much they slow each other down. They share caches:
-who holds little finds it there, whoever computes beside.
 """
 
 BUSY = 0.1
@@ -90,8 +85,7 @@ class Calibration:
         date: when, as YYYY-MM-DD.
         slowdown: how many times as long computing takes while 1, 2, ... ranks of a host compute
             side by side; with more than there are entries, as many times longer than the last as
-            they are more. ``small_slowdown`` is that of ranks which hold little, see ``HOLDINGS``;
-            nowhere more, and empty where it is not known.
+            they are more.
         send_s: of a message, at its sender, and ``send_byte_s`` per byte.
         receive_s: likewise at its receiver, and ``receive_byte_s`` per byte.
         microbatch_s: of a forward or backward, besides its operators, and ``value_s`` for each
@@ -136,7 +130,6 @@ class Calibration:
     crowded_work_s: float = 0.0
     version: int = CALIBRATION_VERSION
     leaf_s: float = 0.0
-    small_slowdown: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):
@@ -146,16 +139,6 @@ class Calibration:
             )
         if list(self.slowdown) != sorted(self.slowdown):
             raise ValueError(f"slowdown {list(self.slowdown)} falls with more ranks")
-        small = self.small_slowdown
-        if small and (
-            len(small) != len(self.slowdown)
-            or [1.0, *small] != sorted([1.0, *small])
-            or any(little > much for little, much in zip(small, self.slowdown, strict=True))
-        ):
-            raise ValueError(
-                f"small_slowdown {list(small)} does not begin with 1 and ascend to no more than "
-                f"slowdown {list(self.slowdown)}"
-            )
         for column in zip((0.0, 0.0), *self.restarts, strict=True):
             if list(column) != sorted(column):
                 raise ValueError(f"restarts {list(self.restarts)} do not ascend from 0")
@@ -223,19 +206,9 @@ class Cluster:
         """``Calibration.slowdown`` of a host, without one 1 for as many ranks as it has cores;
         empty where each device computes on its own.
         """
-        return self.slowdown_of(math.inf)
-
-    def slowdown_of(self, held_bytes: float) -> tuple[float, ...]:
-        """Of ranks that hold so many bytes, by their logarithm between those that were measured."""
         if not self.cores or self.calibration is None:
             return (1.0,) * self.cores
-        small, large = self.calibration.small_slowdown, self.calibration.slowdown
-        few, many = HOLDINGS
-        if not small or held_bytes >= many:
-            return large
-        share = math.log(max(held_bytes / few, 1.0)) / math.log(many / few)
-        pairs = zip(small, large, strict=True)
-        return tuple(little + share * (much - little) for little, much in pairs)
+        return self.calibration.slowdown
 
     def link(self, a: int, b: int) -> Link:
         """The slowest link on the way between two devices; ValueError for one that is not there."""

@@ -64,7 +64,6 @@ def test_what_ranks_have_seen_is_one_cluster():
             if rank in (0, 1)
             else None,
             Overheads(1.0, 2.0, 0.125, 0.25, 100.0, value_s=0.0625) if rank == 0 else None,
-            small_paces={1: [Pace(1.0, 1.0)] if rank in (0, 2) else [], 2: [Pace(1.25, 1.25)]},
         )
         for rank in range(4)
     ]
@@ -90,7 +89,6 @@ def test_what_ranks_have_seen_is_one_cluster():
         share_tensor_s=0.5,
         share_byte_s=0.25,
         value_s=0.0625,
-        small_slowdown=(1.0, 1.25),
     )
 
 

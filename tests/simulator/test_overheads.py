@@ -129,28 +129,6 @@ def test_ranks_of_a_host_slow_each_other():
     assert timeline(graph, apart).step_s == pytest.approx(2.0)
 
 
-def test_ranks_that_hold_little_slow_each_other_less():
-    """Two replicas side by side take 1.5 times as long, 1.1 times with 2 MiB or less each, and half
-    way between with 4 MiB, half of 8; bytes are those of weights, gradients and two moments.
-    """
-    graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 2)
-    cluster = machine(2, slowdown=(1.0, 1.5), small_slowdown=(1.0, 1.1))
-    for mib, times in ((1, 1.1), (2, 1.1), (4, 1.3), (8, 1.5), (16, 1.5)):
-        weights = mib * 2**20 // 4
-        cost = cost_model((), [1.0], [1.0], cluster, parameter_bytes=weights)
-        found = timeline(graph, replace(cost, optimizer_factor=2.0))
-        assert found.step_s == pytest.approx(2 * times)
-
-
-def test_devices_of_a_replica_hold_a_part_of_it_each():
-    """Two devices with half of a replica each, which has 8 MiB: as with 4 MiB each, half way."""
-    graph = StageGraph((Stage(("op0",), (0, 1), 1, tensor=2),), (), 1)
-    cluster = machine(2, slowdown=(1.0, 1.5), small_slowdown=(1.0, 1.1))
-    cost = cost_model((), [2.0], [2.0], cluster, parameter_bytes=2 * 2**20, degrees=(2,))
-    found = timeline(graph, replace(cost, optimizer_factor=2.0))
-    assert found.step_s == pytest.approx(2 * 1.3)
-
-
 def test_updates_come_when_all_agree():
     """Stage 1 is done after 3 s, but nobody updates before stage 0 is, after 4: then both do, for
     0.5 + 0.5 * one parameter + 0.25 * 4 bytes = 2 s.

@@ -47,7 +47,7 @@ class Seen:
     """What one rank has to tell.
 
     Attributes:
-        paces: by number of ranks that compute, and ``small_paces`` of those that hold little.
+        paces: by number of ranks that compute.
         links: exchanges with other ranks, by rank.
         alone: what it costs without others; of the first rank.
         crowded: rounds in which there was more to do than cores, with short and with long work; of
@@ -60,7 +60,6 @@ class Seen:
     sums: Sums | None = None
     alone: Overheads | None = None
     crowded: list[list[Turns]] = field(default_factory=list)
-    small_paces: dict[int, list[Pace]] = field(default_factory=dict)
 
 
 def calibrate(progress: Progress | None = None) -> Calibrated:
@@ -124,7 +123,7 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
         if mesh.rank == 0:
             progress(done, total)
 
-    small, paces = side_by_side.measure_paces(local, ks, mesh.barrier, told)
+    paces = side_by_side.measure_paces(local, ks, mesh.barrier, told)
     transport = mesh.transport()
     links: dict[int, list[Exchange]] = {}
     for tag, (a, b) in enumerate(chosen):
@@ -144,7 +143,7 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
         transport.flush()
         mesh.part("calibration", 10.0)
         transport.close()
-    return Seen(hosts[mesh.rank], paces, links, summing, crowded=crowded, small_paces=small)
+    return Seen(hosts[mesh.rank], paces, links, summing, crowded=crowded)
 
 
 def _host() -> str:
@@ -167,10 +166,8 @@ def joined(
     alone = seen[0].alone
     assert alone is not None
     hosts = list(dict.fromkeys(one.host for one in seen))
-    neighbours = [one for one in seen if one.host == hosts[0]]
-    on_host = [one.paces for one in neighbours]
+    on_host = [one.paces for one in seen if one.host == hosts[0]]
     slowdown = side_by_side.slowdown(on_host, cores)
-    small = side_by_side.slowdown([one.small_paces for one in neighbours], cores)
     links: dict[tuple[int, int], list[Exchange]] = {}
     ends: list[list[Exchange]] = []
     for rank, one in enumerate(seen):
@@ -213,7 +210,6 @@ def joined(
         restart_work_s=alone.restarts.work_s,
         crowded_work_s=crowded_work_s,
         leaf_s=alone.leaf_s,
-        small_slowdown=tuple(map(min, small, slowdown)),
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)

@@ -6,10 +6,6 @@ core's own cache holds, so that its numbers come from what cores share. (On an A
 for each of two cores, two ranks took 1.1 to 1.2 times the processor time of one alone, and four
 1.2 to 1.3; the built-in models in their small presets 1.1 to 1.5.)
 
-How much is shared depends on how much ranks hold: with 1 MiB of weights each, four of them took .93
-to 1.17 times as long where with 4 MiB they took 1.28 to 1.32. So it is measured with both
-(``cluster.HOLDINGS``).
-
 What counts is processor time per piece of work, so that other users of the machine do not look
 like a slow processor; that ranks beyond the cores have to take turns comes on top::
 
@@ -27,14 +23,14 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from anabranch.cluster import HOLDINGS
-
 _ROUNDS = 5
 _WINDOW_S = 0.12
 """Long enough for ranks to be preempted, short enough for rounds to take turns."""
 
-_LAYER_BYTES = 2 * 2**20
-"""Weights and gradients of a layer of the work."""
+_LAYERS = 2
+"""Of the work, with 2 MiB of weights and gradients each. With four of them, four ranks hold as much
+as the caches that cores share, and slow each other twice as much as they do in steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +45,13 @@ Paces = dict[int, list[Pace]]
 """Those of one rank, by number of ranks that compute."""
 
 
-def work(held_bytes: int = HOLDINGS[-1]) -> Callable[[], object]:
-    """One piece of work, of half a millisecond per layer: a forward and a backward.
-
-    Args:
-        held_bytes: of weights and gradients.
-    """
+def work() -> Callable[[], object]:
+    """One piece of work, of about a millisecond: a forward and a backward."""
     torch.manual_seed(0)
     layers = nn.Sequential(
         *(
             nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256))
-            for _ in range(held_bytes // _LAYER_BYTES)
+            for _ in range(_LAYERS)
         )
     )
     values = torch.randn(16, 256)
@@ -92,32 +84,31 @@ def counts(cores: int, most: int) -> tuple[int, ...]:
 
 def measure_paces(
     local_rank: int, ks: Sequence[int], meet: Callable[[], None], told: Callable[[int], None]
-) -> tuple[Paces, ...]:
-    """This rank's paces, of little work and of much; call it on all ranks of a host.
+) -> Paces:
+    """This rank's paces; call it on all ranks of a host.
 
     Args:
         ks: numbers of ranks.
         meet: waits for all ranks.
         told: called with the number of windows done.
     """
-    pieces = [work(held) for held in HOLDINGS]
-    found: tuple[Paces, ...] = tuple({k: [] for k in ks} for _ in pieces)
+    piece = work()
+    found: Paces = {k: [] for k in ks}
     done = 0
     for _ in range(_ROUNDS):
         for k in ks:
-            for piece, paces in zip(pieces, found, strict=True):
-                meet()
-                if local_rank < k:
-                    paces[k].append(pace(piece))
-                done += 1
-                told(done)
+            meet()
+            if local_rank < k:
+                found[k].append(pace(piece))
+            done += 1
+            told(done)
     meet()
     return found
 
 
 def num_windows(ks: Sequence[int]) -> int:
     """Windows that ``measure_paces`` has."""
-    return _ROUNDS * len(ks) * len(HOLDINGS)
+    return _ROUNDS * len(ks)
 
 
 def slowdown(paces: Sequence[dict[int, list[Pace]]], cores: int) -> tuple[float, ...]:

@@ -15,14 +15,14 @@
                 the optimizer's state each byte is added up on one of them, and what that has
                 updated goes to the others
     restart     of a device that has waited, whose work takes longer until its caches are full again
-    crowding    of a core that idles while ranks wait for others, for each wait of a rank behind
-                which no core is free: the system moves waiting ranks only now and then
+    crowding    of a core that idles while others have more to do than they can, for each wait of a
+                rank before which and behind which no core is free: the system moves ranks from core
+                to core only now and then
     reading     of a batch, by its samples, as measured for the workload's data; a step alone is
                 given its batch
     agreement   of loss and metrics: every rank sends its totals to all others and takes theirs
 
-    slowdown    of devices that share processors and caches, by how many of them compute and by the
-                bytes that they hold, as a mean
+    slowdown    of devices that share processors and caches, by how many of them compute
 
 What a cluster was not calibrated for costs nothing.
 """
@@ -181,9 +181,8 @@ def computed_at_once(cluster: Cluster) -> float:
     """How many devices alone compute as much as all of the cluster do together at best, which may
     be while some of them wait.
     """
-    least = cluster.slowdown_of(0)
-    if not least:
+    if not cluster.slowdown:
         return cluster.num_devices
     size = cluster.levels[0].size
-    of_a_host = max(n / slowdown_of(least, n) for n in range(1, size + 1))
+    of_a_host = max(n / slowdown_of(cluster.slowdown, n) for n in range(1, size + 1))
     return of_a_host * cluster.num_devices / size

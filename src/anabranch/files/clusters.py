@@ -110,9 +110,6 @@ class _Calibration(Strict):
     crowded_work_s: Seconds = 0.0
     version: Annotated[int, Field(ge=1, le=10**4)] = 1
     leaf_s: Seconds = 0.0
-    small_slowdown: list[Annotated[float, Field(ge=1, le=1e6)]] = Field(
-        default_factory=list, max_length=10**4
-    )
 
 
 class ClusterFile(Strict):

@@ -162,13 +162,8 @@ class ModelCosts:
     def overheads(self) -> Overheads:
         """Of its devices, by their number, on this cluster."""
         cost, cluster = self.cost, self.cost.cluster
-        held = [
-            stage.tensor * float(self.held(s, replica).resident)
-            for s, stage in enumerate(self.graph.stages)
-            for replica in range(stage.replicas)
-        ]
         known = Overheads(
-            cluster.slowdown_of(sum(held) / len(self.graph.devices)),
+            cluster.slowdown,
             cluster.cores,
             cost.restarts,
             step_s=cost.step_s,

@@ -215,8 +215,8 @@ def _wait(d: int, barrier: Record, devices: Table) -> None:
 
 
 def _start(d: int, clock: Record, step: Tables) -> None:
-    """Start the unit of a device; behind a wait it is slower for a while, and where no core is free
-    one may idle.
+    """Start the unit of a device; behind a wait it is slower for a while. Where there was enough to
+    do for all cores when the wait began, and none of them is free now, one idled meanwhile.
     """
     device = step.devices[d]
     unit, core = step.units[device.unit], step.devices[device.core]
@@ -226,7 +226,7 @@ def _start(d: int, clock: Record, step: Tables) -> None:
         waited = clock.now - device.worked
         # Caches that were not full yet do not fill while it waits.
         device.cold = max(device.cold, restart_s(step.restarts, waited))
-        device.crowded = clock.crowded_s
+        device.crowded = clock.crowded_s if device.beside >= clock.cores else 0.0
     cold, crowded = device.cold * unit.cold, device.crowded * unit.crowded
     device.cold -= cold
     device.crowded -= crowded
@@ -263,7 +263,9 @@ def _end_part(d: int, clock: Record, step: Tables) -> None:
         device.unit = device.part = -1
         if unit.role != AGREEMENT and unit.role != GATHER:
             device.worked = clock.now
-            step.devices[device.core].working -= 1
+            core = step.devices[device.core]
+            core.working -= 1
+            device.beside = core.working
         if unit.role == UPDATE:
             step.lists[device.updates + stage] += 1
         device.at += 1

@@ -43,11 +43,12 @@ NODE = _record("place winner", "time")
 # has done; stages that it has. The current unit, the part of it, and the message that it waits for.
 # Steps begun behind the first. Who waits behind it for the same thing. Its host, if that has a
 # clock of its own; the job there that ends next, and the work done by its own end. The device whose
-# core it has, and how many work there. When it last worked, and how much slower it is; what it has
-# yet to lose for its waits: in cold caches, and where cores are crowded.
+# core it has, how many work there, and how many did when its own last work had ended. When that
+# was, and how much slower it is; what it has yet to lose for its waits: in cold caches, and where
+# cores are crowded.
 DEVICE = _record(
     "at stop run updates first_stage stop_stage unit part message begun behind host next_job core "
-    "working",
+    "working beside",
     "work worked pace cold crowded",
 )
 

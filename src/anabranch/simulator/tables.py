@@ -93,8 +93,6 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     devices["first_stage"], devices["stop_stage"] = np.array(held).T
     devices["host"] = [shared.get(host, -1) for host in hosts]
     devices["core"], cores = _cores_of(hosts, lost.cores)
-    # A step begins behind the agreement of another one, for which all devices have waited.
-    devices["crowded"] = lost.crowded_s
     listed_before = len(program.entries) + len(lists.entries)
     devices["updates"] = listed_before + stages * np.arange(len(hosts))
     counts = np.zeros(stages * len(hosts), np.int64)

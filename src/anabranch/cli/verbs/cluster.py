@@ -158,13 +158,12 @@ def calibration_rows(cluster: Cluster) -> list[str]:
     calibration = cluster.calibration
     if calibration is None:
         return []
-    machine, small = calibration.machine, calibration.small_slowdown
+    machine = calibration.machine
     return [
         f"calibrated on {calibration.date}: {machine.processor}, {machine.cores} cores, "
         f"torch {machine.torch}",
         "ranks that compute side by side take longer: "
         f"{_slower(calibration.slowdown, machine.cores)}",
-        *([f"those that hold little: {_slower(small, machine.cores)}"] if small else []),
         f"a message takes its sender {calibration.send_s * 1e6:.0f} us and "
         f"{calibration.send_byte_s * 2**20 * 1e6:.0f} us per MiB, its receiver "
         f"{calibration.receive_s * 1e6:.0f} us and "
