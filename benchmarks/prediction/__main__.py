@@ -250,7 +250,7 @@ def at_present(cluster: Cluster, by_rank: Sequence[Trained], cores: int) -> Clus
     """
     calibration = cluster.calibration
     assert calibration is not None
-    now = side_by_side.slowdown([rank.paces for rank in by_rank], cores)
+    now = side_by_side.slowdown([(rank.paces,) for rank in by_rank], cores)
     known = calibration.slowdown
     more = now[-1] / known[min(len(now), len(known)) - 1]
     beyond = [max(now[-1], times * more) for times in known[len(now) :]]

@@ -58,7 +58,7 @@ def test_what_ranks_have_seen_is_one_cluster():
     seen = [
         Seen(
             hosts[rank],
-            {1: [Pace(1.0, 1.0)] if rank in (0, 2) else [], 2: [Pace(1.5, 1.5)]},
+            ({1: [Pace(1.0, 1.0)] if rank in (0, 2) else [], 2: [Pace(1.5, 1.5)]},),
             {sum(pair) - rank: link for pair, link in links.items() if rank in pair},
             Sums(Line(2.0 + message_s / 48, 4.0), Line(0.5 + message_s / 48, 0.25))
             if rank in (0, 1)
@@ -98,9 +98,13 @@ def test_ranks_tell_what_they_have_seen():
     ends = {1: [Exchange(256, 0.1, 0.2, 1 / 3)]}
     seen = [
         Seen(
-            "a \u00fc", {1: [Pace(0.1, 0.2)], 2: []}, ends, None, Overheads(0.1, 0.2, 0.3, 0.4, 0.5)
+            "a \u00fc",
+            ({1: [Pace(0.1, 0.2)], 2: []},),
+            ends,
+            None,
+            Overheads(0.1, 0.2, 0.3, 0.4, 0.5),
         ),
-        Seen("b", {1: [], 2: [Pace(1e-9, 2e-9)]}, {}, Sums(Line(0.1, 1e-30), Line(1.0, 2.0))),
+        Seen("b", ({1: [], 2: [Pace(1e-9, 2e-9)]},), {}, Sums(Line(0.1, 1e-30), Line(1.0, 2.0))),
     ]
 
     def rank() -> list[Seen]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.calibration.side_by_side import Pace, counts, lost_share, pace, slowdown
+from anabranch.calibration.side_by_side import Pace, Paces, counts, lost_share, pace, slowdown
 
 
 def test_counts_reach_past_the_cores():
@@ -14,9 +14,9 @@ def test_counts_reach_past_the_cores():
     assert counts(6, 5) == (1, 2, 4)
 
 
-def paces(*seconds: dict[int, float]) -> list[dict[int, list[Pace]]]:
+def paces(*seconds: dict[int, float]) -> list[tuple[Paces]]:
     """Ranks that had the same pace in each of two windows, with a core to themselves."""
-    return [{k: [Pace(s, s)] * 2 if s else [] for k, s in rank.items()} for rank in seconds]
+    return [({k: [Pace(s, s)] * 2 if s else [] for k, s in rank.items()},) for rank in seconds]
 
 
 def test_what_neighbours_take_and_turns_multiply():
@@ -31,6 +31,16 @@ def test_what_neighbours_take_and_turns_multiply():
     assert slowdown(seen, cores=2) == pytest.approx((1.0, 1.2, 2.025, 3.0))
 
 
+def test_ranks_beyond_the_cores_do_other_work():
+    """On 2 cores: two take 1.5 times as long as one with much work, three 1.2 times with little,
+    which alone takes half a second.
+    """
+    much = {1: [Pace(1.0, 1.0)], 2: [Pace(1.5, 1.5)]}
+    little = {1: [Pace(0.5, 0.5)], 3: [Pace(0.6, 0.9)]}
+    others = ({1: [], 2: much[2]}, {1: [], 3: little[3]}), ({1: [], 2: []}, {1: [], 3: little[3]})
+    assert slowdown([(much, little), *others], cores=2) == pytest.approx((1.0, 1.5, 1.8))
+
+
 def test_a_table_never_falls():
     """Noise may say that two are faster than one alone; three take turns on two cores anyway."""
     seen = paces({1: 1.0, 2: 0.9, 3: 0.9}, {1: 0.0, 2: 0.9, 3: 0.9}, {1: 0.0, 2: 0.0, 3: 0.9})
@@ -39,7 +49,7 @@ def test_a_table_never_falls():
 
 def test_what_other_processes_took():
     """A rank alone that computed for 3 of 4 s shared its core with somebody else."""
-    assert lost_share([{1: [Pace(0.75, 1.0)]}]) == 0.25
+    assert lost_share([({1: [Pace(0.75, 1.0)]},)]) == 0.25
 
 
 def test_a_pace_is_of_whole_pieces():

@@ -20,7 +20,7 @@ from anabranch.calibration.crowding import Turns, crowding, measure_turns
 from anabranch.calibration.machine import OtherLoad, this_machine
 from anabranch.calibration.messages import Exchange, Line
 from anabranch.calibration.overheads import Overheads
-from anabranch.calibration.side_by_side import Pace
+from anabranch.calibration.side_by_side import Paces
 from anabranch.calibration.sums import Sums
 from anabranch.cluster import Calibration, Cluster, Level
 from anabranch.runtime import texts
@@ -47,7 +47,7 @@ class Seen:
     """What one rank has to tell.
 
     Attributes:
-        paces: by number of ranks that compute.
+        paces: see ``side_by_side.measure_paces``.
         links: exchanges with other ranks, by rank.
         alone: what it costs without others; of the first rank.
         crowded: rounds in which there was more to do than cores, with short and with long work; of
@@ -55,7 +55,7 @@ class Seen:
     """
 
     host: str
-    paces: dict[int, list[Pace]]
+    paces: tuple[Paces, ...]
     links: dict[int, list[Exchange]]
     sums: Sums | None = None
     alone: Overheads | None = None
@@ -116,14 +116,15 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
     hosts = texts.gather(_host())
     local = sum(host == hosts[mesh.rank] for host in hosts[: mesh.rank])
     chosen = messages.pairs(hosts)
-    windows = side_by_side.num_windows(ks)
+    cores = os.cpu_count() or 1
+    windows = side_by_side.num_windows(ks, cores)
     total = windows + len(chosen)
 
     def told(done: int) -> None:
         if mesh.rank == 0:
             progress(done, total)
 
-    paces = side_by_side.measure_paces(local, ks, mesh.barrier, told)
+    paces = side_by_side.measure_paces(local, ks, cores, mesh.barrier, told)
     transport = mesh.transport()
     links: dict[int, list[Exchange]] = {}
     for tag, (a, b) in enumerate(chosen):
@@ -136,7 +137,7 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
     summing = sums.measure_sums(mesh) if size > 1 and mesh.rank in sums.RANKS else None
     mesh.barrier()
     crowded: list[list[Turns]] = []
-    if transport is not None and len(set(hosts)) == 1 and size > (cores := os.cpu_count() or 1):
+    if transport is not None and len(set(hosts)) == 1 and size > cores:
         tag = len(chosen)
         crowded = measure_turns(transport, mesh.rank, size, cores, tag, mesh.barrier)
     if transport is not None:

@@ -27,9 +27,10 @@ _ROUNDS = 5
 _WINDOW_S = 0.12
 """Long enough for ranks to be preempted, short enough for rounds to take turns."""
 
-_LAYERS = 2
-"""Of the work, with 2 MiB of weights and gradients each. With four of them, four ranks hold as much
-as the caches that cores share, and slow each other twice as much as they do in steps.
+_LAYERS = 4, 1
+"""Of the work, with 2 MiB of weights and gradients each: of ranks with a core each, and of more.
+With four layers those would hold as much as the caches that cores share, and slow each other twice
+as much as they do in steps.
 """
 
 
@@ -42,22 +43,22 @@ class Pace:
 
 
 Paces = dict[int, list[Pace]]
-"""Those of one rank, by number of ranks that compute."""
+"""Those of one rank with one kind of work, by number of ranks that compute."""
 
 
-def work() -> Callable[[], object]:
-    """One piece of work, of about a millisecond: a forward and a backward."""
+def work(layers: int = _LAYERS[0]) -> Callable[[], object]:
+    """One piece of work, of half a millisecond per layer: a forward and a backward."""
     torch.manual_seed(0)
-    layers = nn.Sequential(
+    stage = nn.Sequential(
         *(
             nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256))
-            for _ in range(_LAYERS)
+            for _ in range(layers)
         )
     )
     values = torch.randn(16, 256)
 
     def piece() -> None:
-        torch.autograd.backward(layers(values).sum())
+        torch.autograd.backward(stage(values).sum())
 
     piece()
     return piece
@@ -83,50 +84,63 @@ def counts(cores: int, most: int) -> tuple[int, ...]:
 
 
 def measure_paces(
-    local_rank: int, ks: Sequence[int], meet: Callable[[], None], told: Callable[[int], None]
-) -> Paces:
-    """This rank's paces; call it on all ranks of a host.
+    local_rank: int,
+    ks: Sequence[int],
+    cores: int,
+    meet: Callable[[], None],
+    told: Callable[[int], None],
+) -> tuple[Paces, ...]:
+    """This rank's paces: of up to as many ranks as there are cores, then those of more, if there
+    are; both beside the first one's alone. Call it on all ranks of a host.
 
     Args:
         ks: numbers of ranks.
         meet: waits for all ranks.
         told: called with the number of windows done.
     """
-    piece = work()
-    found: Paces = {k: [] for k in ks}
+    pieces = [work(layers) for layers in _LAYERS]
+    found: tuple[Paces, ...] = tuple({k: [] for k in ks} for ks in _split(ks, cores))
     done = 0
     for _ in range(_ROUNDS):
-        for k in ks:
-            meet()
-            if local_rank < k:
-                found[k].append(pace(piece))
-            done += 1
-            told(done)
+        for piece, paces in zip(pieces, found, strict=False):
+            for k, mine in paces.items():
+                meet()
+                if local_rank < k:
+                    mine.append(pace(piece))
+                done += 1
+                told(done)
     meet()
     return found
 
 
-def num_windows(ks: Sequence[int]) -> int:
+def _split(ks: Sequence[int], cores: int) -> list[list[int]]:
+    """Numbers of ranks that have a core each; those of more, behind a single one."""
+    more = [k for k in ks if k > cores]
+    return [[k for k in ks if k <= cores], *([[1, *more]] if more else [])]
+
+
+def num_windows(ks: Sequence[int], cores: int) -> int:
     """Windows that ``measure_paces`` has."""
-    return _ROUNDS * len(ks)
+    return _ROUNDS * sum(map(len, _split(ks, cores)))
 
 
-def slowdown(paces: Sequence[dict[int, list[Pace]]], cores: int) -> tuple[float, ...]:
+def slowdown(paces: Sequence[Sequence[Paces]], cores: int) -> tuple[float, ...]:
     """The table of a host from the paces of its ranks: an entry for 1, 2, ... ranks.
 
     Between numbers that were measured it is interpolated; it never falls.
     """
-    ks = sorted(paces[0])
-    ratio = {}
-    for k in ks:
-        # Turn by turn, so that a slow moment of the machine hits both.
-        ratio[k] = statistics.median(
-            statistics.fmean(mine[k][turn].processor_s for mine in paces if mine[k])
-            / paces[0][1][turn].processor_s
-            for turn in range(len(paces[0][1]))
-        )
+    ratio = {1: 1.0}
+    for alike in zip(*paces, strict=True):
+        alone = alike[0][1]
+        for k in alike[0]:
+            # Turn by turn, so that a slow moment of the machine hits both.
+            ratio[k] = statistics.median(
+                statistics.fmean(mine[k][turn].processor_s for mine in alike if mine[k])
+                / alone[turn].processor_s
+                for turn in range(len(alone))
+            )
     table = [1.0]
-    for low, high in pairwise(ks):
+    for low, high in pairwise(sorted(ratio)):
         for k in range(low + 1, high + 1):
             share = (k - low) / (high - low)
             shared = ratio[low] * (1 - share) + ratio[high] * share
@@ -134,7 +148,7 @@ def slowdown(paces: Sequence[dict[int, list[Pace]]], cores: int) -> tuple[float,
     return tuple(table)
 
 
-def lost_share(paces: Sequence[dict[int, list[Pace]]]) -> float:
+def lost_share(paces: Sequence[Sequence[Paces]]) -> float:
     """Share of the time of ranks alone that went to other processes."""
-    alone = paces[0][1]
+    alone = [pace for alike in paces[0] for pace in alike[1]]
     return max(0.0, 1 - sum(p.processor_s for p in alone) / sum(p.wall_s for p in alone))
