@@ -65,9 +65,6 @@ ROUNDS, SETTLING, STEPS, RECORDED = 6, 4, 6, 2
 ones. Behind the profile's turn caches are cold for some steps.
 """
 
-WINDOW_S = 0.03
-"""In which ranks compute alone, and side by side, in every round."""
-
 QUIET, TRIES = 0.06, 4
 """Processor cores that others may take of a turn, and how often it is made at most."""
 
@@ -294,7 +291,7 @@ def trained(case: Case) -> Trained:
         for k in ks:
             dist.barrier()
             if pipe.rank < k:
-                paces[k].append(side_by_side.pace(piece, WINDOW_S))
+                paces[k].append(side_by_side.pace(piece))
         # A step is given its batch: reading them is no part of it, nor of the ranks beside it.
         given = [next(batches) for _ in range(SETTLING + STEPS + RECORDED)]
         dist.barrier()

@@ -20,10 +20,12 @@ def paces(*seconds: dict[int, float]) -> list[tuple[Paces]]:
 
 
 def test_what_neighbours_take_and_turns_multiply():
-    """On 2 cores: two ranks share the memory (1.2), four also take turns (1.5 * 4 / 2)."""
+    """On 2 cores: two ranks share the memory, of which the slower one counts (1.2), four also take
+    turns (1.5 * 4 / 2).
+    """
     seen = paces(
         {1: 1.0, 2: 1.1, 4: 1.5},
-        {1: 0.0, 2: 1.3, 4: 1.5},
+        {1: 0.0, 2: 1.2, 4: 1.25},
         {1: 0.0, 2: 0.0, 4: 1.5},
         {1: 0.0, 2: 0.0, 4: 1.5},
     )

@@ -7,7 +7,8 @@ one more of them than there are cores always has something to do::
     rank 0 --> rank 1 --> rank 2 --> rank 3 --> rank 0
       works      works      works      waits
 
-So no core ever has to be idle, and the time in which one was is shared out to the waits. It ends
+So no core ever has to be idle, and the time in which one was is shared out to the waits, all of
+which begin where there is enough to do for all cores, as those do behind which it is lost. It ends
 with such a tick, or when a rank on the full core is through: so the longer ranks work between
 waits, the more is lost. On two cores a core idled .3 ms per wait with 1 ms of work behind each, .7
 with 4, 1.1 with 13 and 1.5 with 25. Rounds with short and with long work tell how much it is at
