@@ -76,6 +76,12 @@ def towers(width: str = "16") -> Workload:
     )
 
 
+def shuffled() -> Workload:
+    """One whose samples come in an order that the run draws."""
+    samples = [{key: batch[key][i] for key in batch} for batch in batches(4, 0) for i in range(4)]
+    return replace(towers(), data=samples, eval_data=None)
+
+
 def branching() -> Workload:
     """One that cannot be captured."""
     return Workload(Branching(4), next(batches(4, 0)))

@@ -83,6 +83,7 @@ def refuse_emulation(
         "--epochs",
         "--resume",
         "--weights",
+        "--seed",
         "--save",
         "--save-every",
         "--keep",

@@ -54,7 +54,7 @@ def left_of(training: TrainingSettings, first: int) -> TrainingSettings:
     if steps is not None and done >= first + steps:
         raise TrainingError(f"{last} has all {steps} steps; what failed came behind them")
     left = None if steps is None else first + steps - done
-    return replace(training, resume=last, weights=None, steps=left)
+    return replace(training, resume=last, weights=None, seed=None, steps=left)
 
 
 def restarted(training: TrainingSettings) -> TrainingSettings:

@@ -344,6 +344,15 @@ class TrainingSettings:
             min=1, help="With --save-every: so many checkpoints, the newest [default: 2]."
         ),
     ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            help="What the model's function draws from torch, the order of a data set and dropout "
+            "follow from it [default: torch's own, always the same].",
+        ),
+    ] = None
     evaluate_every: Annotated[
         int | None,
         typer.Option(
@@ -407,6 +416,10 @@ class TrainingSettings:
             raise typer.BadParameter("--max-restarts: give it to torchrun, which starts the ranks")
         if self.resume is not None and self.weights is not None:
             raise typer.BadParameter("--resume and --weights: begin with one of them")
+        if self.resume is not None and self.seed is not None:
+            raise typer.BadParameter(
+                "--seed: not with --resume; the checkpoint has that of the run"
+            )
         if self.keep_best is not None and self.evaluate_every is None:
             raise typer.BadParameter("--keep-best: only with --evaluate-every")
         if self.save_every is None and self.keep_best is None:

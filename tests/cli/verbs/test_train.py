@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from anabranch.cli.verbs.train import _seeded
 from anabranch.errors import WorkloadError
 
 TOWERS = "tests.cli.models:towers"
@@ -41,6 +43,28 @@ def test_a_run_says_how_stale_its_stages_were(run, document, policy, tmp_path):
     again = document("train", TOWERS, "--plan", str(folder / "plan.json"), "--steps", "12")
     assert again["policy"] == found["policy"]
     assert again["losses"] == found["losses"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_seed_is_that_of_model_and_run(own: bool):
+    """Of the model unless its function sets one of its own, of the run in any case."""
+
+    def make() -> float:
+        if own:
+            torch.manual_seed(5)
+        return torch.rand(()).item()
+
+    drawn = _seeded(make, 3)
+    assert torch.initial_seed() == 3
+    assert drawn == torch.rand((), generator=torch.Generator().manual_seed(5 if own else 3)).item()
+
+
+@pytest.mark.dist
+def test_the_order_of_samples_follows_from_the_seed(document):
+    """The same losses again, and others with another seed."""
+    train = ("train", "tests.cli.models:shuffled", "--devices", "1", "--batch-size", "4")
+    losses = [document(*train, "--steps", "3", "--seed", seed)["losses"] for seed in "112"]
+    assert losses[0] == losses[1] != losses[2]
 
 
 @pytest.mark.dist

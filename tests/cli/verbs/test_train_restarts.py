@@ -54,6 +54,7 @@ def test_with_fewer_devices_training_is_planned_anew(document, monkeypatch, tmp_
         ({}, ("--keep", "1"), "--keep: only with --save-every"),
         ({}, ("--save-every", "3"), "--save-every needs --save"),
         ({}, ("--resume", "a", "--weights", "b"), "begin with one of them"),
+        ({}, ("--resume", "a", "--seed", "1"), "the checkpoint has that of the run"),
         ({}, ("--replan", "--mode", "async"), "--replan: not with --mode async"),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from anabranch.record import Run
     from anabranch.runtime.compute.options import ComputeOptions
     from anabranch.weights import WeightPolicy
+
+T = TypeVar("T")
 
 
 @spread
@@ -105,7 +107,7 @@ def train(
     from anabranch.graph.loss_kinds import told
 
     options = compute.options()
-    job = Job.of(model.source, local)
+    job = _seeded(partial(Job.of, model.source, local), training.seed)
     if is_restarted():
         training = restarted(training)
     is_async = flush.is_async(job.plan)
@@ -169,6 +171,18 @@ def train(
         say_run(result, kept, ended, as_json=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _seeded(make: Callable[[], T], seed: int | None) -> T:
+    """What is made with a seed, if there is one, which is that of the run as well."""
+    import torch
+
+    if seed is None:
+        return make()
+    torch.manual_seed(seed)
+    made = make()
+    torch.manual_seed(seed)  # the model's function may have set its own
+    return made
 
 
 def _plan(
