@@ -1,7 +1,8 @@
 """Random functions of the part of Python that is compiled, as text.
 
 Numbers stay so small that sums and products of them are exact, nothing is divided by zero and no
-index is beyond its array: what is compiled does then what Python does.
+index is beyond its array: what is compiled does then what Python does. Truth values are those of
+Python: numpy's are no numbers, ``gcd`` and ``round`` refuse them.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ class Writer:
         whole, real = self._kept_whole(), self._kept_real()
         n, m = self._any.choice(["n0", "n1"]), self._any.choice(["m0", "m1"])
         lines = [
-            *(f"{n} = {whole}", f"{m} = {real}", f"{m} = {whole}", f"t0 = {self._truth(2)}"),
-            *("n0, n1 = n1, n0", f"(n0, m0), t1 = ({whole}, {real}), {self._truth(1)}"),
+            *(f"{n} = {whole}", f"{m} = {real}", f"{m} = {whole}", f"t0 = bool({self._truth(2)})"),
+            *("n0, n1 = n1, n0", f"(n0, m0), t1 = ({whole}, {real}), bool({self._truth(1)})"),
             f"n1 += {self._small()}\n{'    ' * depth}n1 %= 31",
         ]
         if self._arrays:
@@ -216,7 +217,7 @@ class Writer:
                 *(f"-{a}", f"abs({a})", f"max({a}, {b})", f"min({a}, {b}, n0)", f"+{a}"),
                 *(f"{a} // (abs({b}) + HALF)", f"{a} // -(abs({b}) + 1.5)", f"float({a})"),
                 *(f"({a} if {self._truth(depth - 1)} else {b})", self._whole(depth - 1)),
-                *(f"np.maximum({a}, {b})", f"np.minimum({a}, {b})", f"pair({a}, {b})[0]"),
+                *(f"np.maximum({a}, {b} + 0)", f"np.minimum({a}, {b} + 0)", f"pair({a}, {b})[0]"),
             ][: None if self._calls else -1]
         )
 
