@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from anabranch.cluster import Calibration, Cluster, Level, Machine
 from anabranch.files.fields import MOST_DEVICES, FilePath, Seconds, Text, build, save
@@ -85,6 +85,13 @@ class _Machine(Strict):
 _Restart = Annotated[list[Seconds], Field(min_length=2, max_length=2)]
 
 
+def _without_former(given: Any) -> Any:
+    """Without what only older calibrations have, which is not used: files with it can be read."""
+    if not isinstance(given, dict):
+        return given
+    return {key: value for key, value in given.items() if key != "small_slowdown"}
+
+
 class _Calibration(Strict):
     machine: _Machine
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
@@ -121,7 +128,7 @@ class ClusterFile(Strict):
     memory_bytes: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
     cores: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
     levels: Annotated[list[_Level], Field(min_length=1, max_length=100)]
-    calibration: _Calibration | None = None
+    calibration: Annotated[_Calibration | None, BeforeValidator(_without_former)] = None
 
 
 def _exists(path: Path) -> bool:
