@@ -24,6 +24,7 @@ from anabranch.solve import (
     comparable,
     compare,
     plan,
+    search,
     simulate,
     simulation,
 )
@@ -360,19 +361,22 @@ def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch)
     assert best.interrupted
 
 
-def test_an_interrupt_at_the_last_moment_keeps_the_plan(propose, monkeypatch):
-    """The search is over and the winner simulated once more: one interrupt is too late to count."""
+@pytest.mark.parametrize(("where", "name"), [(search, "require"), (simulation, "run")])
+def test_an_interrupt_at_the_last_moment_keeps_the_plan(propose, monkeypatch, where, name):
+    """The search is over, the winner checked and simulated once more: one interrupt is too late to
+    count.
+    """
     cost, graph = two_stages(8)
     propose(graph)
-    whole, times = simulation.run, []
+    whole, times = getattr(where, name), []
 
-    def run(*arguments, **options):
+    def once(*arguments, **options):
         times.append(1)
         if len(times) == 1:
             raise KeyboardInterrupt
         return whole(*arguments, **options)
 
-    monkeypatch.setattr(simulation, "run", run)
+    monkeypatch.setattr(where, name, once)
     best = found(cost, 8)
     assert best.predicted.step_s == pytest.approx((8 + 1) * 2)
     assert best.notes[-1] == "interrupted when the search was over"
@@ -392,6 +396,20 @@ def test_an_interrupt_while_shared_state_is_tried_is_noted(propose, monkeypatch)
 
     monkeypatch.setattr(Judge, "consider", consider)
     assert found(cost, 8).notes[-1] == "interrupted: the best of the first 1 proposals"
+
+
+def test_an_interrupt_before_shared_state_is_tried_is_noted(propose, monkeypatch):
+    """While it is asked which proposals may become shorter by it."""
+    cost, graph = two_stages(8)
+    propose(graph)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "stage_costs", interrupt)
+    best = found(cost, 8)
+    assert best.notes[-1] == "interrupted: the best of the first 1 proposals"
+    assert best.interrupted
 
 
 def test_a_plan_knows_its_cluster(propose):

@@ -22,7 +22,7 @@ from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
 from anabranch.solve.contract_tied import because, contract_tied
 from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
-from anabranch.solve.planner_options import Stop, stop_note, uninterrupted
+from anabranch.solve.planner_options import Stop, stop_note, to_its_end, uninterrupted
 from anabranch.solve.policy_choice import recommended
 from anabranch.solve.simulation import prediction
 from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
@@ -88,38 +88,34 @@ class EndlessSearch:
         if self._optimizer is not None:
             require_optimizer(rule, self._optimizer)
         best, stop = found or self._best(rule)
-        graph = self._contracted.expand(best.graph)
-        require(graph, self._whole, best.versions)
-        remarks += self._remarks(graph, rule)
-        if stop:
-            remarks.append(stop_note(stop, proposals.count))
-        slots = self._cost.receive_slots
-        try:
-            steady = stream.steady(best.graph, best.costs, slots=slots)
-        except KeyboardInterrupt as late:  # as in ``solve.search``: only insisting ends it now
-            stop = late
-            remarks.append("interrupted when the search was over")
-            steady = stream.steady(best.graph, best.costs, slots=slots)
-        return Plan(
-            stage_graph=graph,
-            schedule=ENDLESS,
-            planner=self._name,
-            model=model or profile.graph.name,
-            cluster=self._cost.cluster.name,
-            profile=profile.origin,
-            search_s=proposals.search_s - before[0],
-            simulate_s=self._simulate_s - before[1],
-            improve_s=self._improve_s - before[2],
-            predicted=prediction(steady, best.graph, self._cost),
-            device=profile.device,
-            granularity=profile.graph.granularity,
-            notes=tuple(remarks),
-            machines=self._cost.cluster,
-            mode="async",
-            policy=policy,
-            model_size=ModelSize.of(profile.graph),
-            interrupted=isinstance(stop, KeyboardInterrupt),
-        )
+        stops = [stop_note(stop, proposals.count)] if stop else []
+
+        def made() -> Plan:
+            graph = self._contracted.expand(best.graph)
+            require(graph, self._whole, best.versions)
+            steady = stream.steady(best.graph, best.costs, slots=self._cost.receive_slots)
+            return Plan(
+                stage_graph=graph,
+                schedule=ENDLESS,
+                planner=self._name,
+                model=model or profile.graph.name,
+                cluster=self._cost.cluster.name,
+                profile=profile.origin,
+                search_s=proposals.search_s - before[0],
+                simulate_s=self._simulate_s - before[1],
+                improve_s=self._improve_s - before[2],
+                predicted=prediction(steady, best.graph, self._cost),
+                device=profile.device,
+                granularity=profile.graph.granularity,
+                notes=(*remarks, *self._remarks(graph, rule), *stops),
+                machines=self._cost.cluster,
+                mode="async",
+                policy=rule.name,
+                model_size=ModelSize.of(profile.graph),
+                interrupted=isinstance(stop, KeyboardInterrupt),
+            )
+
+        return to_its_end(made)
 
     def _best(self, policy: WeightPolicy) -> tuple[ScheduledProposal, Stop | None]:
         """The best plan under a policy, and what ended the search early, if anything did."""

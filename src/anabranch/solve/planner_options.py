@@ -10,6 +10,7 @@ import anabranch.planner as planners
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.planner.base import Planner
+from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import rule_named
 
@@ -111,6 +112,16 @@ def uninterrupted(work: Callable[[], object]) -> bool:
     except KeyboardInterrupt:
         return False
     return True
+
+
+def to_its_end(make: Callable[[], Plan]) -> Plan:
+    """The plan of a search that is over: a moment is left, which only a second interrupt ends."""
+    try:
+        return make()
+    except KeyboardInterrupt:
+        found = make()
+        notes = (*found.notes, "interrupted when the search was over")
+        return replace(found, notes=notes, interrupted=True)
 
 
 def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:

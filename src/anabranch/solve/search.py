@@ -42,6 +42,7 @@ from anabranch.solve.planner_options import (
     collect,
     planner_with,
     stop_note,
+    to_its_end,
     uninterrupted,
 )
 from anabranch.solve.policy_choice import check_mode
@@ -209,8 +210,10 @@ class StepSearch:
             judged = uninterrupted(lambda: improve_on(judge, improving.near, BUDGET))
         if may_share and judged and not stopped:
             shared = replace(cost, shard_optimizer=True)
-            sharing, judged = self._sharing(shared, cost, judge)
-            if sharing is not None:
+            sharing = Judge(ShortestStep(shared, objective.schedules))
+            sharing.best_s = limit = judge.best_s * (1 - WORTH_SHARING)
+            judged = uninterrupted(lambda: _share(sharing, shared, cost, judge))
+            if sharing.best_s < limit:
                 judge, cost = sharing, shared
         improved = time.perf_counter()
         best = judge.winner(self.planner)
@@ -229,33 +232,6 @@ class StepSearch:
             (*notes, *stops),
             isinstance(stop, KeyboardInterrupt),
         )
-
-    def _sharing(
-        self, cost: CostModel, unshared: CostModel, replicating: Judge
-    ) -> tuple[Judge | None, bool]:
-        """A judge of proposals whose replicas share the optimizer's state, if one is better: an
-        update took long, or there is memory for a faster way to run. And whether all were judged.
-        """
-
-        def least_s(proposal: StageGraph, seconds: float) -> float:
-            """Its seconds, less what its longest update is shortened by, if that may be enough."""
-            size = proposal.batch_size
-            updates = (stage_costs(unshared, s, size).update_s for s in proposal.stages)
-            if seconds - max(updates) > limit:  # which is known, unlike what is left of them
-                return seconds
-            return seconds - max(
-                stage_costs(unshared, stage, size).update_s
-                - stage_costs(cost, stage, size).update_s
-                for stage in proposal.stages
-            )
-
-        judge = Judge(ShortestStep(cost, _schedules(self.schedule, self.search)))
-        judge.best_s = limit = replicating.best_s * (1 - WORTH_SHARING)
-        known = {p: least_s(p, seconds) for p, seconds in replicating.seconds().items()}
-        near = sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
-        proposals = [p for p in (*near, *replicating.unfit) if _is_replicated(p)]
-        judged = uninterrupted(lambda: judge.consider(proposals, BUDGET.simulation, in_order=True))
-        return judge if judge.best_s < limit else None, judged
 
 
 @dataclass(frozen=True)
@@ -280,15 +256,12 @@ class Found:
 
     def plan(self) -> Plan:
         """The plan, with all figures of its step by a schedule that is checked."""
+        return to_its_end(self._plan)
+
+    def _plan(self) -> Plan:
         best, cost, started = self.best, self.cost, time.perf_counter()
-        notes, interrupted = self.notes, self.interrupted
         require(best.graph, cost)
-        figures = partial(checked_run, best.graph, best.schedule, cost, messages=False)
-        try:
-            timeline = figures()
-        except KeyboardInterrupt:  # the search is over, a moment is left: only insisting ends it
-            notes, interrupted = (*notes, "interrupted when the search was over"), True
-            timeline = figures()
+        timeline = checked_run(best.graph, best.schedule, cost, messages=False)
         return Plan(
             stage_graph=best.graph,
             schedule=best.schedule,
@@ -309,12 +282,12 @@ class Found:
             ),
             device=cost.profile.device,
             granularity=cost.profile.graph.granularity,
-            notes=notes,
+            notes=self.notes,
             machines=cost.cluster,
             shard_optimizer=cost.shard_optimizer,
             sparse_embeddings=cost.sparse_embeddings,
             model_size=ModelSize.of(cost.graph),
-            interrupted=interrupted,
+            interrupted=self.interrupted,
         )
 
 
@@ -481,6 +454,30 @@ def _new_garbage_only() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _share(judge: Judge, cost: CostModel, unshared: CostModel, replicating: Judge) -> None:
+    """Judge proposals whose replicas share the optimizer's state where that may be better than the
+    best of this judge, of a search without: an update took long, or there is memory for a faster
+    way to run.
+    """
+    limit = judge.best_s
+
+    def least_s(proposal: StageGraph, seconds: float) -> float:
+        """Its seconds, less what its longest update is shortened by, if that may be enough."""
+        size = proposal.batch_size
+        updates = (stage_costs(unshared, s, size).update_s for s in proposal.stages)
+        if seconds - max(updates) > limit:  # which is known, unlike what is left of them
+            return seconds
+        return seconds - max(
+            stage_costs(unshared, stage, size).update_s - stage_costs(cost, stage, size).update_s
+            for stage in proposal.stages
+        )
+
+    known = {p: least_s(p, seconds) for p, seconds in replicating.seconds().items()}
+    near = sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
+    proposals = [p for p in (*near, *replicating.unfit) if _is_replicated(p)]
+    judge.consider(proposals, BUDGET.simulation, in_order=True)
 
 
 def _is_replicated(graph: StageGraph) -> bool:
