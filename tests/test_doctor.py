@@ -84,6 +84,10 @@ def _no_optimizer(parameters: NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.SGD([dict(parameters)["top.weight"]], lr=0.1)
 
 
+def _lbfgs(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([parameter for _, parameter in parameters])
+
+
 def _no_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.MultiStepLR(optimizer)  # type: ignore[call-arg]
 
@@ -102,6 +106,12 @@ def test_a_recipe_that_raises_is_named(recipe: dict[str, Any], words: tuple[str,
     assert all(word in said for word in (*words, "test_doctor.py"))
     assert found.capturable
     assert found.plan is not None
+
+
+def test_an_optimizer_that_no_step_can_drive_is_named() -> None:
+    """One that evaluates the loss itself."""
+    found = examine(Workload(Masked(), batch(4), optimizer=_lbfgs), CLUSTER, 8)
+    assert any(t.startswith("it cannot be trained: LBFGS") for t in found.findings)
 
 
 class Asking(Tokens):

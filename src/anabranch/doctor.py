@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from anabranch.cluster import Cluster
-from anabranch.errors import AnabranchError, CaptureError, WorkloadError
+from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised
 from anabranch.graph.opgraph import Granularity, bits
@@ -24,6 +24,7 @@ from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile
 from anabranch.record.run import versions
 from anabranch.runtime.compute.programs import is_random
+from anabranch.runtime.model_state import refuse_unsupported
 from anabranch.solve import plan
 from anabranch.workload import Workload
 
@@ -149,12 +150,15 @@ def _of_module(module: nn.Module) -> list[str]:
 
 
 def _of_recipes(workload: Workload) -> list[str]:
-    """What keeps the recipes from making an optimizer and its scheduler for the whole model."""
+    """What keeps the recipes from making an optimizer and its scheduler for the whole model, and a
+    pipeline from using them.
+    """
     trainable = [(name, p) for name, p in workload.module.named_parameters() if p.requires_grad]
     try:
         if trainable:
-            workload.make_scheduler(workload.make_optimizer(trainable))
-    except WorkloadError as error:
+            optimizer = workload.make_optimizer(trainable)
+            refuse_unsupported(optimizer, workload.make_scheduler(optimizer))
+    except (WorkloadError, TrainingError) as error:
         return [f"it cannot be trained: {error}"]
     return []
 

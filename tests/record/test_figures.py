@@ -148,7 +148,7 @@ def test_a_metric_that_is_not_finite_is_told(tmp_path: Path, capsys) -> None:
     ("change", "why"),
     [
         ({"losses": (1.0,) * 3}, "the run was too short: memory is measured in step 5"),
-        ({"losses": (1.0,) * 9}, "compiled stages and batches shorter than the plan's"),
+        ({"losses": (1.0,) * 9}, "compiled stages and batches of other sizes than the plan's"),
         ({"losses": ()}, "emulated devices hold nothing"),
     ],
 )

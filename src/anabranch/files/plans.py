@@ -31,6 +31,8 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless, rule_named
 from anabranch.weights import POLICIES
 
+_ANEW = "leave predicted out of a plan that was changed, simulate predicts it anew"
+
 PLAN = "anabranch.plan/1"
 
 
@@ -223,14 +225,13 @@ def _to_prediction(predicted: _Prediction, graph: StageGraph) -> Prediction:
     if len(predicted.device_peak_bytes) != len(graph.devices):
         raise ValueError(
             f"predicted.device_peak_bytes has {len(predicted.device_peak_bytes)} entries; "
-            f"the stages use {len(graph.devices)} devices; leave predicted out of a plan that was "
-            "changed, simulate predicts it anew"
+            f"the stages use {len(graph.devices)} devices; {_ANEW}"
         )
     samples_per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
     if not math.isclose(predicted.samples_per_s, samples_per_s, rel_tol=1e-6):
         raise ValueError(
             f"predicted.samples_per_s is {predicted.samples_per_s:g}, "
-            f"but batch_size / predicted.step_s is {samples_per_s:g}"
+            f"but batch_size / predicted.step_s is {samples_per_s:g}; {_ANEW}"
         )
     return Prediction(**core_fields(predicted, leave_out={"samples_per_s"}))
 

@@ -114,7 +114,7 @@ def _why_unweighed(document: Document) -> str:
         return "emulated devices hold nothing"
     if len(document["losses"]) < WEIGHED_STEP:
         return f"the run was too short: memory is measured in step {WEIGHED_STEP}"
-    return "compiled stages and batches shorter than the plan's cannot be measured"
+    return "compiled stages and batches of other sizes than the plan's cannot be measured"
 
 
 def _without_flush(document: Document) -> Iterator[Figure]:

@@ -86,7 +86,7 @@ class ModelState:
         ]
         self.optimizer = workload.make_optimizer(trainable) if trainable else None
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
-        _refuse_unsupported(self.optimizer, self.scheduler)
+        refuse_unsupported(self.optimizer, self.scheduler)
         if goes_on is not None:
             self.load(goes_on)
 
@@ -278,7 +278,7 @@ def _is_forgotten(parameter: nn.Parameter) -> bool:
     return is_one and bool(torch.isnan(parameter.detach().flatten()[0]))
 
 
-def _refuse_unsupported(optimizer: object, scheduler: object) -> None:
+def refuse_unsupported(optimizer: object, scheduler: object) -> None:
     """Raises TrainingError for what a step of a pipeline cannot drive."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TrainingError(

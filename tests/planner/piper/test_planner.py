@@ -168,7 +168,9 @@ def test_recomputes_only_where_memory_asks_for_it():
     mib = 1 << 20
     assert recomputing(12 * mib) == [False, False]
     assert recomputing(7 * mib) == [True, False]
-    with pytest.raises(InfeasiblePlanError, match=r"small needs at least 0\.0 GiB"):
+    with pytest.raises(
+        InfeasiblePlanError, match=r"small needs at least 7\.3 MiB per device .* has 5\.0 MiB"
+    ):
         recomputing(5 * mib, recompute=False)
     assert True in recomputing(int(5.5 * mib))
 
@@ -220,7 +222,7 @@ def test_says_what_memory_would_do():
     two halves, and a layer's gradients before they are added. With that it fits.
     """
     profile = shapes.towers("small", 2, 0, layers=2, top=1)
-    with pytest.raises(InfeasiblePlanError, match=r"small needs at least 0\.7 GiB"):
+    with pytest.raises(InfeasiblePlanError, match=r"small needs at least 0\.69 GiB"):
         Piper()(cost_model(profile, 2, memory=10**6), batch_size=8)
     assert list(Piper()(cost_model(profile, 2, memory=740 * 2**20), batch_size=8))
 

@@ -8,11 +8,11 @@ from itertools import chain
 
 import numpy as np
 
-from anabranch.cluster import GIB
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
+from anabranch.plans.plan import memory_text
 from anabranch.plans.stages import StageGraph
 
 _MORE_MEMORY = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
@@ -67,8 +67,8 @@ def explain(problem: Problem) -> InfeasiblePlanError:
         )
     more = f"; {count} devices would do" if count else ""
     return InfeasiblePlanError(
-        f"{name} needs at least {memory / GIB:.1f} GiB per device on {total} devices "
-        f"(micro-batch {size}); {cluster.name} has {cluster.memory_bytes / GIB:.1f} GiB{more}"
+        f"{name} needs at least {memory_text(memory)} per device on {total} devices "
+        f"(micro-batch {size}); {cluster.name} has {memory_text(cluster.memory_bytes)}{more}"
     )
 
 
