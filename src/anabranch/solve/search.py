@@ -189,11 +189,11 @@ class StepSearch:
     def _find(self, cost: CostModel, notes: Sequence[str], *, may_share: bool = False) -> Found:
         started = time.perf_counter()
         search = self._propose(cost)
+        improving = search if isinstance(search, Improving) else None
         proposals, stopped = collect(search)
         searched = time.perf_counter()
         objective = ShortestStep(cost, _schedules(self.schedule, self.search))
         judge = Judge(objective)
-        improving = search if isinstance(search, Improving) else None
 
         def consider() -> None:
             if self.start is not None:  # before any other, so that every schedule of it is tried
