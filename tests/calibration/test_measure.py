@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import combinations
 from unittest.mock import ANY
 
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from anabranch import launch
-from anabranch.calibration import overheads, restarts, side_by_side
+from anabranch.calibration import measure, overheads, restarts, side_by_side
 from anabranch.calibration.machine import this_machine
 from anabranch.calibration.measure import Seen, calibrate, gathered, joined
 from anabranch.calibration.messages import SIZES, Exchange, Line
@@ -39,6 +40,22 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     assert [x.nbytes for x in found.links[0, 1]] == list(SIZES)
     assert min(x.send_s for x in found.links[0, 1]) > 0
     assert calibration.memory_bandwidth > 0
+
+
+@pytest.mark.dist
+def test_hosts_with_other_cores_wait_as_often_as_the_first(monkeypatch: pytest.MonkeyPatch):
+    """The second rank takes its host for one of a single core and rank."""
+    monkeypatch.setattr(side_by_side, "_ROUNDS", 1)
+    monkeypatch.setattr(side_by_side, "_WINDOW_S", 0.01)
+
+    def seen() -> list[list[int]]:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(os, "cpu_count", lambda: 1)
+        ks = (1, 2) if dist.get_rank() == 0 else (1,)
+        return [sorted(paces) for paces in measure._rank(ks, lambda done, total: None).paces]
+
+    first, second = launch.run(seen, 2)
+    assert first == second
 
 
 def test_what_ranks_have_seen_is_one_cluster():

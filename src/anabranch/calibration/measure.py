@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
@@ -95,6 +96,7 @@ def _of_job(progress: Progress | None) -> Calibrated:
     most = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mine = _rank(side_by_side.counts(cores, most), progress or _silent)
     seen = gathered(replace(mine, alone=alone))
+    cores = int(texts.gather(str(cores))[0])
     return joined(seen, cores, f"calibrated on {platform.node()}", len(seen))
 
 
@@ -116,7 +118,8 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
     hosts = texts.gather(_host())
     local = sum(host == hosts[mesh.rank] for host in hosts[: mesh.rank])
     chosen = messages.pairs(hosts)
-    cores = os.cpu_count() or 1
+    # Hosts may differ: all of them wait as often as the first one does.
+    cores, ks = json.loads(texts.gather(json.dumps((os.cpu_count() or 1, ks)))[0])
     windows = side_by_side.num_windows(ks, cores)
     total = windows + len(chosen)
 
