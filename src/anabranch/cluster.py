@@ -83,8 +83,8 @@ class Calibration:
     Attributes:
         machine: where it was measured.
         date: when, as YYYY-MM-DD.
-        slowdown: how many times as long computing takes while 1, 2, ... ranks of a host compute
-            side by side; with more than there are entries, as many times longer than the last as
+        slowdown: how many times as long the slowest computes while 1, 2, ... ranks of a host do
+            so side by side; with more than there are entries, as many times longer than the last as
             they are more.
         send_s: of a message, at its sender, and ``send_byte_s`` per byte.
         receive_s: likewise at its receiver, and ``receive_byte_s`` per byte.
@@ -103,8 +103,8 @@ class Calibration:
         share_tensor_s: where ranks share an optimizer's state, of sending and taking what they have
             updated, for each parameter, and ``share_byte_s`` per byte that a rank sends or takes.
         crowded_s: that a core stands idle, while others are overfull, for each wait of a rank
-            behind which no core is free, and ``crowded_work_s`` the work in which all but 1/e of
-            that is lost.
+            before which and behind which no core is free, and ``crowded_work_s`` the work in which
+            all but 1/e of that is lost.
         version: of the way it was measured, see ``CALIBRATION_VERSION``.
     """
 

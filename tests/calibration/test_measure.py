@@ -75,6 +75,7 @@ def test_what_ranks_have_seen_is_one_cluster():
     seen = [
         Seen(
             hosts[rank],
+            2,
             ({1: [Pace(1.0, 1.0)] if rank in (0, 2) else [], 2: [Pace(1.5, 1.5)]},),
             {sum(pair) - rank: link for pair, link in links.items() if rank in pair},
             Sums(Line(2.0 + message_s / 48, 4.0), Line(0.5 + message_s / 48, 0.25))
@@ -84,7 +85,7 @@ def test_what_ranks_have_seen_is_one_cluster():
         )
         for rank in range(4)
     ]
-    found = joined(seen, cores=2, name="two hosts", devices=4, others=1.75)
+    found = joined(seen, name="two hosts", devices=4, others=1.75)
     assert sorted(found.links) == pairs
     assert [(x.name, x.size) for x in found.cluster.levels] == [("host", 2), ("network", 2)]
     figures = [(x.latency_s, x.bandwidth) for x in found.cluster.levels]
@@ -116,12 +117,13 @@ def test_ranks_tell_what_they_have_seen():
     seen = [
         Seen(
             "a \u00fc",
+            2,
             ({1: [Pace(0.1, 0.2)], 2: []},),
             ends,
             None,
             Overheads(0.1, 0.2, 0.3, 0.4, 0.5),
         ),
-        Seen("b", ({1: [], 2: [Pace(1e-9, 2e-9)]},), {}, Sums(Line(0.1, 1e-30), Line(1.0, 2.0))),
+        Seen("b", 2, ({1: [], 2: [Pace(1e-9, 2e-9)]},), {}, Sums(Line(0.1, 1e-30), Line(1.0, 2.0))),
     ]
 
     def rank() -> list[Seen]:

@@ -43,7 +43,9 @@ def test_says_when_the_batch_is_too_small():
 
 def test_says_what_a_device_would_need():
     """The whole model on each: about 350 million weights, 16 bytes each with Adam's state."""
-    with pytest.raises(InfeasiblePlanError, match=r"needs \d+\.\d GiB on each device at 1 samples"):
+    with pytest.raises(
+        InfeasiblePlanError, match=r"needs \d+\.\d\d GiB on each device at 1 samples"
+    ):
         DataParallel()(cost_model(SMALL, 2, memory=2**30), batch_size=4)
 
 

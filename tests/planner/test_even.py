@@ -75,7 +75,7 @@ def test_fewer_stages_with_more_replicas():
 def test_says_what_its_stages_need():
     """1 GiB is too little for four stages of MMT; with what is named, to a tenth, they fit."""
     model = shapes.mmt(parts=1)
-    with pytest.raises(InfeasiblePlanError, match=r"needs \d+\.\d GiB on a device") as refused:
+    with pytest.raises(InfeasiblePlanError, match=r"needs \d+\.\d\d GiB on a device") as refused:
         Even()(cost_model(model, 4, memory=2**30), batch_size=64)
     needed = float(re.findall(r"needs ([\d.]+) GiB", str(refused.value))[0])
     assert Even()(cost_model(model, 4, memory=int((needed + 0.1) * 2**30)), batch_size=64)

@@ -105,8 +105,8 @@ def test_plans_by_hand_share_devices():
     assert check(shared, cost(2))[0] == "C3: device 0 holds the stages 0, 2"
     assert check(shared, cost(2), shared=True) == []
     (first, second) = check(shared, cost(2, memory=100), shared=True)
-    assert first.startswith("device 0 needs 0.00 GiB for stages 0, 2; cluster")
-    assert second.startswith("device 1 needs 0.00 GiB for stages 1, 3; cluster")
+    assert first.startswith("device 0 needs 0.1 KiB for stages 0, 2; cluster")
+    assert second.startswith("device 1 needs 0.1 KiB for stages 1, 3; cluster")
 
 
 def test_plans_by_hand_leave_devices_out():
@@ -180,7 +180,7 @@ def test_memory_counts_what_is_in_flight():
     """
     assert check(VALID, cost(memory=72)) == []
     (problem,) = check(VALID, cost(memory=71))
-    assert problem.startswith("stage 0 needs 0.00 GiB on each device, with 3 micro-batches of 2")
+    assert problem.startswith("stage 0 needs 72 B on each device, with 3 micro-batches of 2")
 
 
 def test_memory_with_decided_counts():

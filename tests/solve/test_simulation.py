@@ -80,7 +80,7 @@ def test_check_plan_with_a_model():
     assert check_plan(a_plan(graph), cost.profile, cost.cluster) == []
     problems = check_plan(a_plan(graph), cost.profile, cluster(2, memory_bytes=1))
     assert len(problems) == 2
-    assert "GiB on each device" in problems[0]
+    assert "needs 8 B on each device" in problems[0]
     with pytest.raises(ValueError, match="both"):
         check_plan(a_plan(graph), cost.profile)
 

@@ -48,6 +48,7 @@ class Seen:
     """What one rank has to tell.
 
     Attributes:
+        cores: of the first host, for which all figures of a host are measured.
         paces: see ``side_by_side.measure_paces``.
         links: exchanges with other ranks, by rank.
         alone: what it costs without others; of the first rank.
@@ -56,6 +57,7 @@ class Seen:
     """
 
     host: str
+    cores: int
     paces: tuple[Paces, ...]
     links: dict[int, list[Exchange]]
     sums: Sums | None = None
@@ -84,7 +86,7 @@ def calibrate(progress: Progress | None = None) -> Calibrated:
     first, *others = launch.run(_rank, max(2, ks[-1]), ks, progress or _silent)
     seen = [replace(first, alone=alone), *others]
     name = f"local:{machine.cores}"
-    return joined(seen, machine.cores, name, machine.cores, others=load.cores())
+    return joined(seen, name, machine.cores, others=load.cores())
 
 
 def _of_job(progress: Progress | None) -> Calibrated:
@@ -96,8 +98,7 @@ def _of_job(progress: Progress | None) -> Calibrated:
     most = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mine = _rank(side_by_side.counts(cores, most), progress or _silent)
     seen = gathered(replace(mine, alone=alone))
-    cores = int(texts.gather(str(cores))[0])
-    return joined(seen, cores, f"calibrated on {platform.node()}", len(seen))
+    return joined(seen, f"calibrated on {platform.node()}", len(seen))
 
 
 def gathered(mine: Seen) -> list[Seen]:
@@ -147,7 +148,7 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
         transport.flush()
         mesh.part("calibration", 10.0)
         transport.close()
-    return Seen(hosts[mesh.rank], paces, links, summing, crowded=crowded)
+    return Seen(hosts[mesh.rank], cores, paces, links, summing, crowded=crowded)
 
 
 def _host() -> str:
@@ -159,15 +160,13 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def joined(
-    seen: Sequence[Seen], cores: int, name: str, devices: int, *, others: float = 0.0
-) -> Calibrated:
+def joined(seen: Sequence[Seen], name: str, devices: int, *, others: float = 0.0) -> Calibrated:
     """What all ranks have seen, as one cluster.
 
     Args:
         others: cores that other processes took meanwhile, where the kernel says so.
     """
-    alone = seen[0].alone
+    alone, cores = seen[0].alone, seen[0].cores
     assert alone is not None
     hosts = list(dict.fromkeys(one.host for one in seen))
     on_host = [one.paces for one in seen if one.host == hosts[0]]

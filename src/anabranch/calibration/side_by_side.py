@@ -3,8 +3,8 @@
 Memory, caches and, behind some "cores", the arithmetic itself are shared. The work is what a stage
 does with a small micro-batch: it goes through layers whose weights and gradients are more than a
 core's own cache holds, so that its numbers come from what cores share. (On an AMD EPYC with 1 MiB
-for each of two cores, two ranks took 1.1 to 1.2 times the processor time of one alone, and four
-1.2 to 1.3; the built-in models in their small presets 1.1 to 1.5.)
+for each of two cores, the slower of two ranks took 1.08 to 1.18 times the processor time of one
+alone, the slowest of four 1.07 to 1.26.)
 
 What counts is processor time per piece of work, so that other users of the machine do not look
 like a slow processor; that ranks beyond the cores have to take turns comes on top. And ranks wait
@@ -100,11 +100,11 @@ def measure_paces(
         meet: waits for all ranks.
         told: called with the number of windows done.
     """
-    pieces = [work(layers) for layers in _LAYERS]
     found: tuple[Paces, ...] = tuple({k: [] for k in ks} for ks in _split(ks, cores))
+    pieces = [work(layers) for layers in _LAYERS[: len(found)]]
     done = 0
     for _ in range(_ROUNDS):
-        for piece, paces in zip(pieces, found, strict=False):
+        for piece, paces in zip(pieces, found, strict=True):
             for k, mine in paces.items():
                 meet()
                 if local_rank < k:

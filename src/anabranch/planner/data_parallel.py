@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
+from anabranch.plans.plan import memory_text
 from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import StageGraph
 
@@ -51,9 +51,9 @@ def _explained(problem: Problem) -> InfeasiblePlanError:
                 range(len(cost.graph)), microbatch_size=size, replicas=total, in_flight=1
             )
             return InfeasiblePlanError(
-                f"data parallelism needs {need / GIB:.1f} GiB on each device at "
+                f"data parallelism needs {memory_text(need)} on each device at "
                 f"{-(-size // total)} samples; {cluster.name} has "
-                f"{cluster.memory_bytes / GIB:.1f} GiB: more devices do not help below that, "
+                f"{memory_text(cluster.memory_bytes)}: more devices do not help below that, "
                 "planner graphpipe may"
             )
     return InfeasiblePlanError(

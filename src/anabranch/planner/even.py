@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
-from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import bits
@@ -19,6 +18,7 @@ from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.infeasible import explain, fit_in_a_row
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.problem import Problem
+from anabranch.plans.plan import memory_text
 from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import StageGraph
 
@@ -88,9 +88,9 @@ def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
     else:
         others = f"nor does it fit with other stages in a row: {explain(problem)}"
     return InfeasiblePlanError(
-        f"with stages of equal work {cost.graph.name or 'the model'} needs {need / GIB:.1f} GiB on "
-        f"a device, of which {cluster.name} has {cluster.memory_bytes / GIB:.1f}, and planner even "
-        f"tries no other stages; {others}"
+        f"with stages of equal work {cost.graph.name or 'the model'} needs {memory_text(need)} on "
+        f"a device, of which {cluster.name} has {memory_text(cluster.memory_bytes)}, and planner "
+        f"even tries no other stages; {others}"
     )
 
 

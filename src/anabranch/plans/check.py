@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from anabranch.cluster import GIB
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.in_flight import least_in_flight
+from anabranch.plans.plan import memory_text
 from anabranch.plans.slices import slice_sizes
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import sliced_batches
@@ -200,10 +200,10 @@ def _memory(graph: StageGraph, cost: CostModel, versions: Sequence[int]) -> list
         need = stage_bytes(graph, cost, s, in_flight=held, versions=versions[s])
         if need > limit:
             problems.append(
-                f"stage {s} needs {need / GIB:.2f} GiB on each device, with {held} micro-batches "
+                f"stage {s} needs {memory_text(need)} on each device, with {held} micro-batches "
                 f"of {stage.microbatch_size} samples in flight on {stage.replicas} replicas"
                 f"{f' and {versions[s]} versions of its weights' if versions[s] > 1 else ''}; "
-                f"cluster {cost.cluster.name} has {limit / GIB:.2f} GiB: try a smaller "
+                f"cluster {cost.cluster.name} has {memory_text(limit)}: try a smaller "
                 "micro-batch or more devices"
             )
     return problems
@@ -222,9 +222,9 @@ def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
         need = sum(needs[s] for s in held)
         if len(held) > 1 and need > limit >= max(needs[s] for s in held):
             problems.append(
-                f"device {device} needs {need / GIB:.2f} GiB for stages "
+                f"device {device} needs {memory_text(need)} for stages "
                 f"{', '.join(map(str, held))}; cluster {cost.cluster.name} has "
-                f"{limit / GIB:.2f} GiB: try a smaller micro-batch or more devices"
+                f"{memory_text(limit)}: try a smaller micro-batch or more devices"
             )
     return problems
 

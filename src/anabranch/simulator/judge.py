@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from anabranch.cluster import GIB
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError, ProfileError
+from anabranch.plans.plan import memory_text
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator.objective import Objective, ScheduledProposal
 
@@ -131,8 +131,8 @@ class Judge:
             raise InfeasiblePlanError(
                 f"none of the {len(self.too_big)} proposals of planner {planner} fits "
                 f"{cluster.name}{objective.held}: the smallest needs "
-                f"{min(self.too_big) / GIB:.2f} GiB on a device, which has "
-                f"{cluster.memory_bytes / GIB:.2f} GiB; {objective.remedy}"
+                f"{memory_text(min(self.too_big))} on a device, which has "
+                f"{memory_text(cluster.memory_bytes)}; {objective.remedy}"
             )
         if self._refused:
             # The smallest micro-batches are asked for last: a limit on their number is tightest.

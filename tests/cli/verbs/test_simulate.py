@@ -82,7 +82,7 @@ def test_check_times_nothing(run, monkeypatch, tmp_path):
     Path("plan.json").write_text(json.dumps(small))
     code, out, _ = run("check", "plan.json", TOWERS)
     assert code == 1
-    assert "GiB on each device" in out
+    assert "KiB on each device" in out
 
 
 def test_check_has_no_memory_for_parameters(run, monkeypatch, tmp_path):

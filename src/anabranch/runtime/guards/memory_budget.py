@@ -21,9 +21,8 @@ from pathlib import Path
 
 import torch
 
-from anabranch.cluster import GIB
 from anabranch.errors import InfeasiblePlanError
-from anabranch.plans.plan import Plan
+from anabranch.plans.plan import Plan, memory_text
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.process_groups import host_name
 
@@ -86,8 +85,9 @@ def _beyond_cluster(plan: Plan, needs: Sequence[Need]) -> str:
         return ""
     worst = max(over, key=lambda rank: needs[rank].peak_bytes)
     return (
-        f"rank {worst} would take {_gib(needs[worst].peak_bytes)} at its peak by the plan's "
-        f"prediction{_others(len(over))}, but a device of {plan.machines.name} has {_gib(has)}"
+        f"rank {worst} would take {memory_text(needs[worst].peak_bytes)} at its peak by the "
+        f"plan's prediction{_others(len(over))}, but a device of {plan.machines.name} has "
+        f"{memory_text(has)}"
     )
 
 
@@ -104,8 +104,8 @@ def _beyond_host(needs: Sequence[Need], kind: str) -> str:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_ranks(ranks)} together"
             where = "the GPU" if kind == "cuda" else "the host or its container"
             return (
-                f"{who} would take {_gib(more)} more at the peak by the plan's prediction, but "
-                f"{where} has {_gib(free)} free"
+                f"{who} would take {memory_text(more)} more at the peak by the plan's prediction, "
+                f"but {where} has {memory_text(free)} free"
             )
     return ""
 
@@ -117,10 +117,6 @@ def _others(count: int) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     consecutive = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 100 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _memory(place: torch.device) -> tuple[int, int]:
