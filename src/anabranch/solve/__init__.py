@@ -9,12 +9,13 @@ from __future__ import annotations
 from anabranch.solve.attribution import explain
 from anabranch.solve.baselines import BASELINES, Baseline, baselines
 from anabranch.solve.explanation import Explanation
-from anabranch.solve.planner_options import bottleneck_s_per_sample, options_of
+from anabranch.solve.planner_options import options_of
 from anabranch.solve.policy_choice import MODES, check_mode
 from anabranch.solve.search import comparable, compare, compare_policies, plan
 from anabranch.solve.simulation import (
     AUTO,
     Simulated,
+    bottleneck_s_per_sample,
     check_plan,
     foreseen,
     ideal_step_s,

@@ -22,9 +22,9 @@ from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
 from anabranch.solve.contract_tied import because, contract_tied
 from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
-from anabranch.solve.planner_options import Stop, stop_note, to_its_end, uninterrupted
 from anabranch.solve.policy_choice import recommended
 from anabranch.solve.simulation import prediction
+from anabranch.solve.stops import Stop, stop_note, to_its_end, uninterrupted
 from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
 from anabranch.weights import (
     OptimizerFacts,

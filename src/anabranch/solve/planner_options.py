@@ -1,17 +1,13 @@
-"""Options of a planner, arguments that it takes, and its proposals up to an interrupt."""
+"""Options of a planner, and arguments that it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import anabranch.planner as planners
-from anabranch.cost import CostModel
-from anabranch.errors import BudgetError
 from anabranch.planner.base import Planner
-from anabranch.plans.plan import Plan
-from anabranch.plans.stages import StageGraph
 from anabranch.schedule import rule_named
 
 
@@ -82,58 +78,3 @@ def check_arguments(
         raise ValueError(
             f"the micro-batch size {microbatch_size} is larger than the batch size {batch_size}"
         )
-
-
-Stop = KeyboardInterrupt | BudgetError
-"""What ends a search early."""
-
-
-def collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], Stop | None]:
-    """What a planner proposes, and what ended it early, if anything did."""
-    found: list[StageGraph] = []
-    try:
-        found.extend(proposals)
-    except (KeyboardInterrupt, BudgetError) as stopped:
-        if not found:
-            raise
-        return found, stopped
-    return found, None
-
-
-def stop_note(stop: Stop, count: int) -> str:
-    """The note on a search that was ended after so many proposals."""
-    return f"{str(stop) or 'interrupted'}: the best of the first {count} proposals"
-
-
-def uninterrupted(work: Callable[[], object]) -> bool:
-    """Do some work; False if that was interrupted."""
-    try:
-        work()
-    except KeyboardInterrupt:
-        return False
-    return True
-
-
-def to_its_end(make: Callable[[], Plan]) -> Plan:
-    """The plan of a search that is over: a moment is left, which only a second interrupt ends."""
-    try:
-        return make()
-    except KeyboardInterrupt:
-        found = make()
-        notes = (*found.notes, "interrupted when the search was over")
-        return replace(found, notes=notes, interrupted=True)
-
-
-def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
-    """Compute seconds per sample of the slowest stage, GraphPipe's TPS without communication."""
-
-    def seconds(s: int) -> float:
-        stage = graph.stages[s]
-        ops = [cost.graph.index[name] for name in stage.operators]
-        samples = stage.microbatch_size / stage.replicas
-        backward = cost.backward_s(ops, samples, recompute=stage.recompute, tensor=stage.tensor)
-        return (
-            cost.forward_s(ops, samples, tensor=stage.tensor) + backward
-        ) / stage.microbatch_size
-
-    return max(seconds(s) for s in range(len(graph)))

@@ -36,17 +36,10 @@ from anabranch.simulator.stage_costs import stage_costs
 from anabranch.solve.endless_search import EndlessSearch
 from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.improvement import improve as improve_on
-from anabranch.solve.planner_options import (
-    bottleneck_s_per_sample,
-    check_arguments,
-    collect,
-    planner_with,
-    stop_note,
-    to_its_end,
-    uninterrupted,
-)
+from anabranch.solve.planner_options import check_arguments, planner_with
 from anabranch.solve.policy_choice import check_mode
-from anabranch.solve.simulation import AUTO, checked_run
+from anabranch.solve.simulation import AUTO, bottleneck_s_per_sample, checked_run
+from anabranch.solve.stops import collect, stop_note, to_its_end, uninterrupted
 from anabranch.weights import POLICIES, OptimizerFacts
 
 BUDGET = SearchBudget()

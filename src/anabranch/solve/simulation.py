@@ -28,7 +28,6 @@ from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.staleness import Staleness, staleness
-from anabranch.solve.planner_options import bottleneck_s_per_sample
 from anabranch.solve.policy_choice import check_mode, recommended
 from anabranch.timeline import Timeline
 from anabranch.weights import (
@@ -359,3 +358,18 @@ def ideal_step_s(
     if plan_.mode == "async":
         return stream.steady(graph, times).period_s
     return step_seconds(graph, compute_order(graph, plan_.schedule), times)
+
+
+def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
+    """Compute seconds per sample of the slowest stage, GraphPipe's TPS without communication."""
+
+    def seconds(s: int) -> float:
+        stage = graph.stages[s]
+        ops = [cost.graph.index[name] for name in stage.operators]
+        samples = stage.microbatch_size / stage.replicas
+        backward = cost.backward_s(ops, samples, recompute=stage.recompute, tensor=stage.tensor)
+        return (
+            cost.forward_s(ops, samples, tensor=stage.tensor) + backward
+        ) / stage.microbatch_size
+
+    return max(seconds(s) for s in range(len(graph)))

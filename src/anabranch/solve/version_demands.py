@@ -21,7 +21,7 @@ from anabranch.planner.base import Endless, Planner
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve.planner_options import Stop, collect
+from anabranch.solve.stops import Stop, collect
 from anabranch.weights import WeightPolicy
 
 STREAM = 256
