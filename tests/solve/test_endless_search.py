@@ -159,7 +159,8 @@ def test_versions_that_do_not_fit_shift_the_cuts(planner):
 
 def test_what_does_not_fit_at_all_is_said():
     """No plan: the policy, the least that would do, and a way on."""
-    with pytest.raises(InfeasiblePlanError, match=r"policy stash.*0.8 KiB.*0.5 KiB.*2bw, pipeoptim"):
+    said = r"policy stash.*0\.8 KiB.*0\.5 KiB.*2bw, pipeoptim"
+    with pytest.raises(InfeasiblePlanError, match=said):
         asynchronous(on_chain(memory_bytes=550), 4, policy="stash", max_replicas=1)
 
 
