@@ -156,12 +156,12 @@ def test_memory_of_a_device():
 
 
 def test_replicas_share_what_they_update():
-    """Of {a, b}, last first, v of 200 bytes lies before the middle of the 1,200, and so does w of
-    1,000, whose own middle is at 700, behind it; the fullest has to hold the state of w.
+    """Of {a, b} w of 1,000 bytes goes to the first replica, v of 200 to the second; the fullest has
+    to hold the state of w.
     """
     cost = cost_model(shard_optimizer=True)
-    assert cost.updated_bytes(0b11, 2) == (200, 1000)
-    assert cost.updated_bytes(0b1, 3) == (0, 1000, 0)
+    assert cost.updated_bytes(0b11, 2) == (1000, 200)
+    assert cost.updated_bytes(0b1, 3) == (1000, 0, 0)
     assert cost_model().updated_bytes(0b11, 2) == (1200, 1200)
     shape = {"microbatch_size": 4, "replicas": 2, "in_flight": 3}
     whole, shared = (model.device_bytes([1, 2], **shape) for model in (cost_model(), cost))

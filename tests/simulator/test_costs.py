@@ -65,6 +65,22 @@ def test_rows_of_a_table_are_summed_and_updated() -> None:
     assert found == [(1008, 126.0, 1008.0), (48, 6.0, 56.0)]
 
 
+def test_shared_updates_take_as_long_as_the_longest_of_them() -> None:
+    """A second each, 2 per parameter and 3 per byte: the first of two replicas updates the 9 bytes,
+    the other one the three of 2, in 25 s of 30.
+    """
+    parameters = Parameter("large", 9), *(Parameter(name, 2) for name in "abc")
+    model = OpGraph((Op("op0", ("large", "a", "b", "c")),), (), parameters)
+    update = UpdateCost(1.0, 2.0, 3.0)
+    costs = (OpCost((1.0,), (1.0,), 5),)
+    profile = Profile(model, (1,), costs, "v100", "measured", True, update=update)
+    graph = StageGraph((Stage(("op0",), (0, 1), 4),), (), 4)
+    cost = CostModel(profile, cluster(2, bandwidth=8))
+    shared = CostModel(profile, cluster(2, bandwidth=8), shard_optimizer=True)
+    assert ModelCosts(graph, cost).update_s(0) == 1 + 2 * 4 + 3 * 15
+    assert ModelCosts(graph, shared).update_s(0) == max(1 + 2 + 3 * 9, 1 + 2 * 3 + 3 * 6)
+
+
 def unbatched() -> ModelCosts:
     """Stage 0 sends 10 bytes per sample with a gradient, and 100 bytes in all without one."""
     values = (Value(0, (1,), 10), Value(0, (1,), 100, batched=False, grad=False))

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 import numpy as np
 
@@ -163,16 +164,16 @@ def updated_bytes(trainable: Number, largest: Number, replicas: Number) -> Numbe
 
 
 def updaters(nbytes: Sequence[int], replicas: int) -> list[int]:
-    """The replica that updates each parameter, where they share the optimizer's state: as many runs
-    of parameters as there are replicas, of about equal bytes.
+    """The replica that updates each parameter, where they share the optimizer's state: the largest
+    parameters first, each to the replica that has fewest bytes (Graham 1969, LPT).
 
     Args:
-        nbytes: of the parameters, last first, so that the gradients of a run are final together.
+        nbytes: of the parameters, in one order on all ranks.
     """
-    total, before, found = sum(nbytes) or 1, 0, []
-    for size in nbytes:
-        found.append(min(int((before + size / 2) / total * replicas), replicas - 1))
-        before += size
+    fewest, found = [(0, replica) for replica in range(replicas)], [0] * len(nbytes)
+    for i in sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True):
+        held, found[i] = fewest[0]
+        heapreplace(fewest, (held + nbytes[i], found[i]))
     return found
 
 

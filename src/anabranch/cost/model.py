@@ -482,12 +482,19 @@ class CostModel:
             return (weights.trainable,) * replicas
         if tensor > 1:
             return (float(updated_bytes(weights.trainable, weights.largest, replicas)),) * replicas
+        return tuple(float(sum(p.nbytes for p in dealt)) for dealt in self.dealt(mask, replicas))
+
+    @remembered
+    def dealt(self, mask: int, replicas: int) -> list[list[Parameter]]:
+        """A stage's trainable parameters by the replica that updates them, where replicas share the
+        optimizer's state.
+        """
+        readers, found = self.graph.readers, [list[Parameter]() for _ in range(replicas)]
         trained = (p for p in reversed(self.graph.parameters) if p.trainable)
-        sizes = [p.nbytes for p in trained if self.graph.readers.get(p.name, 0) & mask]
-        updated = [0.0] * replicas
-        for nbytes, replica in zip(sizes, updaters(sizes, replicas), strict=True):
-            updated[replica] += nbytes
-        return tuple(updated)
+        held = [p for p in trained if readers.get(p.name, 0) & mask]
+        for p, replica in zip(held, updaters([p.nbytes for p in held], replicas), strict=True):
+            found[replica].append(p)
+        return found
 
     def device_bytes(
         self,

@@ -6,7 +6,7 @@ Stage graphs that a search simulates have most of their stages in common, so a c
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.sparse import most_samples, rows_pay
 from anabranch.cost.stage_weights import StageWeights
+from anabranch.graph.opgraph import Parameter
 from anabranch.plans.stages import Stage
 from anabranch.remembered import remembered
 
@@ -99,29 +100,34 @@ class StageCosts:
 
     @cached_property
     def update_s(self) -> float:
-        """Seconds of an update, by number and bytes of its trainable parameters."""
-        updated = self.weights.trainable - self._untouched_bytes()
-        seconds = self.cost.update.seconds(len(self.readers), updated)
-        return seconds * max(self.updated) / (self.weights.trainable or 1.0)
+        """Seconds of an update, by number and bytes of the trainable parameters: of the replica
+        that takes longest, where they share the optimizer's state.
+        """
+        cost, replicas = self.cost, self.stage.replicas
+        if self.stage.tensor > 1:
+            return cost.update.seconds(len(self.readers), max(self.updated))
+        held = [[cost.parameters[name] for name in self.readers]]
+        if cost.shard_optimizer and replicas > 1:
+            held = cost.dealt(self.mask, replicas)
+        return max(cost.update.seconds(len(part), self._touched_bytes(part)) for part in held)
 
     @cached_property
     def updated(self) -> tuple[float, ...]:
         """Bytes of trainable parameters that each of its replicas updates."""
         return self.cost.updated_bytes(self.mask, self.stage.replicas, self.stage.tensor)
 
-    def _untouched_bytes(self) -> int:
-        """Rows of its tables that an update by rows leaves alone."""
-        replicas, left = self.stage.replicas, 0
-        if self.stage.tensor > 1:
-            return 0
-        for parameter in map(self.cost.parameters.__getitem__, self.readers):
+    def _touched_bytes(self, parameters: Iterable[Parameter]) -> int:
+        """Bytes of these parameters, of tables that are updated by rows those of the rows."""
+        replicas, touched = self.stage.replicas, 0
+        for parameter in parameters:
             table, nbytes = parameter.table, parameter.nbytes
-            if table is None or not self.cost.has_rows(parameter):
-                continue
-            if replicas == 1 or rows_pay(table, nbytes, self.most_samples, replicas):
-                rows = table.lookups * self.most_samples * replicas
-                left += max(nbytes - rows * table.row_bytes, 0)
-        return left
+            if table is not None and self.cost.has_rows(parameter):
+                samples = self.most_samples
+                by_rows = replicas == 1 or rows_pay(table, nbytes, samples, replicas)
+                rows = table.lookups * samples * replicas
+                nbytes = min(nbytes, rows * table.row_bytes) if by_rows else nbytes
+            touched += nbytes
+        return touched
 
     def held(self, versions: int = 1, replica: int | None = None) -> DeviceMemory:
         """Bytes of one of its replicas, or the fullest, with so many versions of its weights."""

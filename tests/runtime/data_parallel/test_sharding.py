@@ -25,12 +25,12 @@ from tests.runtime.small import (
 )
 
 
-def test_parameters_are_cut_in_runs_last_first() -> None:
-    """Of 4 + 2 + 1 + 1 bytes rank 0 updates the last 4; what one rank holds alone is not cut."""
+def test_the_largest_parameters_are_dealt_out_first() -> None:
+    """Of 2 + 1 + 1 + 4 bytes rank 0 updates the 4; what one rank holds alone is not dealt out."""
     holders = Holders({"a": (0, 1), "b": (0, 1), "c": (0, 1), "d": (0, 1), "e": (2,)}, {}, {})
-    sharded = holders.sharded({"a": 4, "b": 2, "c": 1, "d": 1, "e": 9})
-    assert sharded.updaters == {"d": 0, "c": 0, "b": 0, "a": 1}
-    assert [sharded.owner(name) for name in "abcde"] == [1, 0, 0, 0, 2]
+    sharded = holders.sharded({"a": 2, "b": 1, "c": 1, "d": 4, "e": 9})
+    assert sharded.updaters == {"d": 0, "c": 1, "b": 1, "a": 1}
+    assert [sharded.owner(name) for name in "abcde"] == [1, 1, 1, 0, 2]
     assert holders.owner("a") == 0
 
 

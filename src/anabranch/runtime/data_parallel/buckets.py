@@ -16,7 +16,7 @@ hence the flags.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -224,15 +224,29 @@ def take(buckets: Iterable[Bucket]) -> None:
 
 
 def cut(
-    ranks: Ranks, named: Iterable[Named], mesh: Mesh, updater: int | None = None
+    ranks: Ranks, named: Iterable[Named], mesh: Mesh, updaters: Mapping[str, int]
 ) -> list[FlatBucket]:
-    """Buckets of one element type each."""
+    """Buckets of one element type and one updater each."""
     runs = cut_into_buckets(
         named,
         lambda item: item[1].numel() * item[1].element_size(),
         lambda item: item[1].dtype,
     )
-    return [FlatBucket(ranks, run, mesh, updater) for run in runs]
+    return [
+        FlatBucket(ranks, part, mesh, updater)
+        for run in runs
+        for updater, part in by_updater(run, updaters)
+    ]
+
+
+def by_updater(
+    named: Iterable[Named], updaters: Mapping[str, int]
+) -> list[tuple[int | None, list[Named]]]:
+    """Who alone updates them, or None, and which ones."""
+    parts: dict[int | None, list[Named]] = {}
+    for name, parameter in named:
+        parts.setdefault(updaters.get(name), []).append((name, parameter))
+    return list(parts.items())
 
 
 def entries(gradient: Tensor) -> Tensor:

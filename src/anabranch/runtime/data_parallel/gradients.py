@@ -124,7 +124,7 @@ def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, m
         if parameter.requires_grad and len(holders.parameters[name]) > 1:
             groups[holders.parameters[name]].append((name, parameter))
     for ranks, named in sorted(groups.items(), key=lambda group: group[0]):
-        for bucket in cut(ranks, named, mesh):
+        for bucket in cut(ranks, named, mesh, {}):
             for index in range(len(bucket.named)):
                 bucket.put(index)
             bucket.start()

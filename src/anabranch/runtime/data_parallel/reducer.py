@@ -76,24 +76,22 @@ class Reducer:
         # Whoever is frozen for some steps, even the first, has its place among the others.
         self._trainable = [name for name, p in parameters.items() if p.requires_grad]
         self._notes, self._totals = notes, list[Tensor]()
-        groups: dict[tuple[Ranks, tuple[int, ...], int, bool], list[Named]] = defaultdict(list)
+        groups: dict[tuple[Ranks, tuple[int, ...], bool], list[Named]] = defaultdict(list)
         for name in reversed(self._trainable):
             ranks = holders.parameters[name]
             if len(ranks) > 1:
-                number = holders.updaters.get(name, -1)
-                key = ranks, holders.stages[name], number, name in tables
+                key = ranks, holders.stages[name], name in tables
                 groups[key].append((name, parameters[name]))
         queues: dict[Ranks, _Queue] = {}
         self._places: dict[str, _Slot] = {}
-        for (ranks, _, number, are_tables), named in sorted(
+        for (ranks, _, are_tables), named in sorted(
             groups.items(), key=lambda g: (turn(*g[0][:2]), g[0])
         ):
             queue = queues.setdefault(ranks, _Queue([]))
-            updater = number if number >= 0 else None
             buckets: Sequence[Bucket] = (
-                cut_tables(ranks, named, tables, mesh, updater)
+                cut_tables(ranks, named, tables, mesh, holders.updaters)
                 if are_tables
-                else cut(ranks, named, mesh, updater)
+                else cut(ranks, named, mesh, holders.updaters)
             )
             for bucket in buckets:
                 queue.buckets.append(bucket)

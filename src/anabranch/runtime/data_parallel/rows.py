@@ -24,7 +24,7 @@ from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples, rows
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import OpGraph, Table
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks
+from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, by_updater
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.mesh import Mesh
 
@@ -191,13 +191,17 @@ def cut_tables(
     named: Iterable[Named],
     tables: Mapping[str, SharedTable],
     mesh: Mesh,
-    updater: int | None = None,
+    updaters: Mapping[str, int],
 ) -> list[RowBucket]:
-    """Buckets of one element type each."""
+    """Buckets of one element type and one updater each."""
     runs = cut_into_buckets(
         named, lambda item: tables[item[0]].planned_bytes, lambda item: item[1].dtype
     )
-    return [RowBucket(ranks, run, tables, mesh, updater) for run in runs]
+    return [
+        RowBucket(ranks, part, tables, mesh, updater)
+        for run in runs
+        for updater, part in by_updater(run, updaters)
+    ]
 
 
 # Which tables
