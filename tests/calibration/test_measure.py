@@ -7,6 +7,7 @@ from itertools import combinations
 from unittest.mock import ANY
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from anabranch import launch
@@ -29,7 +30,9 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(side_by_side, "_ROUNDS", 1)
     monkeypatch.setattr(side_by_side, "_WINDOW_S", 0.01)
     monkeypatch.setattr(side_by_side, "counts", lambda cores, most: (1, 2))
+    before = torch.random.get_rng_state()
     found = calibrate()
+    assert torch.equal(before, torch.random.get_rng_state())
     cluster, calibration = found.cluster, found.cluster.calibration
     assert cluster.name == f"local:{cluster.cores}"
     assert cluster.num_devices == cluster.cores == this_machine().cores

@@ -19,6 +19,7 @@ from anabranch.files import (
     save_cluster,
     save_plan,
 )
+from anabranch.files.plans import CHANGED
 from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
@@ -170,6 +171,34 @@ def test_modes_that_do_not_exist(keys: dict[str, Any], message: str, tmp_path: P
     assert refusal(tmp_path / "plan.json", load_plan, text).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "stale"),
+    [
+        ("microbatch_size", 1, True),
+        ("in_flight", 2, True),
+        ("schedule", "1f1b-deep", True),
+        ("options", {"layers": "8"}, True),
+        ("notes", ["mine"], False),
+        ("search_s", 9.0, False),
+    ],
+)
+def test_a_prediction_of_another_plan_is_left_out(
+    key: str, value: object, stale: bool, tmp_path: Path
+) -> None:
+    """What decides about the step was changed by hand, and its prediction left as it was."""
+    plan = Plan(
+        StageGraph((Stage(("a",), (0,), 2, in_flight=1),), (), 4),
+        **{"schedule": "1f1b", "planner": "even", "model": "m", "cluster": "local:1"},
+        **{"profile": "measured", "search_s": 0.0, "simulate_s": 0.0},
+        predicted=Prediction(0.5, 0.1, 0.0, (7,)),
+    )
+    document = plan_to_dict(plan)
+    (document if key in document else document["stages"][0])[key] = value
+    (tmp_path / "plan.json").write_text(json.dumps(document, indent=3))
+    read = load_plan(tmp_path / "plan.json")
+    assert (read.predicted is None) == (CHANGED in read.notes) == stale
+
+
 def test_contract_of_the_plan_document() -> None:
     """What other programs may rely on."""
     assert {"planner", "stages", "edges", "depth", "search_s", "predicted"} <= PLAN.keys()
@@ -195,7 +224,9 @@ def test_contract_of_the_plan_document() -> None:
         "device_peak_bytes": [7],
         "period_s": None,
         "exposed_sums": None,
+        "digest": document["predicted"]["digest"],
     }
+    assert len(document["predicted"]["digest"]) == 16
     assert (document["depth"], document["batch_size"]) == (1, 8)
 
 

@@ -106,6 +106,24 @@ def test_a_run_without_a_flush_comes_back(tmp_path: Path) -> None:
     assert "policy" not in RUN.figures()
 
 
+def test_a_plan_predicts_nothing_of_other_batches(tmp_path: Path) -> None:
+    """Of 16 samples, where it is for 4: said, and samples per second are of theirs."""
+    run = replace(RUN, batch_samples=16)
+    save_run(run, tmp_path / "run")
+    assert load_run(tmp_path / "run") == run
+    document = run.figures()
+    assert document["predicted_step_s"] is document["predicted_device_peak_bytes"] is None
+    assert document["samples_per_s"] == 4 * RUN.figures()["samples_per_s"]
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "samples in a batch" in page
+    assert "samples in a batch" not in text_of_page(RUN, tmp_path)
+
+
+def text_of_page(run: Run, folder: Path) -> str:
+    write_report(run, folder / "page.html")
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
 def test_a_run_of_one_step_has_no_picture(tmp_path: Path) -> None:
     """Nothing was recorded, which is no reason to lose the run."""
     short = replace(RUN, losses=(2.0,), step_s=(9.0,), ideal_step_s=0.0, timelines=())

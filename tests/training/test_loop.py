@@ -80,6 +80,16 @@ def test_single_steps_come_first_and_the_rest_follow_each_other() -> None:
     assert [progress.loss for progress in seen] == list(run.losses)
 
 
+def test_batches_of_another_size_than_the_plans_are_noted() -> None:
+    """So that nothing that was predicted is compared with them; a shorter last batch is none."""
+    model, size = built("TwoBranch"), 16
+    for sizes, noted in (([size, size - 1], 0), ([size + 3, size + 3, size - 1], size + 3)):
+        workload = with_options(
+            model, data=lambda *_, sizes=sizes: [dict(batch(n, n)) for n in sizes]
+        )
+        assert trained(model, workload, len(sizes))[0].batch_samples == noted
+
+
 def test_few_steps_have_no_period() -> None:
     """Two of three have a timeline; nothing is known of steps that follow each other."""
     model = built("TwoBranch")

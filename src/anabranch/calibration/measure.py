@@ -66,7 +66,8 @@ class Seen:
 
 
 def calibrate(progress: Progress | None = None) -> Calibrated:
-    """Measure links, messages, bookkeeping, updates, and how ranks slow each other down.
+    """Measure links, messages, bookkeeping, updates, and how ranks slow each other down; the
+    caller's random numbers go on as if nothing had been.
 
     Under torchrun between all of its ranks, and call it on all of them; elsewhere on local ranks,
     on as many as twice the cores, in some 10 s on a machine of few cores.
@@ -77,8 +78,12 @@ def calibrate(progress: Progress | None = None) -> Calibrated:
     Returns:
         The same on every rank.
     """
-    if "RANK" in os.environ:
-        return _of_job(progress)
+    with torch.random.fork_rng(devices=[]):
+        return _of_job(progress) if "RANK" in os.environ else _of_machine(progress)
+
+
+def _of_machine(progress: Progress | None) -> Calibrated:
+    """On local ranks."""
     load = OtherLoad()
     alone = overheads.measure_overheads()
     machine = this_machine()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from contextlib import suppress
 from dataclasses import asdict
@@ -32,6 +34,8 @@ from anabranch.schedule import endless, rule_named
 from anabranch.weights import POLICIES
 
 _ANEW = "leave predicted out of a plan that was changed, simulate predicts it anew"
+
+CHANGED = "changed by hand since it was predicted, so nothing is: simulate predicts it anew"
 
 PLAN = "anabranch.plan/1"
 
@@ -70,7 +74,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
     traits = ("shard_optimizer", "sparse_embeddings", "interrupted")
     mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
-    return {
+    document = {
         "schema": PLAN,
         "planner": plan.planner,
         "model": plan.model,
@@ -94,6 +98,21 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "edges": [list(edge) for edge in graph.edges],
         "notes": list(plan.notes),
     }
+    if plan.predicted is not None:
+        document["predicted"]["digest"] = _digest(document)
+    return document
+
+
+_BESIDES = ("planner", "profile", "model_size", "interrupted", "depth", "predicted", "notes")
+"""Keys of a plan that nothing is predicted from, besides those of how long its search took."""
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """What tells whether a prediction is of this plan: of all that it was predicted from."""
+    names = sorted(key for key in document if key not in _BESIDES and not key.endswith("_s"))
+    text = json.dumps({key: document[key] for key in names})
+    alike = json.dumps(json.loads(text, parse_int=float), sort_keys=True)
+    return hashlib.sha256(alike.encode()).hexdigest()[:16]
 
 
 def _prediction(plan: Plan) -> dict[str, Any]:
@@ -103,7 +122,8 @@ def _prediction(plan: Plan) -> dict[str, Any]:
         return {}
     step_s = predicted.step_s
     samples_per_s = plan.stage_graph.batch_size / step_s if step_s else 0.0
-    return {"predicted": document_fields(predicted, _Prediction, samples_per_s=samples_per_s)}
+    special = {"samples_per_s": samples_per_s, "digest": ""}
+    return {"predicted": document_fields(predicted, _Prediction, **special)}
 
 
 class _Stage(Strict):
@@ -124,6 +144,7 @@ class _Prediction(Strict):
     device_peak_bytes: list[Size]
     period_s: Seconds | None = None
     exposed_sums: Annotated[float, Field(ge=-1e-6, le=1)] | None = None
+    digest: str = ""
 
 
 class _ModelSize(Strict):
@@ -170,9 +191,14 @@ def _to_plan(file: _PlanFile) -> Plan:
             f"cluster is {file.cluster!r}, but machines describes {machines.name!r}; leave out "
             "machines, or write its name to cluster"
         )
+    predicted, notes = file.predicted, tuple(file.notes)
+    written = file.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    if predicted is not None and predicted.digest not in ("", _digest(written)):
+        predicted, notes = None, (*notes, CHANGED)
     changed = {
         "stage_graph": graph,
-        "predicted": _to_prediction(file.predicted, graph) if file.predicted is not None else None,
+        "predicted": _to_prediction(predicted, graph) if predicted is not None else None,
+        "notes": notes,
         "options": tuple(file.options.items()),
         "machines": machines,
         "model_size": ModelSize(**file.model_size.model_dump()) if file.model_size else None,
@@ -233,7 +259,7 @@ def _to_prediction(predicted: _Prediction, graph: StageGraph) -> Prediction:
             f"predicted.samples_per_s is {predicted.samples_per_s:g}, "
             f"but batch_size / predicted.step_s is {samples_per_s:g}; {_ANEW}"
         )
-    return Prediction(**core_fields(predicted, leave_out={"samples_per_s"}))
+    return Prediction(**core_fields(predicted, leave_out={"samples_per_s", "digest"}))
 
 
 def _check_mode(file: _PlanFile) -> None:

@@ -56,6 +56,9 @@ def _learned(document: Document) -> Iterator[Figure]:
     if document["gradients"]:
         value, _, more = document["gradients"].partition(": ")
         yield Figure("gradients", value, more)
+    if samples := document.get("batch_samples"):
+        more = f"where the plan is for {document['planned_batch_samples']:,}, and its prediction"
+        yield Figure("samples in a batch", f"{samples:,}", more)
     if document["restarts"]:
         yield Figure("restarts", str(document["restarts"]), "figures are of the last time")
 

@@ -113,6 +113,7 @@ class Run:
             meanwhile; 0 where that is not known.
         resumed: the checkpoint, or the folder of several, that it went on from; empty if from none.
         first_step: steps that were done before it.
+        batch_samples: of its batches, the median; 0 where they were those of the plan.
     """
 
     plan: Plan
@@ -139,6 +140,7 @@ class Run:
     others_share: float = 0.0
     resumed: str = ""
     first_step: int = 0
+    batch_samples: int = 0
 
     @property
     def measured(self) -> Timeline | None:
@@ -163,9 +165,10 @@ class Run:
 
     @property
     def predicted(self) -> Prediction | None:
-        """What the plan predicts; nothing where it is for another mode or policy."""
+        """What the plan predicts; nothing where it is for another mode, policy or batch."""
         is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
-        return self.plan.predicted if is_planned and not self.round_robin else None
+        is_other = self.round_robin or self.batch_samples
+        return self.plan.predicted if is_planned and not is_other else None
 
     def figures(self) -> dict[str, Any]:
         """The document that ``--json`` prints; lines and page say nothing else (``told``)."""
@@ -177,7 +180,9 @@ class Run:
             "losses": list(self.losses),
             "last_loss": _mean(self.losses[-LAST_LOSSES:]),
             "period_s": self.period_s,
-            "samples_per_s": self.plan.stage_graph.batch_size / seconds,
+            "samples_per_s": (self.batch_samples or self.plan.stage_graph.batch_size) / seconds,
+            "batch_samples": self.batch_samples,
+            "planned_batch_samples": self.plan.stage_graph.batch_size,
             "metrics": finite(self.metrics),
             "chance": dict(self.chance),
             "gradients": self.gradients,

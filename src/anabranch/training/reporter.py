@@ -56,6 +56,7 @@ class Reporter:
 
     Attributes:
         losses: one per step of this run.
+        samples: in the batch of each.
         total: steps to do, None if that is not known.
     """
 
@@ -63,6 +64,7 @@ class Reporter:
         self, pipe: Pipeline | AsyncPipeline, total: int | None, callbacks: Sequence[Callback]
     ) -> None:
         self.losses: list[float] = []
+        self.samples: list[int] = []
         self._pipe, self.total = pipe, total
         self._callbacks = tuple(callbacks) if pipe.rank == 0 else ()
         self._begun_at = pipe.step_number
@@ -85,6 +87,7 @@ class Reporter:
         """The loss of the next step, whose batch was noted."""
         self.losses.append(loss)
         done, read = len(self.losses), self._read.popleft()
+        self.samples.append(read.samples)
         if not self._callbacks:
             return
         event = StepEvent(
