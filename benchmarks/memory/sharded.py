@@ -2,8 +2,9 @@
 
 python -m benchmarks.memory.sharded [--models mmt dlrm] [--ranks 2 4] [--json]
 
-Built-in models in their small presets as data parallelism on local ranks. The same ranks train one
-copy of the model without sharing and one with it, in turns of a few steps, one by one and in a row.
+Built-in models in their small presets as data parallelism on local ranks. The same ranks train two
+copies of the model without sharing and two with it, in turns of a few steps, one by one and in a
+row: a difference between the two ways that is no larger than the one between two copies is none.
 The machine is calibrated and the model profiled first, so that ``plan`` may say whether it shares.
 """
 
@@ -14,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -34,6 +36,9 @@ from benchmarks.prediction.__main__ import BATCH, local
 
 TURNS, SETTLING, STEPS = 8, 2, 6
 """Turns that count, after one that does not; steps of a turn before any counts, and with them."""
+
+WAYS = (False, True, True, False)
+"""Whether the copies share."""
 
 
 @dataclass
@@ -57,30 +62,36 @@ def rows(model: str, counts: list[int], machine: Calibrated) -> list[Row]:
             anabranch.plan, profile, local(machine, count), BATCH, planner="data-parallel"
         )
         whole, shared = (make(shard_optimizer=shares) for shares in (False, True))
-        ways = list(zip(*launch.run(trained, count, model, whole, timeout=200.0), strict=True))
+        copies = list(zip(*launch.run(trained, count, model, whole, timeout=200.0), strict=True))
+        ways = copies[::3], copies[1:3]
+        step_s, row_s = (
+            [[_slowest(copy, name) for copy in way] for way in ways] for name in ("step_s", "row_s")
+        )
         found.append(
             {
                 "model": model,
                 "ranks": count,
                 "taken": make().shard_optimizer,
                 "predicted_s": [chosen.figures.step_s for chosen in (whole, shared)],
-                "state_bytes": [[one.state_bytes for one in way] for way in ways],
-                "step_s": [_slowest([one.step_s for one in way]) for way in ways],
-                "row_s": [_slowest([one.row_s for one in way]) for way in ways],
+                "state_bytes": [[one.state_bytes for one in copy] for copy in copies[:2]],
+                "step_s": [statistics.fmean(way) for way in step_s],
+                "row_s": [statistics.fmean(way) for way in row_s],
+                "apart": max(max(way) / min(way) - 1 for way in (*step_s, *row_s)),
             }
         )
     return found
 
 
-def _slowest(by_rank: list[list[float]]) -> float:
-    return max(map(statistics.median, by_rank))
+def _slowest(by_rank: Sequence[Trained], name: str) -> float:
+    """The median of the rank whose steps, or those in a row, take longest."""
+    return max(statistics.median(getattr(one, name)) for one in by_rank)
 
 
 def trained(model: str, plan: Plan) -> list[Trained]:
-    """On one rank, without and with sharing."""
-    found = [Trained(), Trained()]
+    """On one rank, of each copy."""
+    found = [Trained() for _ in WAYS]
     ways = []
-    for shares, one in zip((False, True), found, strict=True):
+    for shares, one in zip(WAYS, found, strict=True):
         workload = build(model, preset="small")
         pipe = Pipeline(workload, plan, check_gradients=False, shard_optimizer=shares)
         ways.append((one, pipe, list(islice(pipe.batches(), STEPS))))
@@ -112,7 +123,9 @@ def _seconds(pipe: Pipeline, batches: list[Any], *, in_a_row: bool = False) -> f
 
 
 def show(found: list[Row]) -> str:
-    """State as shares of the whole, by rank; milliseconds without and with sharing."""
+    """State as shares of the whole, by rank; milliseconds without and with sharing, and how far two
+    copies of one way are apart.
+    """
 
     def pair(seconds: list[float]) -> str:
         without, shared = seconds
@@ -125,11 +138,12 @@ def show(found: list[Row]) -> str:
             ", ".join(f"{s / w:.3f}" for w, s in zip(*row["state_bytes"], strict=True)),
             "yes" if row["taken"] else "no",
             *(pair(row[name]) for name in ("predicted_s", "step_s", "row_s")),
+            f"{row['apart']:.1%}",
         ]
         for row in found
     ]
     head = ["model", "ranks", "state / whole, by rank", "taken by `plan`"]
-    return table([*head, "predicted ms", "step ms", "in a row ms"], lines)
+    return table([*head, "predicted ms", "step ms", "in a row ms", "copies apart"], lines)
 
 
 def main() -> None:

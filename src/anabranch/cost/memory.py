@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 
 import numpy as np
 
@@ -165,16 +164,26 @@ def updated_bytes(trainable: Number, largest: Number, replicas: Number) -> Numbe
 
 def updaters(nbytes: Sequence[int], replicas: int) -> list[int]:
     """The replica that updates each parameter, where they share the optimizer's state: the largest
-    parameters first, each to the replica that has fewest bytes (Graham 1969, LPT).
+    parameters first, each to the replica that has fewest bytes (Graham 1969, LPT), the small ones
+    to that with fewest parameters.
 
     Args:
         nbytes: of the parameters, in one order on all ranks.
     """
-    fewest, found = [(0, replica) for replica in range(replicas)], [0] * len(nbytes)
+    held, found, left = np.zeros((2, replicas)), [0] * len(nbytes), sum(nbytes)
+    small = _SMALL * left / replicas
     for i in sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True):
-        held, found[i] = fewest[0]
-        heapreplace(fewest, (held + nbytes[i], found[i]))
+        found[i] = int(held[int(left <= small)].argmin())
+        held[:, found[i]] += nbytes[i], 1
+        left -= nbytes[i]
     return found
+
+
+_SMALL = 0.02
+"""Of a replica's part, the bytes of the smallest parameters together, mostly biases, of which all
+replicas update as many: each takes some microseconds, whatever its size. Without, one of two has
+110 of the 143 parameters of ``glyphs`` (small), with it 72, and 1 % more bytes than half.
+"""
 
 
 _TERMS = 2
