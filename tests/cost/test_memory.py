@@ -143,8 +143,8 @@ def test_many_stages_at_once():
 
 
 def test_replicas_get_as_many_bytes_and_as_many_small_parameters() -> None:
-    """Largest first to the replica with fewest bytes: 600 and 400 against 500 and 500. What is left,
-    5 of 2,005 bytes, goes to them in turns.
+    """Largest first to the replica with fewest bytes, 600 and 400 against 500 and 500; the others,
+    5 of 2,005 bytes, in turns.
     """
     assert updaters([1, 500, 1, 400, 600, 1, 1, 500, 1], 2) == [0, 1, 1, 0, 0, 0, 1, 1, 0]
     assert updaters([3, 2], 3) == [0, 1]
