@@ -4,14 +4,16 @@ python -m benchmarks.memory.sharded [--models mmt dlrm] [--ranks 2 4] [--json]
 
 Built-in models in their small presets as data parallelism on local ranks. The same ranks train two
 copies of the model without sharing and two with it, in turns of a few steps, one by one and in a
-row: a difference between the two ways that is no larger than the one between two copies is none.
-The machine is calibrated and the model profiled first, so that ``plan`` may say whether it shares.
+row. Each turn has a ratio of the two ways: ranks of a shared machine are on one core for seconds
+now and then, which makes seconds twice as many, but few ratios. The machine is calibrated and the
+model profiled first, so that ``plan`` may say whether it shares.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -34,16 +36,16 @@ from anabranch.runtime.pipeline import Pipeline
 from benchmarks.planners.common import Row, table
 from benchmarks.prediction.__main__ import BATCH, local
 
-TURNS, SETTLING, STEPS = 8, 2, 6
+TURNS, SETTLING, STEPS = 16, 2, 6
 """Turns that count, after one that does not; steps of a turn before any counts, and with them."""
 
 WAYS = (False, True, True, False)
-"""Whether the copies share."""
+"""Whether the copies share, in the order of a turn."""
 
 
 @dataclass
 class Trained:
-    """Bytes of state on this rank, and seconds of steps one by one and in a row."""
+    """Bytes of state on this rank, and seconds of a step alone and in a row, by turn."""
 
     state_bytes: int = 0
     step_s: list[float] = field(default_factory=list)
@@ -63,10 +65,6 @@ def rows(model: str, counts: list[int], machine: Calibrated) -> list[Row]:
         )
         whole, shared = (make(shard_optimizer=shares) for shares in (False, True))
         copies = list(zip(*launch.run(trained, count, model, whole, timeout=200.0), strict=True))
-        ways = copies[::3], copies[1:3]
-        step_s, row_s = (
-            [[_slowest(copy, name) for copy in way] for way in ways] for name in ("step_s", "row_s")
-        )
         found.append(
             {
                 "model": model,
@@ -74,17 +72,31 @@ def rows(model: str, counts: list[int], machine: Calibrated) -> list[Row]:
                 "taken": make().shard_optimizer,
                 "predicted_s": [chosen.figures.step_s for chosen in (whole, shared)],
                 "state_bytes": [[one.state_bytes for one in copy] for copy in copies[:2]],
-                "step_s": [statistics.fmean(way) for way in step_s],
-                "row_s": [statistics.fmean(way) for way in row_s],
-                "apart": max(max(way) / min(way) - 1 for way in (*step_s, *row_s)),
+                "step": compared([[one.step_s for one in copy] for copy in copies]),
+                "row": compared([[one.row_s for one in copy] for copy in copies]),
             }
         )
     return found
 
 
-def _slowest(by_rank: Sequence[Trained], name: str) -> float:
-    """The median of the rank whose steps, or those in a row, take longest."""
-    return max(statistics.median(getattr(one, name)) for one in by_rank)
+def compared(seconds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """The two ways, of seconds by copy, rank and turn; the rank that takes longest counts.
+
+    Returns:
+        Median seconds without and with sharing; the median ratio, and its standard error.
+    """
+    slowest = [list(map(max, zip(*by_rank, strict=True))) for by_rank in seconds]
+    without, shared = (
+        [statistics.fmean(pair) for pair in zip(*copies, strict=True)]
+        for copies in (slowest[::3], slowest[1:3])
+    )
+    ratios = [s / w for s, w in zip(shared, without, strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    return {
+        "seconds": [statistics.median(way) for way in (without, shared)],
+        "ratio": ratio,
+        "error": 0.93 * (high - low) / math.sqrt(len(ratios)),
+    }
 
 
 def trained(model: str, plan: Plan) -> list[Trained]:
@@ -102,7 +114,7 @@ def trained(model: str, plan: Plan) -> list[Trained]:
             dist.barrier()
             in_a_row = _seconds(pipe, batches, in_a_row=True) / STEPS
             if turn:
-                one.step_s += seconds[SETTLING:]
+                one.step_s.append(statistics.median(seconds[SETTLING:]))
                 one.row_s.append(in_a_row)
     for one, pipe, _ in ways:
         entries = pipe.optimizer.state.values() if pipe.optimizer else ()
@@ -123,13 +135,13 @@ def _seconds(pipe: Pipeline, batches: list[Any], *, in_a_row: bool = False) -> f
 
 
 def show(found: list[Row]) -> str:
-    """State as shares of the whole, by rank; milliseconds without and with sharing, and how far two
-    copies of one way are apart.
-    """
+    """State as shares of the whole, by rank; milliseconds without and with sharing."""
 
-    def pair(seconds: list[float]) -> str:
-        without, shared = seconds
-        return f"{without * 1e3:.1f}, {shared * 1e3:.1f} ({shared / without:.3f})"
+    def pair(seconds: list[float], ratio: str) -> str:
+        return f"{seconds[0] * 1e3:.1f}, {seconds[1] * 1e3:.1f} ({ratio})"
+
+    def timed(way: dict[str, Any]) -> str:
+        return pair(way["seconds"], f"{way['ratio']:.3f} +- {way['error']:.3f}")
 
     lines = [
         [
@@ -137,13 +149,13 @@ def show(found: list[Row]) -> str:
             f"{row['ranks']}",
             ", ".join(f"{s / w:.3f}" for w, s in zip(*row["state_bytes"], strict=True)),
             "yes" if row["taken"] else "no",
-            *(pair(row[name]) for name in ("predicted_s", "step_s", "row_s")),
-            f"{row['apart']:.1%}",
+            pair(row["predicted_s"], f"{row['predicted_s'][1] / row['predicted_s'][0]:.3f}"),
+            *(timed(row[name]) for name in ("step", "row")),
         ]
         for row in found
     ]
     head = ["model", "ranks", "state / whole, by rank", "taken by `plan`"]
-    return table([*head, "predicted ms", "step ms", "in a row ms", "copies apart"], lines)
+    return table([*head, "predicted ms", "step ms", "in a row ms"], lines)
 
 
 def main() -> None:

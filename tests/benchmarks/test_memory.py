@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from benchmarks.memory.sharded import show
+import pytest
+
+from benchmarks.memory.sharded import compared, show
 
 
 def test_state_and_steps_are_told_without_and_with_sharing():
-    """Of 8 bytes two ranks keep 6 and 2; a step takes half as long, one in a row a quarter more;
-    the same way twice differs by 2 %.
-    """
+    """Of 8 bytes two ranks keep 6 and 2; a step takes half as long, one in a row a quarter more."""
     row = {
         "model": "small",
         "ranks": 2,
         "taken": True,
         "state_bytes": [[8, 8], [6, 2]],
         "predicted_s": [0.004, 0.003],
-        "step_s": [0.004, 0.002],
-        "row_s": [0.004, 0.005],
-        "apart": 0.02,
+        "step": {"seconds": [0.004, 0.002], "ratio": 0.5, "error": 0.01},
+        "row": {"seconds": [0.004, 0.005], "ratio": 1.25, "error": 0.0},
     }
     told = show([row]).splitlines()[-1]
     assert [cell.strip() for cell in told.strip("|").split("|")] == [
@@ -26,7 +25,18 @@ def test_state_and_steps_are_told_without_and_with_sharing():
         "0.750, 0.250",
         "yes",
         "4.0, 3.0 (0.750)",
-        "4.0, 2.0 (0.500)",
-        "4.0, 5.0 (1.250)",
-        "2.0%",
+        "4.0, 2.0 (0.500 +- 0.010)",
+        "4.0, 5.0 (1.250 +- 0.000)",
     ]
+
+
+def test_turns_are_compared_one_by_one():
+    """Copies without sharing take 4 s, those with it 3, on the slower of two ranks; twice as long
+    in one turn of five, in one more with sharing only: medians stay, and so does the ratio.
+    """
+    whole, shared = [4.0, 4.0, 8.0, 4.0, 4.0], [3.0, 3.0, 6.0, 6.0, 3.0]
+    copies = [[[0.0] * 5, way] for way in (whole, shared, shared, whole)]
+    found = compared(copies)
+    assert found["seconds"] == [4.0, 3.0]
+    assert found["ratio"] == 0.75
+    assert found["error"] == pytest.approx(0.93 * (1.125 - 0.75) / 5**0.5)
