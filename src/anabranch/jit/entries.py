@@ -272,11 +272,16 @@ def _kind(arg: Any) -> Kind:
     if isinstance(arg, tuple):
         return (type(arg).__module__, type(arg).__name__), tuple(map(_kind, arg))
     if isinstance(arg, np.ndarray):
-        return tuple(arg.dtype.descr) if arg.dtype.names else arg.dtype.str, arg.ndim
+        return _entries(arg.dtype), arg.ndim
     for name, known in _NUMBERS.items():
         if isinstance(arg, known):
             return name, 0
     raise TypeError(f"{arg!r} is no number, array or named tuple")
+
+
+@cache
+def _entries(dtype: np.dtype[Any]) -> Any:
+    return tuple(dtype.descr) if dtype.names else dtype.str
 
 
 _NUMBERS = {"bool": (bool, np.bool_), "float": (float, np.floating), "int": (int, np.integer)}

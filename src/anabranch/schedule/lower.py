@@ -135,38 +135,54 @@ def _given(graph: StageGraph, source: int, target: int, *, forward: bool) -> Int
     """Columns as ``Message`` has them of all that one stage has for another: who gives each slice
     to whom, be it to itself.
     """
+    having, needing = graph.stages[source], graph.stages[target]
+    first, second = (having, needing) if forward else (needing, having)  # gradients come back
+    cuts = first.microbatch_size, first.replicas, second.microbatch_size, second.replicas
+    tensors = having.tensor, needing.tensor
+    return _slices_given(graph.batch_size, cuts, having.devices, needing.devices, tensors, forward)
+
+
+@lru_cache(maxsize=64)
+def _slices_given(
+    batch_size: int,
+    cuts: tuple[int, int, int, int],
+    senders: tuple[int, ...],
+    receivers: tuple[int, ...],
+    tensors: tuple[int, int],
+    forward: bool,
+) -> Ints:
+    """``_given``, remembered: plans that are simulated one after another are much alike."""
     import numpy as np
 
-    if forward:
-        i, r, j, q, start, stop = _overlap_table(graph, source, target)
-    else:  # gradients go from target to source
-        j, q, i, r, start, stop = _overlap_table(graph, target, source)
-    having, needing = graph.stages[source], graph.stages[target]
-    turn = np.arange(needing.tensor) % having.tensor
-    senders = np.array(having.devices).reshape(-1, having.tensor)[r][:, turn]
-    receivers = np.array(needing.devices).reshape(-1, needing.tensor)[q]
-    columns = (i[:, None], senders, j[:, None], receivers, start[:, None], stop[:, None])
+    i, r, j, q, start, stop = _overlap_table(batch_size, *cuts)
+    if not forward:
+        i, r, j, q = j, q, i, r
+    had, needed = tensors
+    turn = np.arange(needed) % had
+    givers = np.array(senders).reshape(-1, had)[r][:, turn]
+    takers = np.array(receivers).reshape(-1, needed)[q]
+    columns = (i[:, None], givers, j[:, None], takers, start[:, None], stop[:, None])
     return np.array(np.broadcast_arrays(*columns)).reshape(6, -1)
 
 
 def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:
     """Slices of stage x cut by slices of stage y, ascending; they tile the batch."""
-    return map(Overlap._make, _overlap_table(graph, x, y).T.tolist())
+    source, target = graph.stages[x], graph.stages[y]
+    cuts = source.microbatch_size, source.replicas, target.microbatch_size, target.replicas
+    return map(Overlap._make, _overlap_table(graph.batch_size, *cuts).T.tolist())
 
 
-def _overlap_table(graph: StageGraph, x: int, y: int) -> Ints:
-    """``overlaps`` as columns: those of a few micro-batches come again and again, then what is left
-    of the batch.
+def _overlap_table(batch_size: int, b_x: int, d_x: int, b_y: int, d_y: int) -> Ints:
+    """``overlaps`` as columns, of micro-batches of b_x on d_x replicas and of b_y on d_y: those of
+    a few micro-batches come again and again, then what is left of the batch.
     """
     import numpy as np
 
-    source, target = graph.stages[x], graph.stages[y]
-    b_x, b_y = source.microbatch_size, target.microbatch_size
     unit = math.lcm(b_x, b_y)
-    times, left = divmod(graph.batch_size, unit)
+    times, left = divmod(batch_size, unit)
     # Of each field, how much more it is a unit later.
     later = np.array([unit // b_x, 0, unit // b_y, 0, unit, unit])
-    cut = partial(_cut, b_x, source.replicas, b_y, target.replicas)
+    cut = partial(_cut, b_x, d_x, b_y, d_y)
     parts = [(cut(unit), np.arange(times))] if times else []
     parts += [(cut(left), np.array([times]))] if left else []
     tables = [table[:, None] + np.multiply.outer(later, again)[..., None] for table, again in parts]
