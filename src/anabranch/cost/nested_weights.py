@@ -154,15 +154,21 @@ class NestedSets:
         return np.asarray((outside == 0) & ~np.eye(len(self), dtype=bool))
 
     @remembered
-    def matrices(self, tensor: int = 1, lowest: int | None = None) -> StageWeights:
-        """Bytes of the stages between any two sets, or any of the ``lowest`` and another: [lower,
-        upper]; none where the one is not inside the other.
+    def stages(self, tensor: int = 1, lowest: int | None = None) -> tuple[Pairs, StageWeights]:
+        """The stages between any two sets, or any of the ``lowest`` and another; their bytes."""
+        lower, upper = np.nonzero(self.nested[:lowest])
+        pairs = Pairs(lower.astype(np.int32), upper.astype(np.int32))
+        return pairs, self.between(pairs, tensor)
+
+    @remembered
+    def matrices(self, tensor: int = 1) -> StageWeights:
+        """Bytes of the stages between any two sets: [lower, upper]; none where the one is not
+        inside the other.
         """
-        nested = self.nested[:lowest]
-        lower, upper = np.nonzero(nested)
+        lower, upper = np.nonzero(self.nested)
         # The first pair is no stage, and stands wherever there is none.
         pairs = Pairs(*(np.concatenate([[0], at]).astype(np.int32) for at in (lower, upper)))
-        place = np.zeros(nested.shape, dtype=np.intp)
+        place = np.zeros(self.nested.shape, dtype=np.intp)
         place[lower, upper] = np.arange(1, len(pairs))
         return self.between(pairs, tensor)[place]
 

@@ -53,7 +53,7 @@ class _Entry:
 
     def __call__(self, *args: Any) -> Any:
         kinds = tuple(map(_kind, args))
-        numbers = (arg for (_, size), arg in zip(kinds, args, strict=True) if size == 0)
+        numbers = [arg for arg, (_, size) in zip(args, kinds, strict=True) if size == 0]
         return _Call(self, kinds, args)(*numbers)
 
     @cached_property
@@ -184,10 +184,10 @@ class _Call:
 
     def __init__(self, function: _Entry, kinds: tuple[Kind, ...], args: Sequence[Any]) -> None:
         words = array("q")
-        for (_, dimensions), arg in _flat(kinds, args):
-            if dimensions:
-                assert arg.flags.c_contiguous
-                words.extend((arg.ctypes.data, *arg.shape))
+        for arg in _arrays(args):
+            # It has to be in C order for this, which is ten times as quick as ``arg.ctypes``.
+            words.append(ctypes.addressof(_PLACE.from_buffer(arg)))
+            words.extend(arg.shape)
         self._words, (self._place, _) = words, words.buffer_info()
         self._function, self._kinds, self._arrays = function, kinds, args
         self._code: Any = None
@@ -198,13 +198,17 @@ class _Call:
         return self._code(self._place, *numbers)
 
 
-def _flat(kinds: Sequence[Kind], args: Sequence[Any]) -> Iterator[tuple[Kind, Any]]:
-    """Arguments, the entries of tuples in place of these."""
-    for kind, arg in zip(kinds, args, strict=True):
-        if isinstance(arg, tuple):
-            yield from _flat(kind[1], arg)
-        else:
-            yield kind, arg
+_PLACE: Any = ctypes.c_char * 0
+"""What has a place and no size."""
+
+
+def _arrays(args: Sequence[Any]) -> Iterator[Any]:
+    """The arrays among arguments, and in tuples among these."""
+    for arg in args:
+        if isinstance(arg, np.ndarray):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _arrays(arg)
 
 
 def bound(function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
@@ -269,10 +273,10 @@ def _type(kind: Any, dimensions: Any) -> Any:
 
 
 def _kind(arg: Any) -> Kind:
-    if isinstance(arg, tuple):
-        return (type(arg).__module__, type(arg).__name__), tuple(map(_kind, arg))
     if isinstance(arg, np.ndarray):
         return _entries(arg.dtype), arg.ndim
+    if isinstance(arg, tuple):
+        return (type(arg).__module__, type(arg).__name__), tuple(map(_kind, arg))
     for name, known in _NUMBERS.items():
         if isinstance(arg, known):
             return name, 0

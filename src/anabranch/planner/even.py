@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
+import numpy as np
+
 from anabranch.cost import CostModel
+from anabranch.cost.nested_weights import Floats, Ints
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import bits
+from anabranch.jit import entry
 from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.infeasible import explain, fit_in_a_row
 from anabranch.planner.toolkit.parts import Part
@@ -99,24 +103,30 @@ def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
 
     Time: O((n - count) * count).
     """
-    n, starts = len(seconds), []
-    sums = longest = dict(enumerate(accumulate(seconds, initial=0.0)))
+    sums = np.array([*accumulate(seconds, initial=0.0)])
+    longest, starts = np.tile(sums, (count, 1)), np.zeros((count, len(sums)), dtype=np.int64)
+    _cut_evenly(sums, longest, starts)
+    stops = [len(seconds)]
+    for chosen in starts[:0:-1]:
+        stops.append(int(chosen[stops[-1]]))
+    return [*pairwise([0, *reversed(stops)])]
 
-    def slowest(start: int, stop: int) -> float:
-        return max(longest[start], sums[stop] - sums[start])
 
+@entry
+def _cut_evenly(sums: Floats, longest: Floats, starts: Ints) -> None:
+    """Of the first ``stop`` of a row, in so many runs and one: the longest, and where the last one
+    starts: [runs, stop].
+    """
+    count = len(longest)
     for before in range(1, count):
         # A later start makes the last run shorter and the others longer, so the best start comes
         # no earlier for a later stop. Of starts that are as good the last.
-        start, chosen, longer = before, {}, {}
-        for stop in range(before + 1, n - count + before + 2):
-            while start + 1 < stop and slowest(start + 1, stop) <= slowest(start, stop):
-                start += 1
-            chosen[stop], longer[stop] = start, slowest(start, stop)
-        starts.append(chosen)
-        longest = longer
-    runs, stop = [], n
-    for chosen in reversed(starts):
-        runs.append((chosen[stop], stop))
-        stop = chosen[stop]
-    return [(0, stop), *reversed(runs)]
+        start = before
+        for stop in range(before + 1, len(sums) - count + before + 1):
+            least = max(longest[before - 1, start], sums[stop] - sums[start])
+            for later in range(start + 1, stop):
+                slowest = max(longest[before - 1, later], sums[stop] - sums[later])
+                if slowest > least:
+                    break
+                start, least = later, slowest
+            starts[before, stop], longest[before, stop] = start, least

@@ -14,7 +14,7 @@ which would cost more).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.cost import CostModel
@@ -53,14 +53,8 @@ class Sequential:
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
         """
-        problem = Problem(
-            cost,
-            batch_size,
-            microbatch_size,
-            self.max_replicas,
-            chained=True,
-            recompute=self.recompute,
-        ).checked()
+        problem = Problem(cost, batch_size, microbatch_size, self.max_replicas, chained=True)
+        problem = replace(problem, recompute=self.recompute).checked()
         # Asked for more than once: as a start of ``auto`` and as a baseline.
         known = cost.memo.setdefault(Sequential, {})
         asked = self, batch_size, microbatch_size

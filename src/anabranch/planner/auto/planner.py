@@ -38,13 +38,13 @@ class Auto:
     Attributes:
         max_replicas: replicas per stage at most. None: no limit.
         recompute: stages may run their forward again in the backward.
-        evaluations: drafts to evaluate. None: as ``settings`` says.
+        evaluations: drafts to evaluate.
         seed: of the random numbers; with the same one it proposes the same.
     """
 
     max_replicas: int | None = None
     recompute: bool = True
-    evaluations: int | None = None
+    evaluations: int = SETTINGS.evaluations
     seed: int = 0
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
@@ -74,7 +74,7 @@ class Auto:
         space = Space(cost, batch_size, problem.sizes, self.recompute)
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
-        count = min(self._count, SETTINGS.neighbours) if coarse else self._count
+        count = min(self.evaluations, SETTINGS.neighbours) if coarse else self.evaluations
         starts = [("the user", start)] if start else self._starts(problem, coarse)
         return Search(space, evaluate, starts, count, self.seed)
 
@@ -92,13 +92,9 @@ class Auto:
             Space(cost, batch_size, tuple(sorted(sizes)), self.recompute, flush=False),
             Evaluator(cost, batch_size, max_replicas=self.max_replicas, versions=versions),
             [("another planner", graph) for graph in graphs],
-            self._count,
+            self.evaluations,
             self.seed,
         )
-
-    @property
-    def _count(self) -> int:
-        return SETTINGS.evaluations if self.evaluations is None else self.evaluations
 
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
         """What other planners propose, and this one for a coarser model; the last one's error where

@@ -22,6 +22,7 @@ from functools import cached_property
 
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
+from anabranch.graph.opgraph import bits
 from anabranch.graph.series_parallel import Leaf, Node, Parallel, Series, operators, signature
 from anabranch.remembered import remembered
 
@@ -32,12 +33,19 @@ class Block:
 
     Attributes:
         classes: per branch, the first branch that is the same; same ones are neighbours.
+        orders: per branch its operators; those of same ones correspond to each other.
         row: the branches as a row: its ranges are runs of whole branches.
     """
 
     branches: tuple[Chain, ...]
     classes: tuple[int, ...]
+    orders: tuple[tuple[int, ...], ...]
     row: NestedSets
+
+    def own(self, mask: int, branch: int) -> int:
+        """Of operators of the first of its class those that correspond to them in a branch."""
+        place = dict(zip(self.orders[self.classes[branch]], self.orders[branch], strict=True))
+        return sum(1 << place[op] for op in bits(mask))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +136,8 @@ class _Builder:
         ordered = [branch for same in alike.values() for branch in same]
         classes = [ordered.index(same[0]) for same in alike.values() for _ in same]
         row = NestedSets.row(self._cost, list(map(_mask, ordered)))
-        return Block(tuple(map(self.chain, ordered)), tuple(classes), row)
+        orders = tuple(tuple(operators(branch)) for branch in ordered)
+        return Block(tuple(map(self.chain, ordered)), tuple(classes), orders, row)
 
 
 def _flat(node: Node) -> list[Node]:

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from anabranch import jit
-from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.graphpipe.chains import Block, Chain
-from anabranch.planner.graphpipe.schedules import Floats, Ints, Schedules
+from anabranch.planner.graphpipe.schedules import Schedules
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.remembered import remembered
 
@@ -263,11 +263,12 @@ class _Search:
                 return []
             middle, d1, y, k = choices[stop, x, d].tolist()
             first = start + middle
-            mask, seconds = block.row.mask(first, start + stop), tps[y, k, first, start + stop]
-            last = [PlannedStage(mask, y, k, seconds)]
-            if stop - middle == 1:
-                own = block.branches[first]
-                last = self._in_series(own, len(own), after).stages(x, d - d1)
+            if stop - middle == 1:  # solved as the first of its class
+                found = alone[block.classes[first]].stages(x, d - d1)
+                last = [stage._replace(mask=block.own(stage.mask, first)) for stage in found]
+            else:
+                mask, seconds = block.row.mask(first, start + stop), tps[y, k, first, start + stop]
+                last = [PlannedStage(mask, y, k, seconds)]
             return [*stages(middle, x, d1), *last]
 
         return [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
@@ -303,8 +304,6 @@ class _Search:
     def _without_tail(self, block: Block, q: int, cut: int, after: After) -> Strategies:
         """DP for a block whose branch q ends at a cut."""
         others = self._without_branch(block, q, after)
-        if not cut:
-            return others
         return _side_by_side(others, self._in_series(block.branches[q], cut, after))
 
     @remembered

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from anabranch.cost.nested_weights import NestedSets
+from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 from anabranch.plans.in_flight import in_flight_samples
 from anabranch.remembered import remembered
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 ENDLESS = 1 << 40
 """More samples than are ever in flight."""
@@ -88,18 +84,18 @@ class Schedules:
         tps, room = np.full(shape, np.inf), np.full(shape, -1, dtype=np.int64)
         for x, prices in enumerate(self.prices):
             size = prices.microbatch_size
-            for k, mode in enumerate(self.modes):
-                if mode in prices.modes:
-                    weights = row.matrices(mode.tensor, starts)
-                    seconds = row.compute_s(
-                        prices.samples(mode.replicas), mode.tensor, recompute=mode.recompute
-                    )
-                    compute_s = seconds - seconds[:starts, None]
-                    tps[x, k] = prices.period_s(weights, compute_s, prices.rates(mode)) / size
-                    height = prices.headroom(weights, mode.replicas, recompute=mode.recompute)
-                    samples = (height.astype(np.int64) + 1) * size
-                    room[x, k] = np.where(height == UNBOUNDED, ENDLESS, samples)
-        tps[:, :, *np.tril_indices(starts, m=len(row))] = np.inf
+            usable = [(k, mode) for k, mode in enumerate(self.modes) if mode in prices.modes]
+            for tensor in {mode.tensor for _, mode in usable}:
+                ranges, weights = row.stages(tensor, starts)
+                at, modes = zip(*[(k, m) for k, m in usable if m.tensor == tensor], strict=True)
+                ways = [(*prices.rates(mode), mode.replicas, mode.recompute) for mode in modes]
+                *rates, replicas, recompute = np.transpose(ways)[..., None]
+                running = [row.compute_s(w[0], tensor, recompute=bool(w[-1])) for w in ways]
+                places = x, np.array(at)[:, None], ranges.lower, ranges.upper
+                compute_s = np.stack([ranges.difference(seconds) for seconds in running])
+                tps[places] = prices.period_s(weights, compute_s, rates) / size
+                height = prices.headroom(weights, replicas, recompute=recompute).astype(np.int64)
+                room[places] = np.where(height == UNBOUNDED, ENDLESS, (height + 1) * size)
         return tps, room
 
     @remembered
