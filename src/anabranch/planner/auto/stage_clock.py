@@ -24,7 +24,7 @@ def _least_s(numbers: Record, stages: Table, state: State) -> float:
     """No step is shorter than the busiest stage with the way to it and back from it, or than all
     work on the cores that are shared.
     """
-    work, longest, update = 0.0, 0.0, 0.0
+    work, longest, update, apart = 0.0, 0.0, 0.0, 0.0
     for place in range(len(stages)):
         s = stages[place].ordered
         stage = stages[s]
@@ -45,10 +45,10 @@ def _least_s(numbers: Record, stages: Table, state: State) -> float:
         work += compute * stage.devices
         if numbers.flush:  # nobody updates before all have their sums
             longest = max(longest, stage.before + compute + stage.behind)
-            update = max(update, stage.update)
+            update, apart = max(update, stage.update), max(apart, stage.apart)
         else:
             longest = max(longest, compute + stage.sums + stage.update)
-    return max(longest, work / numbers.cores if numbers.cores > 0 else 0.0) + update
+    return max(longest, work / numbers.cores if numbers.cores > 0 else 0.0) + update + apart
 
 
 def _compute_s(stage: Record) -> float:
@@ -247,7 +247,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         _turn(stage, 0.0)
     for s in range(len(stages)):
         _take(s, batch_size, slots, state)
-    limit -= hidden * _period_s(stages[slow])
+    limit -= hidden * _period_s(stages[slow]) + update + apart
     first, last, period = shown // 3, 2 * shown // 3, 0.0
     step = 0.0
     while actions + summing > 0:
@@ -262,7 +262,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
         stage = stages[s]
         if sums:
             step = max(step, _sum(s, state))
-            if step + update > limit:
+            if step > limit:
                 return np.inf
             summing -= stage.pieces_done == stage.pieces
             continue
@@ -277,7 +277,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
             running = _share(end, -stage.devices, running, paces, stages)
         actions -= 1
         stage.left -= seconds
-        if end + stage.left + update > limit:
+        if end + stage.left > limit:
             return np.inf
         done = stage.done[way]
         stage.done[way] += 1
