@@ -117,12 +117,11 @@ def _cut_evenly(sums: Floats, longest: Floats, starts: Ints) -> None:
     """Of the first ``stop`` of a row, in so many runs and one: the longest, and where the last one
     starts: [runs, stop].
     """
-    count = len(longest)
-    for before in range(1, count):
+    for before in range(1, len(longest)):
         # A later start makes the last run shorter and the others longer, so the best start comes
         # no earlier for a later stop. Of starts that are as good the last.
         start = before
-        for stop in range(before + 1, len(sums) - count + before + 1):
+        for stop in range(before + 1, len(sums) - len(longest) + before + 1):
             least = max(longest[before - 1, start], sums[stop] - sums[start])
             for later in range(start + 1, stop):
                 slowest = max(longest[before - 1, later], sums[stop] - sums[later])

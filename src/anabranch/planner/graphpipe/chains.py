@@ -7,7 +7,7 @@ A chain is a row of items, each an operator or a block; a block is a set of chai
                     | chain [ d ][ e ]     |
 
 A series decomposition cuts a chain between two items, a parallel one a block between two branches.
-Branches with the same ``series_parallel.signature`` are of one class, and solved once.
+Branches with the same ``series_parallel.signature`` are solved once.
 
 A model of more than some number of operators is made coarser: neighbours in a chain, whole blocks
 and neighbouring branches become one item if together they are no more than their share of all
@@ -32,20 +32,18 @@ class Block:
     """Chains side by side.
 
     Attributes:
-        classes: per branch, the first branch that is the same; same ones are neighbours.
-        orders: per branch its operators; those of same ones correspond to each other.
+        branches: same ones are neighbours, and one chain: that of the last of them.
+        places: per branch, its operators by those of its chain.
         row: the branches as a row: its ranges are runs of whole branches.
     """
 
     branches: tuple[Chain, ...]
-    classes: tuple[int, ...]
-    orders: tuple[tuple[int, ...], ...]
+    places: tuple[dict[int, int], ...]
     row: NestedSets
 
     def own(self, mask: int, branch: int) -> int:
-        """Of operators of the first of its class those that correspond to them in a branch."""
-        place = dict(zip(self.orders[self.classes[branch]], self.orders[branch], strict=True))
-        return sum(1 << place[op] for op in bits(mask))
+        """Operators of a branch that are these of its chain."""
+        return sum(1 << self.places[branch][op] for op in bits(mask))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +131,12 @@ class _Builder:
         for run in self.runs(node.children):
             branch = run[0] if len(run) == 1 else Parallel(tuple(run))
             alike.setdefault(signature(self._cost.graph, branch, self._keys), []).append(branch)
-        ordered = [branch for same in alike.values() for branch in same]
-        classes = [ordered.index(same[0]) for same in alike.values() for _ in same]
-        row = NestedSets.row(self._cost, list(map(_mask, ordered)))
-        orders = tuple(tuple(operators(branch)) for branch in ordered)
-        return Block(tuple(map(self.chain, ordered)), tuple(classes), orders, row)
+        branches, places = list[Chain](), list[dict[int, int]]()
+        for same in alike.values():
+            branches += [self.chain(same[-1])] * len(same)
+            places += [dict(zip(operators(same[-1]), operators(b), strict=True)) for b in same]
+        row = NestedSets.row(self._cost, [_mask(b) for same in alike.values() for b in same])
+        return Block(tuple(branches), tuple(places), row)
 
 
 def _flat(node: Node) -> list[Node]:

@@ -34,7 +34,7 @@ import numpy as np
 from anabranch import jit
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.graphpipe.chains import Block, Chain
-from anabranch.planner.graphpipe.schedules import Schedules
+from anabranch.planner.graphpipe.schedules import ENDLESS, Schedules
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.remembered import remembered
 
@@ -167,7 +167,7 @@ class _Search:
                 found = begins(i)
                 # 34 to 40: G_1 is a block between two stages ..
                 for rest in behind:
-                    found += self._before(rest, partial(self._whole, block))
+                    found += self._before(rest, block, lambda b, c: self._beside(b, 0, c)[-1])
                 # .. or a block whose join has the tail of a branch.
                 if i + 1 < stop:
                     found += self._joined(chain, i, needs, rests)
@@ -221,19 +221,32 @@ class _Search:
 
         return [begin(y) for y in range(len(held)) if held[y].min() < NEVER]
 
-    def _before(self, rest: Strategies, solve: Callable[[After], Strategies]) -> list[Strategies]:
+    def _before(
+        self, rest: Strategies, block: Block, solve: Callable[[Block, After], Strategies]
+    ) -> list[Strategies]:
         """Strategies for a G_1 in front of others (lines 35 to 40), for all numbers of devices."""
         columns: dict[After, list[int]] = {}
         for d, column in enumerate(rest.least.T.tolist()):
             if min(column) < NEVER:
                 columns.setdefault(tuple(column), []).append(d)
         found = []
-        # 39: what G_2 holds decides what G_1 must; of equals one search serves all.
+        # 39: what G_2 holds decides what G_1 must; of equals one search serves all, and where
+        # memory is ample of those, too, that ask for so many more samples each.
         for c_b, devices in columns.items():
+            more = min(c_b) if self._is_ample(block) else 0
+            first = solve(block, tuple(c if c == NEVER else c - more for c in c_b))
+            first = Strategies(np.minimum(first.least + more, NEVER), first.stages)
             taken = np.full_like(rest.least, NEVER)
             taken[:, devices] = 0
-            found.append(_side_by_side(Strategies(taken, rest.stages), solve(c_b)))
+            found.append(_side_by_side(Strategies(taken, rest.stages), first))
         return found
+
+    @remembered
+    def _is_ample(self, part: Chain | Block) -> bool:
+        """Whether any samples in flight fit into memory, whatever the stages of a part."""
+        tps, room = self.schedules.tables(part.row)
+        parts = {*(part.branches if isinstance(part, Block) else part.items)} - {None}
+        return bool((room[tps <= self.bound] == ENDLESS).all()) and all(map(self._is_ample, parts))
 
     @remembered
     def _beside(self, block: Block, start: int, after: After) -> list[Strategies]:
@@ -241,20 +254,16 @@ class _Search:
 
         G_2 is one branch, or a run of them as a single stage; G_1 is what lies before.
         """
-        classes = block.classes[start:]
-        alone = {
-            q: self._in_series(block.branches[q], len(block.branches[q]), after)
-            for q in dict.fromkeys(classes)
-        }
+        alone = [self._in_series(own, len(own), after) for own in block.branches[start:]]
         more, devices = self.schedules.more, self.schedules.devices
-        shape = len(classes) + 1, len(after), self.groups + 1
+        shape = len(alone) + 1, len(after), self.groups + 1
         self.budget.spend(
             shape[0] ** 2 // 2 * len(devices) * shape[1] ** 2 * shape[2] + CALL * shape[1]
         )
         least = np.full(shape, NEVER, dtype=np.int64)
         least[0, :, 0] = 0  # no branches ask for nothing
         choices = np.zeros((*shape, 4), dtype=np.int64)
-        branches = np.stack([alone[q].least for q in classes]) if classes else least[1:]
+        branches = np.stack([own.least for own in alone]) if alone else least[1:]
         asked, (tps, room) = np.array(after, dtype=np.int64), self.schedules.tables(block.row)
         _put_beside(branches, tps, room, start, asked, more, devices, self.bound, least, choices)
 
@@ -263,8 +272,8 @@ class _Search:
                 return []
             middle, d1, y, k = choices[stop, x, d].tolist()
             first = start + middle
-            if stop - middle == 1:  # solved as the first of its class
-                found = alone[block.classes[first]].stages(x, d - d1)
+            if stop - middle == 1:
+                found = alone[middle].stages(x, d - d1)
                 last = [stage._replace(mask=block.own(stage.mask, first)) for stage in found]
             else:
                 mask, seconds = block.row.mask(first, start + stop), tps[y, k, first, start + stop]
@@ -273,9 +282,6 @@ class _Search:
 
         return [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
 
-    def _whole(self, block: Block, after: After) -> Strategies:
-        return self._beside(block, 0, after)[-1]
-
     def _joined(
         self, chain: Chain, place: int, needs: Ints, rests: Sequence[Strategies]
     ) -> list[Strategies]:
@@ -283,7 +289,7 @@ class _Search:
         block = chain.items[place]
         assert block is not None
         found: list[Strategies] = []
-        for q in {same: q for q, same in enumerate(block.classes)}.values():
+        for q in {same: q for q, same in enumerate(block.branches)}.values():
             branch = block.branches[q]
             # A row of the branch and what follows the block, of which the stage has one item.
             row, end = chain.with_join(place, q), len(branch) + 1
@@ -298,18 +304,15 @@ class _Search:
                     continue
                 ((held, chosen),) = self._single_stages(tables, cut, cut + 1, behind)
                 for begin in self._begins(row, tables[0], cut, held, chosen, after):
-                    found += self._before(begin, partial(self._without_tail, block, q, cut))
+                    found += self._before(begin, block, partial(self._without_tail, q, cut))
         return found
 
-    def _without_tail(self, block: Block, q: int, cut: int, after: After) -> Strategies:
-        """DP for a block whose branch q ends at a cut."""
-        others = self._without_branch(block, q, after)
-        return _side_by_side(others, self._in_series(block.branches[q], cut, after))
-
     @remembered
-    def _without_branch(self, block: Block, q: int, after: After) -> Strategies:
+    def _without_tail(self, q: int, cut: int, block: Block, after: After) -> Strategies:
+        """DP for a block whose branch q ends at a cut."""
         before, behind = self._beside(block, 0, after)[q], self._beside(block, q + 1, after)[-1]
-        return _side_by_side(before, behind)
+        own = self._in_series(block.branches[q], cut, after)
+        return _side_by_side(_side_by_side(before, behind), own)
 
     def _pick_better(self, options: Sequence[Strategies]) -> Strategies:
         """PickBetter (lines 18, 47): less memory, which is fewer samples in flight."""

@@ -75,9 +75,8 @@ class GraphPipe:
 
 def propose(problem: Problem, tolerance: float, *, per_stage: bool = False) -> Iterator[StageGraph]:
     """Stage graphs of the partitioner's stages; the arguments are those of the planners."""
-    sets: list[tuple[Configuration, ...]] = [(Configuration(size),) for size in problem.sizes]
-    if per_stage:
-        sets = [configurations(problem.sizes, problem.batch_size)]
+    together = configurations(problem.sizes, problem.batch_size)
+    sets = [together] if per_stage else [(Configuration(size),) for size in problem.sizes]
     budget = Budget(
         "graphpipe",
         STEPS,
