@@ -65,7 +65,7 @@ class Machine:
     torch: str
 
 
-CALIBRATION_VERSION = 3
+CALIBRATION_VERSION = 4
 """Version of what is measured for a calibration, raised whenever a figure of it becomes another.
 Files without one have the first.
 """
@@ -105,6 +105,9 @@ class Calibration:
         crowded_s: that a core stands idle, while others are overfull, for each wait of a rank
             before which and behind which no core is free, and ``crowded_work_s`` the work in which
             all but 1/e of that is lost.
+        cold_messages: how much longer a message takes at each end the more its rank has computed
+            since the one before, for what it needs is in no cache then: (seconds computed, seconds
+            longer), both ascending; in between it is interpolated.
         version: of the way it was measured, see ``CALIBRATION_VERSION``.
     """
 
@@ -130,6 +133,7 @@ class Calibration:
     crowded_work_s: float = 0.0
     version: int = CALIBRATION_VERSION
     leaf_s: float = 0.0
+    cold_messages: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):
@@ -139,9 +143,11 @@ class Calibration:
             )
         if list(self.slowdown) != sorted(self.slowdown):
             raise ValueError(f"slowdown {list(self.slowdown)} falls with more ranks")
-        for column in zip((0.0, 0.0), *self.restarts, strict=True):
-            if list(column) != sorted(column):
-                raise ValueError(f"restarts {list(self.restarts)} do not ascend from 0")
+        for name in ("restarts", "cold_messages"):
+            table = getattr(self, name)
+            for column in zip((0.0, 0.0), *table, strict=True):
+                if list(column) != sorted(column):
+                    raise ValueError(f"{name} {list(table)} do not ascend from 0")
 
     @property
     def remark(self) -> str:

@@ -84,7 +84,9 @@ def test_what_ranks_have_seen_is_one_cluster():
             Sums(Line(2.0 + message_s / 48, 4.0), Line(0.5 + message_s / 48, 0.25))
             if rank in (0, 1)
             else None,
-            Overheads(1.0, 2.0, 0.125, 0.25, 100.0, value_s=0.0625) if rank == 0 else None,
+            Overheads(1.0, 2.0, 0.125, 0.25, 100.0, value_s=0.0625, cold_messages=((1.0, 0.5),))
+            if rank == 0
+            else None,
         )
         for rank in range(4)
     ]
@@ -110,6 +112,7 @@ def test_what_ranks_have_seen_is_one_cluster():
         share_tensor_s=0.5,
         share_byte_s=0.25,
         value_s=0.0625,
+        cold_messages=((1.0, 0.5),),
     )
 
 

@@ -70,7 +70,7 @@ def calibrate(progress: Progress | None = None) -> Calibrated:
     caller's random numbers go on as if nothing had been.
 
     Under torchrun between all of its ranks, and call it on all of them; elsewhere on local ranks,
-    on as many as twice the cores, in some 10 s on a machine of few cores.
+    on as many as twice the cores, in some 15 s on a machine of few cores.
 
     Args:
         progress: called on the first rank with (windows done, windows in all).
@@ -218,6 +218,7 @@ def joined(seen: Sequence[Seen], name: str, devices: int, *, others: float = 0.0
         restart_work_s=alone.restarts.work_s,
         crowded_work_s=crowded_work_s,
         leaf_s=alone.leaf_s,
+        cold_messages=alone.cold_messages,
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)

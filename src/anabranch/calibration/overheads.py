@@ -3,9 +3,12 @@
 A pipeline of two ranks trains a model of small matrices, and every action is timed by the processor
 time that its rank spends until it has ended, from the end of the one before. Between messages ranks
 compute, so caches are as a step has them: a message costs several times what it does where nothing
-else is done. What a step takes in front of its first action and behind its last one is timed as
-well. An operator's share is known from its profile, whose turns come between the steps, and
-what an update costs besides the optimizer, which does nothing, from a measurement of that::
+else is done, and the more, the longer a rank has computed. (On an AMD EPYC each end took 35 us
+behind .3 ms, 65 behind 1.5 and 105 behind 3.) So there is a pipeline of more layers, whose messages
+are compared with those of the first. What a step takes in front of its first action and behind its
+last one is timed as well. An operator's share is known from its profile, whose turns come between
+the steps, and what an update costs besides the optimizer, which does nothing, from a measurement
+of that::
 
     step of a rank = step_s + leaf_s * (L - 1) + agreement + update
                      + M * (send_s + receive_s + 2 * (microbatch_s + value_s) + operators)
@@ -30,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch import launch
-from anabranch.calibration.restarts import NO_RESTARTS, Restarts, measure_restarts, work
+from anabranch.calibration.restarts import NO_RESTARTS, Restarts, ascending, measure_restarts, work
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan
@@ -43,7 +46,10 @@ from anabranch.schedule.schedule import Kind
 from anabranch.solve import plan
 from anabranch.workload import NamedParameters, Workload, adamw
 
-_RANKS, _LAYERS, _WIDTH = 2, 6, 256
+_RANKS, _LAYERS, _WIDTH = 2, 4, 256
+_MORE_LAYERS = 48
+"""Of a pipeline that computes for longer between messages, as long as models of some MiB do."""
+
 _SAMPLES, _MICROBATCHES = 16, 6
 """Of a micro-batch, and of a step: most messages have come before they are waited for."""
 
@@ -63,6 +69,9 @@ _TURNS, _STEPS, _SETTLING = 8, 8, 4
 of the profile.
 """
 
+_LONG_TURNS = 2
+"""Of the pipeline of more layers: so many steps have enough messages."""
+
 _UPDATE_BYTES = 2**24
 
 MESSAGE_BYTES = 4 * _SAMPLES * _WIDTH
@@ -81,6 +90,8 @@ class Overheads:
         step_s: of a step besides its actions, and the update; ``leaf_s`` for each tensor of its
             batch besides the first.
         memory_bandwidth: bytes/s of an update.
+        cold_messages: seconds that a rank has computed since the message before, and seconds that a
+            message takes longer at each end then.
     """
 
     send_s: float
@@ -91,26 +102,27 @@ class Overheads:
     restarts: Restarts = NO_RESTARTS
     value_s: float = 0.0
     leaf_s: float = 0.0
+    cold_messages: tuple[tuple[float, float], ...] = ()
 
 
 class _Layer(nn.Module):
-    """A linear layer that takes and gives several values, each in a piece of memory as those of
-    most models are: others are copied slowly when they are sent.
+    """A layer that takes and gives several values, each in a piece of memory as those of most
+    models are: others are copied slowly when they are sent.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(_WIDTH, _WIDTH)
+        self.work = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.LayerNorm(_WIDTH))
 
     def forward(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        given: Tensor = self.linear(torch.cat(values, 1))
+        given: Tensor = self.work(torch.cat(values, 1))
         return tuple(value.contiguous() for value in given.chunk(len(values), 1))
 
 
 class _Chain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(_Layer() for _ in range(_LAYERS)))
+        self.layers = nn.Sequential(*(_Layer() for _ in range(layers)))
 
     def forward(self, *values: Tensor) -> Tensor:
         return torch.cat(self.layers(values), 1).square().mean()
@@ -166,13 +178,15 @@ class _Found:
     """Mean processor seconds of the ranks.
 
     Attributes:
-        passes_s: of a forward and a backward together, besides their operators.
+        computed_s: of a forward or backward, and ``passes_s`` of both together besides their
+            operators.
         step_s: of a step besides its actions, the agreement and the update.
         batch_s: of that for the check and the digest of the batch.
     """
 
     send_s: float
     receive_s: float
+    computed_s: float
     passes_s: float
     step_s: float
     batch_s: float
@@ -182,6 +196,7 @@ class _Found:
 def measure_overheads() -> Overheads:
     """Measure them on local ranks, alone on the machine."""
     one, several = _found(1), _found(_VALUES, restarts=False)
+    long = _found(1, _MORE_LAYERS, turns=_LONG_TURNS, restarts=False)
     more_s = several.send_s + several.receive_s - one.send_s - one.receive_s
     value_s = max(0.0, more_s) / (2 * (_VALUES - 1))
     leaf_s = max(0.0, several.batch_s - one.batch_s) / (_VALUES - 1)
@@ -194,17 +209,27 @@ def measure_overheads() -> Overheads:
         one.alone.restarts,
         value_s,
         leaf_s,
+        _cold_messages(one, long),
     )
 
 
-def _found(values: int, *, restarts: bool = True) -> _Found:
+def _cold_messages(short: _Found, long: _Found) -> tuple[tuple[float, float], ...]:
+    """How much longer messages of a pipeline that computes for long before them take."""
+    longer_s = (long.send_s + long.receive_s - short.send_s - short.receive_s) / 2
+    return ascending({short.computed_s: 0.0, long.computed_s: longer_s})
+
+
+def _found(
+    values: int, layers: int = _LAYERS, *, turns: int = _TURNS, restarts: bool = True
+) -> _Found:
     """Of a chain that takes so many values, as many of which go from rank to rank.
 
     Args:
+        turns: of the profile.
         restarts: whether they are measured as well.
     """
     torch.manual_seed(0)
-    workload, whole = _workload(values), _workload(values)
+    workload, whole = _workload(values, layers), _workload(values, layers)
     captured = capture(workload.module, workload.example)
     chosen = plan(
         measure(captured, _COUNTS, repeats=1),
@@ -217,7 +242,7 @@ def _found(values: int, *, restarts: bool = True) -> _Found:
     )
     # Ranks forget the parameters of other stages; to be timed, the model has to be whole.
     spare = capture(whole.module, whole.example)
-    ranks = launch.run(_rank, _RANKS, workload, chosen, captured, whole, spare, restarts)
+    ranks = launch.run(_rank, _RANKS, workload, chosen, captured, whole, spare, turns, restarts)
     return _means(ranks, _batch_s(captured, _batch(values, _MICROBATCHES * _SAMPLES)))
 
 
@@ -248,6 +273,7 @@ def _means(ranks: Sequence[_Seen], batch_s: float) -> _Found:
     return _Found(
         send_s,
         receive_s,
+        passes_s / 2,
         passes_s - alone.operators_s,
         max(0.0, besides_s - agreement_s - alone.update_s),
         batch_s,
@@ -255,8 +281,8 @@ def _means(ranks: Sequence[_Seen], batch_s: float) -> _Found:
     )
 
 
-def _workload(values: int) -> Workload:
-    return Workload(_Chain(), _batch(values, _SAMPLES), optimizer=_Idle)
+def _workload(values: int, layers: int) -> Workload:
+    return Workload(_Chain(layers), _batch(values, _SAMPLES), optimizer=_Idle)
 
 
 def _batch(values: int, samples: int) -> tuple[Tensor, ...]:
@@ -269,6 +295,7 @@ def _rank(
     captured: Captured,
     whole: Workload,
     spare: Captured,
+    turns: int,
     restarts: bool,
 ) -> _Seen:
     pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
@@ -276,7 +303,7 @@ def _rank(
     measurement = Measurement(spare, _COUNTS) if pipe.rank == 0 else None
     batch = _batch(len(workload.example), _MICROBATCHES * _SAMPLES)
     steps: list[_Step] = []
-    for _ in range(_TURNS):
+    for _ in range(turns):
         if measurement is not None:
             measurement.turn()
         for step in range(_STEPS):

@@ -1,7 +1,7 @@
 """Seconds of a step that are neither compute of operators nor a link's.
 
-    message     fixed + per byte, of the processors at both ends; the link's time is in
-                ``communication``
+    message     fixed + per byte, of the processors at both ends, and the more the longer an end has
+                computed since the message before; the link's time is in ``communication``
     update      fixed + per tensor + per byte of a device's trainable parameters, as measured for
                 the workload's optimizer; otherwise bytes moved / bandwidth of the memory, where
                 weights and optimizer state are read and written and gradients read:
@@ -52,6 +52,17 @@ def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, fl
         calibration.send_s + calibration.send_byte_s * nbytes,
         calibration.receive_s + calibration.receive_byte_s * nbytes,
     )
+
+
+def cold_s(
+    cold_messages: Sequence[tuple[float, float]], computed_s: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """How many seconds longer messages take at an end that has computed for so long since the one
+    before: nothing for none, between those that were measured on a line, then as the last one.
+    """
+    seconds, longer = zip((0.0, 0.0), *cold_messages, strict=True)
+    found: NDArray[np.float64] = np.interp(computed_s, seconds, longer)
+    return found
 
 
 def _to_others_s(calibration: Calibration, ranks: int) -> tuple[float, float]:

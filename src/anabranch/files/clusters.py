@@ -65,7 +65,7 @@ def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
         _Calibration,
         machine=document_fields(calibration.machine, _Machine),
         memory_bytes_per_s=calibration.memory_bandwidth,
-        restarts=[list(pair) for pair in calibration.restarts],
+        **{name: [list(pair) for pair in getattr(calibration, name)] for name in _TABLES},
     )
 
 
@@ -82,7 +82,9 @@ class _Machine(Strict):
     torch: Text
 
 
-_Restart = Annotated[list[Seconds], Field(min_length=2, max_length=2)]
+_TABLES = "restarts", "cold_messages"
+
+_Pair = Annotated[list[Seconds], Field(min_length=2, max_length=2)]
 
 
 def _without_former(given: Any) -> Any:
@@ -108,7 +110,7 @@ class _Calibration(Strict):
     sum_byte_s: Seconds
     memory_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     lost_share: Annotated[float, Field(ge=0)] = 0.0
-    restarts: list[_Restart] = Field(default_factory=list, max_length=100)
+    restarts: list[_Pair] = Field(default_factory=list, max_length=100)
     share_tensor_s: Seconds = 0.0
     share_byte_s: Seconds = 0.0
     value_s: Seconds = 0.0
@@ -117,6 +119,7 @@ class _Calibration(Strict):
     crowded_work_s: Seconds = 0.0
     version: Annotated[int, Field(ge=1, le=10**4)] = 1
     leaf_s: Seconds = 0.0
+    cold_messages: list[_Pair] = Field(default_factory=list, max_length=100)
 
 
 class ClusterFile(Strict):
@@ -155,11 +158,11 @@ def to_cluster(file: ClusterFile) -> Cluster:
 
 def _to_calibration(document: _Calibration) -> Calibration:
     machine = Machine(**core_fields(document.machine))
-    fields = core_fields(document, leave_out=("machine", "memory_bytes_per_s", "restarts"))
-    restarts = tuple((waited, longer) for waited, longer in document.restarts)
+    fields = core_fields(document, leave_out=("machine", "memory_bytes_per_s", *_TABLES))
+    tables: dict[str, Any] = {name: tuple(map(tuple, getattr(document, name))) for name in _TABLES}
     return Calibration(
         machine=machine,
         memory_bandwidth=document.memory_bytes_per_s,
-        restarts=restarts,
+        **tables,
         **fields,
     )

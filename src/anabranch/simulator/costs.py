@@ -35,6 +35,7 @@ class Overheads:
         restart_work_s: work in which that is lost, see ``cost.overheads.lost_share``.
         crowded_s: how much longer it takes where no core is free.
         crowded_work_s: work in which that is lost.
+        cold_messages: how much longer messages take, see ``cost.overheads.cold_s``.
         step_s: seconds of each device in a step besides its actions, sums and updates.
         read_s: seconds in which each device reads a batch, before a step.
         agreement: what it takes of each device that all know the totals of a step.
@@ -46,6 +47,7 @@ class Overheads:
     restart_work_s: float = 0.0
     crowded_s: float = 0.0
     crowded_work_s: float = 0.0
+    cold_messages: Sequence[tuple[float, float]] = ()
     step_s: float = 0.0
     read_s: float = 0.0
     agreement: Agreement = NOTHING_TOLD
@@ -177,6 +179,7 @@ class ModelCosts:
             restart_work_s=calibration.restart_work_s,
             crowded_s=calibration.crowded_s,
             crowded_work_s=calibration.crowded_work_s,
+            cold_messages=calibration.cold_messages,
         )
 
     def host(self, device: int) -> int:

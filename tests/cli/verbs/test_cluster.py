@@ -64,6 +64,13 @@ def test_older_calibrations_do_not_say_in_which_work_a_wait_is_lost():
     assert crowded.endswith("each wait of a rank, most of it in the first 4.0 ms of work")
 
 
+def test_cold_messages_are_shown():
+    """Where they take longer, which those of older calibrations do not say."""
+    rows = calibration_rows(examples.cluster(cold_messages=((0.25, 0.0), (0.5, 0.125))))
+    assert "the longer an end has computed, the longer it takes: 125000 us behind 500.0 ms" in rows
+    assert "the longer" not in "\n".join(calibration_rows(examples.cluster()))
+
+
 def test_a_plan_has_the_calibration_that_it_was_made_with(document, calibrated, profile):
     """So that whoever reads its prediction knows what it rests on."""
     document("cluster", "--calibrate")

@@ -143,6 +143,15 @@ def _restarts(calibration: Calibration) -> list[str]:
     return [f"work takes longer after a wait: {listed}{most}"] if listed else []
 
 
+def _cold_messages(calibration: Calibration) -> list[str]:
+    listed = ", ".join(
+        f"{longer * 1e6:.0f} us behind {computed * 1e3:.1f} ms"
+        for computed, longer in calibration.cold_messages
+        if longer
+    )
+    return [f"the longer an end has computed, the longer it takes: {listed}"] if listed else []
+
+
 def _most_lost(work_s: float) -> str:
     """In which work most of what a wait costs is lost; empty where that is not known."""
     return f", most of it in the first {work_s * 1e3:.1f} ms of work" if work_s else ""
@@ -168,6 +177,7 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"{calibration.send_byte_s * 2**20 * 1e6:.0f} us per MiB, its receiver "
         f"{calibration.receive_s * 1e6:.0f} us and "
         f"{calibration.receive_byte_s * 2**20 * 1e6:.0f} us per MiB",
+        *_cold_messages(calibration),
         f"besides its operators a forward or backward takes {calibration.microbatch_s * 1e6:.0f} "
         f"us and {calibration.value_s * 1e6:.0f} us per value that enters or leaves its stage, "
         f"a step {calibration.step_s * 1e3:.2f} ms and {calibration.leaf_s * 1e6:.0f} us per "
