@@ -97,9 +97,7 @@ class Auto:
         )
 
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
-        """What other planners propose, and this one for a coarser model; the last one's error where
-        none does.
-        """
+        """What others propose, and this one for a coarser model; the last error if nothing."""
         sources = {name: self._proposed(name, problem) for name in STARTS}
         if coarse is not None:
             del sources["even"]  # takes longer than all others there

@@ -233,7 +233,7 @@ class _Search:
         # 39: what G_2 holds decides what G_1 must; of equals one search serves all, and where
         # memory is ample of those, too, that ask for so many more samples each.
         for c_b, devices in columns.items():
-            more = min(c_b) if self._is_ample(block) else 0
+            more = min(c_b) - 1 if self._is_ample(block) else 0
             first = solve(block, tuple(c if c == NEVER else c - more for c in c_b))
             first = Strategies(np.minimum(first.least + more, NEVER), first.stages)
             taken = np.full_like(rest.least, NEVER)
@@ -243,10 +243,11 @@ class _Search:
 
     @remembered
     def _is_ample(self, part: Chain | Block) -> bool:
-        """Whether any samples in flight fit into memory, whatever the stages of a part."""
+        """Whether any samples in flight fit into memory, or none, whatever a part's stages."""
         tps, room = self.schedules.tables(part.row)
         parts = {*(part.branches if isinstance(part, Block) else part.items)} - {None}
-        return bool((room[tps <= self.bound] == ENDLESS).all()) and all(map(self._is_ample, parts))
+        rooms = room[(tps <= self.bound) & (room > 0)]
+        return bool((rooms == ENDLESS).all()) and all(map(self._is_ample, parts))
 
     @remembered
     def _beside(self, block: Block, start: int, after: After) -> list[Strategies]:
