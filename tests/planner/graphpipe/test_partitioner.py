@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
-from anabranch.graph.opgraph import Op, OpGraph, Value
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.graphpipe.chains import line, tree
 from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
@@ -73,9 +74,11 @@ def drawn(times: dict[str, int], reads: dict[str, str]) -> Profile:
     return Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
 
 
-def stages_of(profile: Profile, devices: int, *, in_a_row: bool = False) -> list[str]:
+def stages_of(
+    profile: Profile, devices: int, *, in_a_row: bool = False, **options: int
+) -> list[str]:
     """The stages for micro-batches of one sample, as operators x replicas, sorted."""
-    cost = cost_model(profile, devices)
+    cost = cost_model(profile, devices, **options)
     problem = Problem(cost, 4)
     schedules = Schedules((Configuration(1),), (prices_of(cost, 4, 1),))
     chain = line(cost, problem.order, 64) if in_a_row else tree(cost, problem.tree, 64)
@@ -115,6 +118,28 @@ def test_several_branches_in_one_stage():
     reads = {"join": " ".join(f"b{i}" for i in range(7))}
     expected = ["b0+b1 x1", "b2+b3 x1", "b4+b5 x1", "b6+join x1"]
     assert stages_of(drawn(times, reads), 4) == expected
+
+
+def test_memory_lacks_for_the_stage_of_an_inner_join_only():
+    """a takes the 16 bytes of a device for its weights, an inner join 1 for each sample.
+
+    So a+join, with end behind it, would hold a sample more than fits, and other stages that last
+    two seconds hold as many as they like. On five devices some stage lasts three::
+
+        stem --> pre --> a --------> join --> end
+          |       +----> b1 --> b2 --+         |
+          +--> c ------------------------------+
+    """
+    times = dict.fromkeys(["stem", "pre", "a", "b1", "b2", "join", "c", "end"], 1)
+    reads = {"pre": "stem", "a": "pre", "b1": "pre", "b2": "b1", "join": "a b2", "c": "stem"}
+    profile = drawn(times, {**reads, "end": "join c"})
+    ops = [replace(op, parameters=("w",) * (op.name == "a")) for op in profile.graph.ops]
+    graph = replace(profile.graph, ops=tuple(ops), parameters=(Parameter("w", 4),))
+    pairs = zip(profile.costs, ops, strict=True)
+    costs = [replace(cost, kept_bytes=int(op.name == "join")) for cost, op in pairs]
+    profile = replace(profile, graph=graph, costs=tuple(costs))
+    found = stages_of(profile, 5, memory=16)
+    assert found == ["a+b1+b2 x1", "c x1", "join+end x1", "pre x1", "stem x1"]
 
 
 def test_a_row_has_runs_of_one_order():

@@ -62,12 +62,14 @@ class Chain:
         return len(self.items)
 
     @remembered
-    def with_join(self, place: int, branch: int) -> NestedSets:
-        """A row: a branch of the block at a place, then the items behind the block."""
-        block = self.items[place]
-        assert block is not None
-        parts = [*block.branches[branch].row.parts, *self.row.parts[place + 1 :]]
-        return NestedSets.row(self.row.cost, parts)
+    def with_join(self, place: int) -> dict[int, tuple[NestedSets, int]]:
+        """By branch of the block at a place, of same ones the last: its items and those behind the
+        block as a row, and the number of its own; nothing at an operator.
+        """
+        block, behind = self.items[place], self.row.parts[place + 1 :]
+        last = {own: q for q, own in enumerate(block.branches)} if block else {}
+        rows = {q: NestedSets.row(self.row.cost, [*b.row.parts, *behind]) for b, q in last.items()}
+        return {q: (rows[q], len(branch)) for branch, q in last.items()}
 
 
 def tree(cost: CostModel, root: Node, most_items: int) -> Chain:

@@ -170,7 +170,7 @@ class _Search:
                     found += self._before(rest, block, lambda b, c: self._beside(b, 0, c)[-1])
                 # .. or a block whose join has the tail of a branch.
                 if i + 1 < stop:
-                    found += self._joined(chain, i, needs, rests)
+                    found += self._joined(chain, i, block, needs, rests)
                 rests[i] = self._pick_better(found)
                 needs[i] = rests[i].least
                 behind = found
@@ -244,10 +244,13 @@ class _Search:
     @remembered
     def _is_ample(self, part: Chain | Block) -> bool:
         """Whether any samples in flight fit into memory, or none, whatever a part's stages."""
-        tps, room = self.schedules.tables(part.row)
-        parts = {*(part.branches if isinstance(part, Block) else part.items)} - {None}
-        rooms = room[(tps <= self.bound) & (room > 0)]
-        return bool((rooms == ENDLESS).all()) and all(map(self._is_ample, parts))
+        tables = [self.schedules.tables(part.row)]
+        if isinstance(part, Chain):
+            joins = (join for i in range(len(part)) for join in part.with_join(i).values())
+            tables += [self.schedules.tables(*join) for join in joins]
+        rooms = [room[(tps <= self.bound) & (room > 0)] for tps, room in tables]
+        parts = {*(part.items if isinstance(part, Chain) else part.branches)} - {None}
+        return all((r == ENDLESS).all() for r in rooms) and all(map(self._is_ample, parts))
 
     @remembered
     def _beside(self, block: Block, start: int, after: After) -> list[Strategies]:
@@ -284,20 +287,16 @@ class _Search:
         return [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
 
     def _joined(
-        self, chain: Chain, place: int, needs: Ints, rests: Sequence[Strategies]
+        self, chain: Chain, place: int, block: Block, needs: Ints, rests: Sequence[Strategies]
     ) -> list[Strategies]:
         """A stage after a block that also has the tail of a branch, and the rest of the block."""
-        block = chain.items[place]
-        assert block is not None
         found: list[Strategies] = []
-        for q in {same: q for q, same in enumerate(block.branches)}.values():
-            branch = block.branches[q]
-            # A row of the branch and what follows the block, of which the stage has one item.
-            row, end = chain.with_join(place, q), len(branch) + 1
+        for q, (row, own) in chain.with_join(place).items():
+            branch, end = block.branches[q], own + 1  # the stage has an item behind the block
             nowhere = np.full((end, *needs.shape[1:]), NEVER, dtype=np.int64)
             behind = np.concatenate([nowhere, needs[place + 2 :]])
             after = [rests[0]] * end + list(rests[place + 2 :])
-            tables = self.schedules.tables(row, len(branch))
+            tables = self.schedules.tables(row, own)
             places = np.flatnonzero(self.schedules.tail_s(branch.row) <= self.bound)
             # The longest tail first.
             for cut in places[:: max(1, -(-len(places) // TAILS))].tolist():
