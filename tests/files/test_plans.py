@@ -19,9 +19,8 @@ from anabranch.files import (
     save_cluster,
     save_plan,
 )
-from anabranch.files.plans import CHANGED
 from anabranch.plans.model_size import ModelSize
-from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.plan import CHANGED, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from tests.files.documents import (
     CLUSTER,

@@ -10,7 +10,7 @@ from anabranch.errors import (
     PolicyError,
 )
 from anabranch.graph.opgraph import Op, OpGraph, Value
-from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.plan import CHANGED, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import SCHEDULES
@@ -134,6 +134,19 @@ def test_a_simulated_plan_is_the_plan():
     batches = found.graph.batch_size // 2
     assert found.timeline.step_s == pytest.approx(6.0 * (batches + 3))
     assert solve.simulate(plan, cost.profile, cost.cluster) == found.timeline
+
+
+def test_a_plan_changed_by_hand_is_predicted_anew():
+    """So its note that nothing is predicted goes, and others stay; without a flush likewise."""
+    cost, graph = two_stages(2)
+    changed = replace(a_plan(graph), notes=("mine", CHANGED), predicted=None)
+    found = [
+        solve.foreseen(changed, cost.profile, cost.cluster)[0],
+        solve.simulate_async(changed, cost.profile, cost.cluster).plan,
+    ]
+    for plan in found:
+        assert plan.figures.step_s > 0
+        assert plan.notes == ("mine",)
 
 
 def test_a_synchronous_plan_is_simulated_without_its_flush():

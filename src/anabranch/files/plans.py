@@ -28,14 +28,12 @@ from anabranch.files.fields import (
 from anabranch.graph.opgraph import Granularity
 from anabranch.jsonfile import Strict, core_fields, document_fields, read_document, validate
 from anabranch.plans.model_size import ModelSize
-from anabranch.plans.plan import Mode, Plan, Prediction
+from anabranch.plans.plan import CHANGED, Mode, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import endless, rule_named
 from anabranch.weights import POLICIES
 
 _ANEW = "leave predicted out of a plan that was changed, simulate predicts it anew"
-
-CHANGED = "changed by hand since it was predicted, so nothing is: simulate predicts it anew"
 
 PLAN = "anabranch.plan/1"
 

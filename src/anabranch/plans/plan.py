@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from anabranch.cluster import Cluster
@@ -42,6 +42,9 @@ class Prediction:
 
 NOT_PREDICTED = "not predicted"
 """What stands for the figures of a plan that nobody has simulated."""
+
+CHANGED = "changed by hand since it was predicted, so nothing is: simulate predicts it anew"
+"""The note of a plan whose prediction was left out."""
 
 TAKE_ROWS = "SparseAdam, or SGD or Adagrad without momentum, weight decay and fused updates"
 """Optimizers of PyTorch that take sparse gradients."""
@@ -166,6 +169,12 @@ class Plan:
         if self.predicted is None:
             raise ValueError("the plan was made by hand and has not been simulated")
         return self.predicted
+
+    def predicting(self, predicted: Prediction, cluster: Cluster) -> Plan:
+        """The plan with new figures, of a cluster."""
+        notes = tuple(note for note in self.notes if note != CHANGED)
+        found = replace(self, predicted=predicted, notes=notes)
+        return replace(found, cluster=cluster.name, machines=cluster)
 
     @property
     def costs(self) -> str:

@@ -111,7 +111,7 @@ def foreseen(
         period_s=predicted.period_s,
         exposed_sums=predicted.exposed_sums,
     )
-    return replace(plan_, cluster=machines.name, machines=machines, predicted=figures), predicted
+    return plan_.predicting(figures, machines), predicted
 
 
 def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tuple[StageGraph, str]:
@@ -216,11 +216,8 @@ def simulate_async(
         schedule=endless.ENDLESS,
         mode="async",
         policy=name,
-        predicted=prediction(steady, graph, cost),
         profile=profile.origin,
-        cluster=cluster.name,
-        machines=cluster,
-    )
+    ).predicting(prediction(steady, graph, cost), cluster)
     whole = endless.repeated(graph, stream.shown(graph))
     return Simulated(shown, steady, ages, timeline, whole)
 
