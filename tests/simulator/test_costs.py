@@ -7,6 +7,8 @@ from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, Value
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.simulator.costs import ModelCosts, StageTimes
+from anabranch.simulator.stage_costs import StageCosts
+from tests.planner import helpers
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 
@@ -79,6 +81,24 @@ def test_shared_updates_take_as_long_as_the_longest_of_them() -> None:
     shared = CostModel(profile, cluster(2, bandwidth=8), shard_optimizer=True)
     assert ModelCosts(graph, cost).update_s(0) == 1 + 2 * 4 + 3 * 15
     assert ModelCosts(graph, shared).update_s(0) == max(1 + 2 + 3 * 9, 1 + 2 * 3 + 3 * 6)
+
+
+def test_updates_of_parts_are_shared():
+    """A second each, 2 per parameter and 3 per byte; each device has half of 4 parameters of 8
+    bytes, and of two replicas that share each updates two of them.
+    """
+    parameters = tuple(Parameter(name, 8) for name in "abcd")
+    model = OpGraph((Op("op0", tuple("abcd")),), (), parameters)
+    costs, update = (OpCost((1.0,), (1.0,), 5),), UpdateCost(1.0, 2.0, 3.0)
+    whole = Profile(model, (1,), costs, "v100", "measured", True, update=update)
+    profile = helpers.sharded(whole)
+    stage = Stage(("op0",), (0, 1, 2, 3), 4, tensor=2)
+    alone, shared = (
+        StageCosts(CostModel(profile, cluster(4), shard_optimizer=shares), stage, 4)
+        for shares in (False, True)
+    )
+    assert alone.update_s == 1 + 2 * 4 + 3 * 16
+    assert shared.update_s == 1 + 2 * 2 + 3 * shared.updated[0]
 
 
 def unbatched() -> ModelCosts:

@@ -104,8 +104,9 @@ class StageCosts:
         that takes longest, where they share the optimizer's state.
         """
         cost, replicas = self.cost, self.stage.replicas
-        if self.stage.tensor > 1:
-            return cost.update.seconds(len(self.readers), max(self.updated))
+        if self.stage.tensor > 1:  # replicas that share have about as many each
+            count = len(self.readers) / (replicas if cost.shard_optimizer else 1)
+            return cost.update.seconds(count, max(self.updated))
         held = [[cost.parameters[name] for name in self.readers]]
         if cost.shard_optimizer and replicas > 1:
             held = cost.dealt(self.mask, replicas)
