@@ -81,9 +81,12 @@ def test_single_steps_come_first_and_the_rest_follow_each_other() -> None:
 
 
 def test_batches_of_another_size_than_the_plans_are_noted() -> None:
-    """So that nothing that was predicted is compared with them; a shorter last batch is none."""
+    """So that nothing that was predicted is compared with them; a shorter last batch is none, and
+    makes no others the plan's.
+    """
     model, size = built("TwoBranch"), 16
-    for sizes, noted in (([size, size - 1], 0), ([size + 3, size + 3, size - 1], size + 3)):
+    other = size + 3
+    for sizes, noted in (([size, size - 1], 0), ([other, other, size], other)):
         workload = with_options(
             model, data=lambda *_, sizes=sizes: [dict(batch(n, n)) for n in sizes]
         )
