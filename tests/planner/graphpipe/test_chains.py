@@ -5,11 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.graph.opgraph import bits
+from anabranch.cost import CostModel
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value, bits
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.graphpipe.chains import Chain, line, tree
+from anabranch.profile.profile import OpCost, Profile
 from tests.planner import shapes
-from tests.planner.helpers import cost_model
+from tests.planner.helpers import cluster, cost_model
 from tests.strategies import planning_profiles
 
 
@@ -33,6 +35,18 @@ def test_small_models_stay_as_they_are():
     (block,) = (item for item in chain.items if item is not None)
     a, b, c, d = block.branches
     assert a is b is not c is d
+
+
+def test_branches_that_tie_other_parameters_are_not_alike():
+    """Two operators that read one parameter hold half of what two with one each do."""
+    ops = [Op(f"op{i}", (name,)) for i, name in enumerate("ttuv")]
+    values = tuple(Value(x, (y,), 8) for x, y in ((0, 1), (2, 3), (1, 4), (3, 4)))
+    parameters = tuple(Parameter(name, 100) for name in "tuv")
+    graph = OpGraph((*ops, Op("join")), values, parameters)
+    costs = (OpCost((1.0,), (1.0,), 1),) * 5
+    cost = CostModel(Profile(graph, (1,), costs, "cpu", "measured"), cluster(2))
+    (block,) = (item for item in tree(cost, decompose(graph), 64).items if item is not None)
+    assert block.branches[0] is not block.branches[1]
 
 
 @settings(max_examples=20, deadline=None)

@@ -17,7 +17,7 @@ compute.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from anabranch.cost import CostModel
@@ -93,12 +93,11 @@ class _Builder:
 
     @cached_property
     def _keys(self) -> list[Hashable]:
-        """Per operator what it costs."""
-        named = self._cost.parameters
-        return [
-            (costs, tuple((named[name].nbytes, named[name].trainable) for name in op.parameters))
-            for costs, op in zip(self._cost.profile.costs, self._cost.graph.ops, strict=True)
-        ]
+        """Per operator what it costs; a parameter that several read is like no other."""
+        graph, tied = self._cost.graph, [parameter for _, parameter in self._cost.tied]
+        named = {p.name: p if p in tied else replace(p, name="-") for p in graph.parameters}
+        pairs = zip(self._cost.profile.costs, graph.ops, strict=True)
+        return [(costs, tuple(named[name] for name in op.parameters)) for costs, op in pairs]
 
     def chain(self, node: Node) -> Chain:
         """The chain of a part."""
