@@ -29,7 +29,6 @@ from torch import Tensor
 import anabranch
 from anabranch import launch
 from anabranch.calibration.measure import Calibrated, calibrate
-from anabranch.cli.source import measured
 from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
@@ -57,7 +56,7 @@ def rows(model: str, counts: list[int], machine: Calibrated) -> list[Row]:
     workload = build(model, preset="small")
     captured = anabranch.capture(workload.module, workload.example)
     sizes = tuple(1 << i for i in range(BATCH.bit_length()))
-    profile = measured(captured, workload, sizes, "cpu")
+    profile = anabranch.measure_workload(workload, sizes, captured=captured)
     found = []
     for count in counts:
         make = partial(

@@ -42,7 +42,6 @@ from anabranch.calibration import side_by_side
 from anabranch.calibration.machine import OtherLoad
 from anabranch.calibration.measure import Calibrated, calibrate
 from anabranch.calibration.side_by_side import Paces
-from anabranch.cli.source import measured
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.models import MODELS, build
@@ -50,6 +49,7 @@ from anabranch.plans.plan import Plan
 from anabranch.profile.measure import Measurement
 from anabranch.profile.profile import Profile, UpdateCost
 from anabranch.runtime.measurement.update import measure_update
+from anabranch.runtime.measurement.workload import measure_workload
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import prepare
 from anabranch.solve import plan, simulate
@@ -151,7 +151,8 @@ def cases_of(model: str, ranks: list[int], machine: Calibrated) -> list[Case]:
     """One for every number of ranks and kind of plan."""
     workload, spare = (build(model, preset="small") for _ in range(2))
     captured, whole = (capture(one.module, one.example) for one in (workload, spare))
-    profile = measured(captured, workload, tuple(1 << i for i in range(BATCH.bit_length())), "cpu")
+    counts = [1 << i for i in range(BATCH.bit_length())]
+    profile = measure_workload(workload, counts, captured=captured)
     return [
         Case(
             model,

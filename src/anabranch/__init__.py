@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from anabranch.profile.readers import read_profile as read_profile
     from anabranch.runtime.asynchronous.pipeline import AsyncPipeline as AsyncPipeline
     from anabranch.runtime.compute.options import ComputeOptions as ComputeOptions
+    from anabranch.runtime.measurement.workload import measure_workload as measure_workload
     from anabranch.runtime.pipeline import Pipeline as Pipeline
     from anabranch.solve import compare as compare
     from anabranch.solve import explain as explain
@@ -65,6 +66,7 @@ _HOME = {
     "load_profile": "files",
     "load_state_dict": "checkpoint",
     "measure": "profile.measure",
+    "measure_workload": "runtime.measurement.workload",
     "pad_to_bucket": "loaders",
     "plan": "solve",
     "read_profile": "profile.readers",

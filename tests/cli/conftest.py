@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from anabranch import cli
-from anabranch.cli import job, source
 from anabranch.cli.source import ModelSource
 from anabranch.files import save_cluster, save_profile
 from anabranch.graph import capture as graph_capture
 from anabranch.graph.capture import Captured
 from anabranch.models import MODELS
 from anabranch.profile.profile import Profile
+from anabranch.runtime.measurement import workload as whole
 from anabranch.workload import Workload
 from tests.cli.examples import TOWERS, four
 from tests.simulator.helpers import chain, cluster, cost_model
@@ -35,7 +35,8 @@ def _captured_once(monkeypatch):
     commands leave them as they were, since what trains is a fork. Not where a test has its own
     ``capture``.
     """
-    build, capture, measure = ModelSource.workload, ModelSource.capture, source.measured
+    build, capture = ModelSource.workload, ModelSource.capture
+    measure = whole.measure_workload
 
     def built(model: ModelSource, *, meta: bool = False) -> Workload:
         lasting = model.model in MODELS or model.model.startswith("tests.cli.models:")
@@ -57,19 +58,21 @@ def _captured_once(monkeypatch):
         return _CAPTURED[key]
 
     def measured(
-        captured: Captured, workload: Workload, counts: tuple[int, ...], device: str, *progress: Any
+        workload: Workload, counts: tuple[int, ...], *, captured: Captured, device: str, **more: Any
     ) -> Profile:
+        def now() -> Profile:
+            return measure(workload, counts, captured=captured, device=device, **more)
+
         if not any(captured is kept for kept in _CAPTURED.values()):
-            return measure(captured, workload, counts, device, *progress)
+            return now()
         key = id(captured), id(workload), counts, device
         if key not in _MEASURED:
-            _MEASURED[key] = measure(captured, workload, counts, device, *progress)
+            _MEASURED[key] = now()
         return _MEASURED[key]
 
     monkeypatch.setattr(ModelSource, "workload", built)
     monkeypatch.setattr(ModelSource, "capture", captured)
-    for home in (source, job):
-        monkeypatch.setattr(home, "measured", measured)
+    monkeypatch.setattr(whole, "measure_workload", measured)
 
 
 @pytest.fixture

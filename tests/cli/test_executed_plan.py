@@ -58,6 +58,13 @@ def test_another_policy_has_no_figures_and_not_the_old_reason():
     assert "links are slow" in text
 
 
+def test_without_a_flush_no_state_is_shared():
+    """Though a plan with one says so, nor are gradients of tables sparse."""
+    planned = replace(SYNC, shard_optimizer=True, sparse_embeddings=True)
+    run = executed_plan(planned, towers(), "stash", is_async=True)
+    assert (run.mode, run.shard_optimizer, run.sparse_embeddings) == ("async", False, False)
+
+
 def test_a_policy_that_is_chosen_comes_with_its_reason():
     """Over a plan of either mode; the reason is that of the pipeline."""
     for plan in (ASYNC, SYNC):

@@ -70,6 +70,8 @@ def executed_plan(
         stage_graph=_holding(graph, held),
         mode="async",
         policy=chosen.name,
+        shard_optimizer=False,
+        sparse_embeddings=False,
         predicted=None,
         notes=notes,
     )

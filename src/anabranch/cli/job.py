@@ -16,7 +16,7 @@ from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.preflight import require_own_devices
 from anabranch.cli.progress import TrainingProgress, begin_compiling, progress_bar
 from anabranch.cli.settings import LocalPlanSettings, TrainingSettings
-from anabranch.cli.source import ModelSource, as_calibrated, measured
+from anabranch.cli.source import ModelSource, as_calibrated
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError
 from anabranch.remembered import remembered
@@ -84,15 +84,20 @@ class Job:
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do, or on a GPU."""
         from anabranch import launch
+        from anabranch.runtime.measurement.workload import measure_workload
 
         time = partial(
-            measured, self.captured, self.workload, powers_of_two(batch_size), self.device
+            measure_workload,
+            self.workload,
+            powers_of_two(batch_size),
+            captured=self.captured,
+            device=self.device,
         )
         if self.device == "cuda" and "RANK" not in os.environ:
             found: Profile = launch.run(time, 1)[0]
         else:
             with progress_bar(f"measuring {self.source.model}") as progress:
-                found = time(progress)
+                found = time(progress=progress)
         self.profile = found
         return found
 

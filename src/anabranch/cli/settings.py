@@ -350,7 +350,7 @@ class TrainingSettings:
             min=0,
             max=2**32 - 1,
             help="What the model's function draws from torch, the order of a data set and dropout "
-            "follow from it [default: torch's own, always the same].",
+            "follow from it [default: another one every time].",
         ),
     ] = None
     evaluate_every: Annotated[

@@ -180,10 +180,14 @@ class ModelSource:
         self.facts["kept_capture"] = False
         counts = samples or powers_of_two(batch_size)
         if _is_here(device):
+            from anabranch.runtime.measurement.workload import measure_workload
+
             workload = build()
             captured = self.capture(workload)
             with progress_bar(f"measuring {self.model} on {device}") as progress:
-                return measured(captured, workload, counts, device, progress)
+                return measure_workload(
+                    workload, counts, captured=captured, device=device, progress=progress
+                )
         from anabranch.capture_cache.estimated import estimated
 
         with self._capturing():
@@ -242,28 +246,6 @@ class ModelSource:
                 f"one number, not {', '.join(map(str, counts))}"
             )
         return counts[0] if counts else None
-
-
-def measured(
-    captured: Captured,
-    workload: Workload,
-    counts: tuple[int, ...],
-    device: str,
-    progress: Callable[..., None] | None = None,
-) -> Profile:
-    """Operators, updates and reading of a model, timed on a device of this machine as ranks have
-    it.
-    """
-    from anabranch.profile.measure import measure
-    from anabranch.runtime.measurement.reading import measure_reading
-    from anabranch.runtime.measurement.update import measure_update
-
-    found = measure(captured, counts, device=device, progress=progress)
-    return replace(
-        found,
-        update=measure_update(workload, device=device),
-        read_sample_s=measure_reading(workload, max(counts)),
-    )
 
 
 def _is_here(device: str) -> bool:

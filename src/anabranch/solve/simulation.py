@@ -216,6 +216,8 @@ def simulate_async(
         schedule=endless.ENDLESS,
         mode="async",
         policy=name,
+        shard_optimizer=False,
+        sparse_embeddings=False,
         profile=profile.origin,
     ).predicting(prediction(steady, graph, cost), cluster)
     whole = endless.repeated(graph, stream.shown(graph))

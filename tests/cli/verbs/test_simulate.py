@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.cli import source
 from anabranch.cli.source import ModelSource
+from anabranch.runtime.measurement import workload as whole
 from tests.cli.examples import TOWERS
 
 
@@ -74,7 +74,7 @@ def test_check_times_nothing(run, monkeypatch, tmp_path):
     """
     options = ("--cluster", "local:2", "--batch-size", "16", "--max-replicas", "1")
     assert run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")[0] == 0
-    monkeypatch.delattr(source, "measured")
+    monkeypatch.delattr(whole, "measure_workload")
     code, _, err = run("check", "plan.json", TOWERS)
     assert code == 0, err
     small = json.loads(Path("plan.json").read_text())
