@@ -58,16 +58,14 @@ def _captured_once(monkeypatch):
         return _CAPTURED[key]
 
     def measured(
-        workload: Workload, counts: tuple[int, ...], *, captured: Captured, device: str, **more: Any
+        workload: Workload, samples: tuple[int, ...], *, device: str = "cpu", **more: Any
     ) -> Profile:
-        def now() -> Profile:
-            return measure(workload, counts, captured=captured, device=device, **more)
-
+        captured = more.get("captured")
         if not any(captured is kept for kept in _CAPTURED.values()):
-            return now()
-        key = id(captured), id(workload), counts, device
+            return measure(workload, samples, device=device, **more)
+        key = id(captured), id(workload), samples, device
         if key not in _MEASURED:
-            _MEASURED[key] = now()
+            _MEASURED[key] = measure(workload, samples, device=device, **more)
         return _MEASURED[key]
 
     monkeypatch.setattr(ModelSource, "workload", built)
