@@ -108,12 +108,13 @@ def test_a_run_without_a_flush_comes_back(tmp_path: Path) -> None:
 
 def test_a_plan_predicts_nothing_of_other_batches(tmp_path: Path) -> None:
     """Of 16 samples, where it is for 4: said, and samples per second are of theirs."""
-    run = replace(RUN, batch_samples=16)
+    run = replace(RUN, samples=(16, 16, 4))
     save_run(run, tmp_path / "run")
     assert load_run(tmp_path / "run") == run
     document = run.figures()
     assert document["predicted_step_s"] is document["predicted_device_peak_bytes"] is None
     assert document["samples_per_s"] == 4 * RUN.figures()["samples_per_s"]
+    assert document["batch_samples"] == [4, 16]
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "samples in a batch" in page
     assert "samples in a batch" not in text_of_page(RUN, tmp_path)

@@ -82,15 +82,21 @@ def test_single_steps_come_first_and_the_rest_follow_each_other() -> None:
 
 def test_batches_of_another_size_than_the_plans_are_noted() -> None:
     """So that nothing that was predicted is compared with them; a shorter last batch is none, and
-    makes no others the plan's.
+    makes no others the plan's, as one larger batch does.
     """
     model, size = built("TwoBranch"), 16
     other = size + 3
-    for sizes, noted in (([size, size - 1], 0), ([other, other, size], other)):
+    for sizes, noted in (
+        ([size, size, size - 1], ()),
+        ([other, other, size], (size, other)),
+        ([size, other, size], (size, other)),
+        ([size - 2, size - 2, size], (size - 2, size)),
+    ):
         workload = with_options(
             model, data=lambda *_, sizes=sizes: [dict(batch(n, n)) for n in sizes]
         )
-        assert trained(model, workload, len(sizes))[0].batch_samples == noted
+        run, _ = trained(model, workload, len(sizes))
+        assert (run.samples, run.other_samples) == (tuple(sizes), noted)
 
 
 def test_few_steps_have_no_period() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -59,8 +59,9 @@ class TrainingProgress:
         self._every_s, self._is_async = every_s, is_async
         self._started = self._shown = time.monotonic()
         self._seconds: list[float] = []
+        self._samples: list[int] = []
         self._losses: deque[float] = deque(maxlen=10)
-        self._most, self._slow = 0, ""
+        self._slow = ""
 
     def __call__(self, event: Event) -> None:
         """Note one step, and show it if it is time."""
@@ -71,12 +72,13 @@ class TrainingProgress:
         if isinstance(event, PlanEvent):
             self._predicted_s, self._slow = event.predicted_s or 0.0, ""
             self._seconds.clear()
+            self._samples.clear()
         if not isinstance(event, StepEvent):
             return
         if event.seconds:
             self._seconds.append(event.seconds)
+            self._samples.append(event.samples)
         self._losses.append(event.loss)
-        self._most = max(self._most, event.samples)
         last = event.done == event.total
         terminal = sys.stderr.isatty()
         now = time.monotonic()
@@ -88,8 +90,10 @@ class TrainingProgress:
         what = "mini-batch" if self._is_async else "step"
         loss = sum(self._losses) / len(self._losses)
         line = f"{what} {event.done}{of}, {now - self._started:.0f} s: loss {loss:.4f}{metrics}"
-        if taken := self._taken():
-            line += f", {self._most / taken:.0f} samples/s, {what} {taken * 1e3:.2f} ms"
+        if self._seconds:
+            taken = self._typical(self._seconds)
+            rate = self._typical(self._samples) / taken
+            line += f", {rate:.0f} samples/s, {what} {taken * 1e3:.2f} ms"
             if self._predicted_s:
                 line += f" (predicted {self._predicted_s * 1e3:.2f})"
         if self._slow:
@@ -98,11 +102,8 @@ class TrainingProgress:
         sys.stderr.write(("\r\x1b[2K" if terminal else "") + line + end)
         sys.stderr.flush()
 
-    def _taken(self) -> float:
-        """Seconds of a step; 0 where that is not known yet."""
+    def _typical(self, per_step: Sequence[float]) -> float:
         from statistics import fmean, median
 
-        if not self._seconds:
-            return 0.0
         # A flush has a first step that sets things up.
-        return fmean(self._seconds) if self._is_async else median(self._seconds[-50:])
+        return fmean(per_step) if self._is_async else median(per_step[-50:])

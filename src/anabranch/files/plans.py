@@ -107,9 +107,9 @@ _BESIDES = ("planner", "profile", "model_size", "interrupted", "depth", "predict
 
 def _digest(document: dict[str, Any]) -> str:
     """What tells whether a prediction is of this plan: of all that it was predicted from."""
-    names = sorted(key for key in document if key not in _BESIDES and not key.endswith("_s"))
-    text = json.dumps({key: document[key] for key in names})
-    alike = json.dumps(json.loads(text, parse_int=float), sort_keys=True)
+    kept = {k: v for k, v in document.items() if k not in _BESIDES and not k.endswith("_s")}
+    # 1 and 1.0 are alike.
+    alike = json.dumps(json.loads(json.dumps(kept), parse_int=float), sort_keys=True)
     return hashlib.sha256(alike.encode()).hexdigest()[:16]
 
 
@@ -190,9 +190,10 @@ def _to_plan(file: _PlanFile) -> Plan:
             "machines, or write its name to cluster"
         )
     predicted, notes = file.predicted, tuple(file.notes)
-    written = file.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    if predicted is not None and predicted.digest not in ("", _digest(written)):
-        predicted, notes = None, (*notes, CHANGED)
+    if predicted is not None and predicted.digest:
+        written = file.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        if predicted.digest != _digest(written):
+            predicted, notes = None, (*notes, CHANGED)
     changed = {
         "stage_graph": graph,
         "predicted": _to_prediction(predicted, graph) if predicted is not None else None,

@@ -58,7 +58,8 @@ def _learned(document: Document) -> Iterator[Figure]:
         yield Figure("gradients", value, more)
     if samples := document.get("batch_samples"):
         more = f"where the plan is for {document['planned_batch_samples']:,}, and its prediction"
-        yield Figure("samples in a batch", f"{samples:,}", more)
+        text = " to ".join(f"{count:,}" for count in dict.fromkeys(samples))
+        yield Figure("samples in a batch", text, more)
     if document["restarts"]:
         yield Figure("restarts", str(document["restarts"]), "figures are of the last time")
 

@@ -214,7 +214,7 @@ class _RunFile(Strict):
     others_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     resumed: str = ""
     first_step: _Count = 0
-    batch_samples: _Count = 0
+    samples: list[_Count] = Field(default_factory=list)
 
 
 def _to_timeline(file: _Timeline) -> Timeline:

@@ -113,7 +113,7 @@ class Run:
             meanwhile; 0 where that is not known.
         resumed: the checkpoint, or the folder of several, that it went on from; empty if from none.
         first_step: steps that were done before it.
-        batch_samples: of its batches, the median; 0 where they were those of the plan.
+        samples: of the batch of each step; empty where that is not known, or of a plan's batches.
     """
 
     plan: Plan
@@ -140,7 +140,7 @@ class Run:
     others_share: float = 0.0
     resumed: str = ""
     first_step: int = 0
-    batch_samples: int = 0
+    samples: tuple[int, ...] = ()
 
     @property
     def measured(self) -> Timeline | None:
@@ -165,23 +165,38 @@ class Run:
 
     @property
     def predicted(self) -> Prediction | None:
-        """What the plan predicts; nothing where it is for another mode, policy or batch."""
+        """What the plan predicts; nothing where it is for another mode, policy or batches."""
         is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
-        is_other = self.round_robin or self.batch_samples
+        is_other = self.round_robin or self.other_samples
         return self.plan.predicted if is_planned and not is_other else None
+
+    @property
+    def other_samples(self) -> tuple[int, ...]:
+        """Fewest and most samples of a batch, where the plan is for others: of most batches, or of
+        a larger one. The last batch of an epoch may have fewer.
+        """
+        planned = self.plan.stage_graph.batch_size
+        if not self.samples or statistics.median_high(self.samples) == max(self.samples) == planned:
+            return ()
+        return min(self.samples), max(self.samples)
 
     def figures(self) -> dict[str, Any]:
         """The document that ``--json`` prints; lines and page say nothing else (``told``)."""
         predicted = self.predicted
         predicted_s = predicted.step_s if predicted is not None else None
         peaks = list(predicted.device_peak_bytes) if predicted is not None else None
-        seconds = self.period_s or self.median_step_s
+        per_step = self.samples or (self.plan.stage_graph.batch_size,)
+        rate = (
+            statistics.fmean(per_step) / self.period_s
+            if self.period_s
+            else statistics.median(per_step) / self.median_step_s
+        )
         common = {
             "losses": list(self.losses),
             "last_loss": _mean(self.losses[-LAST_LOSSES:]),
             "period_s": self.period_s,
-            "samples_per_s": (self.batch_samples or self.plan.stage_graph.batch_size) / seconds,
-            "batch_samples": self.batch_samples,
+            "samples_per_s": rate,
+            "batch_samples": list(self.other_samples),
             "planned_batch_samples": self.plan.stage_graph.batch_size,
             "metrics": finite(self.metrics),
             "chance": dict(self.chance),

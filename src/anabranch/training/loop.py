@@ -247,8 +247,6 @@ class _Course(Generic[_Pipe]):
         held_out = self._pauses.end()
         metrics = dict(self.pipe.metrics if held_out is None else held_out)
         self.reporter.tell(EndEvent(self.pipe.step_number, metrics, INTERRUPT.agreed))
-        # The last batch of an epoch may have fewer.
-        samples = statistics.median_high(self.reporter.samples)
         return Run(
             losses=tuple(self.reporter.losses),
             metrics=metrics,
@@ -257,7 +255,7 @@ class _Course(Generic[_Pipe]):
             gradients=self.pipe.gradient_verdict,
             resumed="" if self._resume is None else str(self._resume),
             first_step=self._first_step,
-            batch_samples=0 if samples == self.pipe.plan.stage_graph.batch_size else samples,
+            samples=tuple(self.reporter.samples),
             **figures,
         )
 
