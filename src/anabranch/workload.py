@@ -40,8 +40,8 @@ class Workload:
 
     Attributes:
         module: its forward returns the loss: a scalar tensor, or an object or mapping with a scalar
-            ``loss`` (as Hugging Face models return); further scalar entries of a mapping are
-            metrics. Loss and metrics are means over samples.
+            ``loss`` (as Hugging Face models return); further scalars and numbers among its entries
+            are metrics. Loss and metrics are means over samples.
         example: a batch of at least two samples, as the data yields them; sizes of further
             dimensions are fixed by it, unless there are ``buckets``.
         data: (batch size, epoch) -> training batches of one epoch, the same on every rank; or a

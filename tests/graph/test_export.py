@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -24,13 +25,14 @@ from tests.graph.nets import Net, Returns, batch, one_stage, stage_each
     [
         (lambda h: h.mean(), ()),
         (lambda h: {"loss": h.mean(), "top": h.max(), "logits": h}, ("top",)),
-        (lambda h: SimpleNamespace(loss=h.mean(), size=h.norm(), count=3), ("size",)),
-        (lambda h: {"hits": (h > 0).sum(), "loss": h.mean()}, ()),
+        (lambda h: SimpleNamespace(loss=h.mean(), size=h.norm(), count=3), ("size", "count")),
+        (lambda h: {"hits": (h > 0).sum(), "loss": h.mean()}, ("hits",)),
+        (lambda h: {"loss": h.mean(), "tag": "a", "none": None, "hits": [h.sum()]}, ()),
     ],
-    ids=["tensor", "mapping", "object", "integer is no metric"],
+    ids=["tensor", "mapping", "object", "integer", "no numbers"],
 )
 def test_loss_and_metrics(make: Callable[[torch.Tensor], Any], metrics: tuple[str, ...]) -> None:
-    """The loss is the tensor or the entry ``loss``; further scalar floats are metrics."""
+    """The loss is the tensor or the entry ``loss``; further scalars and numbers are metrics."""
     module = Returns(make)
     captured = capture(module, batch())
     loss, found = run_stages(split(captured, one_stage(captured)), batch())
@@ -49,8 +51,10 @@ def test_loss_and_metrics(make: Callable[[torch.Tensor], Any], metrics: tuple[st
         (lambda h: None, "returned no loss, but NoneType"),
         (lambda h: h.argmax(), "int64"),
         (lambda h: h.detach().mean(), "does not depend on any parameter"),
+        (lambda h: {"loss": h.mean(), "top": np.float32(3)}, "returned top as numpy.float32; a"),
+        (lambda h: {"loss": h.mean(), "top": h.max().item() ** 2}, r"metric top .*leave .item\(\)"),
     ],
-    ids=["not a scalar", "no loss", "nothing", "not a float", "no gradient"],
+    ids=["no scalar", "no loss", "nothing", "no float", "no gradient", "no number", "by a number"],
 )
 def test_refuses_what_is_no_loss(make: Callable[[torch.Tensor], Any], complaint: str) -> None:
     """The message says what was returned instead."""

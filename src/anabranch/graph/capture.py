@@ -47,6 +47,7 @@ from anabranch.graph.group import FREE, Grouping, group, group_like
 from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.meta_kernels import MetaKernels
 from anabranch.graph.meta_trace import NotPlainError, trace_on_meta
+from anabranch.graph.number_metrics import numbers_as_tensors
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.sample_flow import Flow, above, loss_kind, sample_flow
@@ -452,8 +453,8 @@ class Coupling:
 
 def _degree(flow: Flow) -> int | None:
     """The power of the number of samples in an output; one without samples is its own mean."""
-    if flow.kind == "additive":
-        return flow.degree
+    if flow.kind in ("additive", "statistic"):
+        return flow.degree if flow.is_sum else None
     return None if flow.kind == "coupled" else -1
 
 
@@ -636,6 +637,7 @@ class _Exporter:
         program = lower(
             exported, samples, names=self.names, batch_names=list(self.layout.names), device=device
         )
+        program = numbers_as_tensors(program, self.outputs)
         examples = self.layout.resized(1, torch.device("meta"))
         leaves = dict(zip(self.layout.names, examples, strict=True))
 

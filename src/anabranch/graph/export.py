@@ -82,15 +82,31 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
             f"the loss has shape ({_shape(loss)}) and type {loss.dtype}, not that of a scalar; "
             "reduce it to a mean over the samples, for example with loss.mean()"
         )
-    metrics = {
-        name: value
-        for name, value in entries.items()
-        if name != "loss"
-        and isinstance(value, torch.Tensor)
-        and value.dim() == 0
-        and value.dtype.is_floating_point
-    }
+    metrics = {}
+    for name, value in entries.items():  # a loop, which the full analysis understands
+        scalar = _scalar(name, value)
+        if name != "loss" and scalar is not None:
+            metrics[name] = scalar
     return {"loss": loss, **metrics}
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _scalar(name: str, value: Any) -> torch.Tensor | None:
+    """What a module returned as a metric; nothing where it is none."""
+    if isinstance(value, torch.Tensor):
+        is_scalar = value.dim() == 0 and not value.dtype.is_complex
+        return (value if value.dtype.is_floating_point else value.float()) if is_scalar else None
+    if isinstance(value, _NUMBERS):
+        number: Any = value  # also a symbol, while tracing
+        return torch.scalar_tensor(number)
+    if hasattr(value, "__float__"):
+        raise CaptureError(
+            f"the module's forward returned {name} as {type(value).__module__}."
+            f"{type(value).__name__}; a metric beside the loss is a scalar tensor, or a number"
+        )
+    return None
 
 
 def _shape(value: torch.Tensor) -> str:

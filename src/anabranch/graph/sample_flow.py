@@ -70,11 +70,14 @@ _BATCH_NORMS = words("batch_norm native_batch_norm cudnn_batch_norm miopen_batch
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """How one value depends on the samples; ``known``: on nothing but the batch and constants."""
+    """How one value depends on the samples; ``known``: on nothing but the batch and constants.
+    ``is_sum`` is false for a statistic that is no sum over samples, such as a ratio of two.
+    """
 
     kind: Literal["constant", "samples", "additive", "statistic", "coupled"]
     degree: int = 0
     known: bool = True
+    is_sum: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +297,8 @@ class _Follower:
         nothing = Flow("coupled", 0, known)
         if kinds <= {"constant", "statistic"}:
             if known:
-                return Flow("statistic")
+                is_sum = name in _LINEAR and len(inputs) == 1 and inputs[0].is_sum
+                return Flow("statistic", inputs[0].degree, is_sum=is_sum)
             self.note_uses(node)
             return Flow("constant", 0, False)
         scale = self.scale(node, name)
