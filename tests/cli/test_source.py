@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from anabranch.cli.source import ModelSource
+from anabranch.calibration.kept import keep
+from anabranch.cli.source import ModelSource, note_uncalibrated
+from anabranch.cluster import Cluster
 from anabranch.files import load_plan, load_profile
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.readers import read_profile
+from tests.calibration.examples import cluster
 from tests.profile.readers.test_pipedream import node, write
 from tests.shared_profiles import SHARED, needs_shared
 
@@ -157,9 +161,8 @@ def test_a_plan_knows_how_its_model_was_built(run):
     assert "operators are in no stage: branches.0.layers.1, branches.1.layers.1" in out
 
 
-def test_another_model_than_the_plans_is_built_as_the_user_says():
-    """Options of the one mean nothing to the other."""
-    plan = Plan(
+def simple_plan() -> Plan:
+    return Plan(
         StageGraph((Stage(("a",), (0,), 1),), (), 1),
         schedule="1f1b",
         planner="",
@@ -171,11 +174,30 @@ def test_another_model_than_the_plans_is_built_as_the_user_says():
         predicted=None,
         options=(("preset", "small"), ("layers", "1")),
     )
+
+
+def test_another_model_than_the_plans_is_built_as_the_user_says():
+    """Options of the one mean nothing to the other."""
+    plan = simple_plan()
     assert ModelSource.of_plan(plan).recorded() == plan.options
     same = ModelSource.of_plan(plan, "two-branch", "published", {"layers": "2"})
     assert (same.preset, same.options) == ("published", {"layers": "2"})
     other = ModelSource.of_plan(plan, "mmt")
     assert (other.model, other.preset, other.options) == ("mmt", "published", {})
+
+
+def test_a_plan_without_a_calibration_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Calibrate and plan again; plan again alone where the calibration is there by now."""
+    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path))
+    plan = replace(simple_plan(), machines=Cluster.preset("local:1"))
+    note_uncalibrated(plan)
+    keep(cluster(2))
+    note_uncalibrated(plan)
+    before, after = capsys.readouterr().err.splitlines()
+    assert before.endswith("cost each other; anabranch cluster --calibrate, then plan again")
+    assert after.endswith("this machine is calibrated by now: plan again")
 
 
 def test_a_kept_capture_is_said(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

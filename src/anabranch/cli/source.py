@@ -283,12 +283,14 @@ def note_other_model(plan: Plan, graph: OpGraph) -> None:
 
 def note_uncalibrated(plan: Plan) -> None:
     """Say that the prediction of a plan file for local ranks leaves something out, if it does."""
-    from anabranch.calibration.kept import COMMAND, is_local
+    from anabranch.calibration.kept import COMMAND, is_calibrated, is_local
 
     if plan.machines is not None and is_local(plan.machines):
+        is_by_now = is_calibrated(plan.machines)
+        todo = "this machine is calibrated by now: plan" if is_by_now else f"{COMMAND}, then plan"
         note(
             f"the plan was made for {plan.machines.name} without a calibration, so its prediction "
-            f"leaves out what ranks cost each other; {COMMAND}, then plan again"
+            f"leaves out what ranks cost each other; {todo} again"
         )
 
 
