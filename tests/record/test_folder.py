@@ -144,6 +144,21 @@ def test_a_broken_action_is_named(tmp_path: Path) -> None:
         load_run(tmp_path / "run")
 
 
+def test_a_folder_that_is_no_run_says_what_it_is(tmp_path: Path) -> None:
+    """The folder of --save, or of --save-every, is easily taken for that of the figures."""
+    for manifest, what in (
+        ("saved/manifest.json", "a checkpoint, which has weights and no figures"),
+        ("series/step-3/manifest.json", "a checkpoint, which has weights and no figures"),
+        ("other/file", "no run"),
+    ):
+        file = tmp_path / manifest
+        file.parent.mkdir(parents=True)
+        file.touch()
+        folder = tmp_path / Path(manifest).parts[0]
+        with pytest.raises(FileFormatError, match=rf"is {what}: .*run\.json does not exist; name"):
+            load_run(folder)
+
+
 def test_a_plan_predicts_nothing_of_another_policy_or_of_replicas_in_turn(tmp_path: Path) -> None:
     """Both change what is held, and the page says which it was."""
     planned = replace(PLAN, mode="async", policy="stash", notes=("policy stash: by hand",))

@@ -78,6 +78,16 @@ def save_run(run: Run, folder: Path) -> None:
 def load_run(folder: Path) -> Run:
     """Read what ``save_run`` wrote; raises FileFormatError, which names file, key and value."""
     path = folder / "run.json"
+    if not path.exists():
+        from anabranch.checkpoint.manifest import MANIFEST
+        from anabranch.checkpoint.series import newest
+
+        is_saved = (folder / MANIFEST).exists() or newest(folder) is not None
+        what = "a checkpoint, which has weights and no figures" if is_saved else "no run"
+        raise FileFormatError(
+            f"{folder} is {what}: {path} does not exist; name the folder in which train kept "
+            "figures and report, that of --out or the one in runs that it said at the end"
+        )
     file = read_document(path, RUN, _RunFile)
     try:
         timelines = tuple((t.title, _to_timeline(t)) for t in file.timelines)
