@@ -147,6 +147,15 @@ class Loader:
         size: int | None = getattr(self.source, "batch_size", None)
         return size
 
+    def require_batch_size(self, batch_size: int) -> None:
+        """Raises DataError if the source makes batches of another size."""
+        if self.batch_size not in (None, batch_size):
+            raise DataError(
+                f"the {type(self.source).__name__} has batches of {self.batch_size} samples, and "
+                f"{batch_size} are asked for; give both one batch size (--batch-size "
+                f"{self.batch_size}), or the Workload the data set itself"
+            )
+
     @property
     def _is_indexed_set(self) -> bool:
         """Whether the source holds samples, and has an index."""
@@ -200,12 +209,7 @@ class Loader:
         Raises:
             DataError: if the source makes batches of another size, or has fewer than ``start``.
         """
-        if self.batch_size not in (None, batch_size):
-            raise DataError(
-                f"the {type(self.source).__name__} has batches of {self.batch_size} samples, and "
-                f"{batch_size} are asked for; give both one batch size (--batch-size "
-                f"{self.batch_size}), or the Workload the data set itself"
-            )
+        self.require_batch_size(batch_size)
         for generator, initial in self._generators.items():
             generator.manual_seed(_mixed(initial, epoch))
         for part in (*self._samplers, self.source, getattr(self.source, "dataset", None)):

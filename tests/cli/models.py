@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from anabranch import Workload
 from anabranch.runtime.guards.interrupt import INTERRUPT
@@ -105,6 +106,12 @@ def without_momentum() -> Workload:
 def without_data() -> Workload:
     """One that can be planned, not trained."""
     return replace(towers(), data=None)
+
+
+def loaded() -> Workload:
+    """One whose loader makes batches of its own size."""
+    samples = [{n: t[i] for n, t in batch.items()} for batch in batches(8, 0) for i in range(8)]
+    return replace(towers(), data=DataLoader(samples, batch_size=8))
 
 
 def with_wide_batches() -> Workload:

@@ -101,6 +101,12 @@ class Job:
         self.profile = found
         return found
 
+    def batch_size(self, local: LocalPlanSettings) -> int:
+        """Samples of a batch: of the plan, if there is one; as asked for; or of the data."""
+        if self.plan is not None:
+            return self.plan.stage_graph.batch_size
+        return local.batch_size or self.workload.batch_size or 32
+
     @remembered
     def cluster(self, devices: int) -> Cluster:
         """So many local ranks, with the kept calibration of this machine."""
@@ -123,7 +129,7 @@ class Job:
         from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
         from anabranch.solve import plan
 
-        batch_size = local.batch_size or self.workload.batch_size or 32
+        batch_size = self.batch_size(local)
         cluster = self.cluster(local.num_devices)
         self._search = {
             "microbatch_size": local.microbatch_size,

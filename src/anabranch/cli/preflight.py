@@ -176,31 +176,37 @@ def require_trainable(
     *,
     is_async: bool,
     training: TrainingSettings,
+    batch_size: int,
 ) -> None:
     """Accept what can be trained as far as that is known without a plan.
 
     Raises:
-        DataError: if there is nothing to train on, or nothing to evaluate.
-        TrainingError: if the checkpoint to write exists already.
+        DataError: if there is nothing to train on, or to evaluate, or batches have another size.
+        TrainingError: if the checkpoint to write exists already, or the one to read has all epochs.
         FileFormatError: if the one to read is none, or there are no weights to begin with.
         PolicyError: if policy, optimizer, clipping and precision do not go together.
     """
     from anabranch.checkpoint import Checkpoint
     from anabranch.checkpoint.plain import PlainWeights
+    from anabranch.loaders import Loader
     from anabranch.training import require_place
-    from anabranch.training.loop import require_evaluation
+    from anabranch.training.loop import nothing_left, require_evaluation
 
     if workload.data is None:
         raise DataError(
             "the workload has no data; give Workload a function data(batch_size, epoch) that "
             "yields batches"
         )
+    if isinstance(workload.data, Loader):
+        workload.data.require_batch_size(batch_size)
     resume, saves = training.resume, training.saves()
     require_place(training.save, resume, is_series=saves is not None)
     require_evaluation(workload, training.evaluate_every)
     training.loggers()
     if resume is not None:
-        Checkpoint(resume)
+        done = Checkpoint(resume).progress.epoch
+        if training.epochs is not None and done >= training.epochs:
+            raise nothing_left(resume, done, training.epochs)
     if training.weights is not None:
         PlainWeights(training.weights)
     if is_async:

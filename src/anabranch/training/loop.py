@@ -237,10 +237,7 @@ class _Course(Generic[_Pipe]):
             raise TrainingError(
                 "training was asked to end, by Ctrl-C, before it began: start it anew"
             )
-        raise TrainingError(
-            f"nothing is left to do: {self._resume} has {self.pipe.epoch} of {self._epochs} "
-            "epochs; ask for more"
-        )
+        raise nothing_left(self._resume, self.pipe.epoch, self._epochs)
 
     def finished(self, **figures: Any) -> Run:
         """Save and evaluate once more, and say what came of it."""
@@ -258,6 +255,13 @@ class _Course(Generic[_Pipe]):
             samples=tuple(self.reporter.samples),
             **figures,
         )
+
+
+def nothing_left(resume: Path | None, done: int, epochs: int | None) -> TrainingError:
+    """Why a run cannot go on from a checkpoint that has all epochs."""
+    return TrainingError(
+        f"nothing is left to do: {resume} has {done} of {epochs} epochs; ask for more"
+    )
 
 
 def require_evaluation(workload: Workload, every: int | None) -> None:

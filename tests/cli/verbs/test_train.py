@@ -170,6 +170,7 @@ def _nothing_is_captured(monkeypatch):
         ("towers", ["--precision", "fp16"], "PolicyError: fp16 scales the loss"),
         ("towers", ["--policy", "spectrain"], "PolicyError: spectrain predicts with the momentum"),
         ("without_data", [], "DataError: the workload has no data"),
+        ("loaded", ["--batch-size", "6"], "DataLoader has batches of 8 samples, and 6 are asked"),
         ("towers", ["--save", "."], "TrainingError: . exists"),
         ("towers", ["--resume", "nothing"], "FileFormatError: nothing is no checkpoint"),
     ],
@@ -459,6 +460,16 @@ def test_batches_of_another_size_than_before_the_checkpoint_are_warned_of(run, t
     assert code == 1
     assert "the checkpoint was trained with batches of 8 samples, this run has 4; 2 batches" in err
     assert "--batch-size 8, or a plan for it, goes on as before" in err
+
+
+def test_a_checkpoint_with_all_epochs_is_refused_first(run, monkeypatch):
+    """Before the model is captured and measured for nothing."""
+    once = "train", TOWERS, "--devices", "1", "--epochs", "1", "--batch-size", "8"
+    assert run(*once, "--save", "saved", "--out", "a")[0] == 0
+    monkeypatch.setattr("anabranch.graph.capture.capture", None)
+    code, _, err = run(*once, "--resume", "saved", "--out", "b")
+    assert code == 1
+    assert "nothing is left to do: saved has 1 of 1 epochs; ask for more" in err
 
 
 def test_a_folder_that_is_nearly_a_checkpoint_says_where_one_is(run, tmp_path):

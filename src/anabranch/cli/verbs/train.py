@@ -206,6 +206,7 @@ def _plan(
         known,
         is_async=is_async,
         training=training,
+        batch_size=job.batch_size(local),
     )
     metrics = job.captured.metrics  # ranks of torchrun capture at the same time
     if (saves := training.saves()) is not None:
