@@ -104,7 +104,12 @@ def test_a_plan_file_is_checked_and_simulated(run, four_files, tmp_path):
     assert (
         run("plan", *four_files, "--mode", "async", "--policy", "pipeoptim", "-o", "p.json")[0] == 0
     )
-    assert run("check", "p.json") == (0, "p.json is valid\n", "")
+    code, out, err = run("check", "p.json")
+    assert (code, err) == (0, "")
+    assert " ".join(out.split()) == (
+        "p.json is valid: its structure and schedule; whether its stages hold all operators of the "
+        "model and fit into memory, anabranch check p.json chain.json says"
+    )
     text = Path("p.json").read_text("utf-8")
     Path("far.json").write_text(text.replace('"devices": [3]', '"devices": [7]'), "utf-8")
     code, out, _ = run("check", "far.json")

@@ -54,6 +54,10 @@ def check(
     if as_json:
         print_json({"valid": not problems, "problems": problems})
     else:
-        typer.echo("\n".join(problems) or f"{plan_file} is valid")
+        rest = (
+            ": its structure and schedule; whether its stages hold all operators of the model and "
+            f"fit into memory, anabranch check {plan_file} {plan.model or 'MODEL'} says"
+        )
+        typer.echo("\n".join(problems) or f"{plan_file} is valid{rest if model is None else ''}")
     if problems:
         raise typer.Exit(1)
