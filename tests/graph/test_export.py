@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
 from anabranch.graph.export import CaptureWarning
 from anabranch.graph.split import split
+from anabranch.profile.estimate import estimate
 from tests.graph.chain import check_split, run_stages
 from tests.graph.nets import Net, Returns, batch, one_stage, stage_each
 
@@ -60,6 +62,34 @@ def test_refuses_what_is_no_loss(make: Callable[[torch.Tensor], Any], complaint:
     """The message says what was returned instead."""
     with pytest.raises(CaptureError, match=complaint):
         capture(Returns(make), batch())
+
+
+def with_tanh_of_numpy(_: Net, h: torch.Tensor) -> torch.Tensor:
+    return h * torch.from_numpy(np.tanh(h.detach().numpy()))
+
+
+def with_sorted_rows(_: Net, h: torch.Tensor) -> torch.Tensor:
+    return h * torch.from_numpy(np.apply_along_axis(sorted, 1, h.detach().numpy()))
+
+
+def test_numpy_is_captured_where_torch_has_its_operations() -> None:
+    """By the full analysis, as often as there are sample counts, and an estimate makes more."""
+    captured = capture(Net(with_tanh_of_numpy), batch())
+    assert estimate(captured, "v100", (1, 2)).samples == (1, 2)
+    check_split(captured, batch(), stage_each(captured), exact=False)
+
+
+def test_other_numpy_names_the_line_and_a_way_on() -> None:
+    """Not the number of samples, which has nothing to do with it."""
+    with pytest.raises(CaptureError, match=r"test_export.py:\d+ .* computes with numpy.*the batch"):
+        capture(Net(with_sorted_rows), batch())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_numbers_that_python_draws_are_warned_of(draw: Callable[[], float]) -> None:
+    """They are constants of the captured model."""
+    with pytest.warns(CaptureWarning, match=r"Net draws from (numpy\.)?random, .*torch\.rand"):
+        capture(Net(lambda _, h: h + draw()), batch())
 
 
 class Tripled(torch.autograd.Function):

@@ -13,6 +13,7 @@ import contextlib
 import io
 import logging
 import os
+import random
 import re
 import sys
 import textwrap
@@ -21,9 +22,11 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch._functorch import eager_transforms, vmap
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError
@@ -140,6 +143,7 @@ def export(
     is about the number where the module ``works_with`` another one.
     """
     failure: Exception | None = None
+    drawn = _python_draws()
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
         checkpoints: set[str] = set()
@@ -147,7 +151,9 @@ def export(
         try:
             if strict:
                 _try_functions(module, leaves)
-            with _quiet(), contextlib.nullcontext() if strict else _traced(checkpoints, checks):
+            watched = contextlib.nullcontext() if strict else _traced(checkpoints, checks)
+            # The full analysis does not work with lazy modules, which a caller may have asked for.
+            with _quiet(), _use_lazy_graph_module(False), watched:
                 exported = torch.export.export(
                     module, tuple(leaves), dynamic_shapes=shapes, strict=strict
                 )
@@ -159,6 +165,9 @@ def export(
         else:
             _warn_checkpoints(checkpoints)
             _warn_checks(checks)
+            _warn_draws(
+                module, [name for name, state in _python_draws().items() if state != drawn[name]]
+            )
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
@@ -299,6 +308,23 @@ def _warn_checks(places: set[str]) -> None:
         )
 
 
+def _python_draws() -> dict[str, Any]:
+    """Where the random numbers are that torch knows nothing of."""
+    state: Any = np.random.get_state()
+    return {"random": random.getstate(), "numpy.random": (state[1].tobytes(), state[2])}
+
+
+def _warn_draws(module: ReturnsLoss, drawn: Iterable[str]) -> None:
+    for name in drawn:
+        warnings.warn(
+            f"the forward of {type(module.module).__name__} draws from {name}, and the captured "
+            "model does not: it has the numbers of the capture in every step; draw with torch "
+            "(torch.rand), or where the data is made",
+            CaptureWarning,
+            stacklevel=2,
+        )
+
+
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -337,6 +363,12 @@ def _explained(
             "batch to batch; use torch.where or torch.cond, or decide before the forward and pass "
             "the decision in the batch; torch._check can promise a size that depends on the data "
             f"({kind})"
+        )
+    if ".numpy()" in text:
+        return CaptureError(
+            f"{name} cannot be captured: {where} computes with numpy, and a captured model has "
+            "torch operations alone; write that line with those, or do it where the data is made "
+            f"and pass the result in the batch ({kind})"
         )
     samples = f"{leaves[0].shape[0]} samples" if leaves[0].shape[0] != 1 else "1 sample"
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
