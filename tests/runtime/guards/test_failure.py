@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from anabranch.errors import NonFiniteError, StageFailedError
+from anabranch.graph.capture import capture
+from anabranch.graph.split import split
 from anabranch.runtime.guards.failure import (
     Failure,
     PeerLostError,
@@ -13,6 +17,8 @@ from anabranch.runtime.guards.failure import (
 )
 from anabranch.runtime.guards.position import POSITION
 from anabranch.schedule.schedule import Action, Kind
+from tests.graph.chain import run_stages
+from tests.graph.nets import one_stage
 
 
 def test_what_is_raised_inside_says_where() -> None:
@@ -27,6 +33,31 @@ def test_what_is_raised_inside_says_where() -> None:
             raise ValueError("no")
     finally:
         POSITION.leave()
+
+
+class Looks(nn.Module):
+    """Looks words up in a table, after another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table = nn.Linear(2, 3), nn.Embedding(4, 3)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        found = self.table(words)
+        return (self.first(x) * found).mean()
+
+
+def test_the_operation_that_raises_is_named() -> None:
+    """By the module that calls it and the line there, whatever else the stage computes."""
+    batch = (torch.ones(4, 2), torch.tensor([0, 1, 2, 3]))
+    captured = capture(Looks(), batch)
+    stages = split(captured, one_stage(captured))
+    run_stages(stages, batch)
+    named = (
+        r"IndexError: index out of range in self; table calls it, at .*_failure\.py:\d+ \(found ="
+    )
+    with pytest.raises(StageFailedError, match=named), located(0):
+        run_stages(stages, (batch[0], batch[1] + 1))
 
 
 def test_our_own_errors_pass() -> None:

@@ -10,13 +10,18 @@ exceptions is the cause; consequences have a type of their own::
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import fx
+
 from anabranch import errors
 from anabranch.errors import AnabranchError, StageFailedError, TrainingError
+from anabranch.graph.export import user_line
+from anabranch.graph.flat_program import frame as module_path
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.position import POSITION
 
@@ -41,8 +46,24 @@ def located(rank: int, graph: StageGraph | None = None) -> Iterator[None]:
     except Exception as error:
         where = str(POSITION)
         raise StageFailedError(
-            f"rank {rank} failed{' ' + where if where else ''}: {one_line(error)}{_among(graph)}"
+            f"rank {rank} failed{' ' + where if where else ''}: {one_line(error)}"
+            f"{_operation(error) or _among(graph)}"
         ) from error
+
+
+def _operation(error: BaseException) -> str:
+    """The module of the user's that calls the operation that raised, and the line; empty where it
+    is not in the traceback, as in a backward.
+    """
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, fx.GraphModule) and frame.f_code.co_name == "forward":
+            # Each line of the code that a graph is run by assigns what one node is called by.
+            name = linecache.getline(frame.f_code.co_filename, line).partition("=")[0].strip()
+            for node in module.graph.nodes:
+                if node.name == name and node.op == "call_function":
+                    return f"; {module_path(node) or 'the model'} calls it, at {user_line(node)}"
+    return ""
 
 
 def _among(graph: StageGraph | None) -> str:
