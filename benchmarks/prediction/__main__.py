@@ -6,9 +6,10 @@ The machine is calibrated, and plans are made. Then models take turns, one after
 of them again: the machine is calibrated anew, and the plans of a model are trained. For each plan
 there are rounds: one rank times operators and update of the model some times, another one in every
 round, while the others wait; then ranks compute alone and side by side, as in the calibration; then
-the plan is trained for some steps. A turn's prediction is by the new calibration and the medians of
-all times, as a mean of the ranks. So a machine whose speed drifts, as that of shared ones does from
-second to second and from core to core, is predicted at the speed that it has.
+the plan is trained for some steps. A turn's prediction is by the mean of its calibration, the one
+before and the one behind, and by the medians of all times, as a mean of the ranks. So a machine
+whose speed drifts, as that of shared ones does from second to second and from core to core, is
+predicted at the speed that it has.
 
 What a user sees is another figure: the step that was predicted when the plan was made, by a profile
 of the whole model alone and by the calibration, minutes before.
@@ -27,8 +28,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -42,7 +43,7 @@ from anabranch.calibration import side_by_side
 from anabranch.calibration.machine import OtherLoad
 from anabranch.calibration.measure import Calibrated, calibrate
 from anabranch.calibration.side_by_side import Paces
-from anabranch.cluster import Cluster
+from anabranch.cluster import Calibration, Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
@@ -87,10 +88,8 @@ def main() -> None:
     cases = [
         case for model in arguments.models for case in cases_of(model, arguments.ranks, machine)
     ]
-    turns = [turn(cases) for _ in range(arguments.turns)]
-    rows = [
-        row_of(case, turns) for case, turns in zip(cases, zip(*turns, strict=True), strict=True)
-    ]
+    found = [turn for _ in range(arguments.turns) for turn in turns(cases)]
+    rows = [row_of(case, predicted_turns(case, found)) for case in cases]
     off, planned = (
         [abs(row[name] / row["step_s"] - 1) for row in rows]
         for name in ("predicted_s", "planned_s")
@@ -108,7 +107,7 @@ def main() -> None:
     }
     if arguments.json:
         calibration = machine.cluster.calibration
-        found = {
+        document = {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cores": os.cpu_count(),
@@ -116,7 +115,7 @@ def main() -> None:
             "rows": rows,
             "error": summary,
         }
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return
     show(rows, actions=arguments.actions)
     remark = machine.cluster.calibration.remark if machine.cluster.calibration else ""
@@ -169,30 +168,63 @@ def cases_of(model: str, ranks: list[int], machine: Calibrated) -> list[Case]:
     ]
 
 
-def turn(cases: Sequence[Case]) -> list[Row]:
-    """A turn of all cases, behind a calibration for each model."""
-    rows = []
+@dataclass(frozen=True)
+class Turn:
+    """A calibration, and behind it, by case of a model, what ranks have seen and on how many cores
+    others computed.
+    """
+
+    machine: Calibrated
+    seen: Mapping[int, tuple[list[Trained], float]]
+
+
+def turns(cases: Sequence[Case]) -> Iterator[Turn]:
+    """A turn of each model."""
     for _, alike in groupby(cases, key=attrgetter("model")):
         machine, _ = calmest(calibrate)
-        rows += [measure(case, machine) for case in alike]
+        yield Turn(
+            machine,
+            {id(case): calmest(partial(launch.run, trained, case.ranks, case)) for case in alike},
+        )
+
+
+def predicted_turns(case: Case, found: Sequence[Turn]) -> list[Row]:
+    """The turns of a case beside its predictions."""
+    rows = []
+    for i, turn in enumerate(found):
+        if id(case) not in turn.seen:
+            continue
+        by_rank, others = turn.seen[id(case)]
+        seen_by_all = mean_profile([rank.profile for rank in by_rank])
+        near = mean_calibration([near.machine for near in found[max(0, i - 1) : i + 2]])
+        cluster = replace(local(turn.machine, case.ranks), calibration=near)
+        cluster = at_present(cluster, by_rank, os.cpu_count() or 1)
+        timeline = simulate(case.chosen, seen_by_all, cluster)
+        assert case.chosen.predicted is not None
+        rows.append(
+            {
+                "step_s": statistics.median(by_rank[0].steps),
+                "predicted_s": timeline.step_s,
+                "planned_s": case.chosen.predicted.step_s,
+                "uncalibrated_s": uncalibrated(case.chosen, seen_by_all, case.ranks),
+                "others": others,
+                "actions": beside(timeline, by_rank[0].timelines),
+            }
+        )
     return rows
 
 
-def measure(case: Case, machine: Calibrated) -> Row:
-    """A turn of one case."""
-    by_rank, others = calmest(partial(launch.run, trained, case.ranks, case))
-    seen_by_all = mean_profile([rank.profile for rank in by_rank])
-    cluster = at_present(local(machine, case.ranks), by_rank, os.cpu_count() or 1)
-    found = simulate(case.chosen, seen_by_all, cluster)
-    assert case.chosen.predicted is not None
-    return {
-        "step_s": statistics.median(by_rank[0].steps),
-        "predicted_s": found.step_s,
-        "planned_s": case.chosen.predicted.step_s,
-        "uncalibrated_s": uncalibrated(case.chosen, seen_by_all, case.ranks),
-        "others": others,
-        "actions": beside(found, by_rank[0].timelines),
-    }
+def mean_calibration(machines: Sequence[Calibrated]) -> Calibration:
+    """The mean of several: the machine's speed changes from one to the next."""
+    found = [m.cluster.calibration for m in machines if m.cluster.calibration is not None]
+
+    def mean(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], tuple):
+            return tuple(mean(alike) for alike in zip(*values, strict=True))
+        return statistics.fmean(values) if isinstance(values[0], float) else values[0]
+
+    names = [field.name for field in fields(Calibration)]
+    return replace(found[0], **{n: mean([getattr(one, n) for one in found]) for n in names})
 
 
 def row_of(case: Case, turns: Sequence[Row]) -> Row:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from anabranch.calibration.measure import Calibrated
 from anabranch.calibration.side_by_side import Pace
 from anabranch.cluster import Cluster
 from anabranch.plans.plan import Plan
@@ -22,6 +24,7 @@ from benchmarks.prediction.__main__ import (
     Trained,
     at_present,
     beside,
+    mean_calibration,
     mean_profile,
     row_of,
     sizes_of,
@@ -78,6 +81,20 @@ def test_ranks_slow_each_other_down_as_they_do_at_present():
     found = at_present(known, cast(Sequence[Trained], ranks), cores=2).calibration
     assert found is not None
     assert found.slowdown == pytest.approx((1.0, 1.5, 2.25, 3.0))
+
+
+def test_calibrations_have_a_mean():
+    """Number by number, in tables too; the machine is that of the first."""
+    tables: list[dict[str, Any]] = [
+        {"send_s": 1.0, "slowdown": (1.0, 1.2), "restarts": ((1.0, 2.0),)},
+        {"send_s": 2.0, "slowdown": (1.0, 1.6), "restarts": ((1.0, 4.0),)},
+    ]
+    machines = [Calibrated(calibrated(2, **table), {}) for table in tables]
+    found = mean_calibration(machines)
+    known = machines[0].cluster.calibration
+    assert known is not None
+    expected = replace(known, send_s=1.5, slowdown=(1.0, 1.4), restarts=((1.0, 3.0),))
+    assert found == expected
 
 
 def test_profiles_have_the_sample_counts_of_the_plan():
