@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from anabranch.cost.memory import DeviceMemory, device_memory, updaters
+from anabranch.cost.memory import DeviceMemory, deal, device_memory
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 
 #              per sample
-#  parameters   1000, of which 800 are trained, the largest 300
+#  parameters   1000, of which 800 are trained, the largest gradient 300
 #  kept           10
 #  entering        4
 #  gradients       6 come back for what leaves, and 5 bytes whatever the samples
@@ -21,7 +23,6 @@ WEIGHTS = StageWeights(
     800,
     10,
     Border(Traffic(4, 0), Traffic(6, 5), Traffic(6, 5), Traffic(4, 0)),
-    300,
     300,
     passes=Traffic(0, 300),
 )
@@ -49,7 +50,7 @@ def test_sums_take_a_bucket_at_a_time(replicas, terms):
 
     def sums(trainable, largest):
         nothing = Border(*(Traffic(0, 0),) * 4)
-        weights = StageWeights(trainable, trainable, 0, nothing, largest, largest)
+        weights = StageWeights(trainable, trainable, 0, nothing, largest)
         return device_memory(weights, 8, replicas, optimizer_factor=2.0, receive_slots=1).sums
 
     assert sums(100, 10) == terms * 100
@@ -77,9 +78,9 @@ def test_options(options, more):
     assert memory(**options) == DeviceMemory(3435 + more, 42, 300, 1600)
 
 
-@pytest.mark.parametrize(("replicas", "held"), [(1, 800), (2, 400), (4, 300)])
+@pytest.mark.parametrize(("replicas", "held"), [(1, 800), (2, 400), (4, 200)])
 def test_shared_optimizer_state(replicas, held):
-    """A part of the 800 trained bytes, but at least the largest parameter."""
+    """An equal part of the 800 trained bytes, also where one parameter has 300 of them."""
     options = {"optimizer_factor": 2.0, "receive_slots": 0}
     whole = device_memory(WEIGHTS, 8, replicas, **options)
     shared = device_memory(WEIGHTS, 8, replicas, **options, shard_optimizer=True)
@@ -146,5 +147,31 @@ def test_replicas_get_as_many_bytes_and_as_many_small_parameters() -> None:
     """Largest first to the replica with fewest bytes, 600 and 400 against 500 and 500; the others,
     5 of 2,005 bytes, in turns.
     """
-    assert updaters([1, 500, 1, 400, 600, 1, 1, 500, 1], 2) == [0, 1, 1, 0, 0, 0, 1, 1, 0]
-    assert updaters([3, 2], 3) == [0, 1]
+    nbytes = [1, 500, 1, 400, 600, 1, 1, 500, 1]
+    replicas = [0, 1, 1, 0, 0, 0, 1, 1, 0]
+    assert deal(nbytes, 2) == [[part] for part in zip(replicas, nbytes, strict=True)]
+
+
+def test_what_exceeds_an_equal_part_is_cut() -> None:
+    """Equal parts of 90 + 20 + 10 bytes are 40: two of 90 bytes, and 10 beside the others. A tenth
+    above is left as it is; so is everything where an optimizer needs whole parameters.
+    """
+    assert deal([20, 90, 10], 3) == [[(2, 20)], [(0, 40), (1, 40), (2, 10)], [(2, 10)]]
+    assert deal([44, 36, 40], 3) == [[(0, 44)], [(2, 36)], [(1, 40)]]
+    assert deal([20, 90, 10], 3, cut=False) == [[(1, 20)], [(0, 90)], [(2, 10)]]
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=30), st.integers(1, 9), st.booleans())
+def test_everything_is_dealt_out_once(nbytes: list[int], replicas: int, cut: bool) -> None:
+    """To each replica one part of a parameter; no replica has much more than an equal part, but for
+    whole parameters.
+    """
+    dealt = deal(nbytes, replicas, cut=cut)
+    assert [sum(size for _, size in parts) for parts in dealt] == nbytes
+    held = [0] * replicas
+    for parts in dealt:
+        assert len({replica for replica, _ in parts}) == len(parts)
+        assert cut or len(parts) == 1
+        for replica, size in parts:
+            held[replica] += size
+    assert max(held) <= 1.12 * -(-sum(nbytes) // replicas) or not cut

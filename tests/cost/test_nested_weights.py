@@ -32,7 +32,7 @@ def figures(weights: StageWeights) -> list[Number]:
     """All numbers, or arrays of them."""
     border = [getattr(weights.border, kind.name) for kind in fields(Border)]
     rows = [weights.parameters, weights.trainable, weights.kept]
-    rows += [weights.largest, weights.largest_gradient, weights.tables, weights.rows]
+    rows += [weights.largest_gradient, weights.tables, weights.rows]
     rows += [weights.summed, *(weights.passes.at(n) for n in (1, 3))]
     return rows + [column for traffic in border for column in (traffic.per_sample, traffic.fixed)]
 

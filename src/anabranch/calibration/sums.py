@@ -81,7 +81,7 @@ class _Parameters:
 
     def share_s(self) -> float:
         """Of giving and taking what was updated in one step."""
-        holders = self._holders.sharded({name: p.nbytes for name, p in self._named.items()})
+        holders = self._holders.sharded(self._named, cut=False)
         reducer = Reducer(self._named, holders, self._mesh)
         taken: list[float] = []
         other = torch.zeros(CACHE_BYTES // 4)  # in a step parameters and buckets are in no cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -60,10 +60,16 @@ def _option(key: str, value: Any) -> Option:
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], checkpoint: SavedState
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    checkpoint: SavedState,
+    part: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> None:
     """Give an optimizer the state that its parameters had; raises FileFormatError if the checkpoint
     has none for them, or that of another kind of optimizer.
+
+    Args:
+        part: name and state of a whole parameter -> what this rank has of it.
     """
     saved = checkpoint.optimizer
     where = checkpoint.where
@@ -86,7 +92,9 @@ def restore_optimizer(
             name = names[id(parameter)]
             if name not in options:
                 raise FileFormatError(f"{where}: optimizer.groups lacks the parameter {name}")
-            tensors = {key: checkpoint.tensor(f"optimizer/{key}/{name}") for key in keys[name]}
+            tensors = {
+                key: part(name, checkpoint.tensor(f"optimizer/{key}/{name}")) for key in keys[name]
+            }
             if entries := {**saved.scalars.get(name, {}), **tensors}:
                 state[index] = entries
         if group["params"]:

@@ -126,7 +126,7 @@ class Job:
         sparse_embeddings: bool = False,
     ) -> Plan:
         """Plan for local ranks; ``own_cores`` as if each had a core of its own."""
-        from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
+        from anabranch.runtime.optimizer_facts import optimizer_of
         from anabranch.solve import plan
 
         batch_size = self.batch_size(local)

@@ -154,8 +154,8 @@ class ModelSource:
             device = ANY_GPU
         workload: Workload | None = None
         if mode == "async" and facts is None:
-            from anabranch.runtime.asynchronous.optimizer_facts import optimizer_of
             from anabranch.runtime.asynchronous.requirements import require_no_common_norm
+            from anabranch.runtime.optimizer_facts import optimizer_of
 
             workload = self._built(device)
             require_no_common_norm(workload)

@@ -87,14 +87,12 @@ def device_memory(
     Args:
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
         receive_slots: receives posted ahead per channel.
-        shard_optimizer: replicas share the optimizer's state, each parameter's is whole on one.
+        shard_optimizer: replicas share the optimizer's state, see ``deal``.
         updated: trainable bytes that a replica updates, where that is known better.
     """
     samples = -(-microbatch_size // replicas)
     if updated is None:
-        updated = weights.trainable
-        if shard_optimizer:
-            updated = updated_bytes(weights.trainable, weights.largest, replicas)
+        updated = weights.trainable / replicas if shard_optimizer else weights.trainable
     return DeviceMemory(
         *memory_terms(
             weights.parameters,
@@ -145,7 +143,7 @@ def memory_terms(
     ahead = receive_slots * (entering + returning)
     inside = kept * recompute
     dense = np.maximum(updated - tables, 0.0)
-    bucket = np.maximum(largest_gradient, np.minimum(dense, BUCKET_BYTES))
+    bucket = np.minimum(updated, np.maximum(largest_gradient, np.minimum(dense, BUCKET_BYTES)))
     terms = np.minimum(replicas - 1, _TERMS)
     return (
         state - tables + rows / replicas + ahead,
@@ -155,27 +153,30 @@ def memory_terms(
     )
 
 
-def updated_bytes(trainable: Number, largest: Number, replicas: Number) -> Number:
-    """Trainable parameters that the fullest of replicas updates where they share the optimizer's
-    state, at least: each parameter is one's. ``updaters`` says whose.
-    """
-    return np.minimum(trainable, np.maximum(trainable / replicas, largest))
-
-
-def updaters(nbytes: Sequence[int], replicas: int) -> list[int]:
-    """The replica that updates each parameter, where they share the optimizer's state: the largest
-    parameters first, each to the replica that has fewest bytes (Graham 1969, LPT), the small ones
-    to that with fewest parameters.
+def deal(nbytes: Sequence[int], replicas: int, *, cut: bool = True) -> list[list[tuple[int, int]]]:
+    """The replicas that update each parameter where they share the optimizer's state, and how many
+    of its bytes, from its first rows to its last: the largest parameters first, each to the replica
+    that has fewest bytes (Graham 1969, LPT), the small ones to that with fewest parameters. One
+    that does not fit into the equal part of a replica is cut (McNaughton 1959).
 
     Args:
         nbytes: of the parameters, in one order on all ranks.
+        cut: whether the optimizer updates each element by itself, so that parts will do.
     """
-    held, found, left = np.zeros((2, replicas)), [0] * len(nbytes), sum(nbytes)
-    small = _SMALL * left / replicas
+    held, left = np.zeros((2, replicas)), sum(nbytes)
+    found: list[list[tuple[int, int]]] = [[] for _ in nbytes]
+    part, small = -(-left // replicas), _SMALL * left / replicas
     for i in sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True):
-        found[i] = int(held[int(left <= small)].argmin())
-        held[:, found[i]] += nbytes[i], 1
-        left -= nbytes[i]
+        to_come, is_small = nbytes[i], left <= small
+        left -= to_come
+        while to_come or not found[i]:
+            replica = int(held[int(is_small)].argmin())
+            room = part - int(held[0, replica])
+            fits = not cut or is_small or to_come <= room + _ABOVE * part
+            given = to_come if fits else room
+            found[i].append((replica, given))
+            held[:, replica] += given, 1
+            to_come -= given
     return found
 
 
@@ -183,6 +184,14 @@ _SMALL = 0.02
 """Of a replica's part, the bytes of the smallest parameters together, mostly biases, of which all
 replicas update as many: each takes some microseconds, whatever its size. Without, one of two has
 110 of the 143 parameters of ``glyphs`` (small), with it 72, and 1 % more bytes than half.
+"""
+
+
+_ABOVE = 0.1
+"""Of a replica's equal part, what it may have above it before a parameter is cut: a piece is a
+message more, and a parameter that is cut another one. Of the built-in models (small) on 2, 4, 8 and
+16 replicas .05 cuts something in 17 cases of 32, .1 in 12; the fullest has up to 1.06 and 1.11
+parts.
 """
 
 

@@ -20,12 +20,7 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
-from anabranch.cost.memory import (
-    DeviceMemory,
-    device_memory,
-    updated_bytes,
-    updaters,
-)
+from anabranch.cost.memory import DeviceMemory, deal, device_memory
 from anabranch.cost.overheads import (
     Agreement,
     agreement_of,
@@ -388,16 +383,13 @@ class CostModel:
         return int(self.stage_held_bytes(ops, tensor)[trainable])
 
     @remembered
-    def largest_gradients(self, tensor: int = 1, *, dense: bool = False) -> Floats:
+    def largest_gradients(self, tensor: int = 1) -> Floats:
         """Per operator, bytes of the largest gradient of a parameter that it reads, on each of its
         devices.
 
         Under tensor parallelism parameters of one operator are taken to be cut alike.
-
-        Args:
-            dense: as if no gradient were the rows of a table: bytes of the parameter.
         """
-        rows = {} if dense or tensor > 1 else self._rows
+        rows = {} if tensor > 1 else self._rows
         largest, whole = np.zeros(len(self.graph)), np.zeros(len(self.graph))
         for i, op in enumerate(self.graph.ops):
             read = [self.parameters[name] for name in op.parameters]
@@ -443,7 +435,6 @@ class CostModel:
             held.trainable,
             float(kept.sum()),
             self.border(mask),
-            float(self.largest_gradients(tensor, dense=True)[ops].max(initial=0.0)),
             float(gradients.max(initial=0.0)),
             held.tables,
             held.rows,
@@ -481,19 +472,20 @@ class CostModel:
         if replicas == 1 or not self.shard_optimizer:
             return (weights.trainable,) * replicas
         if tensor > 1:
-            return (float(updated_bytes(weights.trainable, weights.largest, replicas)),) * replicas
-        return tuple(float(sum(p.nbytes for p in dealt)) for dealt in self.dealt(mask, replicas))
+            return (weights.trainable / replicas,) * replicas
+        return tuple(float(sum(dealt.values())) for dealt in self.dealt(mask, replicas))
 
     @remembered
-    def dealt(self, mask: int, replicas: int) -> list[list[Parameter]]:
-        """A stage's trainable parameters by the replica that updates them, where replicas share the
-        optimizer's state.
+    def dealt(self, mask: int, replicas: int) -> list[dict[str, int]]:
+        """Bytes of a stage's trainable parameters by the replica that updates them, where replicas
+        share the optimizer's state.
         """
-        readers, found = self.graph.readers, [list[Parameter]() for _ in range(replicas)]
+        readers, found = self.graph.readers, [dict[str, int]() for _ in range(replicas)]
         trained = (p for p in reversed(self.graph.parameters) if p.trainable)
         held = [p for p in trained if readers.get(p.name, 0) & mask]
-        for p, replica in zip(held, updaters([p.nbytes for p in held], replicas), strict=True):
-            found[replica].append(p)
+        for p, pieces in zip(held, deal([p.nbytes for p in held], replicas), strict=True):
+            for replica, nbytes in pieces:
+                found[replica][p.name] = nbytes
         return found
 
     def device_bytes(

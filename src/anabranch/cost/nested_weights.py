@@ -220,14 +220,12 @@ class NestedSets:
             used = left[pairs.lower] > left[pairs.upper]
             for kind, nbytes in zip(held, self.cost.held_bytes(parameter), strict=True):
                 kind += used * nbytes
-        largest = self._most(pairs, self.cost.largest_gradients(tensor, dense=True))
         return StageWeights(
             held.parameters,
             held.trainable,
             pairs.difference(self.kept_bytes(tensor)),
             border or self.border(pairs),
-            largest,
-            self._most(pairs, self.cost.largest_gradients(tensor)) if held.rows.any() else largest,
+            self._most(pairs, self.cost.largest_gradients(tensor)),
             held.tables,
             held.rows,
             _Passes(self, pairs, tensor),

@@ -125,7 +125,6 @@ class StageWeights:
         trainable: bytes of those that are trained.
         kept: bytes per sample that its operators keep for their backward.
         border: what crosses its border.
-        largest: bytes of the largest parameter that is trained.
         largest_gradient: bytes of the largest gradient of one parameter.
         tables: bytes of trained tables whose gradients are rows.
         rows: bytes of the gradients of these, of a whole batch.
@@ -136,7 +135,6 @@ class StageWeights:
     trainable: Number
     kept: Number
     border: Border
-    largest: Number = 0.0
     largest_gradient: Number = 0.0
     tables: Number = 0.0
     rows: Number = 0.0

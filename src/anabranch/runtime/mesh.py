@@ -277,7 +277,7 @@ class Mesh:
             remote = ProcessGroupTransport(group, self._timeout)
             transports.append(remote)
             routes = dict.fromkeys(self._everyone, remote) | routes
-        elif transports:
+        elif transports and self._near is None:
             self._near = transports[0]
         self.barrier()
         return transports[0] if len(transports) == 1 else Router(routes, transports)

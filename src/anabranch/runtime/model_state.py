@@ -20,6 +20,7 @@ from anabranch.checkpoint.pretrained import pretrained_in
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import TrainingError
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
+from anabranch.runtime.data_parallel.pieces import hold, joined_state
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import move
@@ -32,6 +33,9 @@ class ModelState:
     Ranks that built the module from another seed get the tensors of rank 0. Those of this rank's
     stages are moved to its device, or made there from ``seed`` where the module is on the meta
     device.
+
+    Attributes:
+        pieces: of parameters that are cut, what this rank's optimizer has in their place.
 
     Args:
         goes_on: the state of a run of this module by other stages, in place of the module's own.
@@ -82,9 +86,11 @@ class ModelState:
         trainable = [
             (name, p)
             for name, p in self.parameters.items()
-            if p.requires_grad and holders.updaters.get(name, mesh.rank) == mesh.rank
+            if p.requires_grad and mesh.rank in holders.updaters(name)
         ]
         self.optimizer = workload.make_optimizer(trainable) if trainable else None
+        self._rows = holders.cut_for(mesh.rank)
+        self.pieces = hold(self.optimizer, self._rows, self.parameters) if self.optimizer else {}
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
         if goes_on is not None:
@@ -129,10 +135,27 @@ class ModelState:
 
     def forget_training(self) -> None:
         """Give gradients and the optimizer's state back, once others have what they need of it."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.forget_gradients()
         if self.optimizer is not None:
             self.optimizer.state.clear()
+
+    def forget_gradients(self) -> None:
+        """Of whole parameters and of pieces."""
+        for parameter in (*self.parameters.values(), *self.pieces.values()):
+            parameter.grad = None
+
+    @property
+    def updated(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, pieces in place of those that are cut."""
+        return {**self.parameters, **self.pieces}
+
+    def cut_gradients(self) -> None:
+        """Give pieces their part of the gradients of whole parameters."""
+        for name, rows in self._rows.items():
+            whole, piece = self.parameters[name], self.pieces[name]
+            piece.data = rows.of(whole.data)  # which may have been moved
+            piece.grad = None if whole.grad is None else rows.of(whole.grad)
+            whole.grad = None
 
     def share_buffers(self) -> None:
         """Give all replicas of a stage the buffers of the first, such as running means."""
@@ -142,13 +165,14 @@ class ModelState:
         """Trainable parameters that this rank speaks for and no gradient has reached."""
         return [
             name
-            for name, p in self.parameters.items()
+            for name, p in self.updated.items()
             if p.requires_grad and p.grad is None and self._holders.owner(name) == self._mesh.rank
         ]
 
     def gradients(self) -> list[Tensor]:
-        """Of this rank's parameters, as far as there are any."""
-        return [p.grad for p in self.parameters.values() if p.grad is not None]
+        """Of this rank's parameters and pieces, as far as there are any."""
+        held = (*self.parameters.values(), *self.pieces.values())
+        return [p.grad for p in held if p.grad is not None]
 
     def part(self, further: Mapping[str, Tensor], *, copies: dict[str, Tensor] | None) -> RankPart:
         """What this rank has in a checkpoint, together with the other replicas.
@@ -183,13 +207,15 @@ class ModelState:
             aliases, transient = listed_names(self._module)
             found = pretrained_in(self._module)
             part = replace(part, aliases=aliases, transient=transient, pretrained=found)
+        cut = self._holders.cut
+        joined = joined_state(self.optimizer, self.pieces, cut, self.parameters, self._mesh)
         if self.optimizer is None:
             return part
         owned = {name for name in self.parameters if self._saves(name)}
         state, groups, scalars = optimizer_part(self.optimizer, self._names(), owned)
         return replace(
             part,
-            tensors=tensors | state,
+            tensors=tensors | state | joined,
             groups=groups,
             kind=type(self.optimizer).__name__,
             scalars=scalars,
@@ -197,7 +223,11 @@ class ModelState:
         )
 
     def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self.parameters.items()}
+        return {id(p): name for name, p in self.updated.items()}
+
+    def _part(self, name: str, state: Tensor) -> Tensor:
+        """What this rank has of the state of a parameter."""
+        return self._rows[name].of_state(state) if name in self._rows else state
 
     def load(self, saved: SavedState, *, everything: bool = False) -> None:
         """Take over what a checkpoint has for this rank.
@@ -207,7 +237,7 @@ class ModelState:
         """
         self._fill(saved, everything=everything)
         if self.optimizer is not None:
-            restore_optimizer(self.optimizer, self._names(), saved)
+            restore_optimizer(self.optimizer, self._names(), saved, self._part)
             if self.scheduler is not None:
                 restore_scheduler(self.scheduler, self.optimizer, saved)
 

@@ -83,10 +83,11 @@ class Pipeline(BasePipeline):
             the scheduler count updates. What the last batches leave over, ``update`` uses.
         compute: precision, compilation, offloading, random numbers; the same on every rank.
         exact: gradients bitwise those of one process that accumulates the same micro-batches.
-        shard_optimizer: replicas of a stage share its optimizer state: each parameter is updated by
-            one of them, which alone has its state and gets its summed gradient, and sends it to the
-            others (ZeRO stage 1). Parameters are those of a run without, bit for bit where sums
-            have one order. Not with ``exact``. By default as the plan says.
+        shard_optimizer: replicas of a stage share its optimizer state: each parameter, or rows of a
+            large one, is updated by one of them, which alone has its state and gets its summed
+            gradient, and sends it to the others (ZeRO stage 1). Parameters are those of a run
+            without, bit for bit where sums have one order. Not with ``exact``. By default as the
+            plan says.
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
         check_memory: before anything is allocated, compare the predicted peaks of all ranks with

@@ -44,6 +44,7 @@ from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.moved_state import MovedState, move
 from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.optimizer_facts import updates_by_element
 from anabranch.runtime.placement import claim, own_device, roomy_home, start_of
 from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
 from anabranch.runtime.process_groups import join
@@ -121,12 +122,9 @@ class Session:
             require_exact(compute, self.parts)
         self.holders = Holders.of(self.parts, graph)
         if shard_optimizer:
-            trainable = {
-                name: p.numel() * p.element_size()
-                for name, p in module.named_parameters()
-                if p.requires_grad
-            }
-            self.holders = self.holders.sharded(trainable)
+            trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            cut = updates_by_element(replace(workload, module=module))
+            self.holders = self.holders.sharded(trainable, cut=cut)
         self.mesh = Mesh(graph.devices, self.holders.sets, place=place, timeout=timeout)
         self._watch = self.mesh.watch(timeout if stall_timeout is None else stall_timeout)
         if self.mesh.rank == 0 and (said := plan.other_model(self.captured.graph)):

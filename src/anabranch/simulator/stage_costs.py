@@ -6,7 +6,7 @@ Stage graphs that a search simulates have most of their stages in common, so a c
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,6 @@ from anabranch.cost import CostModel
 from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.sparse import most_samples, rows_pay
 from anabranch.cost.stage_weights import StageWeights
-from anabranch.graph.opgraph import Parameter
 from anabranch.plans.stages import Stage
 from anabranch.remembered import remembered
 
@@ -107,7 +106,7 @@ class StageCosts:
         if self.stage.tensor > 1:  # replicas that share have about as many each
             count = len(self.readers) / (replicas if cost.shard_optimizer else 1)
             return cost.update.seconds(count, max(self.updated))
-        held = [[cost.parameters[name] for name in self.readers]]
+        held = [{name: cost.parameters[name].nbytes for name in self.readers}]
         if cost.shard_optimizer and replicas > 1:
             held = cost.dealt(self.mask, replicas)
         return max(cost.update.seconds(len(part), self._touched_bytes(part)) for part in held)
@@ -117,16 +116,19 @@ class StageCosts:
         """Bytes of trainable parameters that each of its replicas updates."""
         return self.cost.updated_bytes(self.mask, self.stage.replicas, self.stage.tensor)
 
-    def _touched_bytes(self, parameters: Iterable[Parameter]) -> int:
-        """Bytes of these parameters, of tables that are updated by rows those of the rows."""
+    def _touched_bytes(self, held: Mapping[str, int]) -> int:
+        """Of so many bytes of parameters, of tables that are updated by rows those of the rows."""
         replicas, touched = self.stage.replicas, 0
-        for parameter in parameters:
-            table, nbytes = parameter.table, parameter.nbytes
+        for name, nbytes in held.items():
+            parameter = self.cost.parameters[name]
+            table = parameter.table
             if table is not None and self.cost.has_rows(parameter):
                 samples = self.most_samples
-                by_rows = replicas == 1 or rows_pay(table, nbytes, samples, replicas)
+                whole = max(parameter.nbytes, 1)
+                by_rows = replicas == 1 or rows_pay(table, whole, samples, replicas)
                 rows = table.lookups * samples * replicas
-                nbytes = min(nbytes, rows * table.row_bytes) if by_rows else nbytes
+                if by_rows:
+                    nbytes = nbytes * min(whole, rows * table.row_bytes) // whole
             touched += nbytes
         return touched
 

@@ -152,7 +152,10 @@ def assert_as_alone(model: Built, workload: Workload, found: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "replicas", "shard"),
-    [(sgd, 3, False), (sgd, 2, True), (adagrad, 2, False), (Two, 3, False), (Two, 2, True)],
+    [
+        *((sgd, 3, False), (sgd, 2, True), (sgd, 3, True), (adagrad, 2, False), (adagrad, 3, True)),
+        *((Two, 3, False), (Two, 2, True)),
+    ],
 )
 def test_training_is_that_of_one_process(
     bags: Built, optimizer: Any, replicas: int, shard: bool

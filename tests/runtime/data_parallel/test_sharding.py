@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch import launch
 from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.runtime.data_parallel.pieces import Piece
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import NamedParameters
 from tests.runtime.data_parallel.test_updates import BATCHES, adam, decay, momentum, run, trained
 from tests.runtime.small import (
     Built,
@@ -25,11 +27,21 @@ from tests.runtime.small import (
 )
 
 
+def adagrad(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1)
+
+
+class Whole(torch.optim.Adam):
+    """An optimizer of which nothing is known."""
+
+
 def test_the_largest_parameters_are_dealt_out_first() -> None:
-    """Of 2 + 1 + 1 + 4 bytes rank 0 updates the 4; what one rank holds alone is not dealt out."""
+    """Of 2 + 1 + 1 + 4 numbers rank 0 updates the 4; what one rank holds alone is not dealt out."""
     holders = Holders({"a": (0, 1), "b": (0, 1), "c": (0, 1), "d": (0, 1), "e": (2,)}, {}, {})
-    sharded = holders.sharded({"a": 2, "b": 1, "c": 1, "d": 4, "e": 9})
-    assert sharded.updaters == {"d": 0, "c": 1, "b": 1, "a": 1}
+    sizes = {"a": 2, "b": 1, "c": 1, "d": 4, "e": 9}
+    trainable = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+    sharded = holders.sharded(trainable, cut=True)
+    assert sharded.pieces == {"d": (Piece(0),)} | dict.fromkeys("cba", (Piece(1),))
     assert [sharded.owner(name) for name in "abcde"] == [1, 1, 1, 0, 2]
     assert holders.owner("a") == 0
 
@@ -38,6 +50,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("TwoBranch", {"num_stages": 2, "replicas": [2, 1]}, {}),
     ("TwoBranch", {"num_stages": 1, "replicas": [3]}, {"clip_norm": 0.05}),
     ("Tied", {"num_stages": 2, "replicas": [2, 1]}, {"optimizer": momentum}),
+    ("Tied", {"num_stages": 2, "replicas": [2, 2]}, {"clip_norm": 0.05}),
+    ("Tied", {"num_stages": 1, "replicas": [4]}, {"optimizer": adagrad}),
     ("Unused", {"num_stages": 1, "replicas": [2]}, {}),
 ]
 
@@ -51,8 +65,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_training_is_bitwise_that_without(
     name: str, shape: dict[str, Any], options: dict[str, Any], way: str
 ) -> None:
-    """Replicas, tied parameters, those without a gradient; short batches, a clipped norm, a
-    learning rate that falls, two batches per update and one that is left.
+    """Replicas, tied parameters, also cut ones, those without a gradient; short batches, a clipped
+    norm, a learning rate that falls, two batches per update and one that is left.
     """
     model = with_programs(built(name), 1)
     workload = with_options(model, **({"optimizer": adam, "scheduler": decay} | options))
@@ -132,6 +146,36 @@ def test_replicas_hold_the_state_once() -> None:
     assert 0 < min(sharded) <= max(sharded) <= whole[0] / 2 + 2 * largest
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize(("optimizer", "held"), [(adam, [4, 6]), (Whole, [10, 0])])
+def test_a_parameter_is_cut_where_the_optimizer_takes_rows(optimizer: Any, held: list[int]) -> None:
+    """Of ten rows that the ranks of two stages hold each keeps the state of about five, whole
+    vectors of the processor; an optimizer of one's own has whole parameters. The recipe sees whole
+    ones in any case.
+    """
+    model = built("Tied")
+
+    def recipe(parameters: NamedParameters) -> torch.optim.Optimizer:
+        shapes = {name: parameter.shape for name, parameter in parameters}
+        assert shapes.get("words.weight", (10, 8)) in [(10, 8), (1, 1)]
+        return optimizer(parameters)
+
+    def work(pipeline: Pipeline) -> int:
+        pipeline.step(BATCHES[0])
+        words = pipeline._state.parameters["words.weight"]
+        state = pipeline._state.optimizer.state if pipeline._state.optimizer else {}
+        return sum(len(p) for p in state if p.untyped_storage() is words.untyped_storage())
+
+    found = run(
+        model,
+        plan(model, 2, replicas=[1, 1]),
+        with_options(model, optimizer=recipe),
+        work,
+        shard_optimizer=True,
+    )
+    assert found == held
+
+
 def resumed(
     model: Built, folder: Path, workload: Any, shape: dict[str, Any], **options: Any
 ) -> list[dict[str, Tensor]]:
@@ -151,10 +195,15 @@ def resumed(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("before", [False, True])
-def test_checkpoints_know_nothing_of_it(before: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("TwoBranch", adam), ("Tied", adam), ("Tied", adagrad)]
+)
+def test_checkpoints_know_nothing_of_it(
+    name: str, optimizer: Any, before: bool, tmp_path: Path
+) -> None:
     """What was saved with it goes on without, and the other way round, on other replicas too."""
-    model = built("TwoBranch")
-    workload = with_options(model, optimizer=adam, scheduler=decay)
+    model = built(name)
+    workload = with_options(model, optimizer=optimizer, scheduler=decay)
     shape = {"num_stages": 2, "replicas": [2, 1]}
 
     def work(pipeline: Pipeline) -> None:
@@ -173,10 +222,11 @@ def test_checkpoints_know_nothing_of_it(before: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_gradients_of_one_batch_are_everywhere() -> None:
+@pytest.mark.parametrize("name", ["Chain", "Tied"])
+def test_gradients_of_one_batch_are_everywhere(name: str) -> None:
     """They are for the caller, who may ask any holder."""
-    model = built("Chain")
-    chosen = plan(model, 1, replicas=[2])
+    model = built(name)
+    chosen = plan(model, 2, replicas=[2, 1])
 
     def work(pipeline: Pipeline) -> dict[str, Tensor]:
         return pipeline.gradients(batch(16))[1]

@@ -153,7 +153,6 @@ def _bytes(cost: CostModel, record: Any) -> Any:
                 kind[first] += nbytes
         for name, nbytes in held._asdict().items():
             table[name] = nbytes
-        table["largest"] = cost.largest_gradients(tensor, dense=True)
         table["largest_gradient"] = cost.largest_gradients(tensor)
         table["kept"], table["working"] = cost.kept_bytes(tensor), cost.working_bytes(tensor)
     return tables

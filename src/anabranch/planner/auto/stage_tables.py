@@ -16,7 +16,7 @@ import numpy as np
 
 from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes
 from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
-from anabranch.cost.memory import memory_terms, updated_bytes
+from anabranch.cost.memory import memory_terms
 from anabranch.cost.passes import pass_behind
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
 from anabranch.plans.in_flight import in_flight_samples, waited_for_samples
@@ -70,11 +70,9 @@ def _record(whole: str, real: str) -> np.dtype[np.void]:
 
 
 # Bytes of an operator: parameters, those that are trained, of these tables whose
-# gradients are rows, these rows, the largest parameter and gradient; of a sample what is kept, and
-# what a pass takes besides.
-OPERATOR_BYTES = _record(
-    "", "parameters trainable tables rows largest largest_gradient kept working"
-)
+# gradients are rows, these rows, the largest gradient; of a sample what is kept, and what a pass
+# takes besides.
+OPERATOR_BYTES = _record("", "parameters trainable tables rows largest_gradient kept working")
 
 # A value's readers are those from the first of the readers of all values up to the last. Of its
 # message either way bytes per sample, and whatever the samples.
@@ -116,7 +114,7 @@ STAGE = _record(
     "degree total least wanted in_flight ordered counted edges:2 done:2 way taken begun pieces "
     "pieces_done",
     "above:2 seconds:22 apart sums update before behind passed final summed passed_all ready until "
-    "left pace asks parameters trainable tables rows largest largest_gradient kept passing enters "
+    "left pace asks parameters trainable tables rows largest_gradient kept passing enters "
     "enters_fixed returns returns_fixed gradients cut waiting buckets",
 )
 
@@ -216,7 +214,6 @@ def sum_operators(home: Table, problem: Problem, stages: Table) -> bool:
         stage.tables += held.tables
         stage.rows += held.rows
         stage.kept += held.kept
-        stage.largest = max(stage.largest, held.largest)
         stage.largest_gradient = max(stage.largest_gradient, held.largest_gradient)
         own = held.largest_gradient + held.working * stage.samples
         stage.passing = pass_behind(stage.passing, held.kept * stage.samples, own)
@@ -338,11 +335,10 @@ def fit_memory(sharded: bool, numbers: Record, stages: Table, state: State) -> b
         s = stages[place].ordered
         stage = stages[s]
         n, trainable = stage.samples, stage.trainable
-        updated = updated_bytes(trainable, stage.largest, stage.replicas)
         resident, flight, backward, sums = memory_terms(
             stage.parameters,
             trainable,
-            updated if sharded else trainable,
+            trainable / stage.replicas if sharded else trainable,
             stage.largest_gradient,
             stage.enters * n + stage.enters_fixed,
             stage.returns * n + stage.returns_fixed,
@@ -469,7 +465,7 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
         stage = stages[s]
         updated = touched_bytes(stage.trainable, stage.tables, stage.rows)
         if sharded:
-            updated = updated_bytes(updated, stage.largest, stage.replicas)
+            updated /= stage.replicas
         stage.gradients = summed_bytes(stage.trainable, stage.tables, stage.rows)
         reduce_s = all_reduce_s(stage.gradients, *_ring(stage, levels))
         stage.update = updated * numbers.update_byte + (1 - half) * reduce_s

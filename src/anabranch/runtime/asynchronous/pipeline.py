@@ -30,7 +30,6 @@ from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
 from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
-from anabranch.runtime.asynchronous.optimizer_facts import facts_of
 from anabranch.runtime.asynchronous.recording import Recording
 from anabranch.runtime.asynchronous.requirements import (
     choose,
@@ -50,6 +49,7 @@ from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
+from anabranch.runtime.optimizer_facts import facts_of
 from anabranch.runtime.session import BasePipeline, Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Flight

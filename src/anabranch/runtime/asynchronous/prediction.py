@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anabranch.runtime.asynchronous.optimizer_facts import rule_of
+from anabranch.runtime.optimizer_facts import rule_of
 
 
 class WeightPrediction:

@@ -18,9 +18,9 @@ from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.split import Split
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.asynchronous.optimizer_facts import facts_of, require_rule
 from anabranch.runtime.asynchronous.round_robin import RoundRobin
 from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.optimizer_facts import facts_of, require_rule
 from anabranch.schedule import rule_named
 from anabranch.schedule.endless import full_pipeline, repeated
 from anabranch.schedule.kfkb import require_in_flight

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.checkpoint import Checkpoint
-from anabranch.runtime.asynchronous.optimizer_facts import require_rule
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.runtime.data_parallel.buckets import entries
+from anabranch.runtime.optimizer_facts import require_rule
 from anabranch.weights import PredictStash, Reading, VersionTracker, WeightPolicy
 
 Storage = list[Tensor]

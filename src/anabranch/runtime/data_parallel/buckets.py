@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.cost.buckets import cut_into_buckets
+from anabranch.runtime.data_parallel.pieces import Pieces
 from anabranch.runtime.mesh import Mesh, Pending
 
 Ranks = tuple[int, ...]
@@ -37,29 +38,32 @@ class Bucket(ABC):
 
     Args:
         ranks: who holds them, ascending.
-        updater: who alone updates them; None where all do.
+        pieces: of each, who alone updates them.
     """
 
     missing: int
 
-    def __init__(
-        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, updater: int | None
-    ) -> None:
-        self.ranks, self.named, self.updater = ranks, tuple(named), updater
+    def __init__(self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, pieces: Pieces) -> None:
+        self.ranks, self.named, self.pieces = ranks, tuple(named), pieces
         self._mesh = mesh
-        self._pending: Pending | None = None
+        self._pending: list[Pending] = []
         self._sharing: list[Pending] = []
         self._is_mine = True
 
     @property
     def is_pending(self) -> bool:
         """Whether there is something to take."""
-        return self._pending is not None
+        return bool(self._pending)
 
     @property
     def is_done(self) -> bool:
         """Whether ``take`` would not wait."""
-        return self._pending is None or self._pending.is_done
+        return all(pending.is_done for pending in self._pending)
+
+    @property
+    def _updates(self) -> bool:
+        """Whether this rank updates some of them."""
+        return not self.pieces or any(piece.rank == self._mesh.rank for piece in self.pieces)
 
     @property
     @abstractmethod
@@ -104,7 +108,7 @@ class Bucket(ABC):
         """Wait until they are there."""
         for pending in self._sharing:
             pending.wait()
-        if self._sharing and self.updater != self._mesh.rank:
+        if self._sharing and any(piece.rank != self._mesh.rank for piece in self.pieces):
             with torch.no_grad():
                 self._take_shared()
         self._sharing = []
@@ -118,9 +122,9 @@ class FlatBucket(Bucket):
     """Gradients side by side in one buffer."""
 
     def __init__(
-        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, updater: int | None = None
+        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, pieces: Pieces = ()
     ) -> None:
-        super().__init__(ranks, named, mesh, updater)
+        super().__init__(ranks, named, mesh, pieces)
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self.begin()
@@ -170,22 +174,32 @@ class FlatBucket(Bucket):
 
     def start(self, *, everywhere: bool = False) -> None:
         assert self.missing == 0
-        flat, updater = self._buffer(), None if everywhere else self.updater
-        self._is_mine = updater in (None, self._mesh.rank)
-        if updater is None:
-            self._pending = self._mesh.start_all_reduce(flat, self.ranks)
+        flat, mesh, ranks = self._buffer(), self._mesh, self.ranks
+        self._is_mine = everywhere or self._updates
+        if everywhere or not self.pieces:
+            self._pending = [mesh.start_all_reduce(flat, ranks)]
         else:
-            self._pending = self._mesh.start_reduce(flat, self.ranks, updater)
+            self._pending = [mesh.start_reduce(part, ranks, rank) for part, rank in self._parts()]
+            if len(self.pieces) > 1:
+                self._pending.append(mesh.start_all_reduce(self._flags, ranks))
+
+    def _parts(self) -> list[tuple[Tensor, int]]:
+        """What of the buffer comes to or from which updater: all of it, or piece by piece."""
+        flat = self._buffer()
+        if len(self.pieces) == 1:
+            return [(flat, self.pieces[0].rank)]
+        return [(piece.of(view), piece.rank) for view in self._views for piece in self.pieces]
 
     def start_share(self) -> None:
-        assert self.updater is not None
-        flat = self._buffer()
+        self._buffer()
         with torch.no_grad():
             for (_, parameter), view in zip(self.named, self._views, strict=True):
                 parameter.grad = None
-                if self.updater == self._mesh.rank:
-                    view.copy_(parameter)
-        self._sharing = [self._mesh.start_broadcast(flat, self.updater, self.ranks)]
+                for piece in self.pieces:
+                    if piece.rank == self._mesh.rank:
+                        piece.of(view).copy_(piece.of(parameter))
+        share = self._mesh.start_broadcast
+        self._sharing = [share(part, rank, self.ranks) for part, rank in self._parts()]
 
     def _take_shared(self) -> None:
         for (_, parameter), view in zip(self.named, self._views, strict=True):
@@ -193,9 +207,9 @@ class FlatBucket(Bucket):
 
     def wait(self) -> Tensor:
         """Wait for the sums; which of the parameters have a gradient on some rank."""
-        assert self._pending is not None
-        self._pending.wait()
-        self._pending = None
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
         return self._flags
 
     def hand_out(self, numbers: Sequence[float]) -> None:
@@ -224,28 +238,26 @@ def take(buckets: Iterable[Bucket]) -> None:
 
 
 def cut(
-    ranks: Ranks, named: Iterable[Named], mesh: Mesh, updaters: Mapping[str, int]
+    ranks: Ranks, named: Iterable[Named], mesh: Mesh, pieces: Mapping[str, Pieces]
 ) -> list[FlatBucket]:
-    """Buckets of one element type and one updater each."""
+    """Buckets of one element type and the same updaters each."""
     runs = cut_into_buckets(
         named,
         lambda item: item[1].numel() * item[1].element_size(),
         lambda item: item[1].dtype,
     )
     return [
-        FlatBucket(ranks, part, mesh, updater)
-        for run in runs
-        for updater, part in by_updater(run, updaters)
+        FlatBucket(ranks, part, mesh, cut) for run in runs for cut, part in by_pieces(run, pieces)
     ]
 
 
-def by_updater(
-    named: Iterable[Named], updaters: Mapping[str, int]
-) -> list[tuple[int | None, list[Named]]]:
-    """Who alone updates them, or None, and which ones."""
-    parts: dict[int | None, list[Named]] = {}
+def by_pieces(
+    named: Iterable[Named], pieces: Mapping[str, Pieces]
+) -> list[tuple[Pieces, list[Named]]]:
+    """Who alone updates what of each, and of which ones."""
+    parts: dict[Pieces, list[Named]] = {}
     for name, parameter in named:
-        parts.setdefault(updaters.get(name), []).append((name, parameter))
+        parts.setdefault(pieces.get(name, ()), []).append((name, parameter))
     return list(parts.items())
 
 

@@ -14,14 +14,16 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from anabranch.cost.memory import updaters
+from anabranch.cost.memory import deal
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, dense, entries, take
+from anabranch.runtime.data_parallel.pieces import Piece, Pieces, pieces_of
 from anabranch.runtime.mesh import Mesh
 
 
@@ -33,34 +35,35 @@ class Holders:
         parameters: name -> ranks, ascending.
         buffers: name -> ranks, ascending.
         stages: parameter -> stages that read it, ascending.
-        updaters: trainable parameter -> the rank that alone has its optimizer state and updates it,
-            for those whose state is not held by every holder (see ``sharded``).
+        pieces: trainable parameter -> its pieces, whose optimizer state one rank alone has and
+            which it updates, for those whose state is not held by every holder (see ``sharded``).
     """
 
     parameters: Mapping[str, Ranks]
     buffers: Mapping[str, Ranks]
     stages: Mapping[str, tuple[int, ...]]
-    updaters: Mapping[str, int] = field(default_factory=dict)
+    pieces: Mapping[str, Pieces] = field(default_factory=dict)
 
-    def sharded(self, trainable: Mapping[str, int]) -> Holders:
+    def sharded(self, trainable: Mapping[str, nn.Parameter], *, cut: bool) -> Holders:
         """With the optimizer state of each parameter on one of its holders (ZeRO, Rajbhandari et
-        al. 2020, stage 1, but for whole parameters, as ``torch.distributed.optim`` has it).
-
-        So any optimizer will do, also one that looks at a whole parameter. Those that the same
-        ranks hold are shared out as ``updaters`` says.
+        al. 2020, stage 1), or rows of it on each of several. Those that the same ranks hold are
+        shared out as ``deal`` says.
 
         Args:
-            trainable: bytes of the trainable parameters, in the model's order.
+            trainable: the trainable parameters, in the model's order.
+            cut: whether parameters may be cut; an optimizer that looks at whole ones needs them.
         """
         groups: dict[Ranks, list[str]] = defaultdict(list)
         for name in reversed(list(trainable)):
             if len(self.parameters.get(name, ())) > 1:
                 groups[self.parameters[name]].append(name)
-        found: dict[str, int] = {}
+        found: dict[str, Pieces] = {}
         for ranks, names in groups.items():
-            at = updaters([trainable[name] for name in names], len(ranks))
-            found |= {name: ranks[replica] for name, replica in zip(names, at, strict=True)}
-        return replace(self, updaters=found)
+            dealt = deal([trainable[name].nbytes for name in names], len(ranks), cut=cut)
+            for name, given in zip(names, dealt, strict=True):
+                on_ranks = [(ranks[replica], nbytes) for replica, nbytes in given]
+                found[name] = pieces_of(trainable[name], on_ranks)
+        return replace(self, pieces=found)
 
     @staticmethod
     def of(split: Split, graph: StageGraph) -> Holders:
@@ -99,14 +102,27 @@ class Holders:
             everyone = tuple(range(num_ranks))  # what no stage reads
             return self.parameters.get(name) or self.buffers.get(name) or everyone
         name = name.partition("/")[2]
-        updater = self.updaters.get(name)
-        return self.parameters[name] if updater is None else (updater,)
+        return self.updaters(name)
 
     def owner(self, name: str) -> int:
         """The rank that speaks for a parameter or buffer where it must be counted or saved once."""
-        if name in self.updaters:
-            return self.updaters[name]
-        return (self.parameters.get(name) or self.buffers[name])[0]
+        return self.buffers[name][0] if name in self.buffers else self.updaters(name)[0]
+
+    def updaters(self, name: str) -> Ranks:
+        """The ranks that have optimizer state of a trainable parameter."""
+        pieces = self.pieces.get(name)
+        return tuple(piece.rank for piece in pieces) if pieces else self.parameters[name]
+
+    @cached_property
+    def cut(self) -> dict[str, Pieces]:
+        """The parameters of several pieces."""
+        return {name: pieces for name, pieces in self.pieces.items() if len(pieces) > 1}
+
+    def cut_for(self, rank: int) -> dict[str, Piece]:
+        """The pieces that a rank updates of these."""
+        return {
+            n: piece for n, pieces in self.cut.items() for piece in pieces if piece.rank == rank
+        }
 
 
 def _ascending(found: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
@@ -209,12 +225,12 @@ def sum_of_squares(
     parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int
 ) -> list[Tensor]:
     """Of the gradients that this rank speaks for, so that a sum over the ranks counts each once; a
-    number if there are any.
+    number if there are any. Of parameters that are cut this rank has its own piece.
     """
     norms = [
         torch.linalg.vector_norm(entries(p.grad), dtype=torch.float64)
         for name, p in parameters.items()
-        if p.grad is not None and holders.owner(name) == rank
+        if p.grad is not None and (name in holders.cut or holders.owner(name) == rank)
     ]
     return [torch.stack(norms).square().sum()] if norms else []
 

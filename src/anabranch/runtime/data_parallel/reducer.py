@@ -89,9 +89,9 @@ class Reducer:
         ):
             queue = queues.setdefault(ranks, _Queue([]))
             buckets: Sequence[Bucket] = (
-                cut_tables(ranks, named, tables, mesh, holders.updaters)
+                cut_tables(ranks, named, tables, mesh, holders.pieces)
                 if are_tables
-                else cut(ranks, named, mesh, holders.updaters)
+                else cut(ranks, named, mesh, holders.pieces)
             )
             for bucket in buckets:
                 queue.buckets.append(bucket)
@@ -212,7 +212,7 @@ class Reducer:
         self.finish_share()
         for queue in sorted(self._queues, key=lambda queue: queue.buckets[0].ranks):
             for bucket in reversed(queue.buckets):
-                if bucket.updater is not None:
+                if bucket.pieces:
                     bucket.start_share()
                     self._sharing.append(bucket)
 

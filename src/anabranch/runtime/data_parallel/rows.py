@@ -24,8 +24,9 @@ from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples, rows
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import OpGraph, Table
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, by_updater
+from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, by_pieces
 from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.runtime.data_parallel.pieces import Pieces
 from anabranch.runtime.mesh import Mesh
 
 
@@ -69,14 +70,14 @@ class RowBucket(Bucket):
         named: Iterable[Named],
         tables: Mapping[str, SharedTable],
         mesh: Mesh,
-        updater: int | None = None,
+        pieces: Pieces = (),
     ) -> None:
-        super().__init__(ranks, named, mesh, updater)
+        super().__init__(ranks, named, mesh, pieces)
         self._tables = [tables[name] for name, _ in self.named]
         self._gradients: list[Tensor | None] = []
         self._values: Tensor | None = None
         self._gathered: Tensor | None = None
-        self._updated: list[Tensor] = []
+        self._updated: list[tuple[Tensor, Tensor]] = []
         self.begin()
 
     def begin(self, batch_sizes: Sequence[int] = ()) -> None:
@@ -101,7 +102,7 @@ class RowBucket(Bucket):
 
     def start(self, *, everywhere: bool = False) -> None:
         assert self.missing == 0
-        self._is_mine = everywhere or self.updater in (None, self._mesh.rank)
+        self._is_mine = everywhere or self._updates
         first = self.named[0][1]
         head = INDEX_BYTES * (len(self.named) + sum(self._room))
         size = sum(
@@ -115,7 +116,7 @@ class RowBucket(Bucket):
             taken = None if gradient is None else self._fill(name, gradient, indices[i], values[i])
             counts[i] = -1 if taken is None else taken
         self._gradients = [None] * len(self.named)
-        self._pending = self._mesh.start_all_gather(message, self.ranks)
+        self._pending = [self._mesh.start_all_gather(message, self.ranks)]
 
     @staticmethod
     def _fill(name: str, gradient: Tensor, indices: Tensor, values: Tensor) -> int:
@@ -144,24 +145,26 @@ class RowBucket(Bucket):
         return numbers[:tables], torch.split(numbers[tables:], rooms), shaped
 
     def start_share(self) -> None:
-        assert self.updater is not None
-        self._updated = [parameter.detach().contiguous() for _, parameter in self.named]
-        for (_, parameter), value in zip(self.named, self._updated, strict=True):
+        for _, parameter in self.named:
             parameter.grad = None
-            self._sharing.append(self._mesh.start_broadcast(value, self.updater, self.ranks))
+            for piece in self.pieces:
+                rows = piece.of(parameter.detach())
+                value = rows.contiguous()
+                self._updated.append((rows, value))
+                self._sharing.append(self._mesh.start_broadcast(value, piece.rank, self.ranks))
 
     def _take_shared(self) -> None:
-        for (_, parameter), value in zip(self.named, self._updated, strict=True):
-            parameter.copy_(value)
+        for rows, value in self._updated:
+            rows.copy_(value)
         self._updated = []
 
     def wait(self) -> Tensor:
         """Wait for the rows of all ranks; how many there are of each table, rank after rank, -1
         where a rank has no gradient.
         """
-        assert self._pending is not None
-        self._gathered = self._pending.wait()
-        self._pending = None
+        (pending,) = self._pending
+        self._gathered = pending.wait()
+        self._pending = []
         return torch.cat([self._parts(message)[0] for message in self._gathered])
 
     def hand_out(self, numbers: Sequence[float]) -> None:
@@ -191,16 +194,16 @@ def cut_tables(
     named: Iterable[Named],
     tables: Mapping[str, SharedTable],
     mesh: Mesh,
-    updaters: Mapping[str, int],
+    pieces: Mapping[str, Pieces],
 ) -> list[RowBucket]:
-    """Buckets of one element type and one updater each."""
+    """Buckets of one element type and the same updaters each."""
     runs = cut_into_buckets(
         named, lambda item: tables[item[0]].planned_bytes, lambda item: item[1].dtype
     )
     return [
-        RowBucket(ranks, part, tables, mesh, updater)
+        RowBucket(ranks, part, tables, mesh, cut)
         for run in runs
-        for updater, part in by_updater(run, updaters)
+        for cut, part in by_pieces(run, pieces)
     ]
 
 

@@ -67,7 +67,7 @@ class Updates:
     ) -> None:
         self._state, self._parts, self._graph = state, parts, graph
         self._holders, self._mesh, self._exact = holders, mesh, exact
-        self._parameters = state.parameters
+        self._parameters, self._updated = state.parameters, state.updated
         folded = self._folded = self._uses() if exact else {}
         summed = {n: p for n, p in self._parameters.items() if n not in folded}
         self._reducer = Reducer(summed, holders, mesh, tables=tables)
@@ -84,9 +84,8 @@ class Updates:
         optimizer = self._state.optimizer
         state = optimizer.state.values() if optimizer is not None else ()
         moments = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         held = [*self._parameters.values(), *self._state.buffers.values()]
-        return [*held, *moments, *gradients, *self._reducer.buffers]
+        return [*held, *moments, *self._state.gradients(), *self._reducer.buffers]
 
     # A batch
 
@@ -116,7 +115,7 @@ class Updates:
         self._is_summed = False
         self._is_alone = alone
         splits = at_once and self._has_parts and _may_split(self._state.optimizer)
-        splits = splits and not self._holders.updaters  # who updates waits for nobody in between
+        splits = splits and not self._holders.pieces  # who updates waits for nobody in between
         self._at_once = splits and self._is_last and not self._exact
         self._ready = []
 
@@ -126,8 +125,8 @@ class Updates:
             self._fold(worker, outcome)
 
     def finish(self) -> None:
-        """After a batch; if it was the last of an update, wait until ``.grad`` of this rank's
-        parameters is the mean over its batches.
+        """After a batch; if it was the last of an update, wait until ``.grad`` of what this rank
+        updates is the mean over its batches.
         """
         self._is_open = False
         if not self._is_last or self._is_summed:
@@ -139,14 +138,16 @@ class Updates:
             self._reducer.sum_now(self._batch_sizes)
         else:
             self._reducer.take_all()
-        self._divide(self._parameters)
+        if not self._is_alone:
+            self._state.cut_gradients()
+        self._divide(self._updated)
 
     def check(self) -> None:
         """After ``finish``: note in the outcome which gradients of this rank are not finite."""
-        self._check(self._parameters)
+        self._check(self._updated)
 
     def _check(self, names: Iterable[str]) -> None:
-        gradients = {name: self._parameters[name].grad for name in names}
+        gradients = {name: self._updated[name].grad for name in names}
         found = bad_names({name: g for name, g in gradients.items() if g is not None})
         self._outcome.bad_parameters.extend(found)
 
@@ -154,7 +155,8 @@ class Updates:
         """Make do with the batches since the last update."""
         self._is_last = self._is_summed = True
         self._reducer.sum_now(self._batch_sizes)
-        self._divide(self._parameters)
+        self._state.cut_gradients()
+        self._divide(self._updated)
 
     def drop(self) -> None:
         """Forget all batches since the last update."""
@@ -164,7 +166,7 @@ class Updates:
 
     def squares(self) -> list[Tensor]:
         """Of the gradients that this rank speaks for; their sum over the ranks counts each once."""
-        return sum_of_squares(self._parameters, self._holders, self._mesh.rank)
+        return sum_of_squares(self._updated, self._holders, self._mesh.rank)
 
     def apply(self, squares: float = 0.0, largest: float | None = None) -> None:
         """After ``finish``: let the optimizer have the gradients; nothing before the last batch."""
@@ -172,7 +174,7 @@ class Updates:
             return
         self.accumulated = 0
         if largest is not None:
-            clip(self._parameters, squares, largest)
+            clip(self._updated, squares, largest)
         if self._state.optimizer is not None:
             self._state.optimizer.step()
         if self._state.scheduler is not None:
@@ -230,13 +232,12 @@ class Updates:
 
     def _clear(self) -> None:
         self._batch_sizes.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._state.forget_gradients()
 
     def _divide(self, names: Iterable[str]) -> None:
         if self._divisor > 1:
             for name in names:
-                gradient = self._parameters[name].grad
+                gradient = self._updated[name].grad
                 if gradient is not None:
                     gradient.div_(self._divisor)
 

@@ -8,10 +8,15 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, NAdam
+from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam
 
 from anabranch.errors import PolicyError
-from anabranch.runtime.asynchronous.optimizer_facts import has_momentum, optimizer_of, require_rule
+from anabranch.runtime.optimizer_facts import (
+    has_momentum,
+    optimizer_of,
+    require_rule,
+    updates_by_element,
+)
 from anabranch.weights import OPTIMIZERS, OptimizerFacts, PipeOptim, PredictStash, SpecTrain, Stash
 from anabranch.workload import Workload
 
@@ -108,3 +113,24 @@ def test_what_fits_is_accepted_silently(make):
         warnings.simplefilter("error")
         require_rule(PipeOptim(), make(parameters()))
         require_rule(Stash(), SGD(parameters(), lr=0.1))
+
+
+class Own(Adam):
+    """Perhaps of another rule than its parent."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (partial(AdamW, fused=True), True),
+        (partial(SGD, lr=0.1, momentum=0.9), True),
+        (lambda named: Adafactor([p for _, p in named]), False),
+        (Own, False),
+        (lambda named: Adam([p for _, p in named if len(p) == 1000]), False),
+    ],
+)
+def test_who_takes_rows_of_parameters(recipe, expected: bool) -> None:
+    """Those of PyTorch's that treat each element alone; nothing is known of one's own, nor of what
+    a recipe makes that refuses stand-ins.
+    """
+    assert updates_by_element(workload(recipe)) is expected

@@ -1,11 +1,11 @@
-"""Facts about a torch optimizer that weight policies need, and policies that refuse it."""
+"""Facts about a torch optimizer that weight policies and shared state need."""
 
 from __future__ import annotations
 
 import warnings
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
@@ -48,6 +48,26 @@ def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
 
 def optimizer_of(workload: Workload) -> OptimizerFacts | None:
     """Facts of the workload's optimizer; None if nothing is trained or stand-ins are refused."""
+    optimizer = _stand_in(workload)
+    return None if optimizer is None else facts_of(optimizer)
+
+
+BY_ELEMENT = {
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.SparseAdam),
+    *(optim.Adadelta, optim.Adagrad, optim.ASGD, optim.RMSprop, optim.Rprop),
+}
+"""Optimizers that treat each element alone, or each row of a sparse gradient."""
+
+
+def updates_by_element(workload: Workload) -> bool:
+    """Whether the workload's optimizer is known to treat each element alone, so that it takes rows
+    of parameters.
+    """
+    return type(_stand_in(workload)) in BY_ELEMENT
+
+
+def _stand_in(workload: Workload) -> Optimizer | None:
+    """The optimizer that the recipe makes for parameters of one element each."""
     stand_ins = [
         (name, nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype)))
         for name, p in workload.module.named_parameters()
@@ -58,6 +78,6 @@ def optimizer_of(workload: Workload) -> OptimizerFacts | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # whoever trains will see them
-            return facts_of(workload.optimizer(stand_ins))
+            return workload.optimizer(stand_ins)
     except Exception:  # the user's own code, written for other parameters; training will say why
         return None

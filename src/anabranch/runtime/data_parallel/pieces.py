@@ -1,0 +1,136 @@
+"""Pieces of parameters: rows that one of the ranks that hold a parameter updates for all of them.
+
+::
+
+    parameter   | rows 0 to 499 of rank 0 | rows 500 to 999 of rank 1 |   whole on both
+    gradient    | summed on rank 0        | summed on rank 1          |   in one bucket
+    state       | on rank 0               | on rank 1                 |
+
+A rank's optimizer holds its piece, a view of the parameter, where the recipe has put the parameter.
+In checkpoints there is the state of whole parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a parameter that one rank updates; all of them where there is no ``stop``."""
+
+    rank: int
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These rows of the parameter, or of what has its shape; a view unless that is sparse."""
+        if self.stop is None:
+            return tensor
+        if tensor.is_sparse:
+            return tensor.narrow_copy(0, self.start, self.stop - self.start)
+        return tensor[self.start : self.stop]
+
+    def of_state(self, tensor: Tensor) -> Tensor:
+        """A copy of these rows of what an optimizer keeps; a number, such as of steps, is whole."""
+        return self.of(tensor).clone() if tensor.dim() else tensor
+
+
+Pieces = tuple[Piece, ...]
+"""Of one parameter, from its first rows to its last, of a rank each; none where all ranks that hold
+it update it.
+"""
+
+
+_VECTOR = 32
+"""Elements that a processor computes at once, at most."""
+
+
+def pieces_of(parameter: Tensor, dealt: Sequence[tuple[int, int]]) -> Pieces:
+    """Whole rows, for ranks that are to update so many bytes each (``cost.memory.deal``).
+
+    A piece begins where a vector of the processor does in the whole parameter, since the rounding
+    of elements behind the last full vector is another one (fused Adam on a CPU).
+    """
+    rows, nbytes = len(parameter) if parameter.dim() else 1, parameter.nbytes
+    step = _VECTOR // math.gcd(_VECTOR, parameter.numel() // max(rows, 1))
+    found: list[Piece] = []
+    before = start = 0
+    for rank, given in dealt:
+        before += given
+        stop = min(rows, step * round(rows * before / nbytes / step)) if before < nbytes else rows
+        if stop > start:
+            found.append(Piece(rank, start, stop))
+        start = stop
+    return tuple(found) if len(found) > 1 else (Piece(found[0].rank if found else dealt[0][0]),)
+
+
+def hold(
+    optimizer: torch.optim.Optimizer, pieces: Mapping[str, Piece], whole: Mapping[str, nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """Have an optimizer that was made for whole parameters update these rows of some.
+
+    Returns:
+        The rows, which it now has in their place.
+    """
+    views = {name: nn.Parameter(piece.of(whole[name].detach())) for name, piece in pieces.items()}
+    held = {whole[name]: view for name, view in views.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [held.get(p, p) for p in group["params"]]
+    for name, view in views.items():
+        state = optimizer.state.pop(whole[name], None)
+        if state is not None:  # as Adagrad's, from the start
+            optimizer.state[view] = {
+                key: pieces[name].of_state(value) if isinstance(value, Tensor) else value
+                for key, value in state.items()
+            }
+    return views
+
+
+def joined_state(
+    optimizer: torch.optim.Optimizer | None,
+    pieces: Mapping[str, nn.Parameter],
+    cut: Mapping[str, Pieces],
+    parameters: Mapping[str, Tensor],
+    mesh: Mesh,
+) -> dict[str, Tensor]:
+    """The state of parameters that are cut, on the rank of the first piece; all ranks together.
+
+    Args:
+        pieces: of this rank; see ``hold``.
+
+    Returns:
+        Tensors on the CPU by their keys in a checkpoint.
+    """
+    found: dict[str, Tensor] = {}
+    cpu = torch.device("cpu")
+    transport = mesh.transport(cpu) if cut else None
+    if transport is None:
+        return found
+    for name, ranks in cut.items():
+        state = optimizer.state.get(pieces[name], {}) if optimizer and name in pieces else {}
+        for key, mine in state.items():
+            if not isinstance(mine, Tensor) or not mine.dim():
+                continue  # each of them has it
+            if ranks[0].rank != mesh.rank:
+                transport.send([mine.cpu().contiguous()], ranks[0].rank, 0)
+                continue
+            whole = torch.empty(parameters[name].shape, dtype=mine.dtype)
+            for piece in ranks:
+                rows = piece.of(whole)
+                if piece.rank == mesh.rank:
+                    rows.copy_(mine)
+                else:
+                    receipt = transport.receive([(rows.shape, rows.dtype)], cpu, piece.rank, 0)
+                    rows.copy_(receipt.wait()[0])
+            found[f"optimizer/{key}/{name}"] = whole
+        mesh.barrier()  # what was sent has been taken
+    transport.close()
+    return found

@@ -1,0 +1,96 @@
+"""Rows of parameters that an optimizer updates in place of whole ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from anabranch.cost.memory import deal
+from anabranch.runtime.data_parallel.pieces import Piece, hold, pieces_of
+from anabranch.runtime.optimizer_facts import BY_ELEMENT
+
+
+def test_pieces_are_whole_rows() -> None:
+    """Of ten rows of 64 bytes 300 and 340 are nearest to four and six, if two belong together; all
+    or none are no piece.
+    """
+    parameter = torch.zeros(10, 16)
+    assert pieces_of(parameter, [(4, 300), (2, 340)]) == (Piece(4, 0, 4), Piece(2, 4, 10))
+    assert pieces_of(parameter, [(4, 600), (2, 40)]) == (Piece(4),)
+    assert pieces_of(parameter, [(4, 40), (2, 600)]) == (Piece(2),)
+    assert pieces_of(torch.tensor(1.0), [(3, 4)]) == (Piece(3),)
+    assert pieces_of(torch.zeros(0, 2), [(3, 0)]) == (Piece(3),)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 40), max_size=2), min_size=1, max_size=6), st.integers(1, 5)
+)
+def test_every_row_is_in_one_piece(shapes: list[list[int]], replicas: int) -> None:
+    """In their order, of a rank each, whatever the shapes are."""
+    parameters = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in shapes]
+    dealt = deal([parameter.nbytes for parameter in parameters], replicas)
+    for parameter, given_ in zip(parameters, dealt, strict=True):
+        pieces = pieces_of(parameter, given_)
+        assert len({piece.rank for piece in pieces}) == len(pieces)
+        parts = [piece.of(parameter) for piece in pieces]
+        assert torch.equal(torch.cat(parts) if parameter.dim() else parts[0], parameter)
+
+
+def test_rows_of_a_sparse_gradient() -> None:
+    """As those of the whole one."""
+    gradient = torch.sparse_coo_tensor(
+        torch.tensor([[0, 3, 4]]), torch.ones(3, 1), (6, 1), check_invariants=False
+    )
+    rows = Piece(0, 2, 5).of(gradient)
+    assert rows.is_sparse
+    assert torch.equal(rows.to_dense(), gradient.to_dense()[2:5])
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((kind.__name__, {}) for kind in BY_ELEMENT if kind is not torch.optim.SparseAdam),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("Adam", {"amsgrad": True, "fused": True}),
+    ("AdamW", {"foreach": True}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("Adagrad", {"initial_accumulator_value": 0.5}),
+]
+
+
+def stepped(ways: list[tuple[torch.optim.Optimizer, Tensor, Piece]], whole: Tensor) -> Tensor:
+    """The parameter, once optimizers have made four updates, each of its rows."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        gradient = torch.randn(whole.shape, generator=generator)
+        for optimizer, parameter, piece in ways:
+            parameter.grad = piece.of(gradient)
+            optimizer.step()
+    return whole.detach()
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_optimizers_update_each_element_by_itself(name: str, options: dict[str, Any]) -> None:
+    """Rows that several of them hold become, bit for bit, those that one makes of the whole, and
+    their state is as large.
+    """
+    make = getattr(torch.optim, name)
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(13, 8))
+    cut = nn.Parameter(whole.detach().clone())
+    alone = make([whole], lr=0.1, **options)
+    ways: list[tuple[torch.optim.Optimizer, Tensor, Piece]] = []
+    half = whole.nbytes // 2
+    for piece in pieces_of(whole, [(0, half), (1, half)]):
+        optimizer = make([cut], lr=0.1, **options)
+        rows = hold(optimizer, {"p": piece}, {"p": cut})["p"]
+        ways.append((optimizer, rows, piece))
+    assert torch.equal(stepped(ways, cut), stepped([(alone, whole, Piece(0))], whole))
+    assert len(ways) == 2
+    for optimizer, rows, piece in ways:
+        for key, value in alone.state[whole].items():
+            if isinstance(value, Tensor):
+                assert torch.equal(optimizer.state[rows][key], piece.of_state(value)), key
