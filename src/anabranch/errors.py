@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 
 class AnabranchError(Exception):
@@ -107,6 +108,9 @@ class NonFiniteError(TrainingError):
     """The loss or a gradient became NaN or infinite."""
 
 
+_OURS = f"{Path(__file__).parent}{os.sep}"
+
+
 @contextmanager
 def naming_place(what: str, otherwise: str = "its import") -> Iterator[None]:
     """Turn what the user's code raises inside into a WorkloadError that names the line."""
@@ -125,20 +129,42 @@ def place_of(error: Exception, otherwise: str = "its import") -> str:
     """File, line and function of the user's own innermost frame, or what is said without one."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_from_here(error.filename)}:{error.lineno}"
-    ours = f"{Path(__file__).parent}{os.sep}"
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<", ours))  # <frozen importlib>, <string> of dataclasses
+        if not frame.filename.startswith(
+            ("<", _OURS)
+        )  # <frozen importlib>, <string> of dataclasses
     ]
     if not frames:
         return otherwise
-    paths = sysconfig.get_paths()
-    installed = tuple(paths[scheme] for scheme in ("stdlib", "platstdlib", "purelib", "platlib"))
-    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    own = [frame for frame in frames if not frame.filename.startswith(_installed())]
     frame = own[-1] if own else frames[0]
     where = "" if frame.name == "<module>" else f", in {frame.name}"
     return f"{_from_here(frame.filename)}:{frame.lineno}{where}"
+
+
+def shadowed(error: Exception) -> str:
+    """That a library has found something of the user's where it looks for a package of the same
+    name, as folders called z3 or triton are found by torch; empty for other errors.
+    """
+    module = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    if not isinstance(module, ModuleType):
+        return ""
+    place = module.__file__ or next(iter(getattr(module, "__path__", ())), "")
+    asks = traceback.extract_tb(error.__traceback__)[-1].filename
+    if not place or place.startswith(_installed()) or not asks.startswith((*_installed(), _OURS)):
+        return ""
+    return (
+        f"a library looks for the package {module.__name__} and finds {place}, "
+        f"which is another one ({error}); rename that, or begin in a folder that does not hold it"
+    )
+
+
+def _installed() -> tuple[str, ...]:
+    """Folders of Python's own modules and of installed packages."""
+    paths = sysconfig.get_paths()
+    return tuple(paths[scheme] for scheme in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def _from_here(file: str) -> str:

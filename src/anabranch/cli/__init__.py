@@ -42,7 +42,13 @@ from anabranch.cli.verbs.report import report
 from anabranch.cli.verbs.simulate import simulate
 from anabranch.cli.verbs.train import train
 from anabranch.cli.verbs.verify import verify
-from anabranch.errors import AnabranchError, LoaderError, StageFailedError, WorkloadError
+from anabranch.errors import (
+    AnabranchError,
+    LoaderError,
+    StageFailedError,
+    WorkloadError,
+    shadowed,
+)
 
 _MEANT = {
     "why": "anabranch simulate PLAN --why",
@@ -157,6 +163,10 @@ def main() -> None:
         message = f"{error.filename} cannot be read or written: {error.strerror}"
         more = "; name another file, or make its folder first"
         _fail(type(error).__name__, message, 1, more=more, as_json=as_json)
+    except AttributeError as error:
+        if os.environ.get("ANABRANCH_DEBUG") or not (message := shadowed(error)):
+            raise
+        _fail("ImportError", message, 1, as_json=as_json)
     except TyperException as error:  # otherwise typer has ended it
         message = getattr(error, "format_message", error.__str__)()
         _fail("UsageError", message, getattr(error, "exit_code", 2), as_json=as_json)

@@ -29,7 +29,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import checkpoint
 
-from anabranch.errors import CaptureError
+from anabranch.errors import CaptureError, shadowed
 from anabranch.graph.meta_trace import NotPlainError
 from anabranch.graph.raising_guards import without_raising_guards
 
@@ -356,6 +356,8 @@ def _explained(
     where = user_frame(traceback.extract_tb(error.__traceback__))
     name = type(module.module).__name__
     kind, text = type(error).__name__, str(error)
+    if why := shadowed(error):
+        return CaptureError(f"{name} cannot be captured: {why}")
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
             f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a "
