@@ -46,6 +46,7 @@ class Bucket(ABC):
     def __init__(self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, pieces: Pieces) -> None:
         self.ranks, self.named, self.pieces = ranks, tuple(named), pieces
         self._mesh = mesh
+        self._own = [piece for piece in pieces if piece.rank == mesh.rank]
         self._pending: list[Pending] = []
         self._sharing: list[Pending] = []
         self._is_mine = True
@@ -59,11 +60,6 @@ class Bucket(ABC):
     def is_done(self) -> bool:
         """Whether ``take`` would not wait."""
         return all(pending.is_done for pending in self._pending)
-
-    @property
-    def _updates(self) -> bool:
-        """Whether this rank updates some of them."""
-        return not self.pieces or any(piece.rank == self._mesh.rank for piece in self.pieces)
 
     @property
     @abstractmethod
@@ -108,7 +104,7 @@ class Bucket(ABC):
         """Wait until they are there."""
         for pending in self._sharing:
             pending.wait()
-        if self._sharing and any(piece.rank != self._mesh.rank for piece in self.pieces):
+        if self._sharing and len(self._own) < len(self.pieces):
             with torch.no_grad():
                 self._take_shared()
         self._sharing = []
@@ -175,8 +171,9 @@ class FlatBucket(Bucket):
     def start(self, *, everywhere: bool = False) -> None:
         assert self.missing == 0
         flat, mesh, ranks = self._buffer(), self._mesh, self.ranks
-        self._is_mine = everywhere or self._updates
-        if everywhere or not self.pieces:
+        all_get_it = everywhere or not self.pieces
+        self._is_mine = all_get_it or bool(self._own)
+        if all_get_it:
             self._pending = [mesh.start_all_reduce(flat, ranks)]
         else:
             self._pending = [mesh.start_reduce(part, ranks, rank) for part, rank in self._parts()]
@@ -195,9 +192,8 @@ class FlatBucket(Bucket):
         with torch.no_grad():
             for (_, parameter), view in zip(self.named, self._views, strict=True):
                 parameter.grad = None
-                for piece in self.pieces:
-                    if piece.rank == self._mesh.rank:
-                        piece.of(view).copy_(piece.of(parameter))
+                for piece in self._own:
+                    piece.of(view).copy_(piece.of(parameter))
         share = self._mesh.start_broadcast
         self._sharing = [share(part, rank, self.ranks) for part, rank in self._parts()]
 

@@ -102,7 +102,7 @@ class RowBucket(Bucket):
 
     def start(self, *, everywhere: bool = False) -> None:
         assert self.missing == 0
-        self._is_mine = everywhere or self._updates
+        self._is_mine = everywhere or not self.pieces or bool(self._own)
         first = self.named[0][1]
         head = INDEX_BYTES * (len(self.named) + sum(self._room))
         size = sum(
