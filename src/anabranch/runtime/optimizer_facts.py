@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 
 import torch
 from torch import nn, optim
@@ -59,19 +60,19 @@ BY_ELEMENT = {
 """Optimizers that treat each element alone, or each row of a sparse gradient."""
 
 
-def updates_by_element(workload: Workload) -> bool:
-    """Whether the workload's optimizer is known to treat each element alone, so that it takes rows
-    of parameters.
+def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
+    """Whether the workload's optimizer of these parameters is known to treat each element alone, so
+    that it takes rows of them.
     """
-    return type(_stand_in(workload)) in BY_ELEMENT
+    return type(_stand_in(workload, names)) in BY_ELEMENT
 
 
-def _stand_in(workload: Workload) -> Optimizer | None:
-    """The optimizer that the recipe makes for parameters of one element each."""
+def _stand_in(workload: Workload, names: Collection[str] | None = None) -> Optimizer | None:
+    """The optimizer that the recipe makes for parameters (all) of one element each."""
     stand_ins = [
         (name, nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype)))
         for name, p in workload.module.named_parameters()
-        if p.requires_grad
+        if p.requires_grad and (names is None or name in names)
     ]
     if not stand_ins:
         return None

@@ -123,7 +123,10 @@ class Session:
         self.holders = Holders.of(self.parts, graph)
         if shard_optimizer:
             trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-            cut = updates_by_element(replace(workload, module=module))
+            held = map(self.holders.held_by, range(len(graph.devices)))
+            given = {frozenset(names & trainable.keys()) for names in held}
+            job = replace(workload, module=module)
+            cut = all(updates_by_element(job, names) for names in given if names)
             self.holders = self.holders.sharded(trainable, cut=cut)
         self.mesh = Mesh(graph.devices, self.holders.sets, place=place, timeout=timeout)
         self._watch = self.mesh.watch(timeout if stall_timeout is None else stall_timeout)

@@ -1,6 +1,6 @@
 """Facts of an optimizer that a weight policy has to know, without torch.
 
-Whoever has an optimizer asks ``runtime.asynchronous.prediction.facts_of``; whoever plans from a
+Whoever has an optimizer asks ``runtime.optimizer_facts.facts_of``; whoever plans from a
 profile names one of ``OPTIMIZERS``, or plans without knowing.
 """
 

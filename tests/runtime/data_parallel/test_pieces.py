@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anabranch.cost.memory import deal
+from anabranch.errors import TrainingError
 from anabranch.runtime.data_parallel.pieces import Piece, hold, pieces_of
 from anabranch.runtime.optimizer_facts import BY_ELEMENT
 
@@ -49,6 +50,13 @@ def test_rows_of_a_sparse_gradient() -> None:
     rows = Piece(0, 2, 5).of(gradient)
     assert rows.is_sparse
     assert torch.equal(rows.to_dense(), gradient.to_dense()[2:5])
+
+
+def test_an_optimizer_that_needs_whole_parameters_gets_no_rows() -> None:
+    """Where a recipe makes another one than for all that the rank holds."""
+    parameter = nn.Parameter(torch.zeros(8, 8))
+    with pytest.raises(TrainingError, match=r"makes Adafactor for .* as table is shared; have it"):
+        hold(torch.optim.Adafactor([parameter]), {"table": Piece(0, 0, 4)}, {"table": parameter})
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -35,6 +35,12 @@ class Whole(torch.optim.Adam):
     """An optimizer of which nothing is known."""
 
 
+def by_stage(parameters: NamedParameters) -> torch.optim.Optimizer:
+    """Which the second stage has."""
+    kind = Whole if all("first" not in name for name, _ in parameters) else torch.optim.Adam
+    return kind(parameters, lr=1e-2)
+
+
 def test_the_largest_parameters_are_dealt_out_first() -> None:
     """Of 2 + 1 + 1 + 4 numbers rank 0 updates the 4; what one rank holds alone is not dealt out."""
     holders = Holders({"a": (0, 1), "b": (0, 1), "c": (0, 1), "d": (0, 1), "e": (2,)}, {}, {})
@@ -147,7 +153,9 @@ def test_replicas_hold_the_state_once() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("optimizer", "held"), [(adam, [4, 6]), (Whole, [10, 0])])
+@pytest.mark.parametrize(
+    ("optimizer", "held"), [(adam, [4, 6]), (Whole, [10, 0]), (by_stage, [10, 0])]
+)
 def test_a_parameter_is_cut_where_the_optimizer_takes_rows(optimizer: Any, held: list[int]) -> None:
     """Of ten rows that the ranks of two stages hold each keeps the state of about five, whole
     vectors of the processor; an optimizer of one's own has whole parameters. The recipe sees whole

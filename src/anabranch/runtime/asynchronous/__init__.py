@@ -5,7 +5,7 @@ stream                the endless 1F1B of one rank, with ``versions`` of its sta
 round_robin           replicas that take whole mini-batches in turn; ``round_robin_stream`` is their
                       order
 requirements          plans and policies that can be trained so, and the policy to take
-prediction            weights as they will be; ``optimizer_facts`` says what an optimizer keeps
+prediction            weights as they will be
 minibatch_totals      loss and metrics of mini-batches, begun in one order on all ranks
 divergence, recording a loss that climbs; a measured timeline
 replay                the same training in one process

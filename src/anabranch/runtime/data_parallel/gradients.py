@@ -108,6 +108,10 @@ class Holders:
         """The rank that speaks for a parameter or buffer where it must be counted or saved once."""
         return self.buffers[name][0] if name in self.buffers else self.updaters(name)[0]
 
+    def held_by(self, rank: int) -> set[str]:
+        """The parameters of a rank."""
+        return {name for name, ranks in self.parameters.items() if rank in ranks}
+
     def updaters(self, name: str) -> Ranks:
         """The ranks that have optimizer state of a trainable parameter."""
         pieces = self.pieces.get(name)

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from anabranch.errors import TrainingError
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.optimizer_facts import BY_ELEMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,17 @@ def hold(
 
     Returns:
         The rows, which it now has in their place.
+
+    Raises:
+        TrainingError: if it may look at whole parameters, unlike that of all that this rank holds.
     """
+    if pieces and type(optimizer) not in BY_ELEMENT:
+        raise TrainingError(
+            f"the optimizer recipe makes {type(optimizer).__name__} for the parameters that this "
+            "rank updates, which needs whole ones, but for all that the rank holds an optimizer "
+            f"that takes rows, as {next(iter(pieces))} is shared; have it make one kind, or train "
+            "with --no-shard-optimizer (shard_optimizer=False)"
+        )
     views = {name: nn.Parameter(piece.of(whole[name].detach())) for name, piece in pieces.items()}
     held = {whole[name]: view for name, view in views.items()}
     for group in optimizer.param_groups:
