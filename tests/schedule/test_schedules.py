@@ -7,6 +7,7 @@ import pytest
 from anabranch.errors import AnabranchError, InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
 from anabranch.schedule import SCHEDULES, compute_order, rule_named, schedule_of
+from anabranch.schedule.schedule import Kind, Schedule
 from tests.simulator.helpers import stage_graph
 
 TWO = rule_named("1f1b").warm_up(stage_graph(((0, 1),), [(0,), (1,)], 2))
@@ -22,6 +23,27 @@ def test_a_schedule_has_its_messages():
 def test_the_order_alone():
     """The same computes without messages."""
     assert str(compute_order(TWO, "1f1b")) == "0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1"
+
+
+def test_what_a_list_says_of_itself():
+    """Where its passes are, where updates begin, and which computes are alike: the last micro-batch
+    may be a short one, and a last backward has sums to begin.
+    """
+    schedule = Schedule.parse("0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3")
+    order = schedule.orders[0]
+    assert order == schedule.actions[0]
+    passes = {key: at.tolist() for key, at in order.passes.items()}
+    assert passes == {(0, True): [0, 1, 2, 3], (0, False): [4, 5, 6, 7]}
+    assert order.last_backwards() == {7: 0}
+    assert order.last_backwards((2,)) == {5: 0, 7: 0}
+    alike = [(str(a), last, at.tolist()) for a, last, at in order.computes()]
+    forwards = [("0F0", False, [0, 1, 2]), ("0F3", False, [3])]
+    assert alike == [*forwards, ("0B0", False, [4, 5, 6]), ("0B3", True, [7])]
+    alike = [(str(a), last, at.tolist()) for a, last, at in order.computes((2,))]
+    backwards = [("0B0", False, [4, 6]), ("0B1", True, [5]), ("0B3", True, [7])]
+    assert alike == [*forwards, *backwards]
+    assert order.counts == {(0, Kind.FORWARD): 4, (0, Kind.BACKWARD): 4}
+    assert Schedule.parse("0: 0F1 0F0").orders[0].counts is None
 
 
 def test_what_cannot_be_executed_is_refused():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from anabranch.cost import CostModel
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import Stage, StageGraph
@@ -13,9 +14,10 @@ from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.program import compile_schedule
 from anabranch.simulator.run import run, step_seconds
-from tests.simulator.helpers import cluster, cost_model
+from tests.simulator.helpers import cluster, cost_model, stage_graph
 
 GRAPH = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 2)), ((0, 1),), 6)
+EDGES = ((0, 1), (0, 2), (1, 2))
 TIMES = StageTimes([{1: 1.0}] * 2, [{1: 2.0}] * 2)
 
 
@@ -126,3 +128,24 @@ def test_a_stage_that_nobody_computes_is_none_of_the_others() -> None:
     cost = cost_model((), [1, 1], [1, 1], cluster(2), parameter_bytes=1)
     order = Schedule.parse("0: 0F0 0B0\n1: 0F0 0B0")
     assert step_seconds(StageGraph(stages, (), 2), order, cost) == pytest.approx(2)
+
+
+def test_what_prices_keep_of_messages_holds_for_other_graphs() -> None:
+    """Stage graphs of one cost model share what has been made of their messages: each takes as long
+    as with a cost model of its own, whatever came before it.
+    """
+
+    def costs() -> CostModel:
+        machines = cluster(2, 2, bandwidth=8, latency_s=0.25)
+        return cost_model(EDGES, [1, 1, 1], [2, 2, 2], machines, value_bytes=4)
+
+    shared, rule, seconds = costs(), SCHEDULES["1f1b"](), set()
+    for devices in ("01 2 3", "0 12 3", "3 12 0", "0 1 2"):
+        for sizes in ([2, 4, 4], [4, 4, 2], [4, 8, 8]):
+            where = [tuple(map(int, some)) for some in devices.split()]
+            graph = rule.warm_up(stage_graph(EDGES, where, 16, sizes))
+            order = rule.order(graph)
+            found = {step_seconds(graph, order, cost) for cost in (shared, shared, costs())}
+            assert len(found) == 1
+            seconds |= found
+    assert len(seconds) > 6

@@ -19,7 +19,7 @@ from anabranch.runtime.messages import Layout
 from anabranch.runtime.worker import executed
 from anabranch.schedule import SCHEDULES, schedule_of
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.sums import Sum, plan_sums
+from anabranch.simulator.sums import Sum, final_pieces, plan_sums
 
 Links = Literal["modelled", "host"]
 
@@ -58,7 +58,8 @@ class Emulation:
         self.devices = graph.devices
         self._model, self._stages = profile, EmptyStages(profile.graph, graph)
         self.prices = LinkPrices(self.costs, self.devices)
-        self.sums = self._plan_sums()
+        self.sums = plan_sums(self.costs, {s: len(x.devices) for s, x in enumerate(graph.stages)})
+        self.final = final_pieces(self.sums)
         self.message_bytes = self.num_messages = 0
         channels = self._channels()
         for stage in range(len(graph)):
@@ -95,10 +96,3 @@ class Emulation:
         """Ranks of an all-reduce, ascending."""
         rank_of = self.plan.stage_graph.rank_of
         return tuple(sorted(rank_of[device] for device in work.devices))
-
-    def _plan_sums(self) -> tuple[Sum, ...]:
-        graph = self.plan.stage_graph
-        return tuple(
-            work._replace(waits_for=sum(len(graph.stages[s].devices) for s in work.stages))
-            for work in plan_sums(self.costs)
-        )

@@ -55,7 +55,7 @@ class EmulatedSums:
             return backward_s
         emulation = self._emulation
         marks, self._final = gradient_marks(
-            emulation.costs, emulation.sums, stage, samples, backward_s
+            emulation.costs, emulation.final.get(stage, {}), stage, samples, backward_s
         )
         for mark in marks:
             self._clock.pass_by(mark.seconds)

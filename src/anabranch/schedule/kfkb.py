@@ -28,7 +28,7 @@ from anabranch.plans.in_flight import (
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import Room
 from anabranch.schedule.interleave import interleave
-from anabranch.schedule.schedule import Action, Kind, Schedule
+from anabranch.schedule.schedule import Action, Kind, Order, Schedule
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def _most_behind(graph: StageGraph, x: int, y: int, in_flight: int) -> int:
     return (in_flight * stage.microbatch_size - waited_for_samples(*both)) // after.microbatch_size
 
 
-def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> tuple[Action, ...]:
+@lru_cache(maxsize=1 << 10)
+def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Order:
     """Compute of one stage: ``in_flight`` forwards, then k backwards and k forwards in turn."""
     forwards = [_compute(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
     backwards = [_compute(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
@@ -94,7 +95,7 @@ def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> tupl
     for done in range(0, num_microbatches, k):
         result += backwards[done : done + k]
         result += forwards[in_flight + done : in_flight + done + k]
-    return tuple(result)
+    return Order(result)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -14,12 +14,22 @@ before the first step.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from anabranch.errors import InvalidScheduleError
+from anabranch.remembered import remembered
+
+# NumPy is imported where it is used: the command line lists schedules in its help at once.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
 
 
 class Kind(StrEnum):
@@ -107,6 +117,72 @@ class Action:
 _PATTERN = re.compile(r"(\d+)(F|B|I|W|SF|RF|SB|RB)(\d+)(?:[<>](\d+)@(\d+)\[(\d+):(\d+)\])?")
 
 
+class Order(tuple[Action, ...]):
+    """A list of actions, with what a simulation asks of it: one list is that of many schedules."""
+
+    @cached_property
+    def is_lowered(self) -> bool:
+        """Whether there are messages, which are what has a peer."""
+        return any(action.peer >= 0 for action in self)
+
+    @cached_property
+    def passes(self) -> Mapping[tuple[int, bool], Ints]:
+        """Per stage and whether forward, the positions of computes that have messages."""
+        found: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        for position, action in enumerate(self):
+            if action.kind.has_messages:
+                found[action.stage, action.kind.is_forward].append(position)
+        return {key: _array(positions) for key, positions in found.items()}
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted({stage for stage, _ in self.passes}))
+
+    @cached_property
+    def counts(self) -> Mapping[tuple[int, Kind], int] | None:
+        """How many of each kind of a stage, which are in turn; by hand they may not be: None."""
+        done: dict[tuple[int, Kind], int] = defaultdict(int)
+        for action in self:
+            if action.microbatch != done[action.stage, action.kind]:
+                return None
+            done[action.stage, action.kind] += 1
+        return done
+
+    @remembered
+    def last_backwards(self, per_update: tuple[int, ...] = ()) -> Mapping[int, int]:
+        """Where the last backward of each update of a stage stands: position -> stage.
+
+        Args:
+            per_update: micro-batches by stage; empty for one update.
+        """
+        last = {
+            (a.stage, a.microbatch // per_update[a.stage] if per_update else 0): at
+            for at, a in enumerate(self)
+            if a.kind.ends_backward
+        }
+        return {at: stage for (stage, _), at in last.items()}
+
+    @remembered
+    def computes(self, per_update: tuple[int, ...] = ()) -> list[tuple[Action, bool, Ints]]:
+        """Computes that are alike: one of them, whether it is a last backward, their positions."""
+        ends, found = self.last_backwards(per_update), dict[object, list[int]]()
+        final: dict[int, int] = defaultdict(int)  # which may have fewer samples
+        for a in self:
+            final[a.stage] = max(final[a.stage], a.microbatch)
+        for at, a in enumerate(self):
+            if a.peer < 0:
+                key = a.stage, a.kind, a.microbatch == final[a.stage], at in ends
+                found.setdefault(key, []).append(at)
+        return [(self[at[0]], at[0] in ends, _array(at)) for at in found.values()]
+
+
+def _array(positions: list[int]) -> Ints:
+    import numpy as np
+
+    return np.array(positions, np.int64)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One ordered list of actions per device.
@@ -120,12 +196,16 @@ class Schedule:
     actions: Mapping[int, tuple[Action, ...]]
     slots: int = 1
 
+    @cached_property
+    def orders(self) -> Mapping[int, Order]:
+        """``actions``; replicas share one."""
+        known = {id(a): a if isinstance(a, Order) else Order(a) for a in self.actions.values()}
+        return {device: known[id(actions)] for device, actions in self.actions.items()}
+
     @property
     def is_lowered(self) -> bool:
         """Whether sends and receives have been put in."""
-        # Replicas share one list, and a message is what has a peer.
-        different = {id(actions): actions for actions in self.actions.values()}
-        return any(a.peer >= 0 for actions in different.values() for a in actions)
+        return any(order.is_lowered for order in self.orders.values())
 
     def __str__(self) -> str:
         return "\n".join(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from anabranch.cost import CostModel
 from anabranch.cost.buckets import turn
@@ -78,6 +78,12 @@ class StepCosts(Protocol):
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """Bytes along a stage edge, forward and back."""
         return 0.0, 0.0
+
+    def kept(self, source: int, target: int) -> dict[Hashable, Any]:
+        """What others have made of the messages of a stage edge and will need again for it, in this
+        graph or another one, under keys of their own.
+        """
+        return {}
 
     def route(self, a: int, b: int) -> Route:
         """The way from device a to device b."""
@@ -206,6 +212,12 @@ class ModelCosts:
         """All values of the edge; those without a batch dimension go with every message."""
         values = self._values.get((source, target), ())
         return self.cost.forward_bytes(values, samples), self.cost.backward_bytes(values, samples)
+
+    def kept(self, source: int, target: int) -> dict[Hashable, Any]:
+        """With the cost model, by the values of the edge."""
+        key = Route, self._values.get((source, target), ())
+        kept: dict[Hashable, Any] = self.cost.memo.setdefault(key, {})
+        return kept
 
     def route(self, a: int, b: int) -> Route:
         """The slowest link on the way, and every port."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.schedule import Kind, Schedule
+from anabranch.schedule.schedule import Order, Schedule
 
 Ints = NDArray[np.int64]
 
@@ -20,7 +19,7 @@ RECEIVES, COMPUTE, SENDS, UPDATE = range(4)
 """Phases at a position of a list."""
 
 
-def place(position: T, phase: int) -> T:
+def place(position: T, phase: T | int) -> T:
     """A place in the list of a device; position -1 is before all that the list has."""
     return 4 * (position + 1) + phase
 
@@ -38,9 +37,10 @@ class Lists:
         self._values: list[Ints] = []
 
     def put(self, devices: Ints | int, places: Ints, values: Ints) -> None:
-        """Put entries at these places, behind those that are there already."""
-        self._keys.append(self._begin[devices] + places)
-        self._values.append(values)
+        """Put entries at these places, behind those that are there already; as NumPy broadcasts."""
+        keys = self._begin[devices] + places
+        self._keys.append(keys.ravel())
+        self._values.append(np.broadcast_to(values, keys.shape).ravel())
 
     def joined(self) -> tuple[Ints, Ints]:
         """All entries, and where those of each device begin and end."""
@@ -49,58 +49,44 @@ class Lists:
         return np.concatenate(self._values)[order], np.searchsorted(keys[order], self._begin)
 
 
-class Passes:
-    """What the lists of a schedule have, each looked at once: replicas share one."""
+class Positions:
+    """Where devices have the passes of their stages; all by their number in the step.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._lists = {id(actions): actions for actions in schedule.actions.values()}
-        # Per list, stage and whether it is a forward: positions of computes that have messages.
-        self._at: dict[int, dict[tuple[int, bool], list[int]]] = {}
-        for key, actions in self._lists.items():
-            found: dict[tuple[int, bool], list[int]] = defaultdict(list)
-            for position, action in enumerate(actions):
-                if action.kind.has_messages:
-                    found[action.stage, action.kind.is_forward].append(position)
-            self._at[key] = found
+    Args:
+        orders: of each device.
+        stages: number of stages.
+    """
 
-    def stages(self, device: int) -> tuple[int, ...]:
-        """Of a device, ascending."""
-        return tuple(sorted({stage for stage, _ in self._at[id(self._schedule.actions[device])]}))
+    def __init__(self, orders: Collection[Order], stages: int) -> None:
+        different = {id(order): order for order in orders}  # replicas share one
+        rows = {key: row for row, key in enumerate(different)}
+        self._row = np.array([rows[id(order)] for order in orders])
+        self._first = np.zeros((len(rows), stages, 2), np.int64)
+        found, count = [np.zeros(0, np.int64)], 0
+        for row, order in enumerate(different.values()):
+            for (stage, forward), positions in order.passes.items():
+                self._first[row, stage, int(forward)] = count
+                count += len(positions)
+                found.append(positions)
+        self._found = np.concatenate(found)
 
-    def positions(
-        self, graph: StageGraph, stage: int, forward: bool, devices: Ints, microbatches: Ints
-    ) -> Ints:
-        """Where these devices have these micro-batches of a stage."""
-        lists = {
-            device: id(self._schedule.actions[device]) for device in graph.stages[stage].devices
-        }
-        rows = {listed: row for row, listed in enumerate(dict.fromkeys(lists.values()))}
-        found = np.array([self._at[listed][stage, forward] for listed in rows])
-        row_of = np.zeros(max(lists) + 1, np.int64)
-        row_of[list(lists)] = [rows[listed] for listed in lists.values()]
-        at: Ints = found[row_of[devices], microbatches]
+    def of(self, devices: Ints, stages: Ints, forward: Ints, microbatches: Ints) -> Ints:
+        """Those of passes of these micro-batches."""
+        at: Ints = self._found[self._first[self._row[devices], stages, forward] + microbatches]
         return at
 
-    def are_in_order(self, graph: StageGraph) -> bool:
-        """Whether every stage takes all of its micro-batches in turn; by hand it may not."""
-        whole: dict[int, Collection[tuple[int, Kind]]] = {}
-        for key, actions in self._lists.items():
-            done: dict[tuple[int, Kind], int] = defaultdict(int)
-            for action in actions:
-                if action.microbatch != done[action.stage, action.kind]:
-                    return False
-                done[action.stage, action.kind] += 1
-            if any(count != graph.num_microbatches(stage) for (stage, _), count in done.items()):
-                return False
-            whole[key] = done
-        # What misses a stage, or a direction of it, is a list by hand as well.
-        for s, stage in enumerate(graph.stages):
-            for device in stage.devices:
-                done_there = whole.get(id(self._schedule.actions.get(device)), ())
-                kinds = {kind for other, kind in done_there if other == s}
-                if Kind.FORWARD not in kinds or kinds.isdisjoint(
-                    {Kind.BACKWARD, Kind.INPUT_GRADIENT}
-                ):
-                    return False
-        return True
+
+def are_in_order(schedule: Schedule, graph: StageGraph) -> bool:
+    """Whether every device takes all micro-batches of its stages in turn; by hand it may not."""
+    orders = schedule.orders
+    counts = [order.counts for order in {id(o): o for o in orders.values()}.values()]
+    whole = all(
+        done is not None
+        and all(count == graph.num_microbatches(stage) for (stage, _), count in done.items())
+        for done in counts
+    )
+    return whole and all(
+        device in orders and {(s, True), (s, False)} <= orders[device].passes.keys()
+        for s, stage in enumerate(graph.stages)
+        for device in stage.devices
+    )

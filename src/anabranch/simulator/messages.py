@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
-from anabranch.remembered import remembered
 from anabranch.schedule.check import Channel, channel
 from anabranch.schedule.lower import directions, message_table
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.lists import COMPUTE, RECEIVES, SENDS, Ints, Lists, Passes, place
+from anabranch.simulator.lists import COMPUTE, RECEIVES, SENDS, Ints, Lists, Positions, place
 
 Floats = NDArray[np.float64]
 
@@ -26,8 +26,8 @@ class Messages:
     """Every message, by index.
 
     Attributes:
-        way: from which device to which it goes, an index into ``ways``.
-        ways: the ports on each.
+        first: where its ports begin in ``ports``.
+        stop: where they end.
         occupies_s: seconds that it occupies these ports.
         latency_s: seconds from then until it has arrived.
         ends_s: seconds of the devices at both ends, its sender's in row 0.
@@ -35,8 +35,9 @@ class Messages:
         is_posted: whether its receive is posted before anything has been received.
     """
 
-    way: Ints
-    ways: Sequence[tuple[int, ...]]
+    ports: Ints
+    first: Ints
+    stop: Ints
     occupies_s: Floats
     latency_s: Floats
     ends_s: Floats
@@ -44,14 +45,33 @@ class Messages:
     is_posted: NDArray[np.bool_]
 
     def __len__(self) -> int:
-        return len(self.way)
+        return len(self.first)
+
+    @staticmethod
+    def joined(parts: Sequence[Messages]) -> Messages:
+        """Those of all parts, one part's behind the other's."""
+        sizes = [len(part) for part in parts]
+
+        def before(lengths: Sequence[int]) -> Ints:
+            return np.repeat(np.cumsum([0, *lengths])[:-1], sizes)
+
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        whole = Messages(*(np.concatenate(column, axis=-1) for column in columns))
+        ports, opener = before([len(part.ports) for part in parts]), whole.opener
+        return replace(
+            whole,
+            first=whole.first + ports,
+            stop=whole.stop + ports,
+            opener=np.where(opener >= 0, opener + before(sizes), -1),
+        )
 
     def repeated(self, count: int) -> Messages:
         """Those of so many steps; only of the first one any receive is posted at once."""
         later = np.arange(count)[:, None] * len(self)
         return replace(
             self,
-            way=np.tile(self.way, count),
+            first=np.tile(self.first, count),
+            stop=np.tile(self.stop, count),
             occupies_s=np.tile(self.occupies_s, count),
             latency_s=np.tile(self.latency_s, count),
             ends_s=np.tile(self.ends_s, count),
@@ -60,43 +80,34 @@ class Messages:
         )
 
 
-class MessagePrices:
-    """Prices of messages between devices, which are counted by their position."""
-
-    def __init__(self, costs: StepCosts, devices: tuple[int, ...]) -> None:
-        self.devices, self._costs = np.array(devices), costs
-
-    @remembered
-    def nbytes(self, source: int, target: int, forward: bool, samples: int) -> float:
-        """Bytes that stage ``source`` sends to ``target`` for so many samples."""
-        edge = (source, target) if forward else (target, source)
-        return self._costs.message_bytes(*edge, samples)[not forward]
-
-    def messages(self, sender: Ints, receiver: Ints, nbytes: Floats, opener: Ints) -> Messages:
-        """Messages by these columns."""
-        count = len(self.devices)
-        pairs, way = np.unique(sender * count + receiver, return_inverse=True)
-        ends = zip(*(self.devices[side].tolist() for side in divmod(pairs, count)), strict=True)
-        routes = [self._costs.route(a, b) for a, b in ends]
-        per_byte_s, latency_s = np.array([route[:2] for route in routes]).reshape(-1, 2).T
-        sizes, size = np.unique(nbytes, return_inverse=True)
-        ends_s = np.array([self._costs.message_s(float(n)) for n in sizes]).reshape(-1, 2).T
-        return Messages(
-            way,
-            [route.ports for route in routes],
-            nbytes * per_byte_s[way],
-            latency_s[way],
-            ends_s[:, size],
-            opener,
-            opener < 0,
-        )
+def _priced(
+    costs: StepCosts, sender: Ints, receiver: Ints, nbytes: Floats, opener: Ints
+) -> Messages:
+    """Messages by these columns."""
+    count = 1 + int(max(sender.max(initial=0), receiver.max(initial=0)))
+    pairs, way = np.unique(sender * count + receiver, return_inverse=True)
+    ends = zip(*(side.tolist() for side in divmod(pairs, count)), strict=True)
+    routes = [costs.route(a, b) for a, b in ends]
+    per_byte_s, latency_s = np.array([route[:2] for route in routes]).reshape(-1, 2).T
+    sizes, size = np.unique(nbytes, return_inverse=True)
+    ends_s = np.array([costs.message_s(float(n)) for n in sizes]).reshape(-1, 2).T
+    bounds = np.array([0, *accumulate(len(route.ports) for route in routes)])
+    return Messages(
+        np.array([port for route in routes for port in route.ports], np.int64),
+        bounds[:-1][way],
+        bounds[1:][way],
+        nbytes * per_byte_s[way],
+        latency_s[way],
+        ends_s[:, size],
+        opener,
+        opener < 0,
+    )
 
 
-def numbered(schedule: Schedule, prices: MessagePrices, lists: Lists) -> Messages:
+def numbered(schedule: Schedule, costs: StepCosts, lists: Lists) -> Messages:
     """Number the messages of a lowered schedule by their receives, and list them."""
     received: dict[Channel, list[int]] = defaultdict(list)
     groups: dict[Channel, dict[int, list[int]]] = defaultdict(dict)
-    index = {device: d for d, device in enumerate(schedule.actions)}
     found: list[tuple[float, ...]] = []
     for device, actions in schedule.actions.items():
         for action in actions:
@@ -104,8 +115,9 @@ def numbered(schedule: Schedule, prices: MessagePrices, lists: Lists) -> Message
                 key = source, target, a, b, forward = channel(action, device)
                 received[key].append(len(found))
                 groups[key].setdefault(action.microbatch, []).append(len(found))
-                nbytes = prices.nbytes(source, target, forward, action.stop - action.start)
-                found.append((index[a], index[b], nbytes))
+                edge = (source, target) if forward else (target, source)
+                nbytes = costs.message_bytes(*edge, action.stop - action.start)[not forward]
+                found.append((a, b, nbytes))
     opener = np.full(len(found), -1)
     for microbatches in groups.values():
         of_channel = list(microbatches.values())
@@ -125,38 +137,50 @@ def numbered(schedule: Schedule, prices: MessagePrices, lists: Lists) -> Message
             entries.append(~message if sends else message)
         lists.put(d, place(np.array(at, np.int64), COMPUTE), np.array(entries, np.int64))
     sender, receiver, nbytes_of = np.array(found).reshape(-1, 3).T
-    return prices.messages(sender.astype(np.int64), receiver.astype(np.int64), nbytes_of, opener)
+    return _priced(costs, sender.astype(np.int64), receiver.astype(np.int64), nbytes_of, opener)
 
 
-def put_in(
-    schedule: Schedule,
-    passes: Passes,
-    graph: StageGraph,
-    prices: MessagePrices,
-    costs: StepCosts,
-    lists: Lists,
-) -> Messages:
+def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists) -> Messages:
     """Number the messages that ``lower`` would put in, those of each stage edge in a row, and list
     them before and behind the computes.
     """
     index = np.zeros(max(*graph.devices, *schedule.actions) + 1, np.int64)
-    index[prices.devices] = np.arange(len(prices.devices))
-    columns, sizes = [np.zeros((6, 0), np.int64)], [np.zeros(0)]
-    for number, (source, target, forward) in enumerate(directions(graph, costs.message_edges)):
+    index[[*schedule.actions]] = np.arange(len(schedule.actions))
+    positions = Positions(schedule.orders.values(), len(graph))
+    ways = [*directions(graph, costs.message_edges)]
+    if not ways:
+        nothing = np.zeros(0, np.int64)
+        return _priced(costs, nothing, nothing, np.zeros(0), nothing)
+    edges = [_edge_messages(graph, costs, schedule.slots, *way) for way in ways]
+    ends, parts = zip(*edges, strict=True)
+    messages = Messages.joined(parts)
+    a, i, b, j = np.concatenate(ends, axis=1)
+    source, target, forward = np.repeat(ways, [*map(len, parts)], axis=0).T
+    numbers, senders, receivers = np.arange(len(messages)), index[a], index[b]
+    lists.put(senders, place(positions.of(senders, source, forward, i), SENDS), ~numbers)
+    lists.put(receivers, place(positions.of(receivers, target, forward, j), RECEIVES), numbers)
+    return messages
+
+
+def _edge_messages(
+    graph: StageGraph, costs: StepCosts, slots: int, source: int, target: int, forward: bool
+) -> tuple[Ints, Messages]:
+    """Those that one stage sends to another, behind rows of the devices that send them, their
+    micro-batches, and those of the receivers; the same in many graphs, so the costs keep them.
+    """
+    edge = (source, target) if forward else (target, source)
+    known = costs.kept(*edge)
+    cuts = ((s.devices, s.microbatch_size, s.tensor) for s in (graph.stages[x] for x in edge))
+    key = Messages, graph.batch_size, slots, forward, *cuts
+    if key not in known:
         i, a, j, b, start, stop = message_table(graph, source, target, forward=forward)
-        at = passes.positions(graph, source, forward, a, i)
-        needed_at = passes.positions(graph, target, forward, b, j)
-        columns.append(np.array([index[a], at, index[b], needed_at, j, np.full_like(a, number)]))
         samples, size = np.unique(stop - start, return_inverse=True)
-        nbytes = [prices.nbytes(source, target, forward, n) for n in samples.tolist()]
-        sizes.append(np.array(nbytes, np.float64)[size])
-    a, at, b, needed_at, microbatch, way = np.concatenate(columns, axis=1)
-    numbers = np.arange(len(a))
-    lists.put(a, place(at, SENDS), ~numbers)
-    lists.put(b, place(needed_at, RECEIVES), numbers)
-    way = (way * len(index) + a) * len(index) + b
-    opener = _openers(way, microbatch, schedule.slots)
-    return prices.messages(a, b, np.concatenate(sizes), opener)
+        nbytes = [costs.message_bytes(*edge, n)[not forward] for n in samples.tolist()]
+        opener = _openers(a * (graph.devices[-1] + 1) + b, j, slots)
+        messages = _priced(costs, a, b, np.array(nbytes, np.float64)[size], opener)
+        known[key] = np.array([a, i, b, j]), messages
+    found: tuple[Ints, Messages] = known[key]
+    return found
 
 
 def _openers(way: Ints, microbatch: Ints, slots: int) -> Ints:

@@ -20,10 +20,10 @@ import numpy as np
 from anabranch.cost.overheads import cold_s
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import lower
-from anabranch.schedule.schedule import Action, Schedule
+from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.lists import COMPUTE, UPDATE, Ints, Lists, Passes, place
-from anabranch.simulator.messages import Floats, MessagePrices, Messages, numbered, put_in
+from anabranch.simulator.lists import COMPUTE, UPDATE, Ints, Lists, are_in_order, place
+from anabranch.simulator.messages import Floats, Messages, numbered, put_in
 from anabranch.simulator.sums import Sum, plan_sums
 from anabranch.simulator.units import ComputeUnit, ComputeUnits
 
@@ -76,18 +76,22 @@ def compile_schedule(
     Raises:
         InvalidScheduleError: if a send has no receive.
     """
-    passes, has_messages = Passes(schedule), schedule.is_lowered
-    if not has_messages and not passes.are_in_order(graph):
+    has_messages = schedule.is_lowered
+    if not has_messages and not are_in_order(schedule, graph):
         schedule, has_messages = lower(schedule, graph, costs.message_edges), True
-    devices = tuple(schedule.actions)
-    prices = MessagePrices(costs, devices)
-    lists = Lists([len(actions) for actions in schedule.actions.values()])
+    orders, devices = schedule.orders, tuple(schedule.actions)
+    lists = Lists([len(order) for order in orders.values()])
     if has_messages:
-        messages = numbered(schedule, prices, lists)
+        messages = numbered(schedule, costs, lists)
     else:
-        messages = put_in(schedule, passes, graph, prices, costs, lists)
-    sums = plan_sums(costs)
+        messages = put_in(schedule, graph, costs, lists)
     # Where updates follow each other, each has the bookkeeping of its batch.
+    per_update = tuple(graph.num_microbatches(s) // updates for s in range(len(graph)))
+    batches = per_update if updates > 1 else ()
+    finishing = Counter(
+        stage for order in orders.values() for stage in {*order.last_backwards(batches).values()}
+    )
+    sums = plan_sums(costs, finishing)
     lost = costs.overheads
     besides_s = lost.step_s if updates > 1 else 0.0
     index = {device: d for d, device in enumerate(devices)}
@@ -98,67 +102,49 @@ def compile_schedule(
         before.append(units.overhead(lost.step_s))
     if updates == 1 and (any(lost.agreement) or any(map(costs.update_s, range(len(graph))))):
         behind += units.agreement()
-    per_update = [graph.num_microbatches(s) // updates for s in range(len(graph))]
     # Replicas share one list; those with slices of the same size do the same.
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for device, actions in schedule.actions.items():
-        alike[id(actions), *units.slices[device]].append(device)
-    finishing: Counter[int] = Counter()
+    for device, order in orders.items():
+        alike[id(order), *units.slices[device]].append(device)
     for members in alike.values():
-        actions = schedule.actions[members[0]]
-        ends = _last_backwards(actions, per_update if updates > 1 else ())
-        for stage in set(ends.values()):
-            finishing[stage] += len(members)
-        end = place(len(actions), COMPUTE)
-        listed = [(place(-1, COMPUTE), number) for number in before]
-        for position, number in units.of_actions(actions, members[0], ends):
-            listed.append((place(position, COMPUTE), number))
-        listed += [(end, number) for number in behind]
-        for position, stage in sorted(ends.items()):
+        order = orders[members[0]]
+        listed: list[tuple[Sequence[int] | Ints, int, int]] = []  # positions, phase, unit
+        listed += (([-1], COMPUTE, number) for number in before)
+        for action, is_last, positions in order.computes(batches):
+            listed.append((positions, COMPUTE, units.action(action, members[0], is_last)))
+        listed += (([len(order)], COMPUTE, number) for number in behind)
+        for position, stage in sorted(order.last_backwards(batches).items()):
             # Behind the messages of the backward.
-            while position + 1 < len(actions) and actions[position + 1].kind.is_send:
+            while position + 1 < len(order) and order[position + 1].kind.is_send:
                 position += 1
             if units.has_update(stage):
-                own = end if updates == 1 else place(position, UPDATE)
-                listed.append((own, units.update(stage)))
-        places, numbers = np.array(listed, np.int64).reshape(-1, 2).T
-        for device in members:
-            lists.put(index[device], places, ~(first_unit + numbers))
+                own = ([position], UPDATE) if batches else ([len(order)], COMPUTE)
+                listed.append((*own, units.update(stage)))
+        if listed:
+            at = [positions for positions, _, _ in listed]
+            phase, unit = np.repeat([x[1:] for x in listed], [*map(len, at)], axis=0).T
+            where = np.array([index[device] for device in members])[:, None]
+            lists.put(where, place(np.concatenate(at), phase), ~(first_unit + unit))
     # What the first stages read is needed first.
     for work in reversed(costs.all_reduces()):
         for device in work.devices if work.gather_s else ():
             numbers = np.array(units.gathers(work))
-            behind_all = place(len(schedule.actions[device]), UPDATE)
-            lists.put(index[device], np.full_like(numbers, behind_all), ~(first_unit + numbers))
+            behind_all = place(np.full_like(numbers, len(orders[device])), UPDATE)
+            lists.put(index[device], behind_all, ~(first_unit + numbers))
     entries, first = lists.joined()
     if messages.ends_s.any():
         entries, first = _with_overheads(entries, first, messages, units, lost.cold_messages)
-    sums = [work._replace(waits_for=sum(finishing[s] for s in work.stages)) for work in sums]
     return Program(
         devices,
         entries,
         first,
-        [passes.stages(device) for device in devices],
+        [order.stages for order in orders.values()],
         [*units.numbers],
         messages,
         [members for *_, members in units.groups],
         sums,
         updates,
     )
-
-
-def _last_backwards(actions: Sequence[Action], per_update: Sequence[int]) -> dict[int, int]:
-    """Where the last backward of each update of a stage stands: position -> stage.
-
-    Args:
-        per_update: micro-batches by stage; empty for one update.
-    """
-    last = {
-        (a.stage, a.microbatch // per_update[a.stage] if per_update else 0): at
-        for at, a in enumerate(actions)
-        if a.kind.ends_backward
-    }
-    return {at: stage for (stage, _), at in last.items()}
 
 
 def _with_overheads(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from anabranch.simulator.all_reduces import AllReduce
@@ -40,15 +40,20 @@ class Mark(NamedTuple):
     pieces: tuple[int, ...]
 
 
-def plan_sums(costs: StepCosts) -> list[Sum]:
-    """The pieces of all all-reduces; nobody is waited for yet."""
+def plan_sums(costs: StepCosts, finishing: Mapping[int, int]) -> list[Sum]:
+    """The pieces of all all-reduces.
+
+    Args:
+        finishing: devices that end the backwards of a stage.
+    """
     sums: list[Sum] = []
     queues: dict[tuple[int, ...], int] = {}
     for work in costs.all_reduces():
         queue = queues.setdefault(work.devices, len(queues))
+        waits_for = sum(finishing[s] for s in work.stages)
         for nbytes, seconds, final in work.pieces:
             sums.append(
-                Sum(queue, work.stages, final, work.devices, 0, nbytes, seconds, work.ports)
+                Sum(queue, work.stages, final, work.devices, waits_for, nbytes, seconds, work.ports)
             )
     return sums
 
@@ -63,27 +68,39 @@ def summing_s(costs: StepCosts) -> Mapping[int, float]:
     return found
 
 
+def final_pieces(sums: Iterable[Sum]) -> Mapping[int, Mapping[int, list[int]]]:
+    """Per stage and operator, the pieces whose gradients are final there behind that."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for piece, work in enumerate(sums):
+        for stage, operator in zip(work.stages, work.final, strict=True):
+            found.setdefault(stage, {}).setdefault(operator, []).append(piece)
+    return found
+
+
 def gradient_marks(
-    costs: StepCosts, sums: Sequence[Sum], stage: int, samples: int, backward_s: float
+    costs: StepCosts,
+    pieces: Mapping[int, Sequence[int]],
+    stage: int,
+    samples: int,
+    backward_s: float,
 ) -> tuple[tuple[Mark, ...], tuple[int, ...]]:
     """Where the last backward of a stage leaves final gradients, and those that are so at its end.
 
     Args:
+        pieces: of the stage, see ``final_pieces``.
         samples: on the device.
         backward_s: its seconds.
     """
     found: dict[float, list[int]] = defaultdict(list)
-    for piece, work in enumerate(sums):
-        if stage in work.stages:
-            operator = work.final[work.stages.index(stage)]
-            share = costs.gradient_share(stage, samples, operator)
-            found[min(share * backward_s, backward_s)].append(piece)
-    final = tuple(found.pop(backward_s, ()))
+    for operator, final in pieces.items():
+        share = costs.gradient_share(stage, samples, operator)
+        found[min(share * backward_s, backward_s)] += final
+    at_end = tuple(sorted(found.pop(backward_s, ())))
     marks, passed = [], 0.0
-    for seconds, pieces in sorted(found.items()):
-        marks.append(Mark(seconds - passed, tuple(pieces)))
+    for seconds, final in sorted(found.items()):
+        marks.append(Mark(seconds - passed, tuple(sorted(final))))
         passed = seconds
-    return tuple(marks), final
+    return tuple(marks), at_end
 
 
 def least_sum_s(costs: StepCosts, work: AllReduce, stage: int, samples: Collection[int]) -> float:

@@ -78,7 +78,7 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     lost = costs.overheads
     slowdown = [slowdown_of(lost.slowdown, count) for count in jobs] if lost.slowdown else [1.0]
     shared = {host: h for h, host in enumerate(dict.fromkeys(hosts)) if slowdown[-1] != 1}
-    used = *program.messages.ways, *(work.ports for work in program.sums)
+    used = max((port for work in costs.all_reduces() for port in work.ports), default=-1)
     sums = [
         (work.queue, *lists.add(work.ports), *lists.add(work.stages), work.seconds)
         for work in program.sums
@@ -113,7 +113,7 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
         queues=np.array([(first, stop, first, 0, 0) for first, stop in summing], QUEUE),
         pieces=np.array([(w.waits_for, -1, 0.0) for w in program.sums] * program.updates, PIECE),
         hosts=np.array([(0, -1, 0.0, 0.0)] * len(shared), HOST),
-        free=np.zeros(1 + max((port for ports in used for port in ports), default=-1)),
+        free=np.zeros(1 + max(used, program.messages.ports.max(initial=-1))),
         speeds=np.array([0.0, *(1 / times for times in slowdown)]),
         restarts=np.array(lost.restarts, np.float64),
         runs=np.zeros(ran[-1], RUN),
@@ -121,13 +121,15 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
 
 
 def _messages(program: Program) -> tuple[NDArray[np.void], SharedLists]:
-    """The messages, and lists that begin with those that are posted with each other."""
+    """The messages, and lists that begin with those that are posted with each other and their
+    ports.
+    """
     found, opener = program.messages, program.messages.opener
     opened = np.argsort(opener, kind="stable")[np.count_nonzero(opener < 0) :]
-    lists = SharedLists(len(program.entries), opened.tolist())
+    lists = SharedLists(len(program.entries), [*opened.tolist(), *found.ports.tolist()])
     table = np.zeros(len(found), MESSAGE)
-    ports = np.array([*map(lists.add, found.ways)]).reshape(-1, 2)
-    table["first"], table["stop"] = ports[found.way].T
+    before = len(program.entries) + len(opened)
+    table["first"], table["stop"] = found.first + before, found.stop + before
     bounds = len(program.entries) + np.searchsorted(opener[opened], np.arange(len(found) + 1))
     table["first_release"], table["stop_release"] = bounds[:-1], bounds[1:]
     table["ready"], table["waiter"] = found.is_posted, -1

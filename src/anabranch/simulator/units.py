@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from anabranch.schedule.schedule import Action, Kind
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.events import Role
-from anabranch.simulator.sums import Mark, Sum, gradient_marks, summing_s
+from anabranch.simulator.sums import Mark, Sum, final_pieces, gradient_marks, summing_s
 
 
 class ComputeUnit(NamedTuple):
@@ -64,34 +64,16 @@ class ComputeUnits:
         sums: Sequence[Sum],
         besides_s: float = 0.0,
     ) -> None:
-        self._graph, self._costs, self._sums, self._besides_s = graph, costs, sums, besides_s
+        self._graph, self._costs, self._besides_s = graph, costs, besides_s
         self._device = index
         self.numbers: dict[ComputeUnit, int] = {}
         self.groups: dict[tuple[Role, tuple[int, ...], tuple[int, ...]], int] = {}
         self._summing_s = summing_s(costs)
-        self._summing = {stage for work in sums for stage in work.stages}
+        self._pieces = final_pieces(sums)
 
     def number(self, unit: ComputeUnit) -> int:
         """Which one it is."""
         return self.numbers.setdefault(unit, len(self.numbers))
-
-    def of_actions(
-        self, actions: Sequence[Action], device: int, ends: Mapping[int, int]
-    ) -> Iterator[tuple[int, int]]:
-        """Positions of the computes of a device in its list, and their units.
-
-        Args:
-            ends: where the last backwards of its stages stand; position -> stage.
-        """
-        last = [self._graph.num_microbatches(s) - 1 for s in range(len(self._graph))]
-        known: dict[tuple[int, Kind, bool, bool], int] = {}
-        for at, action in enumerate(actions):
-            if action.peer < 0:
-                stage = action.stage
-                kind = stage, action.kind, action.microbatch == last[stage], at in ends
-                if kind not in known:
-                    known[kind] = self._action(action, device, at in ends)
-                yield at, known[kind]
 
     @cached_property
     def _replica_of(self) -> Mapping[tuple[int, int], int]:
@@ -125,10 +107,21 @@ class ComputeUnits:
 
     def has_update(self, stage: int) -> bool:
         """Whether a stage has gradients to sum, or takes time to update."""
-        return stage in self._summing or self._update_s(stage) > 0
+        return stage in self._pieces or self._update_s(stage) > 0
 
     def _update_s(self, stage: int) -> float:
         return self._costs.update_s(stage) + self._besides_s
+
+    def action(self, action: Action, device: int, is_last: bool) -> int:
+        """That of a compute.
+
+        Args:
+            is_last: whether it is the last backward of its stage before an update.
+        """
+        stage, replica = action.stage, self._replica_of[action.stage, device]
+        start, stop = self._graph.slice(stage, action.microbatch, replica)
+        group = self._group(stage, replica)
+        return self._priced(stage, action.kind, stop - start, group, is_last)
 
     def update(self, stage: int) -> int:
         """That of the update of a stage."""
@@ -155,12 +148,6 @@ class ComputeUnits:
         )
         return [self.overhead(work.share_s)] * (work.share_s > 0) + [self.number(unit)]
 
-    def _action(self, action: Action, device: int, is_last: bool) -> int:
-        stage, replica = action.stage, self._replica_of[action.stage, device]
-        start, stop = self._graph.slice(stage, action.microbatch, replica)
-        group = self._group(stage, replica)
-        return self._priced(stage, action.kind, stop - start, group, is_last)
-
     @remembered
     def _priced(self, stage: int, kind: Kind, samples: int, group: int, is_last: bool) -> int:
         forward_s, seconds = self._costs.compute_s(stage, samples)
@@ -175,6 +162,7 @@ class ComputeUnits:
         if not is_last:
             return self.number(ComputeUnit(stage, seconds, before, after, group))
         seconds += self._summing_s[stage]
-        marks, final = gradient_marks(self._costs, self._sums, stage, samples, seconds)
+        pieces = self._pieces.get(stage, {})
+        marks, final = gradient_marks(self._costs, pieces, stage, samples, seconds)
         rest = seconds - sum(mark.seconds for mark in marks)
         return self.number(ComputeUnit(stage, seconds, before, after, group, marks, rest, final))

@@ -99,9 +99,10 @@ def busiest_link(step: Step, cluster: Cluster) -> Floor:
     """What the port carries that carries most."""
     program, messages = step.program, step.program.messages
     carried: dict[int, float] = defaultdict(float)
-    moved = Counter(zip(messages.way.tolist(), messages.occupies_s.tolist(), strict=True))
-    for (way, seconds), count in moved.items():
-        for port in messages.ways[way]:
+    columns = messages.first, messages.stop, messages.occupies_s
+    moved = Counter(zip(*(column.tolist() for column in columns), strict=True))
+    for (first, stop, seconds), count in moved.items():
+        for port in messages.ports[first:stop].tolist():
             carried[port] += count * seconds
     for work in program.sums:
         for port in work.ports:
