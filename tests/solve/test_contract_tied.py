@@ -66,5 +66,8 @@ def test_without_enough_stages_the_parameter_is_named():
     with pytest.raises(InfeasiblePlanError) as refused:
         asynchronous(cost, 4, policy="stash", max_replicas=1)
     assert "op0 and op3 read parameter tied" in str(refused.value)
+    assert "all of the model, so nothing is left to cut: give each operator" in str(refused.value)
+    with pytest.raises(InfeasiblePlanError, match="Under both without a flush stages cannot share"):
+        asynchronous(model(chain(4), 4, (0, 3), 2), 4, policy="auto", max_replicas=1)
     assert "the 2 operators around them" in str(refused.value)
     assert len(asynchronous(cost, 4, policy="stash").stage_graph) == 1

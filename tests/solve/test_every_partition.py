@@ -126,7 +126,8 @@ def test_auto_names_what_was_tried():
     with pytest.raises(InfeasiblePlanError) as refused:
         asynchronous(on_chain(memory_bytes=350), 4, max_replicas=1)
     assert str(refused.value).startswith("policy auto has tried naive")
-    assert "Under 2bw" in str(refused.value)
+    assert "and 2bw, which cuts mini-batches" in str(refused.value)
+    assert "neither has a plan. Under both" in str(refused.value)
 
 
 def test_auto_takes_pieces_where_whole_mini_batches_do_not_fit():

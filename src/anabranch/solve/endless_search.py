@@ -145,10 +145,12 @@ class EndlessSearch:
     def _with_ties(self, error: InfeasiblePlanError) -> InfeasiblePlanError:
         if not because(self._contracted):
             return error
+        why = f"With these as one operator, {error}; or"
+        if len(self._cost.graph) == 1:
+            why = "That is all of the model, so nothing is left to cut:"
         return InfeasiblePlanError(
-            f"without a flush stages cannot share a parameter: {because(self._contracted)}. With "
-            f"these as one operator, {error}; or give each operator a parameter of its own, or "
-            "plan with mode sync"
+            f"without a flush stages cannot share a parameter: {because(self._contracted)}. {why} "
+            "give each operator a parameter of its own, or plan with mode sync"
         )
 
     def _sizes(self, policy: WeightPolicy) -> Sequence[int]:
@@ -270,10 +272,11 @@ class EndlessSearch:
         try:
             return self._best(policy_named(name))
         except InfeasiblePlanError as error:
+            reasons = f"naive {whole}. Under {name} {error}"
             raise InfeasiblePlanError(
                 "policy auto has tried naive, which holds the fewest versions of the weights, and "
                 f"{name}, which cuts mini-batches into micro-batches; neither has a plan. Under "
-                f"naive {whole}. Under {name} {error}"
+                f"{reasons if str(whole) != str(error) else f'both {error}'}"
             ) from None
 
     def _remarks(self, graph: StageGraph, policy: WeightPolicy) -> list[str]:
