@@ -17,13 +17,19 @@ from anabranch.graph.export import user_line
 from anabranch.graph.flat_program import FlatProgram
 
 _aten = torch.ops.aten
-_ARITHMETIC = {
+_ARITHMETIC: dict[Any, Any] = {
     operator.add: _aten.add.Tensor,
     operator.mul: _aten.mul.Tensor,
     operator.sub: _aten.sub.Tensor,
     operator.truediv: _aten.div.Tensor,
+    operator.neg: _aten.neg.default,
 }
-_COMMUTE = (operator.add, operator.mul)
+_BEHIND: dict[Any, Any] = {
+    operator.add: _aten.add.Tensor,
+    operator.mul: _aten.mul.Tensor,
+    operator.sub: _aten.rsub.Scalar,
+}
+"""The same where the first operand is a plain number, which is then the second."""
 
 
 def numbers_as_tensors(program: FlatProgram, names: tuple[str, ...]) -> FlatProgram:
@@ -45,18 +51,22 @@ def numbers_as_tensors(program: FlatProgram, names: tuple[str, ...]) -> FlatProg
 def _tensor(number: Any, metric: str, output: fx.Node) -> fx.Node:
     """The tensor that a number is of, computed just before the output."""
     if number.target is _aten.item.default:
-        asked: fx.Node = number.args[0]
-        return asked
-    left, *right = number.args
-    if number.target in _COMMUTE and not isinstance(left, fx.Node):
-        left, right = right[0], [left]
-    if number.target not in _ARITHMETIC or not isinstance(left, fx.Node):
+        # One number, which neither overflows nor is as coarse as those of small types.
+        return _call(_aten.sum.default, number.args, output, dtype=torch.float64)
+    given, known = list(number.args), _ARITHMETIC
+    if not isinstance(given[0], fx.Node):
+        given, known = given[::-1], _BEHIND
+    if number.target not in known:
         raise CaptureError(
             f"the module's forward computes the metric {metric} from numbers that it asks tensors "
             f"for ({user_line(number)}); leave .item() out there and compute it with tensors: a "
             "metric may be a scalar tensor"
         )
-    operands = [_tensor(n, metric, output) if isinstance(n, fx.Node) else n for n in (left, *right)]
-    found = output.graph.call_function(_ARITHMETIC[number.target], tuple(operands))
+    operands = [_tensor(n, metric, output) if isinstance(n, fx.Node) else n for n in given]
+    return _call(known[number.target], tuple(operands), output)
+
+
+def _call(target: Any, operands: tuple[Any, ...], output: fx.Node, **options: Any) -> fx.Node:
+    found = output.graph.call_function(target, operands, options)
     found.meta.update(output.meta)
     return found
