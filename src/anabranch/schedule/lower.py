@@ -135,32 +135,17 @@ def _given(graph: StageGraph, source: int, target: int, *, forward: bool) -> Int
     """Columns as ``Message`` has them of all that one stage has for another: who gives each slice
     to whom, be it to itself.
     """
+    import numpy as np
+
     having, needing = graph.stages[source], graph.stages[target]
     first, second = (having, needing) if forward else (needing, having)  # gradients come back
     cuts = first.microbatch_size, first.replicas, second.microbatch_size, second.replicas
-    tensors = having.tensor, needing.tensor
-    return _slices_given(graph.batch_size, cuts, having.devices, needing.devices, tensors, forward)
-
-
-@lru_cache(maxsize=64)
-def _slices_given(
-    batch_size: int,
-    cuts: tuple[int, int, int, int],
-    senders: tuple[int, ...],
-    receivers: tuple[int, ...],
-    tensors: tuple[int, int],
-    forward: bool,
-) -> Ints:
-    """``_given``, remembered: plans that are simulated one after another are much alike."""
-    import numpy as np
-
-    i, r, j, q, start, stop = _overlap_table(batch_size, *cuts)
+    i, r, j, q, start, stop = _overlap_table(graph.batch_size, *cuts)
     if not forward:
         i, r, j, q = j, q, i, r
-    had, needed = tensors
-    turn = np.arange(needed) % had
-    givers = np.array(senders).reshape(-1, had)[r][:, turn]
-    takers = np.array(receivers).reshape(-1, needed)[q]
+    turn = np.arange(needing.tensor) % having.tensor
+    givers = np.array(having.devices).reshape(-1, having.tensor)[r][:, turn]
+    takers = np.array(needing.devices).reshape(-1, needing.tensor)[q]
     columns = (i[:, None], givers, j[:, None], takers, start[:, None], stop[:, None])
     return np.array(np.broadcast_arrays(*columns)).reshape(6, -1)
 
