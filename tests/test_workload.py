@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anabranch.errors import WorkloadError
-from anabranch.workload import Workload, to_meta
+from anabranch.workload import Workload, adamw, to_meta
 
 
 def test_a_workload_is_changed_by_replacing_it():
@@ -18,6 +18,13 @@ def test_a_workload_is_changed_by_replacing_it():
     with pytest.raises(FrozenInstanceError):
         workload.clip_norm = 1.0
     assert replace(workload, clip_norm=1.0).module is workload.module
+
+
+def test_the_default_optimizer_takes_complex_parameters():
+    """The one that makes one pass over each does not."""
+    for dtype, fused in ((torch.float32, True), (torch.cfloat, False)):
+        made = adamw([("w", torch.nn.Parameter(torch.ones(2, dtype=dtype)))])
+        assert made.defaults["fused"] is fused
 
 
 def test_to_meta_keeps_the_nesting():

@@ -27,8 +27,9 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 def adamw(parameters: NamedParameters) -> torch.optim.Optimizer:
     """The default optimizer recipe."""
-    # One pass over each parameter, without temporaries of its size.
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    # One pass over each parameter, without temporaries of its size; not for complex ones.
+    fused = all(parameter.is_floating_point() for _, parameter in parameters)
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
 
 
 @dataclass(frozen=True)

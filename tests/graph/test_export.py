@@ -79,6 +79,34 @@ def test_numpy_is_captured_where_torch_has_its_operations() -> None:
     check_split(captured, batch(), stage_each(captured), exact=False)
 
 
+def test_distributions_are_captured_without_the_check_of_their_arguments() -> None:
+    """It looks at values only to raise, and is on again behind."""
+
+    def likely(_: Net, h: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(h, 1 + h.square()).log_prob(h.detach())
+
+    captured = capture(Net(likely), batch())
+    check_split(captured, batch(), stage_each(captured), exact=False)
+    with pytest.raises(ValueError, match="parameter scale"):
+        torch.distributions.Normal(0.0, -torch.ones(1))
+
+
+def test_a_result_of_any_size_is_refused_for_what_it_is() -> None:
+    """With the operation, and not as a matter of this number of samples."""
+
+    def aligned(_: Net, h: torch.Tensor) -> torch.Tensor:
+        sizes = torch.full((len(h),), 2)
+        loss = torch.nn.functional.ctc_loss(
+            h.log_softmax(-1).expand(4, *h.shape), sizes.new_ones(len(h), 2), sizes + 2, sizes
+        )
+        return h * loss
+
+    with pytest.raises(
+        CaptureError, match=r"test_export.py:\d+ .* calls .*ctc_loss.*, the size of"
+    ):
+        capture(Net(aligned), batch())
+
+
 def test_other_numpy_names_the_line_and_a_way_on() -> None:
     """Not the number of samples, which has nothing to do with it."""
     with pytest.raises(CaptureError, match=r"test_export.py:\d+ .* computes with numpy.*the batch"):

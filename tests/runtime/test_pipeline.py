@@ -23,10 +23,11 @@ from anabranch.errors import (
     NonFiniteError,
     StageFailedError,
 )
+from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.verification import verify
-from anabranch.workload import NamedParameters
+from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import (
     Batch,
     Built,
@@ -87,6 +88,33 @@ def test_unequal_replicas_train_alike(name: str, replicas: list[int]) -> None:
     assert losses == pytest.approx(expected, rel=1e-12)
     for key, value in state.items():
         torch.testing.assert_close(parameters[key], value, rtol=1e-9, atol=1e-12)
+
+
+class Spectral(torch.nn.Module):
+    """A complex weight per frequency, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+        self.weight = torch.nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor, word: Tensor, label: Tensor) -> Tensor:
+        h = torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.weight, n=8)
+        return torch.nn.functional.cross_entropy(self.last(h), label)
+
+
+def test_complex_parameters_train_alike() -> None:
+    """Their norm counts both parts, in clipping and where gradients are compared first."""
+    torch.manual_seed(0)
+    module = Spectral()
+    model = Built(capture(module, batch(4)), Workload(module, batch(4)))
+    workload = with_options(model, optimizer=sgd, clip_norm=0.05)
+    plan_ = plan(model, 2, replicas=[2, 1])
+    losses, parameters = train(model, plan_, workload, BATCHES[:2], check_gradients=True)
+    expected, state = alone(workload, BATCHES[:2])
+    assert losses == pytest.approx(expected)
+    for key, value in state.items():
+        torch.testing.assert_close(parameters[key], value)
 
 
 def test_one_device_needs_no_launcher() -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch._functorch import eager_transforms, vmap
+from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import checkpoint
 
@@ -247,6 +248,8 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         (vmap, "vmap_increment_nesting", transform),
         (eager_transforms, "grad_increment_nesting", transform),
         (eager_transforms, "jvp_increment_nesting", transform),
+        # Looks at values, which there are none of, only to raise.
+        (Distribution, "_validate_args", False),
     ]
     kept = [vars(owner)[name] for owner, name, _ in patches]
     try:
@@ -371,6 +374,12 @@ def _explained(
             f"{name} cannot be captured: {where} computes with numpy, and a captured model has "
             "torch operations alone; write that line with those, or do it where the data is made "
             f"and pass the result in the batch ({kind})"
+        )
+    if "DynamicOutputShape" in kind:
+        return CaptureError(
+            f"{name} cannot be captured: {where} calls {text}, the size of whose result depends on "
+            "the values of its arguments; take an operation whose result has one size, such as a "
+            "mask in place of a choice of entries"
         )
     samples = f"{leaves[0].shape[0]} samples" if leaves[0].shape[0] != 1 else "1 sample"
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from anabranch.errors import WorkloadError
 from anabranch.profile.profile import UpdateCost
 from anabranch.runtime.measurement.update import fit, measure_update
 from anabranch.workload import Workload
@@ -44,3 +45,17 @@ def test_nothing_to_train_costs_nothing():
     """A frozen model has no update."""
     module = nn.Linear(2, 1).requires_grad_(False)
     assert measure_update(Workload(module, (torch.zeros(2, 2),))) == UpdateCost(0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_complex_parameters_are_timed(clip_norm):
+    """Their gradients have a norm as well."""
+    module = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.cfloat))])
+    assert measure_update(Workload(module, (), clip_norm=clip_norm)).seconds(1, 24) > 0
+
+
+def test_an_optimizer_that_raises_is_named():
+    """As one that is for sparse gradients alone, which come with training."""
+    optimizer = lambda named: torch.optim.SparseAdam([p for _, p in named])  # noqa: E731
+    with pytest.raises(WorkloadError, match=r"optimizer of the Workload raised in .* SparseAdam"):
+        measure_update(Workload(nn.Linear(2, 2), (), optimizer=optimizer))

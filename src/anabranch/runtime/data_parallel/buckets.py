@@ -227,7 +227,7 @@ class FlatBucket(Bucket):
 def take(buckets: Iterable[Bucket]) -> None:
     """Wait for the sums of buckets and make them the gradients, with one look at the device."""
     pending = [bucket for bucket in buckets if bucket.is_pending]
-    told = [bucket.wait().double() for bucket in pending]
+    told = [bucket.wait().abs().double() for bucket in pending]  # of complex numbers as well
     numbers = iter(torch.cat(told).tolist() if told else ())
     for bucket, part in zip(pending, told, strict=True):
         bucket.hand_out(list(islice(numbers, len(part))))
@@ -258,8 +258,9 @@ def by_pieces(
 
 
 def entries(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, without the zeros of a sparse one."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    """The numbers of a gradient, without the zeros of a sparse one; two for each complex one."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def dense(gradient: Tensor) -> Tensor:

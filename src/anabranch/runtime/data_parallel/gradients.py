@@ -169,7 +169,7 @@ def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    values = tensor.detach()
+    values = entries(tensor.detach())
     if not values.is_floating_point():
         values = values.double()
     norm = torch.linalg.vector_norm(values, dtype=torch.float64)

@@ -23,6 +23,7 @@ from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
+from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders, reduce_gradients
 from anabranch.runtime.guards.repeatable import require_repeatable
 from anabranch.runtime.mesh import Mesh
@@ -166,8 +167,7 @@ def _digest(gradient: Tensor | None) -> Tensor:
     """Norm, and product with alternating signs."""
     if gradient is None:
         return torch.zeros(2, dtype=torch.float64)
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    flat = dense.detach().reshape(-1).double().cpu()
+    flat = entries(dense(gradient).detach()).reshape(-1).double().cpu()
     signed = flat[::2].sum() - flat[1::2].sum()
     return torch.stack([torch.linalg.vector_norm(flat), signed])
 

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from anabranch.errors import naming_place
 from anabranch.profile.profile import UpdateCost
+from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.gradients import clip
 from anabranch.runtime.numerics.nonfinite import bad_names
 from anabranch.workload import Workload
@@ -100,10 +102,13 @@ def _update(
     if clip_norm is None:
         bad_names(gradients)
     else:
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values()]
+        norms = [
+            torch.linalg.vector_norm(entries(g), dtype=torch.float64) for g in gradients.values()
+        ]
         # As if the norm were too large, which is when clipping costs something.
         clip(parameters, float(torch.stack(norms).square().sum()), 1e-12)
-    optimizer.step()
+    with naming_place("the optimizer of the Workload raised in an update,"):
+        optimizer.step()
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> UpdateCost:
