@@ -37,8 +37,8 @@ check: install
 bench: install
 	$(BIN)/python -m benchmarks.planners
 	$(BIN)/python -m benchmarks.runtime
-	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.asynchronous
+	$(BIN)/python -m benchmarks.memory
 
 # With a Python whose torch sees a GPU, as `make install` takes torch's CPU build; without one it says
 # what would run.

@@ -1,9 +1,9 @@
 """Predicted against measured peak memory of every built-in model.
 
-python -m benchmarks.memory [--models mmt dlrm] [--json]
+python -m benchmarks.memory [--models mmt dlrm] [--ranks 2 4] [--json]
 
-Small presets on two local ranks, as a pipeline of two stages under 1F1B, as data parallelism, and
-as data parallelism that shares the optimizer's state, with the optimizer of each model. Measured is
+Small presets on local ranks, as a pipeline of a stage each under 1F1B, as data parallelism, and as
+data parallelism that shares the optimizer's state, with the optimizer of each model. Measured is
 the third step (``Pipeline.step(weigh=True)``): bytes of tensors that are alive at once, by rank.
 """
 
@@ -32,7 +32,7 @@ from anabranch.simulator.costs import ModelCosts
 from anabranch.workload import Workload
 from benchmarks.planners.common import Row, table
 
-RANKS, BATCH, SIZE = 2, 64, 8
+BATCH, SIZE = 64, 8
 """Samples of a step and of a micro-batch."""
 
 WAYS = {
@@ -46,23 +46,24 @@ LOW, HIGH = 0.05, 0.10
 """How far a prediction may be below the measurement, and from it at all, as shares of it."""
 
 
-def rows(models: list[str]) -> list[Row]:
-    """One row per model and way."""
-    return [row for name in models for row in _model(name)]
+def rows(models: list[str], ranks: list[int]) -> list[Row]:
+    """One row per model, number of ranks and way."""
+    return [row for name in models for count in ranks for row in _model(name, count)]
 
 
-def _model(name: str) -> list[Row]:
+def _model(name: str, ranks: int) -> list[Row]:
     workload = build(name, preset="small")
     captured = anabranch.capture(workload.module, workload.example)
-    profile = anabranch.measure(captured, (SIZE // RANKS, SIZE), repeats=1)
+    profile = anabranch.measure(captured, (SIZE // ranks, SIZE), repeats=1)
     result = []
     for way in WAYS:
-        plan = _plan(profile, way)
-        measured = _measured(name, plan, shard_optimizer=WAYS[way][2])
+        plan = _plan(profile, way, ranks)
+        measured = _measured(name, plan, ranks, shard_optimizer=WAYS[way][2])
         predicted = _predicted(plan, profile, shard_optimizer=WAYS[way][2])
         result.append(
             {
                 "model": name,
+                "ranks": ranks,
                 "way": way,
                 "stages": len(plan.stage_graph),
                 "measured_bytes": measured,
@@ -73,9 +74,9 @@ def _model(name: str) -> list[Row]:
     return result
 
 
-def _plan(profile: Profile, way: str) -> Plan:
+def _plan(profile: Profile, way: str, ranks: int) -> Plan:
     planner, replicas, _ = WAYS[way]
-    cluster = replace(Cluster.preset(f"local:{RANKS}"), cores=0)
+    cluster = replace(Cluster.preset(f"local:{ranks}"), cores=0)
     return anabranch.plan(
         profile,
         cluster,
@@ -94,10 +95,12 @@ def _predicted(plan: Plan, profile: Profile, *, shard_optimizer: bool) -> list[i
     assert plan.machines is not None
     cost, graph = CostModel(profile, plan.machines, shard_optimizer=True), plan.stage_graph
     costs, in_flight = ModelCosts(graph, cost), graph.stages[0].in_flight
-    return [round(costs.held(0, replica).peak(in_flight)) for replica in range(RANKS)]
+    return [
+        round(costs.held(0, replica).peak(in_flight)) for replica in range(graph.stages[0].replicas)
+    ]
 
 
-def _measured(name: str, plan: Plan, **options: bool) -> list[int]:
+def _measured(name: str, plan: Plan, ranks: int, **options: bool) -> list[int]:
     def rank() -> tuple[int, ...]:
         workload: Workload = build(name, preset="small")
         pipe = Pipeline(workload, plan, check_gradients=False, timeout=120.0, **options)
@@ -108,7 +111,7 @@ def _measured(name: str, plan: Plan, **options: bool) -> list[int]:
         assert pipe.peak_bytes is not None
         return pipe.peak_bytes
 
-    return list(launch.run(rank, RANKS, timeout=600.0)[0])
+    return list(launch.run(rank, ranks, timeout=600.0)[0])
 
 
 def is_within(ratio: float) -> bool:
@@ -125,6 +128,7 @@ def show(found: list[Row]) -> str:
     lines = [
         [
             row["model"],
+            str(row["ranks"]),
             row["way"],
             mib(row["measured_bytes"]),
             mib(row["predicted_bytes"]),
@@ -132,7 +136,14 @@ def show(found: list[Row]) -> str:
         ]
         for row in found
     ]
-    head = ["model", "way", "measured MiB, by rank", "predicted MiB", "predicted / measured"]
+    head = [
+        "model",
+        "ranks",
+        "way",
+        "measured MiB, by rank",
+        "predicted MiB",
+        "predicted / measured",
+    ]
     return table(head, lines)
 
 
@@ -141,8 +152,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
     arguments = parser.parse_args()
-    found = rows(arguments.models)
+    found = rows(arguments.models, arguments.ranks)
     ratios = [ratio for row in found for ratio in row["ratio"]]
     document: dict[str, Any] = {
         "python": platform.python_version(),

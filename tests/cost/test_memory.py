@@ -87,6 +87,15 @@ def test_shared_optimizer_state(replicas, held):
     assert whole.resident - shared.resident == 2 * (800 - held)
 
 
+def test_terms_of_other_replicas():
+    """Two of the 800 bytes of a bucket at the fullest of three, on others one; alone there are none.
+    """
+    options = {"optimizer_factor": 2.0, "receive_slots": 0}
+    assert device_memory(WEIGHTS, 8, 3, **options).sums == 1600
+    assert device_memory(WEIGHTS, 8, 3, **options, terms=1).sums == 800
+    assert device_memory(WEIGHTS, 8, 1, **options).sums == 0
+
+
 def test_sparse_gradients_are_the_rows_of_a_batch():
     """Instead of 500 bytes of tables each of three replicas has a third of the 60 of a batch. The
     largest is a gradient of 100 bytes. There are two terms of the 300 whole ones while these are

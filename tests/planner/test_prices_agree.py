@@ -225,8 +225,8 @@ def test_memory_is_the_same_to_the_last_byte(case, in_flight, versions):
     need = roomy.device_bytes(ops, in_flight=in_flight, **shape)
     costs, stage = case.simulated(roomy, versions)
     flight, backward = costs.flight_bytes(stage, -(-case.size // case.mode.replicas))
-    on_top = max(in_flight * flight + backward, costs.sum_bytes(stage))
     device = costs.graph.stages[stage].devices[-1]
+    on_top = max(in_flight * flight + backward, costs.sum_bytes(stage, device))
     assert costs.base_bytes(stage, device) + on_top == roomy.device_bytes(
         ops, in_flight=in_flight, versions=versions, **shape
     )

@@ -151,7 +151,7 @@ def test_tensor_parallelism_halves_what_a_device_computes_and_keeps():
     # Half of the parameters with gradient and two optimizer states, and one posted micro-batch of
     # 2 samples; while gradients are summed those of the other replica as well.
     assert sharded().base_bytes(1, 1) == 8 * 4 + 20
-    assert sharded().sum_bytes(1) == 8
+    assert sharded().sum_bytes(1, 1) == 8
 
 
 def test_a_ring_for_each_shard():

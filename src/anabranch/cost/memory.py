@@ -8,8 +8,10 @@
              + a pass                       besides what is kept (``passes``)
              + kept * n                     with recomputation: the inside of one micro-batch
     flight   entering + kept * n            without; with recomputation only what entered
-    sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more;
-             of rows those of all replicas, and what they add up to
+    sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more:
+             what has been added up on the way to its own, and the next one; on the first two
+             replicas, whose own are among the first terms, one. Of rows those of all replicas, and
+             what they add up to
     peak     fixed + in flight * flight     or, if that is more, with the sums instead of a backward
 
 The versions of the trainable weights include the current one, whose place on top is taken by the
@@ -28,6 +30,9 @@ import numpy as np
 
 from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.cost.stage_weights import Number, StageWeights
+
+MOST_TERMS = 2
+"""Terms of other replicas that are at hand while a bucket is summed, on the fullest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ def device_memory(
     versions: int = 1,
     shard_optimizer: bool = False,
     updated: Number | None = None,
+    terms: int = MOST_TERMS,
 ) -> DeviceMemory:
     """The formula at the head of this file, for one stage or many.
 
@@ -89,6 +95,7 @@ def device_memory(
         receive_slots: receives posted ahead per channel.
         shard_optimizer: replicas share the optimizer's state, see ``deal``.
         updated: trainable bytes that a replica updates, where that is known better.
+        terms: of other replicas that are at hand at most, by default those of the fullest.
     """
     samples = -(-microbatch_size // replicas)
     if updated is None:
@@ -105,6 +112,7 @@ def device_memory(
             weights.passes.at(samples),
             recompute,
             replicas,
+            np.minimum(replicas - 1, terms),
             versions,
             optimizer_factor,
             receive_slots,
@@ -125,6 +133,7 @@ def memory_terms(
     passing: Number,
     recompute: Number,
     replicas: Number,
+    terms: Number,
     versions: Number,
     optimizer_factor: float,
     receive_slots: Number,
@@ -138,18 +147,18 @@ def memory_terms(
         largest_gradient: bytes of the largest gradient of one parameter.
         entering: bytes of a micro-batch, and so is what is ``returning`` and ``kept``.
         passing: bytes of a pass besides.
+        terms: of other replicas that are at hand while a bucket is summed; 0 for a single replica.
     """
     state = parameters + trainable * versions + updated * optimizer_factor
     ahead = receive_slots * (entering + returning)
     inside = kept * recompute
     dense = np.maximum(updated - tables, 0.0)
     bucket = np.minimum(updated, np.maximum(largest_gradient, np.minimum(dense, BUCKET_BYTES)))
-    terms = np.minimum(replicas - 1, _TERMS)
     return (
         state - tables + rows / replicas + ahead,
         entering + (kept - inside),
         inside + passing,
-        np.maximum(bucket * terms, rows * _COPIES * (replicas > 1)),
+        np.maximum(bucket * terms, rows * _COPIES * (terms > 0)),
     )
 
 
@@ -194,11 +203,6 @@ message more, and a parameter that is cut another one. Of the built-in models (s
 parts.
 """
 
-
-_TERMS = 2
-"""Terms of other replicas that are at hand while a bucket is summed: what has been added up, and
-the next one.
-"""
 
 _COPIES = 2
 """Of the rows of all replicas, while they are added up: as they came, and the sums."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
-from anabranch.cost.memory import DeviceMemory, deal, device_memory
+from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, device_memory
 from anabranch.cost.overheads import (
     Agreement,
     agreement_of,
@@ -450,6 +450,7 @@ class CostModel:
         recompute: Number = False,
         versions: int = 1,
         updated: Number | None = None,
+        terms: int = MOST_TERMS,
     ) -> DeviceMemory:
         """Bytes on each device of a stage, or of many stages at once; see ``cost.memory``."""
         return device_memory(
@@ -462,6 +463,7 @@ class CostModel:
             recompute=recompute,
             versions=versions,
             updated=updated,
+            terms=terms,
         )
 
     def updated_bytes(self, mask: int, replicas: int, tensor: int = 1) -> tuple[float, ...]:

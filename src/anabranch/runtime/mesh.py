@@ -130,14 +130,15 @@ class _Exchanged:
     def wait(self) -> Tensor:
         if self._receipts:
             total: Tensor | None = None
-            # In the memory of the first term, and one more at a time.
+            # In the memory of the first term, then of this rank's; one more at a time, which
+            # nothing holds any longer when the next one is made.
             for rank in sorted([self._rank, *self._receipts]):
-                mine = rank == self._rank
-                term = self._tensor if mine else self._receipts.pop(rank).wait()[0]
-                total = term if total is None else total.add_(term)
-            assert total is not None
-            if total is not self._tensor:
-                self._tensor.copy_(total)
+                if rank == self._rank:
+                    total = self._tensor if total is None else self._tensor.add_(total)
+                elif total is None:
+                    total = self._receipts.pop(rank).wait()[0]
+                else:
+                    total.add_(self._receipts.pop(rank).wait()[0])
         return self._tensor
 
 

@@ -117,7 +117,7 @@ class StepCosts(Protocol):
         """Memory from a forward to the end of its backward, and on top during the backward."""
         return 0.0, 0.0
 
-    def sum_bytes(self, stage: int) -> float:
+    def sum_bytes(self, stage: int, device: int) -> float:
         """Memory on top of ``base_bytes`` while its gradients are summed, after all backwards."""
         return 0.0
 
@@ -264,13 +264,15 @@ class ModelCosts:
 
     def base_bytes(self, stage: int, device: int) -> float:
         """Weights, gradients, optimizer state and receive buffers."""
-        planned = self.graph.stages[stage]
-        replica = sorted(planned.devices).index(device) // planned.tensor
-        return float(self.held(stage, replica).resident)
+        return float(self.held(stage, self._replica(stage, device)).resident)
 
-    def sum_bytes(self, stage: int) -> float:
+    def sum_bytes(self, stage: int, device: int) -> float:
         """Terms of other replicas."""
-        return float(self.held(stage).sums)
+        return float(self.held(stage, self._replica(stage, device)).sums)
+
+    def _replica(self, stage: int, device: int) -> int:
+        planned = self.graph.stages[stage]
+        return sorted(planned.devices).index(device) // planned.tensor
 
     def held(self, stage: int, replica: int | None = None) -> DeviceMemory:
         """Bytes of a replica of a stage, or of the fullest."""

@@ -102,7 +102,7 @@ def memory_of(
     for s, stage in enumerate(graph.stages):
         for device in stage.devices:
             base[device] += costs.base_bytes(s, device)
-            sums[device] = max(sums[device], costs.sum_bytes(s))
+            sums[device] = max(sums[device], costs.sum_bytes(s, device))
     curves = {}
     for d, device in enumerate(step.program.devices):
         changes = step.memory(d)

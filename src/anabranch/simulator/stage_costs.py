@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from anabranch.cost import CostModel
-from anabranch.cost.memory import DeviceMemory
+from anabranch.cost.memory import MOST_TERMS, DeviceMemory
 from anabranch.cost.sparse import most_samples, rows_pay
 from anabranch.cost.stage_weights import StageWeights
 from anabranch.plans.stages import Stage
@@ -134,11 +134,12 @@ class StageCosts:
 
     def held(self, versions: int = 1, replica: int | None = None) -> DeviceMemory:
         """Bytes of one of its replicas, or the fullest, with so many versions of its weights."""
-        updated = max(self.updated) if replica is None else self.updated[replica]
-        return self._held(versions, updated)
+        if replica is None:
+            return self._held(versions, max(self.updated), MOST_TERMS)
+        return self._held(versions, self.updated[replica], min(max(replica, 1), MOST_TERMS))
 
     @remembered
-    def _held(self, versions: int, updated: float) -> DeviceMemory:
+    def _held(self, versions: int, updated: float, terms: int) -> DeviceMemory:
         stage = self.stage
         return self.cost.memory(
             self.weights,
@@ -147,6 +148,7 @@ class StageCosts:
             recompute=stage.recompute,
             versions=versions,
             updated=updated,
+            terms=terms,
         )
 
     @remembered

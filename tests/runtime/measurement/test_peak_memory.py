@@ -18,7 +18,7 @@ from anabranch.graph.capture import capture
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.workload import NamedParameters, Workload
+from anabranch.workload import NamedParameters, Workload, adamw
 from tests.runtime.small import batch, built
 from tests.runtime.small import plan as small_plan
 
@@ -127,6 +127,38 @@ def test_the_prediction_is_near_the_measurement(schedule: str) -> None:
     for measured, said in zip(peaks, plan.predicted.device_peak_bytes, strict=True):
         assert said > 10 * activation
         assert said - 2 * activation <= measured <= said + 4 * KB
+
+
+@pytest.mark.dist
+def test_replicas_hold_terms_of_others_while_they_sum() -> None:
+    """Two of four add the terms of the others to their own one by one, two have added up some
+    before: as predicted of each.
+    """
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 256), Mean())
+    example = torch.randn(4, 4)
+    captured = capture(module, (example,))
+    cluster = replace(Cluster.preset("local:4"), cores=0)
+    profile = anabranch.estimate(captured, "v100", (1, 4))
+    options: dict[str, Any] = {"planner": "data-parallel", "shard_optimizer": False}
+    plan = anabranch.plan(profile, cluster, 4, microbatch_size=4, **options)
+    assert [stage.replicas for stage in plan.stage_graph.stages] == [4]
+
+    def rank() -> Any:
+        workload = Workload(module, (example,), optimizer=adamw)
+        pipe = Pipeline(workload, plan, captured=captured, check_gradients=False, timeout=30.0)
+        for weigh in (False, False, True):
+            pipe.step((example,), weigh=weigh)
+        return pipe.peak_bytes
+
+    peaks, gradients = launch.run(rank, 4, timeout=60.0)[0], 4 * 256 * (5 + 257)
+    assert peaks[2] - peaks[0] == pytest.approx(gradients, rel=0.02)
+    assert peaks == pytest.approx(plan.predicted.device_peak_bytes, rel=0.02)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
 
 
 class MaskedWords(nn.Module):

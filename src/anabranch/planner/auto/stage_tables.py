@@ -16,7 +16,7 @@ import numpy as np
 
 from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes
 from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
-from anabranch.cost.memory import memory_terms
+from anabranch.cost.memory import MOST_TERMS, memory_terms
 from anabranch.cost.passes import pass_behind
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
 from anabranch.plans.in_flight import in_flight_samples, waited_for_samples
@@ -346,6 +346,7 @@ def fit_memory(sharded: bool, numbers: Record, stages: Table, state: State) -> b
             stage.passing,
             stage.recompute,
             stage.replicas,
+            min(stage.replicas - 1, MOST_TERMS),
             1 + numbers.more_versions + numbers.versions_in_flight * stage.least,
             numbers.optimizer_factor,
             numbers.receive_slots,
