@@ -93,7 +93,8 @@ def restore_optimizer(
             if name not in options:
                 raise FileFormatError(f"{where}: optimizer.groups lacks the parameter {name}")
             tensors = {
-                key: part(name, checkpoint.tensor(f"optimizer/{key}/{name}")) for key in keys[name]
+                key: laid_out(part(name, checkpoint.tensor(f"optimizer/{key}/{name}")), parameter)
+                for key in keys[name]
             }
             if entries := {**saved.scalars.get(name, {}), **tensors}:
                 state[index] = entries
@@ -108,6 +109,16 @@ def restore_optimizer(
                 }
             )
     optimizer.load_state_dict({"state": state, "param_groups": document["param_groups"]})
+
+
+def laid_out(values: Tensor, parameter: Tensor) -> Tensor:
+    """Values of a parameter's shape in the order in memory that it has, such as channels last: a
+    fused optimizer takes its gradient and state to be in that.
+    """
+    if values.shape != parameter.shape or values.stride() == parameter.stride():
+        return values
+    like = torch.empty_like(parameter, dtype=values.dtype, device=values.device)
+    return like.detach().copy_(values)
 
 
 def restore_scheduler(

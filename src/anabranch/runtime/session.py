@@ -121,6 +121,10 @@ class Session:
         if exact:
             require_exact(compute, self.parts)
         self.holders = Holders.of(self.parts, graph)
+        if predecessor is not None:  # what other ranks have forgotten they get back row by row
+            for parameter in module.parameters():
+                if any(parameter.stride()):
+                    parameter.data = parameter.data.contiguous()
         if shard_optimizer:
             trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
             held = map(self.holders.held_by, range(len(graph.devices)))

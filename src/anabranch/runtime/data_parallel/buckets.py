@@ -185,7 +185,8 @@ class FlatBucket(Bucket):
         flat = self._buffer()
         if len(self.pieces) == 1:
             return [(flat, self.pieces[0].rank)]
-        return [(piece.of(view), piece.rank) for view in self._views for piece in self.pieces]
+        rows = [part.view(len(p), -1) for part, (_, p) in zip(self._flats, self.named, strict=True)]
+        return [(piece.of(part), piece.rank) for part in rows for piece in self.pieces]
 
     def start_share(self) -> None:
         self._buffer()
@@ -218,10 +219,16 @@ class FlatBucket(Bucket):
             first = self.named[0][1]
             sizes = [parameter.numel() for _, parameter in self.named]
             self._flat = first.new_empty(sum(sizes) + len(sizes), requires_grad=False)
-            *parts, self._flags = torch.split(self._flat, [*sizes, len(sizes)])
-            pairs = zip(parts, self.named, strict=True)
-            self._views = [part.view(p.shape) for part, (_, p) in pairs]
+            *self._flats, self._flags = torch.split(self._flat, [*sizes, len(sizes)])
+            pairs = zip(self._flats, self.named, strict=True)
+            # In the order in memory that a parameter has: fused optimizers count on it.
+            self._views = [part.as_strided(p.shape, _strides(p)) for part, (_, p) in pairs]
         return self._flat
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Of its gradient, as autograd makes it."""
+    return torch.empty_like(parameter, device="meta").stride()
 
 
 def take(buckets: Iterable[Bucket]) -> None:

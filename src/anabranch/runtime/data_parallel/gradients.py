@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from anabranch.checkpoint.optimizer import laid_out
 from anabranch.cost.memory import deal
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
@@ -216,13 +217,13 @@ def fold_tied(
             folded: Tensor | None = None
             for order, rank in sorted(expected[name]):
                 mine = uses.get((name, microbatch, order))
-                gradient = torch.zeros_like(parameter) if mine is None else dense(mine).contiguous()
-                gradient = gradient.detach()
+                gradient = torch.zeros_like(parameter) if mine is None else dense(mine)
+                gradient = gradient.detach().contiguous()
                 mesh.broadcast(gradient, rank, ranks)
                 folded = gradient if folded is None else folded + gradient
             assert folded is not None
             total = folded if total is None else total + folded
-        parameter.grad = total
+        parameter.grad = None if total is None else laid_out(total, parameter)
 
 
 def sum_of_squares(

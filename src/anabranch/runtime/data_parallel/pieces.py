@@ -56,12 +56,15 @@ _VECTOR = 32
 
 
 def pieces_of(parameter: Tensor, dealt: Sequence[tuple[int, int]]) -> Pieces:
-    """Whole rows, for ranks that are to update so many bytes each (``cost.memory.deal``).
+    """Whole rows, for ranks that are to update so many bytes each (``cost.memory.deal``); all where
+    rows do not lie in memory one behind the other (strides are 0 where a rank has no values yet).
 
     A piece begins where a vector of the processor does in the whole parameter, since the rounding
     of elements behind the last full vector is another one (fused Adam on a CPU).
     """
     rows, nbytes = len(parameter) if parameter.dim() else 1, parameter.nbytes
+    if parameter.dim() and parameter.stride(0) not in (0, parameter.numel() // max(rows, 1)):
+        rows = 1
     step = _VECTOR // math.gcd(_VECTOR, parameter.numel() // max(rows, 1))
     found: list[Piece] = []
     before = start = 0
