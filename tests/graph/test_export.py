@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -111,13 +110,6 @@ def test_other_numpy_names_the_line_and_a_way_on() -> None:
     """Not the number of samples, which has nothing to do with it."""
     with pytest.raises(CaptureError, match=r"test_export.py:\d+ .* computes with numpy.*the batch"):
         capture(Net(with_sorted_rows), batch())
-
-
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_numbers_that_python_draws_are_warned_of(draw: Callable[[], float]) -> None:
-    """They are constants of the captured model."""
-    with pytest.warns(CaptureWarning, match=r"Net draws from (numpy\.)?random, .*torch\.rand"):
-        capture(Net(lambda _, h: h + draw()), batch())
 
 
 class Tripled(torch.autograd.Function):

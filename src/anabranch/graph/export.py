@@ -13,7 +13,6 @@ import contextlib
 import io
 import logging
 import os
-import random
 import re
 import sys
 import textwrap
@@ -22,7 +21,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch._functorch import eager_transforms, vmap
@@ -144,7 +142,6 @@ def export(
     is about the number where the module ``works_with`` another one.
     """
     failure: Exception | None = None
-    drawn = _python_draws()
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
         checkpoints: set[str] = set()
@@ -166,9 +163,6 @@ def export(
         else:
             _warn_checkpoints(checkpoints)
             _warn_checks(checks)
-            _warn_draws(
-                module, [name for name, state in _python_draws().items() if state != drawn[name]]
-            )
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
@@ -306,23 +300,6 @@ def _warn_checks(places: set[str]) -> None:
         warnings.warn(
             f"{', '.join(sorted(places))}: a check of the data that only raises is left out of the "
             "captured model, so a batch that would not pass it is trained on",
-            CaptureWarning,
-            stacklevel=2,
-        )
-
-
-def _python_draws() -> dict[str, Any]:
-    """Where the random numbers are that torch knows nothing of."""
-    state: Any = np.random.get_state()
-    return {"random": random.getstate(), "numpy.random": (state[1].tobytes(), state[2])}
-
-
-def _warn_draws(module: ReturnsLoss, drawn: Iterable[str]) -> None:
-    for name in drawn:
-        warnings.warn(
-            f"the forward of {type(module.module).__name__} draws from {name}, and the captured "
-            "model does not: it has the numbers of the capture in every step; draw with torch "
-            "(torch.rand), or where the data is made",
             CaptureWarning,
             stacklevel=2,
         )

@@ -207,7 +207,7 @@ class FlatBucket(Bucket):
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        return self._flags
+        return self._flags.real  # complex beside complex gradients
 
     def hand_out(self, numbers: Sequence[float]) -> None:
         """Make the sums the gradients of those parameters."""
@@ -234,7 +234,7 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 def take(buckets: Iterable[Bucket]) -> None:
     """Wait for the sums of buckets and make them the gradients, with one look at the device."""
     pending = [bucket for bucket in buckets if bucket.is_pending]
-    told = [bucket.wait().abs().double() for bucket in pending]  # of complex numbers as well
+    told = [bucket.wait().double() for bucket in pending]
     numbers = iter(torch.cat(told).tolist() if told else ())
     for bucket, part in zip(pending, told, strict=True):
         bucket.hand_out(list(islice(numbers, len(part))))
