@@ -88,7 +88,7 @@ def test_shared_optimizer_state(replicas, held):
 
 
 def test_terms_of_other_replicas():
-    """Two of the 800 bytes of a bucket on the fullest of three, one on others, none on one alone."""
+    """Two of the 800 bytes of a bucket on the fullest of three, one on others, none alone."""
     options = {"optimizer_factor": 2.0, "receive_slots": 0}
     assert device_memory(WEIGHTS, 8, 3, **options).sums == 1600
     assert device_memory(WEIGHTS, 8, 3, **options, terms=1).sums == 800

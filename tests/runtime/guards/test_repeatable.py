@@ -40,7 +40,6 @@ class Remembering(Mean):
         return super().forward(x, y, label)
 
 
-@pytest.mark.filterwarnings("ignore:the forward of Drawing draws from random")
 @pytest.mark.parametrize("module", [Counting, Drawing])
 def test_what_python_changes_from_call_to_call_is_refused(module: type[nn.Module]) -> None:
     """Before the first step of training, and by verify, also with one micro-batch."""
