@@ -54,8 +54,28 @@ def test_complex_parameters_are_timed(clip_norm):
     assert measure_update(Workload(module, (), clip_norm=clip_norm)).seconds(1, 24) > 0
 
 
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_an_optimizer_of_tables_alone_is_timed(clip_norm):
+    """By gradients of rows; it refuses others."""
+    tables = nn.ModuleList(nn.Embedding(5, 3, sparse=True) for _ in range(2))
+    workload = Workload(tables, (), optimizer=sparse_adam, clip_norm=clip_norm)
+    assert measure_update(workload).seconds(2, 120) > 0
+
+
 def test_an_optimizer_that_raises_is_named():
-    """As one that is for sparse gradients alone, which come with training."""
-    optimizer = lambda named: torch.optim.SparseAdam([p for _, p in named])  # noqa: E731
-    with pytest.raises(WorkloadError, match=r"optimizer of the Workload raised in .* SparseAdam"):
-        measure_update(Workload(nn.Linear(2, 2), (), optimizer=optimizer))
+    """In an update, by the line."""
+    with pytest.raises(
+        WorkloadError, match=r"optimizer of the Workload raised in .*test_update.py"
+    ):
+        measure_update(Workload(nn.Linear(2, 2), (), optimizer=Failing))
+
+
+def sparse_adam(named):
+    return torch.optim.SparseAdam([p for _, p in named])
+
+
+class Failing(torch.optim.SGD):
+    """Makes no update."""
+
+    def step(self, closure=None):
+        raise RuntimeError("by hand")
