@@ -62,9 +62,12 @@ BY_ELEMENT = {
 
 def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
     """Whether the workload's optimizer of these parameters is known to treat each element alone, so
-    that it takes rows of them.
+    that it takes rows of them; of hooks on its steps nothing is known.
     """
-    return type(_stand_in(workload, names)) in BY_ELEMENT
+    optimizer = _stand_in(workload, names)
+    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    has_hooks = any(getattr(optimizer, name, None) for name in hooks)
+    return type(optimizer) in BY_ELEMENT and not has_hooks
 
 
 def _stand_in(workload: Workload, names: Collection[str] | None = None) -> Optimizer | None:

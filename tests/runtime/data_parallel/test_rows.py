@@ -122,7 +122,10 @@ def on_ranks(
 def row_tables(pipeline: Pipeline) -> list[str]:
     """The tables whose rows are exchanged."""
     buckets = [b for queue in pipeline._updates._reducer._queues for b in queue.buckets]
-    return sorted(name for b in buckets if isinstance(b, RowBucket) for name, _ in b.named)
+    tables = [b for b in buckets if isinstance(b, RowBucket)]
+    # Nothing is kept of earlier steps, also where this rank updates them.
+    assert all(len(b._updated) <= len(b.named) * max(len(b.pieces), 1) for b in tables)
+    return sorted(name for b in tables for name, _ in b.named)
 
 
 def trained(pipeline: Pipeline) -> tuple[list[float], dict[str, Tensor], list[str]]:

@@ -41,6 +41,20 @@ def by_stage(parameters: NamedParameters) -> torch.optim.Optimizer:
     return kind(parameters, lr=1e-2)
 
 
+def with_largest_norm(parameters: NamedParameters) -> torch.optim.Optimizer:
+    """Each parameter has at most norm one after an update."""
+    parameters = list(parameters)
+    optimizer = adam(parameters)
+
+    def limit(*_: object) -> None:
+        with torch.no_grad():
+            for _, parameter in parameters:
+                parameter.div_(parameter.norm().clamp(min=1.0))
+
+    optimizer.register_step_post_hook(limit)
+    return optimizer
+
+
 def test_the_largest_parameters_are_dealt_out_first() -> None:
     """Of 2 + 1 + 1 + 4 numbers rank 0 updates the 4; what one rank holds alone is not dealt out."""
     holders = Holders({"a": (0, 1), "b": (0, 1), "c": (0, 1), "d": (0, 1), "e": (2,)}, {}, {})
@@ -154,12 +168,13 @@ def test_replicas_hold_the_state_once() -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("optimizer", "held"), [(adam, [4, 6]), (Whole, [10, 0]), (by_stage, [10, 0])]
+    ("optimizer", "held"),
+    [(adam, [4, 6]), (Whole, [10, 0]), (by_stage, [10, 0]), (with_largest_norm, [10, 0])],
 )
 def test_a_parameter_is_cut_where_the_optimizer_takes_rows(optimizer: Any, held: list[int]) -> None:
     """Of ten rows that the ranks of two stages hold each keeps the state of about five, whole
-    vectors of the processor; an optimizer of one's own has whole parameters. The recipe sees whole
-    ones in any case.
+    vectors of the processor; an optimizer of one's own, or with a hook of one's own, has whole
+    parameters. The recipe sees whole ones in any case. What is left of gradients are no others.
     """
     model = built("Tied")
 
@@ -172,6 +187,7 @@ def test_a_parameter_is_cut_where_the_optimizer_takes_rows(optimizer: Any, held:
         pipeline.step(BATCHES[0])
         words = pipeline._state.parameters["words.weight"]
         state = pipeline._state.optimizer.state if pipeline._state.optimizer else {}
+        assert all(p.grad is None for p in state if p.untyped_storage() is words.untyped_storage())
         return sum(len(p) for p in state if p.untyped_storage() is words.untyped_storage())
 
     found = run(

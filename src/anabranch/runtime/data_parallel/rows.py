@@ -145,6 +145,7 @@ class RowBucket(Bucket):
         return numbers[:tables], torch.split(numbers[tables:], rooms), shaped
 
     def start_share(self) -> None:
+        self._updated = []
         for _, parameter in self.named:
             parameter.grad = None
             for piece in self.pieces:
@@ -156,7 +157,6 @@ class RowBucket(Bucket):
     def _take_shared(self) -> None:
         for rows, value in self._updated:
             rows.copy_(value)
-        self._updated = []
 
     def wait(self) -> Tensor:
         """Wait for the rows of all ranks; how many there are of each table, rank after rank, -1

@@ -186,6 +186,8 @@ class Updates:
         """
         if self._is_last:
             self._reducer.start_share()
+            for piece in self._state.pieces.values():
+                piece.grad = None  # it was where parameters are now
 
     def finish_share(self) -> None:
         """Wait until all parameters of this rank are there."""
