@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -104,6 +105,23 @@ def test_a_result_of_any_size_is_refused_for_what_it_is() -> None:
         CaptureError, match=r"test_export.py:\d+ .* calls .*ctc_loss.*, the size of"
     ):
         capture(Net(aligned), batch())
+
+
+def test_what_pytorch_logs_of_a_trace_is_kept_to_ourselves(caplog) -> None:
+    """Such as a traceback where shapes do not fit, which the error tells in one paragraph."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)
+
+    def unfit(_: Net, h: torch.Tensor) -> torch.Tensor:
+        logger.error("failed while attempting to run meta")
+        return h[::2] + h[1:]
+
+    try:
+        with pytest.raises(CaptureError, match=r"test_export.py:\d+ \(return h\[::2\]"):
+            capture(Net(unfit), batch())
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_other_numpy_names_the_line_and_a_way_on() -> None:

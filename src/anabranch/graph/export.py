@@ -32,7 +32,7 @@ from anabranch.errors import CaptureError, shadowed
 from anabranch.graph.meta_trace import NotPlainError
 from anabranch.graph.raising_guards import without_raising_guards
 
-_SYMBOLS = "torch.fx.experimental.symbolic_shapes"
+_SYMBOLS = "fx.experimental.symbolic_shapes"
 
 
 class ReturnsLoss(nn.Module):
@@ -175,7 +175,8 @@ class CaptureWarning(UserWarning):
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep what torch.export logs and warns to ourselves; what is printed is shown on success."""
-    names = ("torch.export", "torch._export", "torch.fx", "torch._dynamo", _SYMBOLS)
+    parts = ("export", "_export", "fx", "_dynamo", "_subclasses", _SYMBOLS)
+    names = [f"torch.{part}" for part in parts]
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     printed = io.StringIO()
