@@ -109,6 +109,16 @@ def test_a_field_that_is_missing_is_refused(tmp_path: Path):
         Trained().load(tmp_path / "c")
 
 
+def test_a_tuple_may_lack_a_number(tmp_path: Path):
+    """As the epsilons of Adafactor do by default."""
+    first, second = Trained(), Trained()
+    first.optimizer.param_groups[0]["eps"] = (None, 1e-3)
+    second.optimizer.param_groups[0]["eps"] = (1e-8, 0.5)
+    first.save(tmp_path / "c")
+    second.load(tmp_path / "c")
+    assert second.optimizer.param_groups[0]["eps"] == (None, 1e-3)
+
+
 def test_an_option_that_json_lacks_is_refused_when_saving(tmp_path: Path):
     trained = Trained()
     trained.optimizer.param_groups[0]["hook"] = print

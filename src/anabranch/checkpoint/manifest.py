@@ -19,7 +19,7 @@ SCHEMA = "anabranch.checkpoint/1"
 MANIFEST = "manifest.json"
 
 Scalar = bool | int | float | str | None
-Option = Scalar | list[bool | int | float]
+Option = Scalar | list[Scalar]
 """What a parameter group may have as an option, such as ``lr`` and ``betas``."""
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
