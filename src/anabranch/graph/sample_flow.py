@@ -297,8 +297,7 @@ class _Follower:
         nothing = Flow("coupled", 0, known)
         if kinds <= {"constant", "statistic"}:
             if known:
-                is_sum = name in _LINEAR and len(inputs) == 1 and inputs[0].is_sum
-                return Flow("statistic", inputs[0].degree, is_sum=is_sum)
+                return self.of_statistics(node, name, inputs)
             self.note_uses(node)
             return Flow("constant", 0, False)
         scale = self.scale(node, name)
@@ -336,6 +335,19 @@ class _Follower:
         if name == "linear" and len(moving) == 1 and first.kind == "additive" and degree == -1:
             return Flow("additive", degree, known)
         return nothing
+
+    def of_statistics(self, node: fx.Node, name: str, inputs: list[Flow]) -> Flow:
+        """A statistic, which is a sum where it is linear in one, or adds several up."""
+        terms = [flow for flow in inputs if flow.kind == "statistic"]
+        degree = terms[0].degree
+        is_sum = all(flow.is_sum and flow.degree == degree for flow in terms)
+        if name in ("add", "sub", "rsub"):
+            is_sum &= len(terms) == len(inputs) and self.all_add(node, terms, degree)
+        else:
+            first, *others = node.args or (None,)
+            is_linear = name in _LINEAR or (name in ("mul", "div") and isinstance(first, fx.Node))
+            is_sum &= is_linear and not any(isinstance(other, fx.Node) for other in others)
+        return Flow("statistic", degree, is_sum=is_sum and self.scale(node, name) == 0)
 
     def all_add(self, node: fx.Node, moving: list[Flow], degree: int) -> bool:
         """Whether a sum has none but terms of that degree; constants are means."""
