@@ -60,6 +60,19 @@ def test_the_check_finds_a_gradient_that_is_not_the_modules() -> None:
     assert "is not the model's" in texts[0]
 
 
+def test_replicas_may_outnumber_the_samples_of_a_micro_batch() -> None:
+    """One has none of them, which leaves some to compare all the same."""
+    model = built("Chain")
+
+    def work(pipeline: Pipeline) -> str:
+        pipeline.step(BATCHES[0])
+        return pipeline.gradient_verdict
+
+    chosen = plan(model, 1, replicas=[3], microbatch_size=2)
+    (verdict,) = set(run(model, chosen, work, check_gradients=True))
+    assert "gradients of 2 samples are those of the module" in verdict
+
+
 class Switched(nn.Module):
     """Sets and reads switches of the backends in its forward, as recurrent models do for second
     derivatives.

@@ -137,7 +137,7 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
     samples at least, with batch normalisation, or where there are no more samples.
     """
     available = int(next(iter(leaves.values())).shape[0])
-    size = min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages)
+    size = max(1, min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages))
     if steps.captured.normalised or available < 2 * size:
         return [(0, min(available, max(size, 2)))]
     return [(0, size), (size, 2 * size)]
