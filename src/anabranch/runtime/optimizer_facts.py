@@ -53,10 +53,10 @@ def optimizer_of(workload: Workload) -> OptimizerFacts | None:
     return None if optimizer is None else facts_of(optimizer)
 
 
-BY_ELEMENT = {
+BY_ELEMENT = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.SparseAdam),
     *(optim.Adadelta, optim.Adagrad, optim.ASGD, optim.RMSprop, optim.Rprop),
-}
+)
 """Optimizers that treat each element alone, or each row of a sparse gradient."""
 
 
