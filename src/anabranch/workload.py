@@ -25,11 +25,13 @@ Made = TypeVar("Made")
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
-def adamw(parameters: NamedParameters) -> torch.optim.Optimizer:
+def adamw(parameters: NamedParameters | Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The default optimizer recipe."""
+    given: list[Any] = list(parameters)
+    tensors = (each[1] if isinstance(each, tuple) else each for each in given)
     # One pass over each parameter, without temporaries of its size; not for complex ones.
-    fused = all(parameter.is_floating_point() for _, parameter in parameters)
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
+    fused = all(parameter.is_floating_point() for parameter in tensors)
+    return torch.optim.AdamW(given, lr=1e-3, fused=fused)
 
 
 @dataclass(frozen=True)
