@@ -129,12 +129,11 @@ def place_of(error: Exception, otherwise: str = "its import") -> str:
     """File, line and function of the user's own innermost frame, or what is said without one."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_from_here(error.filename)}:{error.lineno}"
+    skipped = "<", _OURS  # <frozen importlib>, <string> of dataclasses
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(
-            ("<", _OURS)
-        )  # <frozen importlib>, <string> of dataclasses
+        if not frame.filename.startswith(skipped)
     ]
     if not frames:
         return otherwise
