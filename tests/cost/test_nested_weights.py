@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.cost.downsets import downsets, nested_pairs
 from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.cost.stage_weights import Border, Number, StageWeights
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value, bits
-from anabranch.planner.downsets import downsets, nested_pairs
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.helpers import prefixes, sharded
 from tests.planner.piper.reference import rich_profiles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from anabranch.cost import CostModel
@@ -28,11 +28,14 @@ class Halving:
     def likely(self) -> list[StageGraph]:
         return []
 
-    def near(self, graph: StageGraph) -> list[StageGraph]:
+    def near(self, graph: StageGraph, *, shared: bool = False) -> list[StageGraph]:
         self.asked.append(graph.stages[0].microbatch_size)
         if len(self.asked) % 2:
             return []
         return [with_size(self.graph, max(1, graph.stages[0].microbatch_size // 2))]
+
+    def sharing(self, graphs: Iterable[StageGraph], limit: float) -> list[StageGraph]:
+        return [*graphs]
 
     def origin(self, graph: StageGraph) -> str:
         return f"with {graph.stages[0].microbatch_size} samples"

@@ -67,7 +67,8 @@ def test_operators_that_take_longer_than_profiled_are_corrected() -> None:
     """
     profiled, truth = work(*[1.0] * OPERATORS), work(*[1.0] * 4, *[3.0] * 4)
     change = replanner(profiled).change(cut(4), measured(cut(4), truth))
-    assert sizes(change.plan) in ([5, 3], [6, 2])
+    found = [len(stage.operators) for stage in change.plan.stage_graph.stages]
+    assert found in ([5, 3], [6, 2])  # on either device, as they are alike
     assert change.then_s < 0.9 * change.now_s
 
 

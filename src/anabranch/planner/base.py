@@ -56,8 +56,18 @@ class Improving(Protocol):
         """Those that have been proposed and are taken for the best, promising ones first."""
         ...
 
-    def near(self, graph: StageGraph) -> Iterable[StageGraph]:
-        """Others that differ little from one of them, promising ones first."""
+    def near(self, graph: StageGraph, *, shared: bool = False) -> Iterable[StageGraph]:
+        """Others that differ little from one of them, promising ones first.
+
+        Args:
+            shared: for replicas that share the optimizer's state.
+        """
+        ...
+
+    def sharing(self, graphs: Iterable[StageGraph], limit: float) -> Iterable[StageGraph]:
+        """Those of some that may take less than so many seconds where replicas share the
+        optimizer's state, promising ones first.
+        """
         ...
 
     def origin(self, graph: StageGraph) -> str:

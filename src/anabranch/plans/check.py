@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
@@ -20,7 +21,7 @@ from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.plan import memory_text
 from anabranch.plans.slices import slice_sizes
 from anabranch.plans.stages import StageGraph
-from anabranch.plans.whole_batch import sliced_batches
+from anabranch.plans.whole_batch import fitted, sliced_batches
 
 _NAMED = 5
 """Offenders that one sentence lists by name."""
@@ -61,6 +62,13 @@ def check(
         *_memory(graph, cost, versions or [1] * len(graph)),
         *(_memory_together(graph, cost) if shared else ()),
     ]
+
+
+def suits(proposal: StageGraph, cost: CostModel) -> bool:
+    """Whether what a planner proposes is valid, with stages for operators across samples."""
+    with suppress(InvalidPlanError):
+        return not check(fitted(proposal, cost.graph), cost)
+    return False
 
 
 def require(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> None:

@@ -48,6 +48,25 @@ def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
     return Contracted(profile, _joined(profile, masks), tuple(masks))
 
 
+def in_runs(profile: Profile, most: int) -> Contracted:
+    """The profile of a model with more than ``most`` operators with those that follow one another
+    as one, up to a share of the work, an equal one of so many.
+    """
+    graph = profile.graph
+    work = [cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs]
+    share = sum(work) / most if len(graph) > most else 0.0
+    group, weight = [1 << i for i in range(len(graph))], list(work)
+    head = list(range(len(graph)))
+    for i, before in enumerate(graph.predecessors):
+        if before.bit_count() == 1 and graph.successors[before.bit_length() - 1] == 1 << i:
+            first = head[before.bit_length() - 1]
+            if weight[first] + work[i] <= share:
+                head[i] = first
+                group[first] |= 1 << i
+                weight[first] += work[i]
+    return contract(profile, [group[i] for i in range(len(graph)) if head[i] == i])
+
+
 def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
     """A partition of all operators that keeps every set together."""
     parts = [1 << i for i in range(count)]

@@ -195,19 +195,29 @@ class StepSearch:
                 judge.consider(improving.likely(), BUDGET.likely, in_order=True)
             judge.consider(proposals, BUDGET.simulation)
 
+        def share(sharing: Judge, shared: CostModel) -> None:
+            known = [*judge.seconds(), *judge.unfit]
+            if improving is None:
+                known = [*_may_gain(judge, sharing.best_s, shared, cost), *judge.unfit]
+            near: Iterable[StageGraph] = filter(_is_replicated, known)
+            if improving is not None:
+                near = improving.sharing(near, sharing.best_s)
+            sharing.consider(near, BUDGET.simulation, in_order=True)
+
         judged = uninterrupted(consider)
         if judge.best is None and not judged:
             judge = _first_that_fits(objective, proposals)
-        simulated = time.perf_counter()
-        if improving is not None and self.improve and judged and not stopped:
-            judged = uninterrupted(lambda: improve_on(judge, improving.near, BUDGET))
         if may_share and judged and not stopped:
             shared = replace(cost, shard_optimizer=True)
             sharing = Judge(ShortestStep(shared, objective.schedules))
             sharing.best_s = limit = judge.best_s * (1 - WORTH_SHARING)
-            judged = uninterrupted(lambda: _share(sharing, shared, cost, judge))
+            judged = uninterrupted(lambda: share(sharing, shared))
             if sharing.best_s < limit:
                 judge, cost = sharing, shared
+        simulated = time.perf_counter()
+        if improving is not None and self.improve and judged and not stopped:
+            near = partial(improving.near, shared=cost.shard_optimizer)
+            judged = uninterrupted(lambda: improve_on(judge, near, BUDGET))
         improved = time.perf_counter()
         best = judge.winner(self.planner)
         stop = stopped if judged else KeyboardInterrupt()
@@ -449,12 +459,10 @@ def _new_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _share(judge: Judge, cost: CostModel, unshared: CostModel, replicating: Judge) -> None:
-    """Judge proposals whose replicas share the optimizer's state where that may be better than the
-    best of this judge, of a search without: an update took long, or there is memory for a faster
-    way to run.
+def _may_gain(judge: Judge, limit: float, cost: CostModel, unshared: CostModel) -> list[StageGraph]:
+    """Proposals of a judge, of a search without, that may take less than a limit where replicas
+    share the optimizer's state: an update took long, or there is memory for a faster way to run.
     """
-    limit = judge.best_s
 
     def least_s(proposal: StageGraph, seconds: float) -> float:
         """Its seconds, less what its longest update is shortened by, if that may be enough."""
@@ -467,10 +475,8 @@ def _share(judge: Judge, cost: CostModel, unshared: CostModel, replicating: Judg
             for stage in proposal.stages
         )
 
-    known = {p: least_s(p, seconds) for p, seconds in replicating.seconds().items()}
-    near = sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
-    proposals = [p for p in (*near, *replicating.unfit) if _is_replicated(p)]
-    judge.consider(proposals, BUDGET.simulation, in_order=True)
+    known = {p: least_s(p, seconds) for p, seconds in judge.seconds().items()}
+    return sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
 
 
 def _is_replicated(graph: StageGraph) -> bool:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
+from anabranch import forked
 from anabranch.planner.auto.annealing import Annealing
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.settings import Settings
+from anabranch.planner.auto.space import Space
 from tests.planner.auto.test_moves import CHAIN, DIAMOND, draft, space
+from tests.planner.helpers import cluster, linked_model
 
 WHOLE = draft("000000", "000000")
-SHORT = Settings(starts=4, rounds=2, proposed=5, hot=0.03)
+SHORT = Settings(starts=4, proposed=5, hot=0.03)
 
 
 def slowest(found: Draft, limit: float) -> float:
@@ -59,7 +63,7 @@ def test_a_way_is_hotter_where_the_one_before_found_nothing_better(hotter, least
         seconds = {1: 1.0, 2: 1.5, 3: 0.5}.get(found.num_stages, math.inf)
         return seconds if seconds < limit else math.inf
 
-    settings = Settings(rounds=2, hot=1e-6, hotter=hotter, cold=1e-6)
+    settings = Settings(starts=4, hot=1e-6, hotter=hotter, cold=1e-6)
     annealing = Annealing(space(CHAIN), hilly, Random(0), settings)
     annealing.search([WHOLE], 10_000)
     assert annealing.best(1)[0].seconds == least
@@ -67,8 +71,7 @@ def test_a_way_is_hotter_where_the_one_before_found_nothing_better(hotter, least
 
 def test_the_best_few_are_kept_in_order():
     """The ends of all ways come first; no two take equally long, and the quickest is an end."""
-    settings = replace(SHORT, rounds=1)
-    annealing = Annealing(space(CHAIN), slowest, Random(0), settings)
+    annealing = Annealing(space(CHAIN), slowest, Random(0), SHORT)
     annealing.search([draft("001122", "001122"), draft("000111", "000111")], 30)
     kept = annealing.best(3)
     seconds = [found.seconds for found in kept]
@@ -76,6 +79,39 @@ def test_the_best_few_are_kept_in_order():
     assert {found.start for found in kept[:2]} == {0, 1}
     assert seconds[:2] == sorted(seconds[:2])
     assert seconds[0] == min(seconds)
+
+
+def test_a_way_ends_where_it_has_been_everywhere(monkeypatch):
+    """Nothing is evaluated twice on it, but where it was cut short by a limit."""
+    monkeypatch.setattr(forked, "cores", lambda: 1)
+    asked: list[tuple[object, ...]] = []
+
+    def alike(found: Draft, limit: float) -> float:
+        asked.append((*(table.tobytes() for table in found[:3]), *found[3:]))
+        return 1.0
+
+    where = Space(replace(linked_model(2, [(0, 1)]), cluster=cluster(2)), 2, (2,))
+    annealing = Annealing(where, alike, Random(0), Settings(starts=2))
+    start = draft("01", "01", microbatch=2)
+    annealing.search([start], 10_000)
+    assert 20 < len(asked) < 1_000
+    assert max(Counter(asked).values()) == 2  # the start, before that
+
+
+@pytest.mark.parametrize("cores", [2, 5])
+def test_what_is_found_does_not_depend_on_the_number_of_cores(cores, monkeypatch):
+    """Nor in which order."""
+
+    def found() -> list[tuple[float, int, int]]:
+        annealing = Annealing(space(DIAMOND), slowest, Random(3), SHORT)
+        starts = [draft("001122", "001122"), draft("000111", "000111"), WHOLE]
+        annealing.search(starts, 200)
+        return [(entry.seconds, entry.start, entry.moves) for entry in annealing.best(5)]
+
+    monkeypatch.setattr(forked, "cores", lambda: cores)
+    by_many = found()
+    monkeypatch.setattr(forked, "cores", lambda: 1)
+    assert by_many == found()
 
 
 def test_nothing_that_can_run():

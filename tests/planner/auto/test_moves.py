@@ -11,7 +11,7 @@ import pytest
 
 from anabranch.cost import CostModel
 from anabranch.planner.auto.draft import SETUP, Draft
-from anabranch.planner.auto.moves import MOVES, Move
+from anabranch.planner.auto.moves import MOVES, Move, draw
 from anabranch.planner.auto.space import Space
 from tests.planner.auto.random_drafts import random_draft
 from tests.planner.helpers import cluster, linked_model, sharded
@@ -139,6 +139,28 @@ def test_split():
     assert outcomes("split", draft("000111", "011", tensor=[1, 2]), where) == set()
 
 
+def test_merged_and_split_stages_may_leave_a_replica_its_samples():
+    """As others have: two devices with a micro-batch of 4 are as four with one of 8."""
+    where = space(CHAIN, 4)
+
+    def sizes(name: str, before: Draft, where: Space) -> set[tuple[str, tuple[int, ...]]]:
+        made = (MOVES[name][0](before, where, Random(seed)) for seed in range(300))
+        found = [after for after in made if after is not None]
+        return {(digits(x.owner), tuple(x.setups["microbatch"].tolist())) for x in found}
+
+    halves = draft("000111", "0011")
+    assert sizes("merge", halves, where) == {("0000", (4,)), ("0000", (8,))}
+    whole = draft("000000", "0000")
+    assert {("0011", (2, 2)), ("0011", (4, 4))} <= sizes("split", whole, where)
+    # Three of four devices would have 3 samples, which is no size here.
+    assert {found for found in sizes("split", whole, where) if found[0] == "0001"} == {
+        ("0001", (4, 4)),
+        ("0001", (4, 1)),
+    }
+    endless = replace(where, flush=False)
+    assert {size for _, size in sizes("split", whole, endless)} == {(4, 4)}
+
+
 def test_move_device():
     """One device, never the last one; with tensor parallelism those of a replica."""
     assert owners("move device", "0011") == {"0111", "1011", "0001", "0010"}
@@ -185,6 +207,16 @@ def test_how_stages_run():
     assert setups("recompute all", "recompute") == {(1, 1)}
     assert all(found.deep for found in after("warm-up"))
     assert all(found.chained for found in after("chain"))
+
+
+def test_a_move_that_has_nothing_to_do_is_drawn_again():
+    """One operator on one device: how it runs can change, by a fifth of the moves."""
+    where = Space(replace(linked_model(1, []), cluster=cluster(1)), 8, (4, 8))
+    before = draft("0", "0")
+    drawn = [draw(before, where, Random(seed)) for seed in range(50)]
+    changed = {name for name, after in drawn if after is not before}
+    assert {"resize stage", "resize all"} <= changed <= set(MOVES)
+    assert sum(after is not before for _, after in drawn) > 40
 
 
 def test_nothing_recomputes_where_that_is_not_allowed():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from anabranch import forked
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
 from anabranch.planner.auto.search import Search
 from anabranch.planner.auto.settings import SETTINGS
@@ -61,13 +62,30 @@ def test_what_lies_near():
     assert len(near) <= SETTINGS.near
 
 
-def test_an_interrupt_leaves_the_best_so_far():
+def test_what_may_gain_by_sharing_the_state():
+    """The quickest first, as they are where replicas share it; and what lies near is, too."""
+    asked: list[bool] = []
+
+    def shared(found: Draft, limit: float) -> float:
+        asked.append(found.sharded)
+        return priced(found, math.inf) / (1 + found.sharded)
+
+    found = search(0, shared)
+    whole, even = stages("000000", "000000"), stages("000111", "000111")
+    assert found.sharing([UNEVEN, even, whole], 0.51) == [whole, even]
+    assert found.sharing([UNEVEN, even, whole], 0.47) == []
+    found.near(UNEVEN, shared=True)
+    assert all(asked)
+
+
+def test_an_interrupt_leaves_the_best_so_far(monkeypatch):
     """What was found until then is proposed, and then the interrupt goes on."""
+    monkeypatch.setattr(forked, "cores", lambda: 1)
     asked: list[Draft] = []
 
     def interrupted(found: Draft, limit: float) -> float:
         asked.append(found)
-        if len(asked) == 300:
+        if len(asked) == 500:
             raise KeyboardInterrupt
         return priced(found, limit)
 

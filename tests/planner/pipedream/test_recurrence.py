@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.cost.downsets import downsets
 from anabranch.errors import BudgetError
-from anabranch.planner.downsets import downsets
 from anabranch.planner.pipedream.recurrence import solve
 from anabranch.planner.pipedream.terms import flat, stages
 from anabranch.planner.toolkit.budget import Budget

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
+from anabranch.cost.downsets import downsets
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Table, Value, bits
-from anabranch.planner.downsets import downsets
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 from anabranch.profile.profile import OpCost, Profile, Sharded
 from tests.strategies import planning_profiles

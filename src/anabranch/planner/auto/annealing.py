@@ -13,8 +13,9 @@ from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
+from anabranch import forked
 from anabranch.planner.auto.draft import Draft, both
-from anabranch.planner.auto.moves import draw
+from anabranch.planner.auto.moves import MOVES, draw
 from anabranch.planner.auto.settings import SETTINGS, Settings
 from anabranch.planner.auto.space import Space
 
@@ -46,41 +47,55 @@ class Annealing:
         self._space, self._evaluate, self._rng, self._settings = space, evaluate, rng, settings
         self._found: dict[float, Found] = {}
         self._ends: list[Found] = []
-        self._limit_s = math.inf
         self.promising: list[Found] = []
         """The starts that are annealed or could be, the quickest first."""
 
     def search(self, starts: Sequence[Draft], evaluations: int) -> None:
-        """Anneal the most promising starts, in rounds."""
+        """Anneal the most promising starts, in rounds; the ways of a round side by side."""
         settings, self.promising = self._settings, self._promising(starts)
-        chosen = self.promising
-        for number in range(settings.rounds if chosen else 0):
-            chosen = sorted(chosen, key=_seconds)[: max(1, settings.starts >> number)]
-            share = evaluations // (settings.rounds * len(chosen))
-            chosen = [self.anneal(start, share) for start in chosen]
+        chosen, rounds = self.promising, settings.starts.bit_length() - 1
+        for number in range(rounds if chosen else 0):
+            chosen = sorted(chosen, key=_seconds)[: settings.starts >> number]
+            share = evaluations // (rounds * len(chosen))
+            ways = forked.each(self._anneal, [(s, share, self._rng.random()) for s in chosen])
+            chosen = [end for end, _ in ways]
             self._ends += chosen
+            self._keep(found for _, passed in ways for found in passed)
 
-    def anneal(self, start: Found, evaluations: int) -> Found:
-        """The best draft on a way of so many evaluations from a start."""
-        here = best = start
-        space, rng, settings = self._space, self._rng, self._settings
+    def _anneal(self, way: tuple[Found, int, float]) -> tuple[Found, list[Found]]:
+        """The best draft on a way (start, most evaluations, seed), which ends where nothing new has
+        been drawn for long; and the quickest ones that it has passed.
+        """
+        start, evaluations, seed = way
+        space, settings, rng = self._space, self._settings, Random(seed)
+        here, passed, again = start, [start], 0
+        known: dict[int, tuple[float, float]] = {}  # draft -> seconds, the limit then
         temperature = settings.hotter if start.stuck else settings.hot
         cooling = (settings.cold / temperature) ** (1 / max(evaluations, 1))
-        for _ in range(evaluations):
-            temperature *= cooling
-            _, draft = draw(here.draft, space, rng)
-            if draft is None:
-                continue
-            # So slow may it be to be taken; drawn beforehand, as most evaluations end early then.
-            limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))
-            seconds = self._evaluate(draft, limit)
-            if seconds < limit:
-                here = Found(seconds, draft, here.start, here.moves + 1)
-                if seconds < self._limit_s:
-                    self._keep(here)
-                if seconds < best.seconds:
-                    best = here
-        return start._replace(stuck=True) if best is start else best
+        try:
+            for _ in range(evaluations):
+                temperature *= cooling
+                _, draft = draw(here.draft, space, rng)
+                # So slow may it be to be taken; drawn beforehand, as most evaluations end early.
+                limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))
+                key = hash((*(table.tobytes() for table in draft[:3]), *draft[3:]))
+                seconds, asked = known.get(key, (math.inf, 0.0))
+                again = again + 1 if asked else 0
+                if again > 2 * len(MOVES):
+                    break
+                if seconds == math.inf and asked < limit:
+                    seconds = self._evaluate(draft, limit)
+                    known[key] = seconds, limit
+                if seconds < limit:
+                    here = Found(seconds, draft, here.start, here.moves + 1)
+                    passed.append(here)
+        except KeyboardInterrupt:
+            self._keep(passed)
+            raise
+        best = min(passed, key=_seconds)
+        quickest = {found.seconds: found for found in sorted(passed, key=_seconds)}
+        end = start._replace(stuck=True) if best is start else best
+        return end, [*quickest.values()][: settings.proposed]
 
     def best(self, count: int) -> list[Found]:
         """The ends of all ways, then others, the quickest first, no two of which take equally long:
@@ -100,14 +115,11 @@ class Annealing:
         for entry in sorted(found, key=_seconds):
             draft = entry.draft
             if entry.seconds < math.inf:
-                self._keep(entry)
+                self._keep([entry])
                 shape = draft.num_stages, draft.setups["microbatch"][0], draft.chained
                 unlike.setdefault(shape, entry)
         return list(unlike.values())
 
-    def _keep(self, found: Found) -> None:
-        self._found.setdefault(found.seconds, found)
-        if len(self._found) >= 4 * self._settings.proposed:
-            kept = sorted(self._found)[: 2 * self._settings.proposed]
-            self._found = {seconds: self._found[seconds] for seconds in kept}
-            self._limit_s = kept[-1]
+    def _keep(self, passed: Iterable[Found]) -> None:
+        for found in passed:
+            self._found.setdefault(found.seconds, found)

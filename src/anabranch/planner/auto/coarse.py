@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.planner.auto.settings import SETTINGS
-from anabranch.plans.contraction import Contracted, contract
+from anabranch.plans.contraction import Contracted, in_runs
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.profile.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Coarse:
 
 def coarsen(cost: CostModel, batch_size: int, microbatch_size: int | None) -> Coarse | None:
     """The problem with about ``SETTINGS.most`` operators and devices, where that is fewer."""
-    fewer = _fewer_operators(cost.profile)
+    fewer = in_runs(cost.profile, SETTINGS.most)
     factor = _factor(cost.cluster, math.gcd(batch_size, microbatch_size or batch_size))
     if factor == 1 and fewer.profile is cost.profile:
         return None
@@ -62,23 +61,6 @@ def coarsen(cost: CostModel, batch_size: int, microbatch_size: int | None) -> Co
     levels = (*inner, replace(outermost, size=outermost.size // factor))
     cluster = replace(cost.cluster, levels=levels)
     return Coarse(replace(cost, profile=fewer.profile, cluster=cluster), fewer, factor)
-
-
-def _fewer_operators(profile: Profile) -> Contracted:
-    """The model with operators that follow one another as one, up to a share of the work."""
-    graph = profile.graph
-    work = [cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs]
-    share = sum(work) / SETTINGS.most if len(graph) > SETTINGS.most else 0.0
-    group, weight = [1 << i for i in range(len(graph))], list(work)
-    head = list(range(len(graph)))
-    for i, before in enumerate(graph.predecessors):
-        if before.bit_count() == 1 and graph.successors[before.bit_length() - 1] == 1 << i:
-            first = head[before.bit_length() - 1]
-            if weight[first] + work[i] <= share:
-                head[i] = first
-                group[first] |= 1 << i
-                weight[first] += work[i]
-    return contract(profile, [group[i] for i in range(len(graph)) if head[i] == i])
 
 
 def _factor(cluster: Cluster, samples: int) -> int:

@@ -93,9 +93,6 @@ def shift_tails(draft: Draft, space: Space, rng: Random) -> Draft | None:
     return draft._replace(home=home)
 
 
-# Stages
-
-
 def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
     """Two stages become one, on the devices of both.
 
@@ -112,8 +109,9 @@ def merge(draft: Draft, space: Space, rng: Random) -> Draft | None:
     rest[t] = rest[-1]  # the last stage takes the number that is free
     number = np.arange(count, dtype=np.int32)
     number[-1], number[t] = t, s if s < count - 1 else t
-    home, owner = number[draft.home], number[draft.owner]
-    return draft._replace(home=home, owner=owner, setups=draft.setups[rest[:-1]])
+    home, owner, setups = number[draft.home], number[draft.owner], draft.setups[rest[:-1]]
+    merged = draft._replace(home=home, owner=owner, setups=setups)
+    return _keep_slices(merged, (number[t],), np.sum(draft.owner == s), space, rng)
 
 
 def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
@@ -140,10 +138,8 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
     home, owner = draft.home.copy(), draft.owner.copy()
     home[members[cut:]] = new
     owner[devices[-taken:]] = new
-    return draft._replace(home=home, owner=owner, setups=draft.setups[[*range(new), s]])
-
-
-# Devices
+    parted = draft._replace(home=home, owner=owner, setups=draft.setups[[*range(new), s]])
+    return _keep_slices(parted, (s, new), len(devices), space, rng)
 
 
 def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False) -> Draft | None:
@@ -274,21 +270,21 @@ def cut_tensors(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 MOVES: Mapping[str, tuple[Move, int]] = {
-    "shift operator": (shift_operator, 6),
-    "shift run": (shift_run, 6),
+    "shift operator": (shift_operator, 10),
+    "shift run": (shift_run, 10),
     "shift tails": (shift_tails, 2),
-    "merge": (merge, 2),
-    "split": (split, 3),
-    "move device": (give_devices, 5),
+    "merge": (merge, 6),
+    "split": (split, 8),
+    "move device": (give_devices, 6),
     "give half": (partial(give_devices, half=True), 1),
-    "swap devices": (swap_devices, 1),
-    "swap stages": (swap_stages, 2),
-    "gather stage": (gather_stage, 1),
+    "swap devices": (swap_devices, 2),
+    "swap stages": (swap_stages, 3),
+    "gather stage": (gather_stage, 2),
     "gather": (gather, 1),
     "scatter": (partial(gather, scattered=True), 1),
-    "resize all": (resize, 1),
-    "resize stage": (partial(resize, one=True), 1),
-    "regroup": (regroup, 1),
+    "resize all": (resize, 4),
+    "resize stage": (partial(resize, one=True), 10),
+    "regroup": (regroup, 8),
     "recompute stage": (partial(recompute, one=True), 1),
     "recompute all": (recompute, 1),
     "warm-up": (warm_up, 1),
@@ -301,10 +297,13 @@ _BOUNDS = list(accumulate(weight for _, weight in MOVES.values()))
 _NAMED = [(name, move) for name, (move, _) in MOVES.items()]
 
 
-def draw(draft: Draft, space: Space, rng: Random) -> tuple[str, Draft | None]:
-    """A move, drawn by how often it is tried, and what it makes of a draft."""
-    name, move = _NAMED[bisect(_BOUNDS, rng.random() * _BOUNDS[-1])]
-    return name, move(draft, space, rng)
+def draw(draft: Draft, space: Space, rng: Random) -> tuple[str, Draft]:
+    """A move with something to do, if any, drawn by how often it is tried, and what it makes."""
+    for _ in MOVES:
+        name, move = _NAMED[bisect(_BOUNDS, rng.random() * _BOUNDS[-1])]
+        if made := move(draft, space, rng):
+            return name, made
+    return name, draft
 
 
 def _where(mask: NDArray[np.bool_]) -> Indices:
@@ -340,6 +339,17 @@ def _shifted(draft: Draft, stage: int, run: Indices) -> Draft | None:
     here = home[run[0]]
     home[run] = stage
     return draft._replace(home=home) if (home == here).any() else None
+
+
+def _keep_slices(
+    draft: Draft, stages: Sequence[int], devices: int, space: Space, rng: Random
+) -> Draft:
+    """Half the time, stages that had so many devices before leave a replica its samples."""
+    sizes = draft.setups["microbatch"]
+    for stage in stages if space.flush and rng.random() < 0.5 else ():
+        size = int(sizes[stage] * np.sum(draft.owner == stage)) // devices
+        sizes[stage] = size if size in space.sizes else sizes[stage]
+    return draft
 
 
 def _stage_or_all(draft: Draft, rng: Random) -> int | slice:

@@ -38,13 +38,13 @@ class Auto:
     Attributes:
         max_replicas: replicas per stage at most. None: no limit.
         recompute: stages may run their forward again in the backward.
-        evaluations: drafts to evaluate.
+        evaluations: drafts to evaluate at most. None: as ``SETTINGS`` says.
         seed: of the random numbers; with the same one it proposes the same.
     """
 
     max_replicas: int | None = None
     recompute: bool = True
-    evaluations: int = SETTINGS.evaluations
+    evaluations: int | None = None
     seed: int = 0
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
@@ -74,7 +74,7 @@ class Auto:
         space = Space(cost, batch_size, problem.sizes, self.recompute)
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
-        count = min(self.evaluations, SETTINGS.neighbours) if coarse else self.evaluations
+        count = min(self._most(cost), SETTINGS.neighbours) if coarse else self._most(cost)
         starts = [("the user", start)] if start else self._starts(problem, coarse)
         return Search(space, evaluate, starts, count, self.seed)
 
@@ -92,9 +92,15 @@ class Auto:
             Space(cost, batch_size, tuple(sorted(sizes)), self.recompute, flush=False),
             Evaluator(cost, batch_size, max_replicas=self.max_replicas, versions=versions),
             [("another planner", graph) for graph in graphs],
-            self.evaluations,
+            self._most(cost),
             self.seed,
         )
+
+    def _most(self, cost: CostModel) -> int:
+        """Drafts to evaluate."""
+        if self.evaluations is not None:
+            return self.evaluations
+        return SETTINGS.evaluations * (2 if cost.cluster.num_devices <= SETTINGS.few else 1)
 
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
         """What others propose, and this one for a coarser model; the last error if nothing."""

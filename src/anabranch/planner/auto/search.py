@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from operator import itemgetter
 from random import Random
 
-from anabranch.errors import InvalidPlanError
 from anabranch.planner.auto.annealing import Annealing, Evaluate, Found
 from anabranch.planner.auto.draft import Draft, both, draft_of, stage_graph_of
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
-from anabranch.plans.check import check
+from anabranch.plans.check import suits
 from anabranch.plans.stages import StageGraph
-from anabranch.plans.whole_batch import fitted
 
 Start = tuple[str, StageGraph]
 """Where a stage graph comes from, such as the name of a planner, and itself."""
@@ -61,7 +59,7 @@ class Search:
                 quickest.setdefault(names[found.start], found)
             for found in (*quickest.values(), *annealing.best(SETTINGS.proposed)):
                 graph = self._stages(found.draft)
-                if self._is_valid(graph):
+                if not self._space.flush or suits(graph, self._space.cost):
                     self._likely.append(graph)
                     if graph not in self._origins:
                         moves = f"{found.moves} move{'s' if found.moves != 1 else ''}"
@@ -72,16 +70,14 @@ class Search:
         """What annealing found: of each planner a plan, then the quickest first."""
         return self._likely
 
-    def near(self, graph: StageGraph) -> list[StageGraph]:
+    def near(self, graph: StageGraph, *, shared: bool = False) -> list[StageGraph]:
         """What a move or two make of a stage graph, the quickest first; others when asked again."""
-        ways = both(draft_of(graph, self._space.cost))
-        centre = min(ways, key=lambda way: self._evaluate(way, math.inf))
-        limit = self._evaluate(centre, math.inf) * (1 + SETTINGS.error)
+        seconds, centre = self._quicker_way(graph, shared)
+        limit = seconds * (1 + SETTINGS.error)
         found: dict[float, tuple[Draft, str]] = {}
         for _ in range(SETTINGS.neighbours):
             draft, moves = self._neighbour(centre)
-            if draft is not None:
-                found.setdefault(self._evaluate(draft, limit), (draft, moves))
+            found.setdefault(self._evaluate(draft, limit), (draft, moves))
         found.pop(math.inf, None)
         origin = self.origin(graph)
         return [
@@ -89,24 +85,30 @@ class Search:
             for draft, moves in (found[s] for s in sorted(found)[: SETTINGS.near])
         ]
 
+    def sharing(self, graphs: Iterable[StageGraph], limit: float) -> list[StageGraph]:
+        """Those of some stage graphs that may take less than a limit where replicas share the
+        optimizer's state, the quickest first.
+        """
+        found = {graph: self._quicker_way(graph, shared=True)[0] for graph in graphs}
+        near = sorted(found, key=found.__getitem__)[: SETTINGS.near]
+        return [graph for graph in near if found[graph] < limit * (1 + SETTINGS.error)]
+
     def origin(self, graph: StageGraph) -> str:
         """How a stage graph was found."""
         return self._origins.get(graph, "")
 
-    def _neighbour(self, centre: Draft) -> tuple[Draft | None, str]:
+    def _neighbour(self, centre: Draft) -> tuple[Draft, str]:
         """A draft one or two moves away, and by which."""
         name, draft = draw(centre, self._space, self._rng)
-        if draft is None or self._rng.random() < 0.5:
+        if self._rng.random() < 0.5:
             return draft, name
         second, draft = draw(draft, self._space, self._rng)
         return draft, f"{name} and {second}"
 
-    def _is_valid(self, graph: StageGraph) -> bool:
-        """Whether it passes ``plans.check``: an evaluation does not know everything."""
-        cost = self._space.cost
-        with suppress(InvalidPlanError):
-            return not (self._space.flush and check(fitted(graph, cost.graph), cost))
-        return False
+    def _quicker_way(self, graph: StageGraph, shared: bool) -> tuple[float, Draft]:
+        draft = draft_of(graph, self._space.cost)
+        ways = both(draft._replace(sharded=shared or draft.sharded))
+        return min(((self._evaluate(way, math.inf), way) for way in ways), key=itemgetter(0))
 
     def _remember(self, graph: StageGraph, origin: str) -> StageGraph:
         self._origins.setdefault(graph, origin)

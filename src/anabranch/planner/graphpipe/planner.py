@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.errors import InvalidPlanError
 from anabranch.planner.base import require_options
 from anabranch.planner.graphpipe.chains import line, tree
 from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
@@ -18,9 +16,8 @@ from anabranch.planner.toolkit.infeasible import explain
 from anabranch.planner.toolkit.parts import Part
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
-from anabranch.plans.check import check
+from anabranch.plans.check import suits
 from anabranch.plans.stages import StageGraph
-from anabranch.plans.whole_batch import fitted
 
 ITEMS, ITEMS_OF_GROUPS = 128, 64
 """Operators of a chain; a larger model is made coarser, to about so many, or to so many where
@@ -136,7 +133,5 @@ def _placed(
             for part, stage in zip(parts, graph.stages, strict=True)
         )
         found = replace(graph, stages=own)
-        # Of operators across samples whoever judges the plan makes a stage for the whole batch.
-        with suppress(InvalidPlanError):
-            if not check(fitted(found, problem.cost.graph), problem.cost):
-                yield found
+        if suits(found, problem.cost):
+            yield found

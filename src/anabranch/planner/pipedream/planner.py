@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
+from anabranch.cost.downsets import downsets
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
-from anabranch.planner.downsets import downsets
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import Piece, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.assemble import stage_graph

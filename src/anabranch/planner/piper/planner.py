@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.cost import CostModel
+from anabranch.cost.downsets import downsets
 from anabranch.graph.opgraph import bits
 from anabranch.planner.base import require_options
-from anabranch.planner.downsets import downsets
 from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
 from anabranch.planner.piper.search import ROUNDING, BoundedPlans, LoadSearch
 from anabranch.planner.toolkit.infeasible import explained

@@ -1,0 +1,87 @@
+"""A loop over a few items, in as many processes as there are cores for them.
+
+The processes are forked, so that the function finds all that it needs in memory; what they change
+there is theirs alone, and only results are sent back.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import BinaryIO, Generic, TypeVar
+from warnings import catch_warnings, simplefilter
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The results of a function that takes long, in the order of the items.
+
+    This process does its share, and what another one could not do. An error in it, or an interrupt
+    (Ctrl-C), ends the others and reaches the caller.
+    """
+    count = max(min(len(items), cores()), 1)
+    shares = [items[first::count] for first in range(count)]
+    others = [_forked(function, share) for share in shares[1:]]
+    try:
+        found = [[function(item) for item in shares[0]]]
+        for share, worker in zip(shares[1:], others, strict=True):
+            sent = worker.results() if worker else None
+            found.append([function(item) for item in share] if sent is None else sent)
+    finally:
+        for worker in others:
+            if worker:
+                worker.end()
+    return [found[i % count][i // count] for i in range(len(items))]
+
+
+def cores() -> int:
+    """Cores that this process may use; 1 where it cannot be forked."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+class _Worker(Generic[Result]):
+    """A process that was forked, and the pipe that its results come by."""
+
+    def __init__(self, process: int, pipe: BinaryIO) -> None:
+        self._process, self._pipe = process, pipe
+
+    def results(self) -> list[Result] | None:
+        """What it sends; None where it failed."""
+        with suppress(EOFError, pickle.UnpicklingError):
+            results: list[Result] = pickle.load(self._pipe)
+            return results
+        return None
+
+    def end(self) -> None:
+        """It is gone, whatever it was doing."""
+        self._pipe.close()
+        with suppress(ProcessLookupError, ChildProcessError):  # others may have waited for it
+            os.kill(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
+
+
+def _forked(function: Callable[[Item], Result], items: Sequence[Item]) -> _Worker[Result] | None:
+    """A process that works on some items; None where no more can be had."""
+    reading, writing = os.pipe()
+    try:
+        with catch_warnings():  # of threads, which the process has nothing to do with
+            simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+    except OSError:
+        os.close(reading)
+        os.close(writing)
+        return None
+    if process:
+        os.close(writing)
+        return _Worker(process, os.fdopen(reading, "rb"))
+    try:
+        sent = pickle.dumps([function(item) for item in items])
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(sent)
+    finally:
+        os._exit(0)  # nothing of what the other process would do at its end
