@@ -55,7 +55,7 @@ class Annealing:
         settings, self.promising = self._settings, self._promising(starts)
         chosen, rounds = self.promising, settings.starts.bit_length() - 1
         for number in range(rounds if chosen else 0):
-            chosen = sorted(chosen, key=_seconds)[: settings.starts >> number]
+            chosen = _unlike(chosen)[: settings.starts >> number]
             share = evaluations // (rounds * len(chosen))
             ways = forked.each(self._anneal, [(s, share, self._rng.random()) for s in chosen])
             chosen = [end for end, _ in ways]
@@ -105,21 +105,25 @@ class Annealing:
         return [*{found.seconds: found for found in ordered}.values()][:count]
 
     def _promising(self, starts: Iterable[Draft]) -> list[Found]:
-        """Some starts unlike each other, the quickest first."""
+        """Starts that can run, unlike each other."""
         found = [
             Found(self._evaluate(draft, math.inf), draft, number)
             for number, start in enumerate(starts)
             for draft in both(start)
         ]
-        unlike: dict[tuple[object, ...], Found] = {}
-        for entry in sorted(found, key=_seconds):
-            draft = entry.draft
-            if entry.seconds < math.inf:
-                self._keep([entry])
-                shape = draft.num_stages, draft.setups["microbatch"][0], draft.chained
-                unlike.setdefault(shape, entry)
-        return list(unlike.values())
+        unlike = _unlike(entry for entry in found if entry.seconds < math.inf)
+        self._keep(unlike)
+        return unlike
 
     def _keep(self, passed: Iterable[Found]) -> None:
         for found in passed:
             self._found.setdefault(found.seconds, found)
+
+
+def _unlike(found: Iterable[Found]) -> list[Found]:
+    """Those unlike each other, the quickest first."""
+    unlike: dict[tuple[int, int], Found] = {}
+    for entry in sorted(found, key=_seconds):
+        shape = entry.draft.num_stages, entry.draft.setups["microbatch"][0]
+        unlike.setdefault(shape, entry)
+    return list(unlike.values())

@@ -29,14 +29,14 @@ class Settings:
         error: how much slower than the plan they may seem: about as wrong as an evaluation can be.
     """
 
-    evaluations: int = 25_000
+    evaluations: int = 20_000
     few: int = 16
     starts: int = 8
     hot: float = 0.01
-    hotter: float = 0.3
+    hotter: float = 0.2
     cold: float = 0.001
     proposed: int = 20
-    neighbours: int = 1_000
+    neighbours: int = 500
     near: int = 6
     error: float = 0.05
     most: int = 128
