@@ -86,9 +86,7 @@ class Search:
         ]
 
     def sharing(self, graphs: Iterable[StageGraph], limit: float) -> list[StageGraph]:
-        """Those of some stage graphs that may take less than a limit where replicas share the
-        optimizer's state, the quickest first.
-        """
+        """Those that seem to take less where replicas share optimizer state, the quickest first."""
         found = {graph: self._quicker_way(graph, shared=True)[0] for graph in graphs}
         near = sorted(found, key=found.__getitem__)[: SETTINGS.near]
         return [graph for graph in near if found[graph] < limit * (1 + SETTINGS.error)]

@@ -14,15 +14,13 @@ class Settings:
         few: on so many devices or fewer it is twice as many, each of which takes half as long.
         starts: proposals of other planners that are annealed first: the most promising, unlike each
             other. Then the better half of what that ends with, for twice as long, down to two.
-        hot: temperature at the beginning of a round, as a share of the step: a draft that is so
-            much slower is taken with probability 1/e. Higher forgets where it came from: with 0.02
-            steps are 0.4 % longer, with 0.006 0.1 %.
+        hot: temperature at the beginning of a round, as a share of the step: drafts so much slower
+            are taken with probability 1/e. With 0.02 steps are .4 % longer, with 0.006 .1 %.
         hotter: where the round before found nothing better: small models are at the end of what is
             near their starts soon, and the way to a better plan leads through much slower ones.
         cold: at its end.
         proposed: drafts that are proposed to the judge; each is simulated.
-        neighbours: drafts that are evaluated around the best plan in each round of its descent, and
-            in the whole when a coarser model was searched first.
+        neighbours: drafts evaluated in a round of descent, or in all after a coarser model.
         near: the best of these, which are judged.
         most: operators and devices of a coarse problem, about; one with more operators, or twice
             as many devices, is searched coarsely first.
