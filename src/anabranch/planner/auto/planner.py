@@ -4,9 +4,8 @@
    planner finds for a coarser model (``coarse``), which are in the whole changed a little only.
 2. Simulated annealing over drafts (``annealing``) by the moves of ``moves.MOVES``, with the seconds
    of ``evaluator``.
-3. All starts and the best drafts are proposed; ``solve`` simulates them.
-4. Around the plan that is best then, drafts are evaluated and the best of them simulated, as long
-   as that finds a better one (``Search.near``).
+3. All starts and the best drafts are proposed; ``solve`` simulates them, then the best of what lies
+   near the best plan (``Search.near``), as long as that finds a better one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.errors import InfeasiblePlanError
+from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.planner import PLANNERS
 from anabranch.planner.auto.coarse import Coarse, coarsen
 from anabranch.planner.auto.evaluator import Evaluator
@@ -28,7 +27,7 @@ from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
 STARTS = ("data-parallel", "even", "sequential", "graphpipe")
-"""Planners whose proposals the search begins with: those that take less time than it does."""
+"""Planners whose proposals it begins with: those that take less time; on few devices DAPPLE, too."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,14 @@ class Auto:
 
     def _most(self, cost: CostModel) -> int:
         """Drafts to evaluate."""
-        if self.evaluations is not None:
-            return self.evaluations
-        return SETTINGS.evaluations * (2 if cost.cluster.num_devices <= SETTINGS.few else 1)
+        default = SETTINGS.evaluations * (2 if cost.cluster.num_devices <= SETTINGS.few else 1)
+        return default if self.evaluations is None else self.evaluations
 
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
         """What others propose, and this one for a coarser model; the last error if nothing."""
-        sources = {name: self._proposed(name, problem) for name in STARTS}
+        few = coarse is None and problem.devices <= SETTINGS.few
+        names = (*STARTS, "dapple") if few else STARTS
+        sources = {name: self._proposed(name, problem) for name in names}
         if coarse is not None:
             del sources["even"]  # takes longer than all others there
             sources = {"a coarser model": self._expanded(coarse, problem), **sources}
@@ -115,7 +115,7 @@ class Auto:
                     if max(stage.replicas for stage in graph.stages) <= problem.most_replicas:
                         found = True
                         yield name, graph
-            except InfeasiblePlanError:
+            except (BudgetError, InfeasiblePlanError):
                 if name == STARTS[-1] and not found:
                     raise
 

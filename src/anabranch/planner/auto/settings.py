@@ -11,7 +11,7 @@ class Settings:
 
     Attributes:
         evaluations: drafts that are evaluated at most; with half as many steps are .5 % longer.
-        few: on so many devices or fewer it is twice as many, each of which takes half as long.
+        few: on so many devices or fewer it is twice as many, each of which is quicker.
         starts: proposals of other planners that are annealed first: the most promising, unlike each
             other. Then the better half of what that ends with, for twice as long, down to two.
         hot: temperature at the beginning of a round, as a share of the step: drafts so much slower
