@@ -33,7 +33,7 @@ def found(start: Plan | None = None, **options: object) -> Plan:
     )
 
 
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", [*STARTS, "dapple"])
 def test_never_behind_its_starts(name):
     """Their proposals are among its own."""
     starts = list(PLANNERS[name]()(COST, batch_size=64))
@@ -45,7 +45,7 @@ def test_the_default_says_where_its_plan_comes_from():
     plan = found()
     assert plan.planner == "auto"
     assert plan.notes[-1].startswith("found ")
-    assert any(name in plan.notes[-1] for name in STARTS)
+    assert any(name in plan.notes[-1] for name in (*STARTS, "dapple"))
 
 
 def test_the_same_seed_finds_the_same_plan():

@@ -27,7 +27,7 @@ from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 
 STARTS = ("data-parallel", "even", "sequential", "graphpipe")
-"""Planners whose proposals it begins with: those that take less time; on few devices DAPPLE, too."""
+"""Planners whose proposals come first, as they take less time; on few devices DAPPLE's, too."""
 
 
 @dataclass(frozen=True)
