@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import BinaryIO, Generic, TypeVar
@@ -26,8 +27,13 @@ def each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Resu
     """
     count = max(min(len(items), cores()), 1)
     shares = [items[first::count] for first in range(count)]
-    others = [_forked(function, share) for share in shares[1:]]
+    others: list[_Worker[Result] | None] = []
     try:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:  # the others leave an interrupt to this process, which ends them
+            others += [_forked(function, share) for share in shares[1:]]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         found = [[function(item) for item in shares[0]]]
         for share, worker in zip(shares[1:], others, strict=True):
             sent = worker.results() if worker else None
@@ -40,8 +46,12 @@ def each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Resu
 
 
 def cores() -> int:
-    """Cores that this process may use; 1 where it cannot be forked."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    """Cores that this process may use; 1 where it cannot be forked, or has threads, which may hold
+    a lock just then.
+    """
+    if threading.active_count() > 1 or not hasattr(os, "sched_getaffinity"):
+        return 1
+    return len(os.sched_getaffinity(0))
 
 
 class _Worker(Generic[Result]):
@@ -52,7 +62,7 @@ class _Worker(Generic[Result]):
 
     def results(self) -> list[Result] | None:
         """What it sends; None where it failed."""
-        with suppress(EOFError, pickle.UnpicklingError):
+        with suppress(Exception):  # whatever is wrong with it, it can be computed here
             results: list[Result] = pickle.load(self._pipe)
             return results
         return None
@@ -67,9 +77,12 @@ class _Worker(Generic[Result]):
 
 def _forked(function: Callable[[Item], Result], items: Sequence[Item]) -> _Worker[Result] | None:
     """A process that works on some items; None where no more can be had."""
-    reading, writing = os.pipe()
     try:
-        with catch_warnings():  # of threads, which the process has nothing to do with
+        reading, writing = os.pipe()
+    except OSError:
+        return None
+    try:
+        with catch_warnings():  # of threads of libraries, which the process does not use
             simplefilter("ignore", DeprecationWarning)
             process = os.fork()
     except OSError:

@@ -47,6 +47,7 @@ class Annealing:
         self._space, self._evaluate, self._rng, self._settings = space, evaluate, rng, settings
         self._found: dict[float, Found] = {}
         self._ends: list[Found] = []
+        self._under_way: list[list[Found]] = []  # what ways have passed
         self.promising: list[Found] = []
         """The starts that are annealed or could be, the quickest first."""
 
@@ -57,45 +58,44 @@ class Annealing:
         for number in range(rounds if chosen else 0):
             chosen = _unlike(chosen)[: settings.starts >> number]
             share = evaluations // (rounds * len(chosen))
-            ways = forked.each(self._anneal, [(s, share, self._rng.random()) for s in chosen])
+            try:
+                ways = forked.each(self._anneal, [(s, share, self._rng.random()) for s in chosen])
+            except KeyboardInterrupt:
+                self._keep(found for passed in self._under_way for found in passed)
+                raise
             chosen = [end for end, _ in ways]
             self._ends += chosen
             self._keep(found for _, passed in ways for found in passed)
 
     def _anneal(self, way: tuple[Found, int, float]) -> tuple[Found, list[Found]]:
-        """The best draft on a way (start, most evaluations, seed), which ends where nothing new has
-        been drawn for long; and the quickest ones that it has passed.
-        """
+        """The end of a way (start, most evaluations, seed), its best, and what is quick on it."""
         start, evaluations, seed = way
         space, settings, rng = self._space, self._settings, Random(seed)
         here, passed, again = start, [start], 0
+        self._under_way.append(passed)
         known: dict[int, tuple[float, float]] = {}  # draft -> seconds, the limit then
         temperature = settings.hotter if start.stuck else settings.hot
         cooling = (settings.cold / temperature) ** (1 / max(evaluations, 1))
-        try:
-            for _ in range(evaluations):
-                temperature *= cooling
-                _, draft = draw(here.draft, space, rng)
-                # So slow may it be to be taken; drawn beforehand, as most evaluations end early.
-                limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))
-                key = hash((*(table.tobytes() for table in draft[:3]), *draft[3:]))
-                seconds, asked = known.get(key, (math.inf, 0.0))
-                again = again + 1 if asked else 0
-                if again > 2 * len(MOVES):
-                    break
-                if seconds == math.inf and asked < limit:
-                    seconds = self._evaluate(draft, limit)
-                    known[key] = seconds, limit
-                if seconds < limit:
-                    here = Found(seconds, draft, here.start, here.moves + 1)
-                    passed.append(here)
-        except KeyboardInterrupt:
-            self._keep(passed)
-            raise
-        best = min(passed, key=_seconds)
+        for _ in range(evaluations):
+            temperature *= cooling
+            _, draft = draw(here.draft, space, rng)
+            # So slow may it be to be taken; drawn first, as most evaluations end early.
+            limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))
+            key = hash((*(table.tobytes() for table in draft[:3]), *draft[3:]))
+            seconds, asked = known.get(key, (math.inf, 0.0))
+            again = again + 1 if asked else 0
+            if again > 2 * len(MOVES):
+                break
+            if seconds == math.inf and asked < limit:
+                seconds = self._evaluate(draft, limit)
+                known[key] = seconds, limit
+            if seconds < limit:
+                here = Found(seconds, draft, here.start, here.moves + 1)
+                passed.append(here)
         quickest = {found.seconds: found for found in sorted(passed, key=_seconds)}
-        end = start._replace(stuck=True) if best is start else best
-        return end, [*quickest.values()][: settings.proposed]
+        if (best := min(passed, key=_seconds)) is start:
+            best = start._replace(stuck=True)
+        return best, [*quickest.values()][: settings.proposed]
 
     def best(self, count: int) -> list[Found]:
         """The ends of all ways, then others, the quickest first, no two of which take equally long:

@@ -63,8 +63,9 @@ class Search:
                     self._likely.append(graph)
                     if graph not in self._origins:
                         moves = f"{found.moves} move{'s' if found.moves != 1 else ''}"
-                        where = f"{moves} from a proposal of {names[found.start]}"
-                        yield self._remember(graph, where)
+                        yield self._remember(
+                            graph, f"{moves} from a proposal of {names[found.start]}"
+                        )
 
     def likely(self) -> list[StageGraph]:
         """What annealing found: of each planner a plan, then the quickest first."""
@@ -88,8 +89,8 @@ class Search:
     def sharing(self, graphs: Iterable[StageGraph], limit: float) -> list[StageGraph]:
         """Those that seem to take less where replicas share optimizer state, the quickest first."""
         found = {graph: self._quicker_way(graph, shared=True)[0] for graph in graphs}
-        near = sorted(found, key=found.__getitem__)[: SETTINGS.near]
-        return [graph for graph in near if found[graph] < limit * (1 + SETTINGS.error)]
+        near = (graph for graph in found if found[graph] < limit * (1 + SETTINGS.error))
+        return sorted(near, key=found.__getitem__)[: SETTINGS.near]
 
     def origin(self, graph: StageGraph) -> str:
         """How a stage graph was found."""

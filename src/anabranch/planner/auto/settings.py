@@ -19,11 +19,10 @@ class Settings:
         hotter: where the round before found nothing better: small models are at the end of what is
             near their starts soon, and the way to a better plan leads through much slower ones.
         cold: at its end.
-        proposed: drafts that are proposed to the judge; each is simulated.
+        proposed: drafts that are proposed to the judge.
         neighbours: drafts evaluated in a round of descent, or in all after a coarser model.
         near: the best of these, which are judged.
-        most: operators and devices of a coarse problem, about; one with more operators, or twice
-            as many devices, is searched coarsely first.
+        most: operators and devices of a coarse problem, which one with more (or twice the devices) has.
         error: how much slower than the plan they may seem: about as wrong as an evaluation can be.
     """
 
