@@ -22,7 +22,7 @@ class Settings:
         proposed: drafts that are proposed to the judge.
         neighbours: drafts evaluated in a round of descent, or in all after a coarser model.
         near: the best of these, which are judged.
-        most: operators and devices of a coarse problem, which one with more (or twice the devices) has.
+        most: operators and devices of a coarse problem, which is for more (or twice the devices).
         error: how much slower than the plan they may seem: about as wrong as an evaluation can be.
     """
 
