@@ -22,12 +22,12 @@ def cores(request, monkeypatch) -> int:
 def test_the_results_of_a_loop(length):
     """In the order of the items, by different processes."""
     items = [*range(length)]
-    assert forked.each(lambda item: item**2, items) == [item**2 for item in items]
+    assert forked.run_each(lambda item: item**2, items) == [item**2 for item in items]
 
 
 def test_processes(cores):
     """One for each core, at most one for each item; this one is one of them."""
-    found = forked.each(lambda _: os.getpid(), [*range(5)])
+    found = forked.run_each(lambda _: os.getpid(), [*range(5)])
     assert len(set(found)) == min(cores, 5)
     assert found[0] == os.getpid()
 
@@ -35,7 +35,7 @@ def test_processes(cores):
 def test_what_a_process_changes_is_its_own(cores):
     """So that what a function remembers does not depend on the number of cores by accident."""
     seen: list[int] = []
-    forked.each(seen.append, [*range(8)])
+    forked.run_each(seen.append, [*range(8)])
     assert seen == [*range(0, 8, cores)]
 
 
@@ -48,8 +48,8 @@ def test_what_another_process_cannot_do_is_done_here():
             os._exit(1)
         return item
 
-    assert forked.each(found, [1, 2, 3]) == [1, 2, 3]
-    functions = forked.each(lambda item: lambda: item, [1, 2, 3])
+    assert forked.run_each(found, [1, 2, 3]) == [1, 2, 3]
+    functions = forked.run_each(lambda item: lambda: item, [1, 2, 3])
     assert [function() for function in functions] == [1, 2, 3]
 
 
@@ -63,7 +63,7 @@ def test_where_some_processes_cannot_be_had(monkeypatch):
         return fork_it()
 
     monkeypatch.setattr(os, "fork", fork)
-    assert forked.each(str, [*range(9)]) == [*"012345678"]
+    assert forked.run_each(str, [*range(9)]) == [*"012345678"]
 
 
 def test_an_error_reaches_the_caller():
@@ -75,7 +75,7 @@ def test_an_error_reaches_the_caller():
         return item
 
     with pytest.raises(ValueError, match="two"):
-        forked.each(fail, [0, 1, 2, 3])
+        forked.run_each(fail, [0, 1, 2, 3])
 
 
 def test_an_interrupt_ends_all():
@@ -89,7 +89,7 @@ def test_an_interrupt_ends_all():
         return item
 
     with pytest.raises(KeyboardInterrupt):
-        forked.each(wait, [1, 2, 3])
+        forked.run_each(wait, [1, 2, 3])
     assert time.monotonic() - started < 30
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)

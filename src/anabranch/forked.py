@@ -19,13 +19,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """The results of a function that takes long, in the order of the items.
 
     This process does its share, and what another one could not do. An error in it, or an interrupt
     (Ctrl-C), ends the others and reaches the caller.
     """
-    count = max(min(len(items), cores()), 1)
+    count = min(len(items), cores())
+    if count < 2:
+        return [function(item) for item in items]
     shares = [items[first::count] for first in range(count)]
     others: list[_Worker[Result] | None] = []
     try:

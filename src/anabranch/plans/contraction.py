@@ -49,8 +49,8 @@ def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
 
 
 def in_runs(profile: Profile, most: int) -> Contracted:
-    """The profile of a model with more than ``most`` operators with those that follow one another
-    as one, up to a share of the work, an equal one of so many.
+    """The profile of a model with more than ``most`` operators made smaller: those that follow one
+    another are one, as long as that has no more work than each of ``most`` equal parts.
     """
     graph = profile.graph
     work = [cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs]

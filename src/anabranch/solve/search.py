@@ -196,12 +196,13 @@ class StepSearch:
             judge.consider(proposals, BUDGET.simulation)
 
         def share(sharing: Judge, shared: CostModel) -> None:
-            known = [*judge.seconds(), *judge.unfit]
-            if improving is None:
-                known = [*_may_gain(judge, sharing.best_s, shared, cost), *judge.unfit]
-            near: Iterable[StageGraph] = filter(_is_replicated, known)
+            near: Iterable[StageGraph]
             if improving is not None:
-                near = improving.sharing(near, sharing.best_s)
+                known = filter(_is_replicated, (*judge.seconds(), *judge.unfit))
+                near = improving.sharing(known, sharing.best_s)
+            else:
+                gaining = _may_gain(judge, sharing.best_s, shared, cost)
+                near = filter(_is_replicated, (*gaining, *judge.unfit))
             sharing.consider(near, BUDGET.simulation, in_order=True)
 
         judged = uninterrupted(consider)

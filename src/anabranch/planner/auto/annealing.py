@@ -58,8 +58,9 @@ class Annealing:
         for number in range(rounds if chosen else 0):
             chosen = _unlike(chosen)[: settings.starts >> number]
             share = evaluations // (rounds * len(chosen))
+            given = [(start, share, self._rng.random()) for start in chosen]
             try:
-                ways = forked.each(self._anneal, [(s, share, self._rng.random()) for s in chosen])
+                ways = forked.run_each(self._anneal, given)
             except KeyboardInterrupt:
                 self._keep(found for passed in self._under_way for found in passed)
                 raise
@@ -68,7 +69,7 @@ class Annealing:
             self._keep(found for _, passed in ways for found in passed)
 
     def _anneal(self, way: tuple[Found, int, float]) -> tuple[Found, list[Found]]:
-        """The end of a way (start, most evaluations, seed), its best, and what is quick on it."""
+        """The best draft on a way (start, most evaluations, seed), and the quickest on it."""
         start, evaluations, seed = way
         space, settings, rng = self._space, self._settings, Random(seed)
         here, passed, again = start, [start], 0

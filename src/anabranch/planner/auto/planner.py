@@ -103,7 +103,8 @@ class Auto:
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
         """What others propose, and this one for a coarser model; the last error if nothing."""
         few = coarse is None and problem.devices <= SETTINGS.few
-        sources = {n: self._proposed(n, problem) for n in (*STARTS, *(("dapple",) if few else ()))}
+        names = (*STARTS, "dapple") if few else STARTS
+        sources = {name: self._proposed(name, problem) for name in names}
         if coarse is not None:
             del sources["even"]  # takes longer than all others there
             sources = {"a coarser model": self._expanded(coarse, problem), **sources}

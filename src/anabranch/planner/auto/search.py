@@ -73,22 +73,21 @@ class Search:
 
     def near(self, graph: StageGraph, *, shared: bool = False) -> list[StageGraph]:
         """What a move or two make of a stage graph, the quickest first; others when asked again."""
-        seconds, centre = self._quicker_way(graph, shared)
+        seconds, centre = self._with_quicker_warm_up(graph, shared)
         limit = seconds * (1 + SETTINGS.error)
         found: dict[float, tuple[Draft, str]] = {}
         for _ in range(SETTINGS.neighbours):
             draft, moves = self._neighbour(centre)
             found.setdefault(self._evaluate(draft, limit), (draft, moves))
         found.pop(math.inf, None)
-        origin = self.origin(graph)
         return [
-            self._remember(self._stages(draft), f"{origin}, then {moves}")
+            self._remember(self._stages(draft), f"{self.origin(graph)}, then {moves}")
             for draft, moves in (found[s] for s in sorted(found)[: SETTINGS.near])
         ]
 
     def sharing(self, graphs: Iterable[StageGraph], limit: float) -> list[StageGraph]:
         """Those that seem to take less where replicas share optimizer state, the quickest first."""
-        found = {graph: self._quicker_way(graph, shared=True)[0] for graph in graphs}
+        found = {graph: self._with_quicker_warm_up(graph, shared=True)[0] for graph in graphs}
         near = (graph for graph in found if found[graph] < limit * (1 + SETTINGS.error))
         return sorted(near, key=found.__getitem__)[: SETTINGS.near]
 
@@ -104,10 +103,10 @@ class Search:
         second, draft = draw(draft, self._space, self._rng)
         return draft, f"{name} and {second}"
 
-    def _quicker_way(self, graph: StageGraph, shared: bool) -> tuple[float, Draft]:
+    def _with_quicker_warm_up(self, graph: StageGraph, shared: bool) -> tuple[float, Draft]:
         draft = draft_of(graph, self._space.cost)
-        ways = both(draft._replace(sharded=shared or draft.sharded))
-        return min(((self._evaluate(way, math.inf), way) for way in ways), key=itemgetter(0))
+        found = both(draft._replace(sharded=shared or draft.sharded))
+        return min(((self._evaluate(each, math.inf), each) for each in found), key=itemgetter(0))
 
     def _remember(self, graph: StageGraph, origin: str) -> StageGraph:
         self._origins.setdefault(graph, origin)

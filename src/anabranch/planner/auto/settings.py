@@ -10,8 +10,8 @@ class Settings:
     """What the search may spend, and where.
 
     Attributes:
-        evaluations: drafts that are evaluated at most; with half as many steps are .5 % longer.
-        few: on so many devices or fewer it is twice as many, each of which is quicker.
+        evaluations: drafts that are evaluated at most; twice as many make steps .6 % shorter.
+        few: on so many devices or fewer it is twice as many, and DAPPLE's plans are starts, too.
         starts: proposals of other planners that are annealed first: the most promising, unlike each
             other. Then the better half of what that ends with, for twice as long, down to two.
         hot: temperature at the beginning of a round, as a share of the step: drafts so much slower
