@@ -93,14 +93,9 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         (1.0, *slower),
         *seconds,
         memory_bandwidth=draw(st.floats(1.0, 1e15)),
-        restarts=draw(st.sampled_from([(), ((0.5, 0.25), (1.0, 0.5))])),
         value_s=draw(st.floats(0, 1)),
-        crowded_s=draw(st.floats(0, 1)),
-        restart_work_s=draw(st.floats(0, 1)),
-        crowded_work_s=draw(st.floats(0, 1)),
         version=draw(st.integers(1, 4)),
         leaf_s=draw(st.floats(0, 1)),
-        cold_messages=draw(st.sampled_from([(), ((0.25, 0.0), (0.5, 0.25))])),
     )
 
 

@@ -96,18 +96,8 @@ class Calibration:
             ``sum_byte_s`` per byte of it and other rank.
         memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
         lost_share: what other processes took meanwhile, in times of one core.
-        restarts: how much longer work takes behind a wait of the rank, for its caches and its clock
-            have to come back: (seconds waited, seconds longer), both ascending; in between it is
-            interpolated. Empty where that is not known. That is of long work: ``restart_work_s`` is
-            the work in which all but 1/e of it is lost.
         share_tensor_s: where ranks share an optimizer's state, of sending and taking what they have
             updated, for each parameter, and ``share_byte_s`` per byte that a rank sends or takes.
-        crowded_s: that a core stands idle, while others are overfull, for each wait of a rank
-            before which and behind which no core is free, and ``crowded_work_s`` the work in which
-            all but 1/e of that is lost.
-        cold_messages: how much longer a message takes at each end the more its rank has computed
-            since the one before, for what it needs is in no cache then: (seconds computed, seconds
-            longer), both ascending; in between it is interpolated.
         version: of the way it was measured, see ``CALIBRATION_VERSION``.
     """
 
@@ -124,16 +114,11 @@ class Calibration:
     sum_byte_s: float
     memory_bandwidth: float
     lost_share: float = 0.0
-    restarts: tuple[tuple[float, float], ...] = ()
     share_tensor_s: float = 0.0
     share_byte_s: float = 0.0
     value_s: float = 0.0
-    crowded_s: float = 0.0
-    restart_work_s: float = 0.0
-    crowded_work_s: float = 0.0
     version: int = CALIBRATION_VERSION
     leaf_s: float = 0.0
-    cold_messages: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):
@@ -143,11 +128,6 @@ class Calibration:
             )
         if list(self.slowdown) != sorted(self.slowdown):
             raise ValueError(f"slowdown {list(self.slowdown)} falls with more ranks")
-        for name in ("restarts", "cold_messages"):
-            table = getattr(self, name)
-            for column in zip((0.0, 0.0), *table, strict=True):
-                if list(column) != sorted(column):
-                    raise ValueError(f"{name} {list(table)} do not ascend from 0")
 
     @property
     def remark(self) -> str:

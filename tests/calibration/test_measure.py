@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch import launch
-from anabranch.calibration import measure, overheads, restarts, side_by_side
+from anabranch.calibration import measure, overheads, side_by_side
 from anabranch.calibration.machine import this_machine
 from anabranch.calibration.measure import Seen, calibrate, gathered, joined
 from anabranch.calibration.messages import SIZES, Exchange, Line
@@ -26,7 +26,6 @@ from tests.calibration import examples
 def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     """Two of its ranks, all links between them, and figures that a cluster accepts."""
     monkeypatch.setattr(overheads, "_TURNS", 1)
-    monkeypatch.setattr(restarts, "_ROUNDS", 1)
     monkeypatch.setattr(side_by_side, "_ROUNDS", 1)
     monkeypatch.setattr(side_by_side, "_WINDOW_S", 0.01)
     monkeypatch.setattr(side_by_side, "counts", lambda cores, most: (1, 2))
@@ -84,9 +83,7 @@ def test_what_ranks_have_seen_is_one_cluster():
             Sums(Line(2.0 + message_s / 48, 4.0), Line(0.5 + message_s / 48, 0.25))
             if rank in (0, 1)
             else None,
-            Overheads(1.0, 2.0, 0.125, 0.25, 100.0, value_s=0.0625, cold_messages=((1.0, 0.5),))
-            if rank == 0
-            else None,
+            Overheads(1.0, 2.0, 0.125, 0.25, 100.0, value_s=0.0625) if rank == 0 else None,
         )
         for rank in range(4)
     ]
@@ -112,7 +109,6 @@ def test_what_ranks_have_seen_is_one_cluster():
         share_tensor_s=0.5,
         share_byte_s=0.25,
         value_s=0.0625,
-        cold_messages=((1.0, 0.5),),
     )
 
 

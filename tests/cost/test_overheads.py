@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from anabranch.cluster import Cluster
 from anabranch.cost.overheads import (
     agreement_of,
-    cold_s,
     message_s,
-    restart_s,
-    restarts_of,
     sum_s,
     update_cost,
 )
@@ -42,29 +38,6 @@ def test_sums_by_number_bytes_and_ranks():
     assert sum_s(calibration(), 4, 8, 3, buckets=2) == 3.0 + 2 * 2 * (1.25 + 2.5)
     assert sum_s(calibration(), 4, 8, 1) == 0.0
     assert sum_s(None, 4, 8, 3) == 0.0
-
-
-def test_a_wait_makes_what_follows_longer():
-    """0.5 s behind a wait of 2 s, half of that behind one of 1 s, no more than 1.5 s behind any."""
-    restarts = ((2.0, 0.5), (4.0, 1.5))
-    found = restarts_of(calibration(restarts=restarts))
-    assert [restart_s(found, s) for s in (0, 1, 2, 3, 4, 9)] == [0, 0.25, 0.5, 1.0, 1.5, 1.5]
-    none = restarts_of(calibration()), restarts_of(None)
-    assert [restart_s(table, 9) for table in none] == [0.0, 0.0]
-
-
-def test_messages_are_the_colder_the_more_was_computed():
-    """None up to 2 s, half a second behind 4 and more; none where that was not measured."""
-    computed = np.array([0.0, 2.0, 3.0, 4.0, 9.0])
-    assert cold_s(((2.0, 0.0), (4.0, 0.5)), computed).tolist() == [0.0, 0.0, 0.25, 0.5, 0.5]
-    assert not cold_s((), computed).any()
-
-
-@pytest.mark.parametrize("name", ["restarts", "cold_messages"])
-def test_tables_that_fall_are_refused(name: str):
-    """No wait makes work shorter than a shorter wait, nor computing a message."""
-    with pytest.raises(ValueError, match=f"{name} .* do not ascend from 0"):
-        calibration(**{name: ((2.0, 0.5), (4.0, 0.25))})
 
 
 def test_everybody_tells_everybody():

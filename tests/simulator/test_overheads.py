@@ -14,7 +14,6 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import lower
-from anabranch.schedule.schedule import Kind
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
 from anabranch.timeline import Timeline
@@ -35,7 +34,6 @@ NOTHING: dict[str, Any] = {
 }
 ROW = StageGraph((Stage(("op0",), (0,), 1), Stage(("op1",), (1,), 1)), ((0, 1),), 1)
 FREE = UpdateCost(0.0, 0.0, 0.0)
-COLD = ((8.0, 4.0),)
 
 
 def machine(devices: int = 2, *hosts: int, **changed: Any) -> Cluster:
@@ -129,30 +127,6 @@ def test_ranks_of_a_host_slow_each_other():
     apart = costs(machine(1, 2, slowdown=(1.0, 1.5)), 1.0)
     assert timeline(graph, near).step_s == pytest.approx(3.0)
     assert timeline(graph, apart).step_s == pytest.approx(2.0)
-
-
-def test_messages_take_longer_the_more_is_done_before_them():
-    """A send takes 1 s and a receive 2, half a second longer for each one that was spent since the
-    message before; a sender loses that before its message leaves (``c``). Before the first message
-    of a step is what follows the last one: telling totals takes 1 s, and taking them 2::
-
-        device 0   0F cc.s                 rr 0B | 3 s besides, so 1 + 1 + 3 s before its send
-        device 1          rrcc 1F 1B c s         | 3 s before its receive, 2 before its send
-    """
-    found = timeline(ROW, costs(machine(send_s=1.0, receive_s=2.0, cold_messages=COLD), 1.0, 1.0))
-    assert starts(found) == pytest.approx({"0F0": 0.0, "1F0": 7.0, "1B0": 8.0, "0B0": 12.0})
-
-
-def test_messages_in_a_row_are_cold_once():
-    """Nothing is done between the second message of a device and the first, which is sent 3 s after
-    a forward of 1: that, the backward and telling totals of 2 * 2 s come before it.
-    """
-    graph = StageGraph(tuple(Stage((f"op{i}",), (i,), 1) for i in range(3)), ((0, 1), (0, 2)), 1)
-    cluster = machine(3, send_s=2.0, slowdown=(1.0, 1.0, 1.0), cold_messages=COLD)
-    cost = cost_model(((0, 1), (0, 2)), [1.0] * 3, [1.0] * 3, cluster, value_bytes=8)
-    found = timeline(graph, cost)
-    sent = sorted(span.start for span in found.spans if span.action.kind is Kind.SEND_FORWARD)
-    assert sent == pytest.approx([1.0 + 3.0, 1.0 + 3.0 + 2.0])
 
 
 def test_updates_come_when_all_agree():

@@ -19,14 +19,12 @@ from anabranch.simulator.program import compile_schedule
 from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.tables import empty_tables, tables_of
 from anabranch.timeline import Timeline
-from tests.calibration.examples import calibration
 from tests.simulator.helpers import (
     chain,
     cluster,
     cost_model,
     priced_stage_graphs,
     simulate,
-    stage_graph,
 )
 from tests.strategies import stage_graphs
 
@@ -250,82 +248,6 @@ def test_gathers_share_ports_as_sums_do():
     graph = SCHEDULES["1f1b"]().warm_up(StageGraph(tuple(stages), ((0, 1),), 2))
     for shard in (False, True):
         assert simulate(graph, replace(cost, shard_optimizer=shard)).step_s == 16.0
-
-
-def test_work_behind_a_wait_takes_longer():
-    """Half as long as the wait is, up to 1 s. Device 1 has waited 1 s for F0 and has F from 1 to
-    2.5; device 0 has waited 2.5 s for its backward, which takes 2 s instead of one::
-
-        device 0   F0 .  .  .  .  .  .  B0 B0 B0 B0
-        device 1   .  .  F0 F0 F0 B0 B0
-        seconds    0     1        2.5   3.5         5.5
-    """
-    free = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
-    none = dict.fromkeys(("microbatch_s", "step_s", "sum_tensor_s", "sum_byte_s"), 0.0)
-    restarts = ((2.0, 1.0),)
-    costs = calibration(slowdown=(1.0, 1.0), restarts=restarts, **free, **none)
-    machines = replace(cluster(2), calibration=costs)
-    graph = StageGraph((Stage(("op0",), (0,), 1), Stage(("op1",), (1,), 1)), ((0, 1),), 1)
-    timeline = simulate(graph, cost_model(chain(2), [1, 1], [1, 1], machines))
-    spans = {f"{s.device} {s.action}": (s.start, s.end) for s in timeline.spans}
-    computed = {name: at for name, at in spans.items() if name[3] in "FB"}
-    assert list(computed.values()) == [(0, 1), (3.5, 5.5), (1, 2.5), (2.5, 3.5)]
-    assert timeline.step_s == 5.5
-    # On one core as well: meanwhile the other device had it, and its caches.
-    shared = cost_model(chain(2), [1, 1], [1, 1], replace(machines, cores=1))
-    assert simulate(graph, shared).step_s == 5.5
-
-
-def test_what_a_wait_costs_is_lost_in_the_course_of_the_work():
-    """Device 1 works 1 s for each 2 s of device 0. Behind its first wait it loses 1 s, all but 1/e
-    in each second of work; the second wait, of less than half a second, fills no caches.
-    """
-    free = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
-    none = dict.fromkeys(("microbatch_s", "step_s", "sum_tensor_s", "sum_byte_s"), 0.0)
-    lost = {"restarts": ((2.0, 1.0),), "restart_work_s": 1.0}
-    machines = replace(
-        cluster(2), calibration=calibration(slowdown=(1.0,) * 2, **lost, **free, **none)
-    )
-    graph = stage_graph(chain(2), [(0,), (1,)], 2)
-    timeline = simulate(graph, cost_model(chain(2), [2, 1], [1, 1], machines), "gpipe")
-    first, second, third, fourth = ((1 - 1 / math.e) * math.exp(-n) for n in range(4))
-    assert [(s.start, s.end) for s in timeline.spans if s.device == 1 and s.action.peer < 0] == [
-        (2, pytest.approx(3 + first)),
-        (4, pytest.approx(5 + second)),
-        (pytest.approx(5 + second), pytest.approx(6 + second + third)),
-        (pytest.approx(6 + second + third), pytest.approx(7 + second + third + fourth)),
-    ]
-
-
-@pytest.mark.parametrize("edges", [((0, 1),), ((0, 1), (0, 2))])
-def test_a_core_idles_behind_waits_where_others_are_full(edges: tuple[tuple[int, int], ...]):
-    """Device 0 waits for the gradient from device 1. Beside a device with 4 s of work of its own
-    half a second is lost behind that wait; where all wait for device 0 first, nobody leaves work
-    for others, and nothing is.
-    """
-    free = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
-    none = dict.fromkeys(("microbatch_s", "step_s", "sum_tensor_s", "sum_byte_s"), 0.0)
-    graph = StageGraph(tuple(Stage((f"op{s}",), (s,), 1) for s in range(3)), edges, 1)
-    steps = []
-    for crowded_s in (0.0, 0.5):
-        costs = calibration(slowdown=(1.0, 2.0, 3.0), crowded_s=crowded_s, **free, **none)
-        machines = replace(cluster(3), cores=1, calibration=costs)
-        cost = cost_model(edges, [1, 1, 4], [1, 0, 0], machines)
-        steps.append(simulate(graph, cost).step_s)
-    assert steps == [7.0, 7.5 if len(edges) == 1 else 7.0]
-
-
-def test_work_behind_a_wait_takes_longer_where_no_core_is_free():
-    """Devices 1 and 2 wait 1 s for device 0, and each takes half a second longer then: their work
-    of 1.5 s each takes turns.
-    """
-    free = dict.fromkeys(("send_s", "send_byte_s", "receive_s", "receive_byte_s"), 0.0)
-    none = dict.fromkeys(("microbatch_s", "step_s", "sum_tensor_s", "sum_byte_s"), 0.0)
-    edges = ((0, 1), (0, 2))
-    graph = StageGraph(tuple(Stage((f"op{s}",), (s,), 1) for s in range(3)), edges, 1)
-    costs = calibration(slowdown=(1.0, 2.0, 3.0), restarts=((1.0, 0.5),), **free, **none)
-    machines = replace(cluster(3), cores=1, calibration=costs)
-    assert simulate(graph, cost_model(edges, [1] * 3, [0] * 3, machines)).step_s == 4.0
 
 
 def test_steps_in_a_row_read_their_batches():

@@ -5,9 +5,7 @@
     anabranch cluster --calibrate
         ranks --+-- side_by_side   ranks that compute at a time  -> slowdown
                 +-- messages       between pairs of ranks        -> links, processor time per byte
-                +-- crowding       more of them than cores       -> seconds lost per wait
                 +-- overheads      a pipeline of two ranks       -> message, micro-batch, step
-                +-- restarts       work of one rank behind waits -> seconds lost per wait
         kept: in the user's cache, which ``local:N`` reads, or as a cluster file
 
 Measuring imports torch; reading what was measured (``machine``, ``kept``) does not.

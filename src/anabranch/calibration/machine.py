@@ -47,14 +47,6 @@ class OtherLoad:
         return min(1.0, self.cores() / (os.cpu_count() or 1))
 
 
-def idle_s() -> float:
-    """Seconds that cores have idled since the machine was started, of all cores together; 0 where
-    the kernel does not say.
-    """
-    idle, waiting = map(int, (_times() or "cpu 0 0 0 0 0").split()[4:6])
-    return (idle + waiting) / os.sysconf("SC_CLK_TCK")
-
-
 def _others_s() -> float:
     """Processor seconds of others since the machine was started."""
     line = _times()

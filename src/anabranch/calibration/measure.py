@@ -8,7 +8,7 @@ import platform
 import socket
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import torch
@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 
 from anabranch import launch
 from anabranch.calibration import messages, overheads, side_by_side, sums
-from anabranch.calibration.crowding import Turns, crowding, measure_turns
 from anabranch.calibration.machine import OtherLoad, this_machine
 from anabranch.calibration.messages import Exchange, Line
 from anabranch.calibration.overheads import Overheads
@@ -52,8 +51,6 @@ class Seen:
         paces: see ``side_by_side.measure_paces``.
         links: exchanges with other ranks, by rank.
         alone: what it costs without others; of the first rank.
-        crowded: rounds in which there was more to do than cores, with short and with long work; of
-            ranks of one host.
     """
 
     host: str
@@ -62,7 +59,6 @@ class Seen:
     links: dict[int, list[Exchange]]
     sums: Sums | None = None
     alone: Overheads | None = None
-    crowded: list[list[Turns]] = field(default_factory=list)
 
 
 def calibrate(progress: Progress | None = None) -> Calibrated:
@@ -145,15 +141,11 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
     mesh.barrier()
     summing = sums.measure_sums(mesh) if size > 1 and mesh.rank in sums.RANKS else None
     mesh.barrier()
-    crowded: list[list[Turns]] = []
-    if transport is not None and len(set(hosts)) == 1 and size > cores:
-        tag = len(chosen)
-        crowded = measure_turns(transport, mesh.rank, size, cores, tag, mesh.barrier)
     if transport is not None:
         transport.flush()
         mesh.part("calibration", 10.0)
         transport.close()
-    return Seen(hosts[mesh.rank], cores, paces, links, summing, crowded=crowded)
+    return Seen(hosts[mesh.rank], cores, paces, links, summing)
 
 
 def _host() -> str:
@@ -195,7 +187,6 @@ def joined(seen: Sequence[Seen], name: str, devices: int, *, others: float = 0.0
     message_s = send_s + receive_s + 2 * alone.value_s
     summed = [one.sums.sum for one in seen if one.sums is not None]
     shared = [one.sums.share for one in seen if one.sums is not None]
-    crowded_s, crowded_work_s = crowding([one.crowded for one in seen])
     calibration = Calibration(
         this_machine(),
         datetime.now(UTC).date().isoformat(),
@@ -210,15 +201,10 @@ def joined(seen: Sequence[Seen], name: str, devices: int, *, others: float = 0.0
         sum_byte_s=sums.per_byte_s(summed),
         memory_bandwidth=alone.memory_bandwidth,
         lost_share=max(side_by_side.lost_share(on_host), others),
-        restarts=alone.restarts.longer,
         share_tensor_s=sums.per_tensor_s(shared, message_s),
         share_byte_s=sums.per_byte_s(shared),
         value_s=alone.value_s,
-        crowded_s=crowded_s,
-        restart_work_s=alone.restarts.work_s,
-        crowded_work_s=crowded_work_s,
         leaf_s=alone.leaf_s,
-        cold_messages=alone.cold_messages,
     )
     cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
     return Calibrated(cluster, links)

@@ -3,10 +3,8 @@
 A pipeline of two ranks trains a model of small matrices, and every action is timed by the processor
 time that its rank spends until it has ended, from the end of the one before. Between messages ranks
 compute, so caches are as a step has them: a message costs several times what it does where nothing
-else is done, and the more, the longer a rank has computed. (On an AMD EPYC each end took 35 us
-behind .3 ms, 65 behind 1.5 and 105 behind 3.) So there is a pipeline of more layers, whose messages
-are compared with those of the first. What a step takes in front of its first action and behind its
-last one is timed as well. An operator's share is known from its profile, whose turns come between
+else is done. What a step takes in front of its first action and behind its last one is timed as
+well. An operator's share is known from its profile, whose turns come between
 the steps, and what an update costs besides the optimizer, which does nothing, from a measurement
 of that::
 
@@ -25,7 +23,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch import launch
-from anabranch.calibration.restarts import NO_RESTARTS, Restarts, ascending, measure_restarts, work
 from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan
@@ -47,8 +44,6 @@ from anabranch.solve import plan
 from anabranch.workload import NamedParameters, Workload, adamw
 
 _RANKS, _LAYERS, _WIDTH = 2, 4, 256
-_MORE_LAYERS = 48
-"""Of a pipeline that computes for longer between messages, as long as models of some MiB do."""
 
 _SAMPLES, _MICROBATCHES = 16, 6
 """Of a micro-batch, and of a step: most messages have come before they are waited for."""
@@ -69,9 +64,6 @@ _TURNS, _STEPS, _SETTLING = 8, 8, 4
 of the profile.
 """
 
-_LONG_TURNS = 2
-"""Of the pipeline of more layers: so many steps have enough messages."""
-
 _UPDATE_BYTES = 2**24
 
 MESSAGE_BYTES = 4 * _SAMPLES * _WIDTH
@@ -90,8 +82,6 @@ class Overheads:
         step_s: of a step besides its actions, and the update; ``leaf_s`` for each tensor of its
             batch besides the first.
         memory_bandwidth: bytes/s of an update.
-        cold_messages: seconds that a rank has computed since the message before, and seconds that a
-            message takes longer at each end then.
     """
 
     send_s: float
@@ -99,10 +89,8 @@ class Overheads:
     microbatch_s: float
     step_s: float
     memory_bandwidth: float
-    restarts: Restarts = NO_RESTARTS
     value_s: float = 0.0
     leaf_s: float = 0.0
-    cold_messages: tuple[tuple[float, float], ...] = ()
 
 
 class _Layer(nn.Module):
@@ -170,7 +158,6 @@ class _Alone:
     operators_s: float
     update_s: float
     memory_bandwidth: float
-    restarts: Restarts = NO_RESTARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +165,13 @@ class _Found:
     """Mean processor seconds of the ranks.
 
     Attributes:
-        computed_s: of a forward or backward, and ``passes_s`` of both together besides their
-            operators.
+        passes_s: of a forward and a backward together besides their operators.
         step_s: of a step besides its actions, the agreement and the update.
         batch_s: of that for the check and the digest of the batch.
     """
 
     send_s: float
     receive_s: float
-    computed_s: float
     passes_s: float
     step_s: float
     batch_s: float
@@ -195,8 +180,7 @@ class _Found:
 
 def measure_overheads() -> Overheads:
     """Measure them on local ranks, alone on the machine."""
-    one, several = _found(1), _found(_VALUES, restarts=False)
-    long = _found(1, _MORE_LAYERS, turns=_LONG_TURNS, restarts=False)
+    one, several = _found(1), _found(_VALUES)
     more_s = several.send_s + several.receive_s - one.send_s - one.receive_s
     value_s = max(0.0, more_s) / (2 * (_VALUES - 1))
     leaf_s = max(0.0, several.batch_s - one.batch_s) / (_VALUES - 1)
@@ -206,30 +190,15 @@ def measure_overheads() -> Overheads:
         max(0.0, one.passes_s / 2),
         one.step_s,
         one.alone.memory_bandwidth,
-        one.alone.restarts,
         value_s,
         leaf_s,
-        _cold_messages(one, long),
     )
 
 
-def _cold_messages(short: _Found, long: _Found) -> tuple[tuple[float, float], ...]:
-    """How much longer messages of a pipeline that computes for long before them take."""
-    longer_s = (long.send_s + long.receive_s - short.send_s - short.receive_s) / 2
-    return ascending({short.computed_s: 0.0, long.computed_s: longer_s})
-
-
-def _found(
-    values: int, layers: int = _LAYERS, *, turns: int = _TURNS, restarts: bool = True
-) -> _Found:
-    """Of a chain that takes so many values, as many of which go from rank to rank.
-
-    Args:
-        turns: of the profile.
-        restarts: whether they are measured as well.
-    """
+def _found(values: int) -> _Found:
+    """Of a chain that takes so many values, as many of which go from rank to rank."""
     torch.manual_seed(0)
-    workload, whole = _workload(values, layers), _workload(values, layers)
+    workload, whole = _workload(values), _workload(values)
     captured = capture(workload.module, workload.example)
     chosen = plan(
         measure(captured, _COUNTS, repeats=1),
@@ -242,7 +211,7 @@ def _found(
     )
     # Ranks forget the parameters of other stages; to be timed, the model has to be whole.
     spare = capture(whole.module, whole.example)
-    ranks = launch.run(_rank, _RANKS, workload, chosen, captured, whole, spare, turns, restarts)
+    ranks = launch.run(_rank, _RANKS, workload, chosen, captured, whole, spare)
     return _means(ranks, _batch_s(captured, _batch(values, _MICROBATCHES * _SAMPLES)))
 
 
@@ -273,7 +242,6 @@ def _means(ranks: Sequence[_Seen], batch_s: float) -> _Found:
     return _Found(
         send_s,
         receive_s,
-        passes_s / 2,
         passes_s - alone.operators_s,
         max(0.0, besides_s - agreement_s - alone.update_s),
         batch_s,
@@ -281,8 +249,8 @@ def _means(ranks: Sequence[_Seen], batch_s: float) -> _Found:
     )
 
 
-def _workload(values: int, layers: int) -> Workload:
-    return Workload(_Chain(layers), _batch(values, _SAMPLES), optimizer=_Idle)
+def _workload(values: int) -> Workload:
+    return Workload(_Chain(_LAYERS), _batch(values, _SAMPLES), optimizer=_Idle)
 
 
 def _batch(values: int, samples: int) -> tuple[Tensor, ...]:
@@ -295,15 +263,13 @@ def _rank(
     captured: Captured,
     whole: Workload,
     spare: Captured,
-    turns: int,
-    restarts: bool,
 ) -> _Seen:
     pipe = Pipeline(workload, chosen, captured=captured, check_gradients=False)
     pipe._workers.clock = _ProcessorClock()
     measurement = Measurement(spare, _COUNTS) if pipe.rank == 0 else None
     batch = _batch(len(workload.example), _MICROBATCHES * _SAMPLES)
     steps: list[_Step] = []
-    for _ in range(turns):
+    for _ in range(_TURNS):
         if measurement is not None:
             measurement.turn()
         for step in range(_STEPS):
@@ -320,14 +286,6 @@ def _rank(
             steps.append(_Step(used, used - (ends[-1] - begun), _means_of(actions)))
     alone = None if measurement is None else _alone(whole, measurement.profile())
     dist.barrier()
-    if alone is not None:
-        if restarts:
-            alone = replace(alone, restarts=measure_restarts())
-        dist.barrier()
-    else:
-        pieces_s, restarted = work(), dist.barrier(async_op=True)
-        while not restarted.is_completed():
-            pieces_s()
     # Means of steps that nothing has disturbed: medians of parts do not add up to whole steps.
     steps.sort(key=lambda step: step.whole_s)
     middle = steps[len(steps) // 4 : len(steps) - len(steps) // 4]

@@ -25,7 +25,6 @@ from anabranch.cost.overheads import (
     Agreement,
     agreement_of,
     message_s,
-    restarts_of,
     share_s,
     sum_s,
     update_cost,
@@ -266,11 +265,6 @@ class CostModel:
     def share_s(self, tensors: int, nbytes: float, devices: int, *, buckets: int = 1) -> float:
         """Processor seconds of a device for sending what it has updated and taking the rest."""
         return share_s(self.cluster.calibration, tensors, nbytes, devices, buckets=buckets)
-
-    @property
-    def restarts(self) -> list[float]:
-        """See ``overheads``."""
-        return restarts_of(self.cluster.calibration)
 
     def agreement(self, devices: int) -> Agreement:
         """What it takes of so many devices that all have the totals of a step."""

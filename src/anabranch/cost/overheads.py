@@ -1,7 +1,7 @@
 """Seconds of a step that are neither compute of operators nor a link's.
 
-    message     fixed + per byte, of the processors at both ends, and the more the longer an end has
-                computed since the message before; the link's time is in ``communication``
+    message     fixed + per byte, of the processors at both ends; the link's time is in
+                ``communication``
     update      fixed + per tensor + per byte of a device's trainable parameters, as measured for
                 the workload's optimizer; otherwise bytes moved / bandwidth of the memory, where
                 weights and optimizer state are read and written and gradients read:
@@ -14,10 +14,6 @@
                 them, of the processors; the links' time is in ``communication``. Where ranks share
                 the optimizer's state each byte is added up on one of them, and what that has
                 updated goes to the others
-    restart     of a device that has waited, whose work takes longer until its caches are full again
-    crowding    of a core that idles while others have more to do than they can, for each wait of a
-                rank before which and behind which no core is free: the system moves ranks from core
-                to core only now and then
     reading     of a batch, by its samples, as measured for the workload's data; a step alone is
                 given its batch
     agreement   of loss and metrics: every rank sends its totals to all others and takes theirs
@@ -29,9 +25,8 @@ What a cluster was not calibrated for costs nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +34,6 @@ from numpy.typing import NDArray
 from anabranch.cluster import Calibration, Cluster
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import Profile, UpdateCost
-
-NO_WORK_S = 1e-12
-"""What takes no longer than this has no caches to fill: no wait makes it longer."""
 
 
 def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, float]:
@@ -52,17 +44,6 @@ def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, fl
         calibration.send_s + calibration.send_byte_s * nbytes,
         calibration.receive_s + calibration.receive_byte_s * nbytes,
     )
-
-
-def cold_s(
-    cold_messages: Sequence[tuple[float, float]], computed_s: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """How many seconds longer messages take at an end that has computed for so long since the one
-    before: nothing for none, between those that were measured on a line, then as the last one.
-    """
-    seconds, longer = zip((0.0, 0.0), *cold_messages, strict=True)
-    found: NDArray[np.float64] = np.interp(computed_s, seconds, longer)
-    return found
 
 
 def _to_others_s(calibration: Calibration, ranks: int) -> tuple[float, float]:
@@ -106,40 +87,6 @@ def share_s(
     moved = 2 * (ranks - 1) / ranks * nbytes
     seconds = calibration.share_tensor_s * tensors + calibration.share_byte_s * moved
     return seconds + buckets * sum(_to_others_s(calibration, ranks))
-
-
-def restarts_of(calibration: Calibration | None) -> list[float]:
-    """What ``restart_s`` looks up: of one wait after the other, the shortest first, its seconds and
-    those that work takes longer behind it.
-    """
-    if calibration is None or not calibration.restarts:
-        return []
-    return [0.0, 0.0, *(seconds for pair in calibration.restarts for seconds in pair)]
-
-
-def restart_s(restarts: Any, waited_s: float) -> float:
-    """Seconds that work takes longer behind a wait; between those that were measured on a line."""
-    last = len(restarts) - 2
-    if last < 0 or waited_s <= 0:
-        return 0.0
-    if waited_s >= restarts[last]:
-        return float(restarts[last + 1])
-    at = 0
-    while waited_s >= restarts[at + 2]:
-        at += 2
-    rise = (restarts[at + 3] - restarts[at + 1]) / (restarts[at + 2] - restarts[at])
-    return float(rise * (waited_s - restarts[at]) + restarts[at + 1])
-
-
-def lost_share(seconds: float, work_s: float) -> float:
-    """Of what is yet to be lost for a wait, the share that is lost in so many seconds of work.
-
-    Args:
-        work_s: in which all but 1/e of it is lost; 0 for at once.
-    """
-    if seconds <= NO_WORK_S:
-        return 0.0
-    return -math.expm1(-seconds / work_s) if work_s else 1.0
 
 
 class Agreement(NamedTuple):

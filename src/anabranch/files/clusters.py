@@ -65,7 +65,6 @@ def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
         _Calibration,
         machine=document_fields(calibration.machine, _Machine),
         memory_bytes_per_s=calibration.memory_bandwidth,
-        **{name: [list(pair) for pair in getattr(calibration, name)] for name in _TABLES},
     )
 
 
@@ -82,16 +81,17 @@ class _Machine(Strict):
     torch: Text
 
 
-_TABLES = "restarts", "cold_messages"
+_FORMER = frozenset(
+    ["small_slowdown", "restarts", "restart_work_s", "crowded_s", "crowded_work_s", "cold_messages"]
+)
+"""Keys of older calibrations that are ignored."""
 
-_Pair = Annotated[list[Seconds], Field(min_length=2, max_length=2)]
 
-
-def _without_former(given: Any) -> Any:
-    """Without what only older calibrations have, which is not used: files with it can be read."""
-    if not isinstance(given, dict):
-        return given
-    return {key: value for key, value in given.items() if key != "small_slowdown"}
+def _without_former(document: Any) -> Any:
+    """The document without the keys that only older calibrations have."""
+    if not isinstance(document, dict):
+        return document
+    return {key: value for key, value in document.items() if key not in _FORMER}
 
 
 class _Calibration(Strict):
@@ -110,16 +110,11 @@ class _Calibration(Strict):
     sum_byte_s: Seconds
     memory_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     lost_share: Annotated[float, Field(ge=0)] = 0.0
-    restarts: list[_Pair] = Field(default_factory=list, max_length=100)
     share_tensor_s: Seconds = 0.0
     share_byte_s: Seconds = 0.0
     value_s: Seconds = 0.0
-    crowded_s: Seconds = 0.0
-    restart_work_s: Seconds = 0.0
-    crowded_work_s: Seconds = 0.0
     version: Annotated[int, Field(ge=1, le=10**4)] = 1
     leaf_s: Seconds = 0.0
-    cold_messages: list[_Pair] = Field(default_factory=list, max_length=100)
 
 
 class ClusterFile(Strict):
@@ -158,11 +153,5 @@ def to_cluster(file: ClusterFile) -> Cluster:
 
 def _to_calibration(document: _Calibration) -> Calibration:
     machine = Machine(**core_fields(document.machine))
-    fields = core_fields(document, leave_out=("machine", "memory_bytes_per_s", *_TABLES))
-    tables: dict[str, Any] = {name: tuple(map(tuple, getattr(document, name))) for name in _TABLES}
-    return Calibration(
-        machine=machine,
-        memory_bandwidth=document.memory_bytes_per_s,
-        **tables,
-        **fields,
-    )
+    fields = core_fields(document, leave_out=("machine", "memory_bytes_per_s"))
+    return Calibration(machine=machine, memory_bandwidth=document.memory_bytes_per_s, **fields)

@@ -7,7 +7,7 @@ stage and links that cost nothing: a step is then the schedule's ideal for measu
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -30,24 +30,12 @@ class Overheads:
     Attributes:
         slowdown: how many times as long computing takes while 1, 2, ... devices of a host compute;
             empty where each computes on its own.
-        cores: processor cores of a host; 0 where each device has its own.
-        restarts: how much longer work takes behind a wait, see ``cost.overheads.restart_s``.
-        restart_work_s: work in which that is lost, see ``cost.overheads.lost_share``.
-        crowded_s: how much longer it takes where no core is free.
-        crowded_work_s: work in which that is lost.
-        cold_messages: how much longer messages take, see ``cost.overheads.cold_s``.
         step_s: seconds of each device in a step besides its actions, sums and updates.
         read_s: seconds in which each device reads a batch, before a step.
         agreement: what it takes of each device that all know the totals of a step.
     """
 
     slowdown: Sequence[float] = ()
-    cores: int = 0
-    restarts: Sequence[float] = ()
-    restart_work_s: float = 0.0
-    crowded_s: float = 0.0
-    crowded_work_s: float = 0.0
-    cold_messages: Sequence[tuple[float, float]] = ()
     step_s: float = 0.0
     read_s: float = 0.0
     agreement: Agreement = NOTHING_TOLD
@@ -169,23 +157,12 @@ class ModelCosts:
     @cached_property
     def overheads(self) -> Overheads:
         """Of its devices, by their number, on this cluster."""
-        cost, cluster = self.cost, self.cost.cluster
-        known = Overheads(
-            cluster.slowdown,
-            cluster.cores,
-            cost.restarts,
+        cost = self.cost
+        return Overheads(
+            cost.cluster.slowdown,
             step_s=cost.step_s,
             read_s=cost.profile.read_sample_s * self.graph.batch_size,
             agreement=cost.agreement(len(self.graph.devices)),
-        )
-        if (calibration := cluster.calibration) is None:
-            return known
-        return replace(
-            known,
-            restart_work_s=calibration.restart_work_s,
-            crowded_s=calibration.crowded_s,
-            crowded_work_s=calibration.crowded_work_s,
-            cold_messages=calibration.cold_messages,
         )
 
     def host(self, device: int) -> int:
@@ -313,7 +290,7 @@ class StageTimes(StepCosts):
     @property
     def overheads(self) -> Overheads:
         """No slowdown up to the cores."""
-        return Overheads((1.0,) * self.cores, self.cores)
+        return Overheads((1.0,) * self.cores)
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """The given seconds."""

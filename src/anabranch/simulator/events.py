@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 
-from anabranch.cost.overheads import restart_s
 from anabranch.jit import entry
 from anabranch.simulator.engine import begin_job, end_job, expect, expect_at, next_event
 from anabranch.simulator.records import Record, Table, Tables
@@ -215,32 +214,17 @@ def _wait(d: int, barrier: Record, devices: Table) -> None:
 
 
 def _start(d: int, clock: Record, step: Tables) -> None:
-    """Start the unit of a device; behind a wait it is slower for a while. Where there was enough to
-    do for all cores when the wait began, and none of them is free now, one idled meanwhile.
-    """
+    """Start the unit of a device."""
     device = step.devices[d]
-    unit, core = step.units[device.unit], step.devices[device.core]
     step.runs[device.run].start = clock.now
-    is_crowded = core.working >= clock.cores
-    if clock.now > device.worked:
-        waited = clock.now - device.worked
-        # Caches that were not full yet do not fill while it waits.
-        device.cold = max(device.cold, restart_s(step.restarts, waited))
-        device.crowded = clock.crowded_s if device.beside >= clock.cores else 0.0
-    cold, crowded = device.cold * unit.cold, device.crowded * unit.crowded
-    device.cold -= cold
-    device.crowded -= crowded
-    longer = cold + crowded if is_crowded else cold
-    device.pace = 1 + longer / unit.seconds if longer > 0 else 1.0
-    core.working += 1
-    device.part = unit.first
+    device.part = step.units[device.unit].first
     _compute(d, clock, step)
 
 
 def _compute(d: int, clock: Record, step: Tables) -> None:
     """Start a part of a unit."""
     device = step.devices[d]
-    seconds = step.parts[device.part].seconds * device.pace
+    seconds = step.parts[device.part].seconds
     if device.host < 0:
         expect_at(d, clock.now + seconds, clock, step.nodes)
     else:
@@ -261,11 +245,6 @@ def _end_part(d: int, clock: Record, step: Tables) -> None:
         step.runs[device.run].end = clock.now
         device.run += 1
         device.unit = device.part = -1
-        if unit.role != AGREEMENT and unit.role != GATHER:
-            device.worked = clock.now
-            core = step.devices[device.core]
-            core.working -= 1
-            device.beside = core.working
         if unit.role == UPDATE:
             step.lists[device.updates + stage] += 1
         device.at += 1

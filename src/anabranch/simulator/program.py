@@ -17,13 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
-from anabranch.cost.overheads import cold_s
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.lists import COMPUTE, UPDATE, Ints, Lists, are_in_order, place
-from anabranch.simulator.messages import Floats, Messages, numbered, put_in
+from anabranch.simulator.messages import Messages, numbered, put_in
 from anabranch.simulator.sums import Sum, plan_sums
 from anabranch.simulator.units import ComputeUnit, ComputeUnits
 
@@ -133,7 +132,7 @@ def compile_schedule(
             lists.put(index[device], behind_all, ~(first_unit + numbers))
     entries, first = lists.joined()
     if messages.ends_s.any():
-        entries, first = _with_overheads(entries, first, messages, units, lost.cold_messages)
+        entries, first = _with_overheads(entries, first, messages, units)
     return Program(
         devices,
         entries,
@@ -148,51 +147,15 @@ def compile_schedule(
 
 
 def _with_overheads(
-    entries: Ints,
-    first: Ints,
-    messages: Messages,
-    units: ComputeUnits,
-    cold_messages: Sequence[tuple[float, float]],
+    entries: Ints, first: Ints, messages: Messages, units: ComputeUnits
 ) -> tuple[Ints, Ints]:
-    """The lists with the time that devices take for messages: behind each of them; what a sender
-    takes longer since it has computed before it, for it holds up the message.
-    """
+    """Insert the seconds that a message takes of its device behind each send and receive."""
     at = np.flatnonzero(entries >= -len(messages))
     x = entries[at]
     sends = x < 0
     taken = messages.ends_s[(~sends).astype(int), np.where(sends, ~x, x)]
-    spent = _spent(entries, len(messages), units)
-    longer = np.where(taken > 0, cold_s(cold_messages, _between(spent, at, first)), 0.0)
-    before = np.where(sends, longer, 0.0)
-    lost = np.stack([before, taken + longer - before], 1).ravel()
-    of, places = np.repeat(at, 2)[lost > 0], np.stack([at, at + 1], 1).ravel()[lost > 0]
-    seconds, which = np.unique(lost[lost > 0], return_inverse=True)
+    at, taken = at[taken > 0], taken[taken > 0]
+    seconds, which = np.unique(taken, return_inverse=True)
     numbers = np.array([units.overhead(s) for s in seconds.tolist()])
-    entries = np.insert(entries, places, ~(len(messages) + numbers[which]))
-    return entries, first + np.searchsorted(of, first)
-
-
-def _spent(entries: Ints, messages: int, units: ComputeUnits) -> Floats:
-    """Seconds of units before each entry, and behind the last."""
-    seconds, is_unit = np.zeros(len(entries)), entries < -messages
-    of_unit = np.array([unit.seconds for unit in units.numbers])
-    seconds[is_unit] = of_unit[~entries[is_unit] - messages]
-    return np.append(0.0, np.cumsum(seconds))
-
-
-def _between(spent: Floats, at: Ints, first: Ints) -> Floats:
-    """Seconds of a device's units between each of its messages and the one before; for the first
-    one, which is the last of the step before.
-
-    Args:
-        spent: see ``_spent``.
-        at: where the messages are.
-        first: where the lists of the devices begin, and the end.
-    """
-    device = np.searchsorted(first, at, side="right") - 1
-    begins = np.flatnonzero(np.diff(device, prepend=-1))
-    last = np.append(begins[1:], len(at)) - 1
-    found = np.diff(spent[at], prepend=0.0)
-    of = device[begins]
-    found[begins] = spent[at[begins]] - spent[first[of]] + spent[first[of + 1]] - spent[at[last]]
-    return found
+    entries = np.insert(entries, at + 1, ~(len(messages) + numbers[which]))
+    return entries, first + np.searchsorted(at, first)

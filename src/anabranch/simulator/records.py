@@ -29,12 +29,9 @@ def _record(whole: str, real: str = "") -> np.dtype[np.void]:
 
 
 # The place of an event among those of the same time: of the current one, and the last that was
-# taken. Devices that have agreed; sums that have begun. Stages; devices that may work on a core.
-# When the last thing ended; of several steps, when a device last began one. Of an agreement; of a
-# wait where cores are crowded.
-CLOCK = _record(
-    "place last_place agreed summed stages cores", "now end begun agreement_s crowded_s"
-)
+# taken. Devices that have agreed; sums that have begun. Stages. When the last thing ended; of
+# several steps, when a device last began one. Of an agreement.
+CLOCK = _record("place last_place agreed summed stages", "now end begun agreement_s")
 
 # A node of the tournament between events, with its winner. Its second half are the slots.
 NODE = _record("place winner", "time")
@@ -42,19 +39,14 @@ NODE = _record("place winner", "time")
 # Where a device stands in its list, and the end of that; its next run; updates of stages that it
 # has done; stages that it has. The current unit, the part of it, and the message that it waits for.
 # Steps begun behind the first. Who waits behind it for the same thing. Its host, if that has a
-# clock of its own; the job there that ends next, and the work done by its own end. The device whose
-# core it has, how many work there, and how many did when its own last work had ended. When that
-# was, and how much slower it is; what it has yet to lose for its waits: in cold caches, and where
-# cores are crowded.
+# clock of its own; the job there that ends next, and the work done by its own end.
 DEVICE = _record(
-    "at stop run updates first_stage stop_stage unit part message begun behind host next_job core "
-    "working beside",
-    "work worked pace cold crowded",
+    "at stop run updates first_stage stop_stage unit part message begun behind host next_job",
+    "work",
 )
 
-# Parts of a compute; ports of a gather; receives that a beginning posts. Of what its device has yet
-# to lose for a wait, the shares that are lost in it.
-UNIT = _record("role stage group first stop", "seconds cold crowded")
+# Parts of a compute; ports of a gather; receives that a beginning posts.
+UNIT = _record("role stage group first stop", "seconds")
 
 # Pieces whose gradients are final behind it.
 PART = _record("first stop", "seconds")
@@ -96,7 +88,6 @@ class Tables(NamedTuple):
         pieces: per update and piece.
         free: per port, when it is.
         speeds: of each of 0, 1, 2, ... jobs of a host.
-        restarts: see ``cost.overheads.restart_s``.
         runs: per device and unit in its list.
     """
 
@@ -114,7 +105,6 @@ class Tables(NamedTuple):
     hosts: Table
     free: Table
     speeds: Table
-    restarts: Table
     runs: Table
 
 

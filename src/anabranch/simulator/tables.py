@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cost.overheads import lost_share, slowdown_of
-from anabranch.simulator.costs import Overheads, StepCosts
+from anabranch.cost.overheads import slowdown_of
+from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.engine import tournament
 from anabranch.simulator.events import Role
 from anabranch.simulator.program import Program
@@ -56,7 +56,7 @@ class SharedLists:
 def empty_tables() -> Tables:
     """Tables without a row."""
     kinds = *(CLOCK, np.int64, NODE, DEVICE, UNIT, PART, MESSAGE, BARRIER, SUM, QUEUE, PIECE), HOST
-    return Tables(*(np.zeros(0, kind) for kind in (*kinds, *(float,) * 3, RUN)))
+    return Tables(*(np.zeros(0, kind) for kind in (*kinds, *(float,) * 2, RUN)))
 
 
 def tables_of(program: Program, costs: StepCosts) -> Tables:
@@ -67,7 +67,7 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     named = *(unit.stage for unit in program.units), *summed
     stages = 1 + max(named, default=-1)
     barriers = [(summed[s], -1, -1, 0, 0, 0) for s in range(stages)] * program.updates
-    units, parts = _units(program, lists, len(barriers), costs.overheads)
+    units, parts = _units(program, lists, len(barriers))
     barriers += [(0, -1, -1, *lists.add(group), len(group)) for group in program.groups]
     queues: dict[int, list[int]] = defaultdict(list)
     for piece, work in enumerate(program.sums):
@@ -92,14 +92,13 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     held = [lists.add(held) for held in program.stages]
     devices["first_stage"], devices["stop_stage"] = np.array(held).T
     devices["host"] = [shared.get(host, -1) for host in hosts]
-    devices["core"], cores = _cores_of(hosts, lost.cores)
     listed_before = len(program.entries) + len(lists.entries)
     devices["updates"] = listed_before + stages * np.arange(len(hosts))
     counts = np.zeros(stages * len(hosts), np.int64)
     nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
     return Tables(
         clock=np.array(
-            [(0, 0, 0, 0, stages, cores, 0.0, 0.0, 0.0, lost.agreement.latency_s, lost.crowded_s)],
+            [(0, 0, 0, 0, stages, 0.0, 0.0, 0.0, lost.agreement.latency_s)],
             CLOCK,
         ),
         lists=np.concatenate([program.entries, np.array(lists.entries, np.int64), counts]),
@@ -115,7 +114,6 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
         hosts=np.array([(0, -1, 0.0, 0.0)] * len(shared), HOST),
         free=np.zeros(1 + max(used, program.messages.ports.max(initial=-1))),
         speeds=np.array([0.0, *(1 / times for times in slowdown)]),
-        restarts=np.array(lost.restarts, np.float64),
         runs=np.zeros(ran[-1], RUN),
     )
 
@@ -139,7 +137,7 @@ def _messages(program: Program) -> tuple[NDArray[np.void], SharedLists]:
 
 
 def _units(
-    program: Program, lists: SharedLists, first_group: int, lost: Overheads
+    program: Program, lists: SharedLists, first_group: int
 ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """Units and their parts.
 
@@ -156,15 +154,5 @@ def _units(
             inside = len(parts), len(parts) + len(unit.marks) + 1
             parts += [(*lists.add(mark.pieces), mark.seconds) for mark in unit.marks]
             parts.append((*lists.add(unit.final), unit.rest if unit.marks else unit.seconds))
-        shares = (lost_share(unit.seconds, s) for s in (lost.restart_work_s, lost.crowded_work_s))
-        units.append((unit.role, unit.stage, group, *inside, unit.seconds, *shares))
+        units.append((unit.role, unit.stage, group, *inside, unit.seconds))
     return units, parts
-
-
-def _cores_of(hosts: Sequence[int], cores: int) -> tuple[list[int], int]:
-    """Per device whose core it has: its own, or the first one's of its host where those have to
-    share; and how many may work there at a time.
-    """
-    if not cores or max(Counter(hosts).values()) <= cores:
-        return list(range(len(hosts))), 1
-    return [hosts.index(host) for host in hosts], cores

@@ -8,7 +8,6 @@ import pytest
 
 from anabranch.calibration import measure
 from anabranch.calibration.measure import Calibrated
-from anabranch.cli.verbs.cluster import calibration_rows
 from tests.calibration import examples
 
 
@@ -50,25 +49,6 @@ def test_what_is_calibrated_is_kept_for_local_ranks(run, document, calibrated):
     assert "1: 1.00x, 2: 1.50x, 3: 2.25x" in out
     assert document("cluster", "local:4")["calibration"] == found["calibration"]
     assert document("cluster", "local:4", "--no-calibration")["calibration"] is None
-
-
-def test_older_calibrations_do_not_say_in_which_work_a_wait_is_lost():
-    """For them it is lost at once; "in the first 0.0 ms" would say nothing."""
-    older = {"restarts": ((0.5, 0.25),), "crowded_s": 0.001}
-    newer = {**older, "restart_work_s": 0.002, "crowded_work_s": 0.004}
-    assert "most of it" not in "\n".join(calibration_rows(examples.cluster(**older)))
-    restarts, crowded = (
-        row for row in calibration_rows(examples.cluster(**newer)) if "most of it" in row
-    )
-    assert restarts.endswith("250.00 ms after 500 ms, most of it in the first 2.0 ms of work")
-    assert crowded.endswith("each wait of a rank, most of it in the first 4.0 ms of work")
-
-
-def test_cold_messages_are_shown():
-    """Where they take longer, which those of older calibrations do not say."""
-    rows = calibration_rows(examples.cluster(cold_messages=((0.25, 0.0), (0.5, 0.125))))
-    assert "the longer an end has computed, the longer it takes: 125000 us behind 500.0 ms" in rows
-    assert "the longer" not in "\n".join(calibration_rows(examples.cluster()))
 
 
 def test_a_plan_has_the_calibration_that_it_was_made_with(document, calibrated, profile):

@@ -16,7 +16,7 @@ from anabranch.cli.source import read_cluster
 from anabranch.cli.writable import file_to_write
 
 if TYPE_CHECKING:
-    from anabranch.cluster import Calibration, Cluster
+    from anabranch.cluster import Cluster
 
 
 def cluster(
@@ -134,29 +134,6 @@ def _show(cluster: Cluster) -> None:
         say(row)
 
 
-def _restarts(calibration: Calibration) -> list[str]:
-    listed = ", ".join(
-        f"{longer * 1e3:.2f} ms after {waited * 1e3:g} ms"
-        for waited, longer in calibration.restarts
-    )
-    most = _most_lost(calibration.restart_work_s)
-    return [f"work takes longer after a wait: {listed}{most}"] if listed else []
-
-
-def _cold_messages(calibration: Calibration) -> list[str]:
-    listed = ", ".join(
-        f"{longer * 1e6:.0f} us behind {computed * 1e3:.1f} ms"
-        for computed, longer in calibration.cold_messages
-        if longer
-    )
-    return [f"the longer an end has computed, the longer it takes: {listed}"] if listed else []
-
-
-def _most_lost(work_s: float) -> str:
-    """In which work most of what a wait costs is lost; empty where that is not known."""
-    return f", most of it in the first {work_s * 1e3:.1f} ms of work" if work_s else ""
-
-
 def _slower(slowdown: Sequence[float], cores: int) -> str:
     shown = {1, 2, cores, cores + 1, len(slowdown)}
     return ", ".join(f"{k}: {slowdown[k - 1]:.2f}x" for k in sorted(shown) if k <= len(slowdown))
@@ -177,7 +154,6 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"{calibration.send_byte_s * 2**20 * 1e6:.0f} us per MiB, its receiver "
         f"{calibration.receive_s * 1e6:.0f} us and "
         f"{calibration.receive_byte_s * 2**20 * 1e6:.0f} us per MiB",
-        *_cold_messages(calibration),
         f"besides its operators a forward or backward takes {calibration.microbatch_s * 1e6:.0f} "
         f"us and {calibration.value_s * 1e6:.0f} us per value that enters or leaves its stage, "
         f"a step {calibration.step_s * 1e3:.2f} ms and {calibration.leaf_s * 1e6:.0f} us per "
@@ -186,8 +162,5 @@ def calibration_rows(cluster: Cluster) -> list[str]:
         f"{calibration.sum_byte_s * 2**20 * 1e6:.0f} us per MiB and other rank",
         f"sharing what was updated takes {calibration.share_tensor_s * 1e6:.0f} us per parameter "
         f"and {calibration.share_byte_s * 2**20 * 1e6:.0f} us per MiB sent or taken",
-        *_restarts(calibration),
-        f"with more ranks than cores a core idles {calibration.crowded_s * 1e3:.2f} ms for each "
-        f"wait of a rank{_most_lost(calibration.crowded_work_s)}",
         f"an update goes through memory at {calibration.memory_bandwidth / 1e9:.1f} GB/s",
     ]

@@ -19,7 +19,7 @@ of two drafts is the quicker one:
 It is no judge: what it likes is simulated (``simulator``). Left out are how replicas wait for each
 other on the cards of nodes where stages differ in micro-batch size (8 to 25 % of the step in
 candle-uno's drafts on 32 devices); parameters that stages share; and what a message costs for more
-than one value, and behind long work.
+than one value.
 """
 
 from __future__ import annotations
