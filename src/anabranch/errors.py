@@ -5,15 +5,15 @@
      +-- CaptureError            the model could not be turned into a graph of operators
      +-- FileFormatError         a profile, cluster, plan or checkpoint file is broken
      +-- OutputError             a file or folder that is to be written cannot be
-     +-- ProfileError            a profile cannot answer what it was asked
+     +-- ProfileError            a profile lacks costs that were asked for
      +-- InfeasiblePlanError     no plan fits the devices
-     +-- BudgetError             a planner's search would take more than it was given
-     +-- SearchStoppedError      the user ended a search that had found nothing yet
+     +-- BudgetError             a search would exceed its limit of states or time
+     +-- SearchStoppedError      the user ended a search before its first plan
      +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
      +-- PolicyError             no such weight policy, or it does not fit optimizer, plan or model
      +-- InvalidScheduleError    an order of actions that no device could execute
      |    +-- DeadlockError      every device waits for another
-     |    +-- UnknownScheduleError  a plan names a rule that there is not
+     |    +-- UnknownScheduleError  a plan names a schedule that does not exist
      +-- DataError               a data set is missing, damaged, or raised while it was read
      |    +-- LoaderError        the user's own function, or loader, that yields batches raised
      +-- TrainingError           the run itself cannot go on
@@ -53,7 +53,7 @@ class OutputError(AnabranchError):
 
 
 class ProfileError(AnabranchError):
-    """A profile cannot answer what it was asked."""
+    """A profile lacks costs that were asked for."""
 
 
 class InfeasiblePlanError(AnabranchError):
@@ -61,11 +61,11 @@ class InfeasiblePlanError(AnabranchError):
 
 
 class BudgetError(AnabranchError):
-    """A search would take more states or time than it was given; the message has both numbers."""
+    """A search would exceed its limit of states or time; the message has both numbers."""
 
 
 class SearchStoppedError(AnabranchError):
-    """The user ended a search that had found nothing yet."""
+    """The user ended a search before its first plan."""
 
 
 class InvalidPlanError(AnabranchError):
@@ -85,7 +85,7 @@ class DeadlockError(InvalidScheduleError):
 
 
 class UnknownScheduleError(InvalidScheduleError, ValueError):
-    """A plan, or the caller, names a schedule that there is not."""
+    """A plan, or the caller, names a schedule that does not exist."""
 
 
 class DataError(AnabranchError):
@@ -113,7 +113,7 @@ _OURS = f"{Path(__file__).parent}{os.sep}"
 
 @contextmanager
 def naming_place(what: str, otherwise: str = "its import") -> Iterator[None]:
-    """Turn what the user's code raises inside into a WorkloadError that names the line."""
+    """Convert errors of the user's code inside the block into a WorkloadError with its line."""
     try:
         yield
     except AnabranchError:
@@ -126,7 +126,7 @@ def naming_place(what: str, otherwise: str = "its import") -> Iterator[None]:
 
 
 def place_of(error: Exception, otherwise: str = "its import") -> str:
-    """File, line and function of the user's own innermost frame, or what is said without one."""
+    """File, line and function of the user's innermost frame; ``otherwise`` without one."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_from_here(error.filename)}:{error.lineno}"
     skipped = "<", _OURS  # <frozen importlib>, <string> of dataclasses
@@ -144,8 +144,10 @@ def place_of(error: Exception, otherwise: str = "its import") -> str:
 
 
 def shadowed(error: Exception) -> str:
-    """That a library has found something of the user's where it looks for a package of the same
-    name, as folders called z3 or triton are found by torch; empty for other errors.
+    """Explanation of an error caused by a file or folder with the name of an installed package.
+
+    A folder called z3 or triton, for instance, is imported by torch in place of the package. Empty
+    for other errors.
     """
     module = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
     if not isinstance(module, ModuleType):

@@ -24,7 +24,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import fitted, sliced_batches
 
 _NAMED = 5
-"""Offenders that one sentence lists by name."""
+"""Names listed in a sentence at most; the rest are counted."""
 
 
 def check(
@@ -35,17 +35,17 @@ def check(
     shared: bool = False,
     idle: bool = False,
 ) -> list[str]:
-    """Everything that is wrong with a stage graph, one sentence each; empty if it is valid.
+    """Return the problems of a stage graph, one sentence each; empty if it is valid.
 
     Args:
         graph: stages of the operators of ``cost.graph`` on the devices of ``cost.cluster``. A
-            stage whose ``in_flight`` is 0 is held to the fewest micro-batches that any 1F1B
+            stage whose ``in_flight`` is 0 is checked with the fewest micro-batches that any 1F1B
             schedule keeps.
-        cost: prices memory and says which slices the profile covers: neither the largest nor the
-            smallest slice of any micro-batch may lie outside.
+        cost: prices of memory, and the sample counts covered by the profile: the largest and the
+            smallest slice of every micro-batch must be covered.
         versions: per stage, versions of its weights that are held; empty for one everywhere.
         shared: a device may hold several stages, as in plans made by hand.
-        idle: a device may hold none, likewise.
+        idle: a device may hold no stage, likewise.
     """
     problems = _operators(graph, cost)
     devices = _devices(graph, cost, shared=shared, idle=idle)
@@ -65,17 +65,17 @@ def check(
 
 
 def suits(proposal: StageGraph, cost: CostModel) -> bool:
-    """Whether what a planner proposes is valid, with stages for operators across samples."""
+    """Check a proposal after giving whole batches to operators that need them."""
     with suppress(InvalidPlanError):
         return not check(fitted(proposal, cost.graph), cost)
     return False
 
 
 def require(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> None:
-    """Accept a valid stage graph in silence; arguments as for ``check``.
+    """Raise an error for an invalid stage graph; arguments as for ``check``.
 
     Raises:
-        InvalidPlanError: with everything that ``check`` found.
+        InvalidPlanError: with all problems found by ``check``.
     """
     problems = check(graph, cost, versions)
     if problems:
@@ -167,7 +167,7 @@ def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
 
 
 def unfit_sizes(graph: StageGraph) -> list[str]:
-    """Micro-batches that are more than the batch, or less than a sample for each replica."""
+    """Find micro-batches larger than the batch or smaller than the number of replicas."""
     problems = []
     for s, stage in enumerate(graph.stages):
         size, replicas = stage.microbatch_size, stage.replicas
@@ -184,7 +184,7 @@ def unfit_sizes(graph: StageGraph) -> list[str]:
 
 
 def _unpriced(graph: StageGraph, cost: CostModel, s: int) -> list[str]:
-    """Slices of a stage that are larger or smaller than what was measured."""
+    """Find slices of a stage outside the range of sample counts in the profile."""
     stage, measured = graph.stages[s], cost.profile.samples
     slices: dict[int, str] = {}
     short = graph.batch_size % stage.microbatch_size
@@ -218,7 +218,7 @@ def _memory(graph: StageGraph, cost: CostModel, versions: Sequence[int]) -> list
 
 
 def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
-    """Of devices with several stages that fit one by one."""
+    """Find devices whose stages fit one by one but not together."""
     least, limit = least_in_flight(graph), cost.cluster.memory_bytes
     needs = [
         stage_bytes(graph, cost, s, in_flight=stage.in_flight or least[s])
@@ -240,7 +240,7 @@ def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
 def stage_bytes(
     graph: StageGraph, cost: CostModel, s: int, *, in_flight: int, versions: int = 1
 ) -> float:
-    """Peak bytes on the fullest device of a stage."""
+    """Return the peak bytes on the fullest device of a stage."""
     stage = graph.stages[s]
     return cost.device_bytes(
         [cost.graph.index[name] for name in stage.operators],

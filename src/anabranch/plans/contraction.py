@@ -1,4 +1,4 @@
-"""Smaller models: some sets of operators as one operator each, and the way back."""
+"""Contraction of a profile: sets of operators become single operators, and can be expanded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from anabranch.profile.profile import OpCost, Profile, Sharded
 
 @dataclass(frozen=True)
 class Contracted:
-    """A profile with fewer operators, and the way back.
+    """A profile with fewer operators, and their members in the original profile.
 
     Attributes:
-        profile: with every set of operators as one.
-        masks: per operator of ``profile``, which of ``whole`` it stands for.
+        whole: the original profile.
+        profile: the contracted profile.
+        masks: per operator of ``profile``, the bit mask of its members in ``whole``.
     """
 
     whole: Profile
@@ -26,7 +27,7 @@ class Contracted:
     masks: tuple[int, ...]
 
     def expand(self, graph: StageGraph) -> StageGraph:
-        """Stages of the smaller model as stages of the whole one."""
+        """Convert stages of the contracted model to stages of the original one."""
         if self.profile is self.whole:
             return graph
         at = self.profile.graph.index
@@ -40,7 +41,7 @@ class Contracted:
 
 
 def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
-    """The profile with every set of operators, a bit mask, as one; overlapping sets become one."""
+    """Contract each set of operators, a bit mask, to one operator; overlapping sets are merged."""
     graph = profile.graph
     if not any(mask.bit_count() > 1 for mask in sets):
         return Contracted(profile, profile, tuple(1 << i for i in range(len(graph))))
@@ -49,8 +50,9 @@ def contract(profile: Profile, sets: Sequence[int]) -> Contracted:
 
 
 def in_runs(profile: Profile, most: int) -> Contracted:
-    """The profile of a model with more than ``most`` operators made smaller: those that follow one
-    another are one, as long as that has no more work than each of ``most`` equal parts.
+    """Contract runs of operators in a row if the model has more than ``most`` operators.
+
+    A run has no more work than one of ``most`` equal parts of the model.
     """
     graph = profile.graph
     work = [cost.forward_s[-1] + cost.backward_s[-1] for cost in profile.costs]
@@ -68,7 +70,7 @@ def in_runs(profile: Profile, most: int) -> Contracted:
 
 
 def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
-    """A partition of all operators that keeps every set together."""
+    """Partition all operators so that every set stays together."""
     parts = [1 << i for i in range(count)]
     for mask in sets:
         touched = [part for part in parts if part & mask]
@@ -77,17 +79,17 @@ def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
 
 
 def _acyclic(graph: OpGraph, parts: Sequence[int]) -> list[int]:
-    """The parts with those on a circle as one."""
+    """Merge the parts of each cycle."""
     return [sum(circle) for circle in strongly_connected(_after(graph, parts))]
 
 
 def in_order(graph: OpGraph, parts: Sequence[int]) -> list[int]:
-    """The parts in topological order, of those that may come next the first of the model."""
+    """Sort parts topologically; ties go to the part with the earliest operator."""
     return topological_order(_after(graph, parts), rank=lambda part: part & -part)
 
 
 def _after(graph: OpGraph, parts: Sequence[int]) -> dict[int, set[int]]:
-    """Part -> the parts that read from it."""
+    """Map each part to the parts that read from it."""
     home = {op: part for part in parts for op in bits(part)}
     after: dict[int, set[int]] = {part: set() for part in parts}
     for a, b in graph.edges:

@@ -1,4 +1,4 @@
-"""Values that cross from one stage to another: facts of a stage graph and its operators."""
+"""Values and messages between the stages of a stage graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anabranch.plans.stages import StageGraph
 
 
 def edge_values(graph: StageGraph, model: OpGraph) -> Mapping[tuple[int, int], tuple[int, ...]]:
-    """Per pair of stages, the indices of the values that one makes and the other reads."""
+    """Map pairs of stages to the indices of values made by the first and read by the second."""
     stage_of = {name: s for s, stage in enumerate(graph.stages) for name in stage.operators}
     owner = [stage_of[op.name] for op in model.ops]
     carried: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -26,7 +26,7 @@ def edge_values(graph: StageGraph, model: OpGraph) -> Mapping[tuple[int, int], t
 
 
 def value_edges(home: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
-    """Pairs of stages of which the second reads a value of the first.
+    """Return the pairs of stages in which the second reads a value of the first.
 
     Args:
         home: stage of each operator.
@@ -35,7 +35,7 @@ def value_edges(home: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
 
 
 def mask_edges(masks: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
-    """The same of stages given as bit masks of operators, which hold all of them together."""
+    """Return ``value_edges`` of stages written as bit masks that cover all operators."""
     home = [0] * len(model)
     for s, mask in enumerate(masks):
         for op in bits(mask):
@@ -44,7 +44,7 @@ def mask_edges(masks: Sequence[int], model: OpGraph) -> set[tuple[int, int]]:
 
 
 def successors(count: int, pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Per stage, those to which an edge leads from it."""
+    """Map each stage to its successors."""
     result: dict[int, list[int]] = {s: [] for s in range(count)}
     for x, y in pairs:
         result[x].append(y)
@@ -52,7 +52,7 @@ def successors(count: int, pairs: Iterable[tuple[int, int]]) -> dict[int, list[i
 
 
 class MessageEdges(NamedTuple):
-    """Stage edges along which messages go, and those along which messages come back.
+    """Stage edges with messages in the forward, and those with messages in the backward.
 
     Attributes:
         forward: their target waits for their source; None for all edges.
@@ -63,11 +63,11 @@ class MessageEdges(NamedTuple):
     back: Collection[tuple[int, int]] | None = None
 
     def goes_forward(self, edge: tuple[int, int]) -> bool:
-        """Whether the edge has messages at all."""
+        """Return True if the edge has messages in the forward."""
         return self.forward is None or edge in self.forward
 
     def comes_back(self, edge: tuple[int, int]) -> bool:
-        """Whether it has messages in both directions."""
+        """Return True if the edge has messages in the backward, too."""
         return self.goes_forward(edge) and (self.back is None or edge in self.back)
 
 
@@ -75,7 +75,7 @@ EVERY_EDGE = MessageEdges()
 
 
 def message_edges(graph: StageGraph, model: OpGraph) -> MessageEdges:
-    """The stage edges that carry values of the model, and gradients.
+    """Return the stage edges that carry values of the model, and those that carry gradients.
 
     An edge without a value orders two stages: messages of no bytes go in both directions.
     """

@@ -2,7 +2,7 @@
 
 Stage x runs forward in groups of ``k_x`` micro-batches of ``b_x`` samples, stage y follows it and
 holds ``i_y`` samples between their forward and their backward. So that y never starves, x holds
-more than that, by what one of them waits for the other::
+more samples than y; the table has the difference::
 
     x = k_x b_x,  y = k_y b_y,  m = max(b_x, b_y)         i_x - i_y
     m < x < y                                             2 m
@@ -21,8 +21,8 @@ micro-batch more per stage on the way to the sink. With several successors the l
 Table 2 takes its numbers to divide one another, as powers of two do.
 
 With less than ``i_y + x - gcd(x, y)`` they wait for each other forever (``waited_for_samples``): x
-goes on after the gradients of x samples, and y gives those of y at a time, each time after y more
-samples.
+continues after the gradients of x samples, and y returns gradients of y samples at a time, each
+time after y more samples.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from anabranch.plans.stages import StageGraph
 
 
 def waited_for_samples(k_x: int, b_x: int, k_y: int, b_y: int) -> int:
-    """Samples that x must hold beyond those of y, which follows, or neither of them goes on."""
+    """Return how many samples more than its successor y stage x must hold to avoid a deadlock."""
     return k_x * b_x - gcd(k_x * b_x, k_y * b_y)
 
 
 def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
-    """Samples that x must hold so that y, which follows and holds ``held``, never starves."""
+    """Return the samples x must hold so that its successor y, holding ``held``, never starves."""
     x, y, largest = k_x * b_x, k_y * b_y, max(b_x, b_y)
     if x < b_y:
         return held + b_y
@@ -54,7 +54,7 @@ def in_flight_samples(k_x: int, b_x: int, k_y: int, b_y: int, held: int) -> int:
 
 
 def least_in_flight(graph: StageGraph, *, per_hop: int = 1) -> list[int]:
-    """Per stage, the fewest micro-batches in flight under kFkB, never more than it has.
+    """Return the fewest micro-batches in flight of each stage under kFkB, at most all it has.
 
     A sink holds one group. With one micro-batch size and k = 1 a stage holds one micro-batch more
     than its longest distance to a sink. Numbers that do not divide one another are rounded up to
@@ -80,6 +80,6 @@ def least_in_flight(graph: StageGraph, *, per_hop: int = 1) -> list[int]:
 
 
 def with_in_flight(graph: StageGraph, counts: Iterable[int]) -> StageGraph:
-    """The same stages with these micro-batches in flight, one count per stage."""
+    """Set the micro-batches in flight of every stage, one count per stage."""
     stages = zip(graph.stages, counts, strict=True)
     return replace(graph, stages=tuple(replace(stage, in_flight=n) for stage, n in stages))

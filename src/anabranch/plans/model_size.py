@@ -1,4 +1,4 @@
-"""How large a model is, by which a plan tells another one whose operators have the same names."""
+"""Size of a model, to detect a plan made for another model with the same operator names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from anabranch.graph.opgraph import OpGraph
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a plan keeps of the model that it was made for.
+    """Bytes of a model's parameters and values.
 
     Attributes:
-        parameter_bytes: of all parameters, each once.
-        value_bytes: of the batch and of what operators hand on, for one sample.
+        parameter_bytes: bytes of all parameters, tied ones counted once.
+        value_bytes: bytes of the batch and of all operator outputs, for one sample.
     """
 
     parameter_bytes: int
@@ -21,7 +21,7 @@ class ModelSize:
 
     @staticmethod
     def of(graph: OpGraph) -> ModelSize:
-        """The size of a captured model, or of a profile's."""
+        """Compute the size of a model from its graph."""
         return ModelSize(
             sum(graph.parameter_bytes.values()),
             sum(value.nbytes for value in graph.values),

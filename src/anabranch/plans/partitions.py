@@ -10,7 +10,7 @@ from anabranch.plans.edges import mask_edges, successors
 
 
 def partitions(cost: CostModel) -> Iterator[tuple[tuple[int, ...], set[tuple[int, int]]]]:
-    """Every partition of the operators with an acyclic stage graph.
+    """Generate every partition of the operators with an acyclic stage graph.
 
     Yields:
         Bit masks in topological order, and the stage edges. A part of such a partition is convex,

@@ -1,4 +1,4 @@
-"""Plan: a stage graph with its schedule, where it came from and what it should cost."""
+"""Plan: a stage graph with its schedule, origin and predicted cost."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Mode = Literal["sync", "async"]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says about a plan.
+    """The simulator's figures of a plan.
 
     Attributes:
-        step_s: seconds of one synchronous step; of an asynchronous plan the seconds from one
-            mini-batch to the next once the pipeline is full, which is what a step takes there.
+        step_s: seconds of one synchronous step; of an asynchronous plan, the interval between
+            mini-batches once the pipeline is full.
         bottleneck_s_per_sample: slowest stage's compute seconds per sample.
         bubble: share of device time that is not compute.
         device_peak_bytes: per device of the plan, ascending, peak bytes.
@@ -41,10 +41,10 @@ class Prediction:
 
 
 NOT_PREDICTED = "not predicted"
-"""What stands for the figures of a plan that nobody has simulated."""
+"""Text in place of the figures of a plan without a prediction."""
 
 CHANGED = "changed by hand since it was predicted, so nothing is: simulate predicts it anew"
-"""The note of a plan whose prediction was left out."""
+"""Note of a plan that lost its prediction because it was edited."""
 
 TAKE_ROWS = "SparseAdam, or SGD or Adagrad without momentum, weight decay and fused updates"
 """Optimizers of PyTorch that take sparse gradients."""
@@ -59,7 +59,7 @@ LONGER_IN_A_ROW = (
     "longer than one alone, as each reads its batch and shares cores and links with those before "
     "and after it"
 )
-"""What is said where steps in a row are predicted to take longer."""
+"""Reason printed where steps in a row are predicted to take longer."""
 
 
 def headline(
@@ -71,7 +71,7 @@ def headline(
     period_s: float | None = None,
     exposed_sums: float | None = None,
 ) -> str:
-    """The figures of one step for people, in the units of every summary.
+    """Format the figures of one step for people, in the units of every summary.
 
     Args:
         period_s: seconds of a step among others in a row, if known.
@@ -90,13 +90,13 @@ def headline(
 
 
 def time_text(seconds: float) -> str:
-    """Milliseconds for people, such as ``12.34 ms``."""
+    """Format seconds as milliseconds, such as ``12.34 ms``."""
     ms = seconds * 1e3
     return f"{ms:.2f} ms" if ms >= 0.1 or ms == 0 else f"{ms:.3g} ms"
 
 
 def memory_text(nbytes: float) -> str:
-    """Bytes for people, in a unit that shows something of them."""
+    """Format bytes in a suitable unit, such as ``1.50 GiB``."""
     if nbytes > 2**29:
         return f"{nbytes / 2**30:.2f} GiB"
     if nbytes >= 2**20 or nbytes == 0:
@@ -106,7 +106,7 @@ def memory_text(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A stage graph with its schedule, where it came from and what it should cost.
+    """A stage graph with its schedule, origin and predicted cost.
 
     Attributes:
         stage_graph: stages with their in-flight counts decided.
@@ -116,25 +116,24 @@ class Plan:
         model: what was planned, as the user wrote it.
         cluster: name of the cluster.
         profile: the origin of the costs; empty if there are none.
-        search_s: seconds the planner took; ``simulate_s``: seconds spent on judging its proposals;
-            ``improve_s``: seconds spent on what lies near the best of them.
-        predicted: the simulator's figures; None where nobody has simulated it, as in a plan made by
-            hand.
-        granularity: how the model was captured; a run captures it the same way, so that operator
-            names agree.
-        device: what the profile was measured on or estimated for.
-        options: of the model, as (name, value) pairs; with ``model`` they build it again.
-        notes: what a reader of the figures should know.
+        search_s: seconds of the planner; ``simulate_s``: seconds of simulating its proposals;
+            ``improve_s``: seconds of local changes to the best of them.
+        predicted: the simulator's figures; None without a simulation, as in a plan made by hand.
+        granularity: granularity of the capture; a run captures the model with the same one, so
+            that operator names agree.
+        device: device on which the profile was measured, or for which it was estimated.
+        options: options of the model as (name, value) pairs; with ``model`` they rebuild it.
+        notes: remarks on the figures.
         machines: the cluster itself; None where only its name is known.
         mode: ``sync``, all stages update their weights together after every step; ``async``, the
             next mini-batches follow without a flush and each stage updates its own weights after
             its backward. The in-flight counts of an asynchronous plan are those of the full
             pipeline and may exceed the micro-batches of one mini-batch.
         policy: key of ``weights.POLICIES``; empty for ``sync``.
-        shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``.
-        sparse_embeddings: whether embedding tables have sparse gradients, see ``ComputeOptions``.
-        model_size: of the model that it was made for; None where it was made by hand.
-        interrupted: whether its search was ended by Ctrl-C.
+        shard_optimizer: replicas of a stage shard its optimizer state, see ``Pipeline``.
+        sparse_embeddings: embedding tables have sparse gradients, see ``ComputeOptions``.
+        model_size: size of the planned model; None for a plan made by hand.
+        interrupted: the search was ended by Ctrl-C.
     """
 
     stage_graph: StageGraph
@@ -161,30 +160,29 @@ class Plan:
 
     @property
     def figures(self) -> Prediction:
-        """What is predicted, of a plan that a search has made.
+        """The prediction of a plan that has one.
 
         Raises:
-            ValueError: if nothing is.
+            ValueError: if it has none.
         """
         if self.predicted is None:
             raise ValueError("the plan was made by hand and has not been simulated")
         return self.predicted
 
     def predicting(self, predicted: Prediction, cluster: Cluster) -> Plan:
-        """The plan with new figures, of a cluster."""
+        """Return the plan with a new prediction, for this cluster."""
         notes = tuple(note for note in self.notes if note != CHANGED)
-        found = replace(self, predicted=predicted, notes=notes)
-        return replace(found, cluster=cluster.name, machines=cluster)
+        return replace(
+            self, predicted=predicted, notes=notes, cluster=cluster.name, machines=cluster
+        )
 
     @property
     def costs(self) -> str:
-        """The line on the origin of the costs; for people."""
+        """Sentence on the origin of the costs."""
         return f"costs: {self.profile or 'none, the plan was made by hand'}"
 
     def other_model(self, graph: OpGraph) -> str:
-        """A sentence where the plan was made for a model of another size; empty where it was not,
-        or where that is not known.
-        """
+        """Return a warning if the plan was made for a model of another size, else an empty text."""
         planned, size = self.model_size, ModelSize.of(graph)
         if planned is None or planned == size:
             return ""
@@ -200,7 +198,7 @@ class Plan:
         )
 
     def summary(self) -> str:
-        """A table of the stages and what is predicted, as plain text."""
+        """Return a table of the stages and the predicted figures, as plain text."""
         graph = self.stage_graph
         predicted = self.predicted
         said = NOT_PREDICTED
@@ -246,14 +244,14 @@ class Plan:
 
 
 def span(operators: Sequence[str]) -> str:
-    """Operators in one line: the first and the last, with dots where there are more."""
+    """Format operator names in one line: the first and the last, with dots in between."""
     if len(operators) < 3:
         return ", ".join(operators)
     return f"{operators[0]} .. {operators[-1]}"
 
 
 def _modes(graph: StageGraph) -> list[str]:
-    """Per stage its k, its tensor degree and whether it recomputes, where any stage has such."""
+    """Format k, tensor degree and recomputation per stage, as columns if any stage uses them."""
     stages, columns = graph.stages, []
     groups = [graph.group_size(s) for s in range(len(stages))]
     if any(size > 1 for size in groups):
@@ -266,7 +264,7 @@ def _modes(graph: StageGraph) -> list[str]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers with runs drawn together, such as ``0-3,6``."""
+    """Format numbers with runs joined, such as ``0-3,6``."""
     parts: list[list[int]] = []
     for n in sorted(numbers):
         if parts and parts[-1][1] == n - 1:

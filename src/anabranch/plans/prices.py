@@ -1,4 +1,4 @@
-"""The prices of a model as a plan trains it."""
+"""Cost model for the training options of a plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ def prices_of(
     *,
     optimizer_factor: float = 2.0,
 ) -> CostModel:
-    """A cost model for the stages of a plan, whose replicas may share the optimizer's state, and
-    whose tables may have sparse gradients.
+    """Return a cost model with the plan's sharded optimizer state and sparse gradients.
 
     Args:
-        cluster: may be another one than the plan was made for.
+        cluster: cluster to price for; may differ from that of the plan.
         optimizer_factor: see ``CostModel``.
     """
     return CostModel(

@@ -1,8 +1,8 @@
-"""Rings of devices that sum gradients: replicas of a stage, and all holders of a tied parameter.
+"""Rings of devices that all-reduce gradients: replicas of a stage, and stages of a tied parameter.
 
-The gradients of a tied parameter are summed over all devices of all its holders, in one ring. Under
+The gradients of a tied parameter are summed over all devices of all its stages, in one ring. Under
 tensor parallelism of degree t the devices with the same shard sum it: one ring for each of the t
-positions. Holders that differ in t sum the largest of their shards over all their devices.
+positions. Stages that differ in t sum the largest of their shards over all their devices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Holder(NamedTuple):
-    """A stage: its devices, devices per replica, and the share of its gradients on each device."""
+    """A stage with a parameter: devices, devices per replica, share of gradients per device."""
 
     devices: Sequence[int]
     tensor: int
@@ -21,7 +21,7 @@ class Holder(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Bytes of gradients that devices of these stages sum together."""
+    """An all-reduce of gradient bytes over devices of these stages."""
 
     stages: tuple[int, ...]
     devices: tuple[int, ...]
@@ -29,7 +29,11 @@ class Ring(NamedTuple):
 
 
 def rings(nbytes: Mapping[tuple[int, ...], int], holders: Sequence[Holder]) -> Iterator[Ring]:
-    """The rings of several devices, for the bytes that each set of stages (ascending) reads."""
+    """Generate the rings of at least two devices.
+
+    Args:
+        nbytes: ascending stages -> bytes of the parameters that they all read.
+    """
     for stages, size in sorted(nbytes.items()):
         degrees = {holders[s].tensor for s in stages}
         shards = degrees.pop() if len(degrees) == 1 else 1

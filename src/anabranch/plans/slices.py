@@ -1,4 +1,4 @@
-"""Slices of micro-batches: samples that a device of a stage computes at a time.
+"""Slices of micro-batches: the samples of one micro-batch on one replica.
 
 Each micro-batch is split over the replicas of its stage as evenly as whole samples allow, and the
 last micro-batch of a batch may be a short one::
@@ -14,15 +14,15 @@ from anabranch.cost import CostModel
 
 
 def slice_sizes(microbatch_size: int, replicas: int) -> tuple[int, int]:
-    """Fewest and most samples among the slices of one micro-batch that have any."""
+    """Return the fewest and most samples among the non-empty slices of a micro-batch."""
     return max(1, microbatch_size // replicas), -(-microbatch_size // replicas)
 
 
 def profile_covers(cost: CostModel, batch_size: int, microbatch_size: int, replicas: int) -> bool:
-    """Whether the profile covers every slice of a stage."""
+    """Return True if the profile covers every slice of a stage."""
     sizes = [*slice_sizes(microbatch_size, replicas)]
     short = batch_size % microbatch_size
     if short:
         sizes += slice_sizes(short, replicas)
-    # What is covered is a range, so its ends say all.
+    # The profile covers a range, so checking its ends is enough.
     return cost.covers(min(sizes)) and cost.covers(max(sizes))

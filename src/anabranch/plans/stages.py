@@ -1,4 +1,4 @@
-"""Stage and StageGraph: what planners propose and everything after them executes.
+"""Stage and StageGraph: proposals of planners, executed by simulator and runtime.
 
 Micro-batch i of a stage with micro-batch size b holds samples i*b up to (i+1)*b of the batch, the
 last one what is left. Each of its d replicas holds an equal slice. All dependencies between stages
@@ -86,17 +86,17 @@ class StageGraph:
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the stages it receives from."""
+        """Predecessors of each stage."""
         return tuple(tuple(x for x, y in self.edges if y == s) for s in range(len(self)))
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the stages it sends to."""
+        """Successors of each stage."""
         return tuple(tuple(y for x, y in self.edges if x == s) for s in range(len(self)))
 
     @cached_property
     def height(self) -> tuple[int, ...]:
-        """Per stage, its longest distance to a sink, in edges."""
+        """Longest distance from each stage to a sink, in edges."""
         result = [0] * len(self)
         for s in reversed(range(len(self))):
             result[s] = max((result[y] + 1 for y in self.successors[s]), default=0)
@@ -114,29 +114,29 @@ class StageGraph:
 
     @cached_property
     def rank_of(self) -> Mapping[int, int]:
-        """Device -> rank of the process that runs it: its place among ``devices``."""
+        """Device -> rank of its process: its index in ``devices``."""
         return {device: rank for rank, device in enumerate(self.devices)}
 
     def num_microbatches(self, stage: int) -> int:
-        """Micro-batches of a stage in one step, the short last one included."""
+        """Return the micro-batches of a stage in one step, the short last one included."""
         return -(-self.batch_size // self.stages[stage].microbatch_size)
 
     def group_size(self, stage: int) -> int:
-        """Micro-batches of which a stage does forwards or backwards in a row: k, if it has many."""
+        """Return how many forwards or backwards a stage runs in a row: k, at most all."""
         return min(self.stages[stage].k, self.num_microbatches(stage))
 
     def interval(self, stage: int, microbatch: int) -> tuple[int, int]:
-        """Samples [start, stop) of one micro-batch."""
+        """Return the samples [start, stop) of one micro-batch."""
         size = self.stages[stage].microbatch_size
         return microbatch * size, min((microbatch + 1) * size, self.batch_size)
 
     def slice(self, stage: int, microbatch: int, replica: int) -> tuple[int, int]:
-        """Samples [start, stop) of one micro-batch that one replica holds; may be empty."""
+        """Return the samples [start, stop) of one micro-batch on one replica; may be empty."""
         start, stop = self.interval(stage, microbatch)
         return part_of(start, stop, self.stages[stage].replicas, replica)
 
     def slice_sizes(self, stage: int) -> set[int]:
-        """Samples that a device of a stage computes at once, of full micro-batches and the last."""
+        """Return the sizes of non-empty slices, of full micro-batches and the last one."""
         slices = (
             self.slice(stage, microbatch, replica)
             for microbatch in {0, self.num_microbatches(stage) - 1}
@@ -151,6 +151,6 @@ def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
 
 
 def part_of(start: int, stop: int, parts: int, i: int) -> tuple[int, int]:
-    """Part i of an interval that is split evenly."""
+    """Return part i of an interval that is split evenly."""
     size = stop - start
     return start + size * i // parts, start + size * (i + 1) // parts

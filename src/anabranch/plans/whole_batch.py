@@ -20,13 +20,13 @@ from anabranch.plans.stages import StageGraph
 
 
 def whole_batch_stages(graph: StageGraph, model: OpGraph) -> tuple[int, ...]:
-    """The stages with an operator that computes across samples."""
+    """Return the stages with an operator that computes across samples."""
     names = {op.name for op in model.ops if op.whole_batch}
     return tuple(s for s, stage in enumerate(graph.stages) if names & set(stage.operators))
 
 
 def sliced_batches(graph: StageGraph, model: OpGraph) -> list[str]:
-    """What is wrong with the stages that need the whole batch, one sentence each."""
+    """Describe stages that need the whole batch but have slices of it, one sentence each."""
     problems = []
     for s in whole_batch_stages(graph, model):
         stage = graph.stages[s]
@@ -44,9 +44,7 @@ def sliced_batches(graph: StageGraph, model: OpGraph) -> list[str]:
 
 
 def with_whole_batches(graph: StageGraph, model: OpGraph) -> StageGraph:
-    """The same stages, of which those that need the whole batch have it, whatever its size is;
-    warm-up counts are left as they are.
-    """
+    """Set the micro-batch to the whole batch where a stage needs it; warm-up counts are kept."""
     chosen = set(whole_batch_stages(graph, model))
     stages = tuple(
         replace(stage, microbatch_size=graph.batch_size, k=1) if s in chosen else stage
@@ -56,11 +54,11 @@ def with_whole_batches(graph: StageGraph, model: OpGraph) -> StageGraph:
 
 
 def fitted(graph: StageGraph, model: OpGraph) -> StageGraph:
-    """What a planner proposes, so that operators across samples have the whole batch.
+    """Change a proposal so that operators across samples have the whole batch.
 
-    Where their stage has replicas, they and what follows them there go to its last devices, as a
-    stage of its own, and the replicas before them send what they made there. Replicas of nothing
-    but such operators go to a stage that they read from.
+    If their stage has replicas, these operators and their descendants in the stage become a new
+    stage on its last devices, and the other devices keep the operators before them. If the stage
+    has only such operators, its other devices go to a predecessor.
 
     Raises:
         InvalidPlanError: if the stage would leave devices without work.
@@ -75,7 +73,7 @@ def fitted(graph: StageGraph, model: OpGraph) -> StageGraph:
 
 
 def _parted(graph: StageGraph, model: OpGraph, s: int, chosen: Collection[int]) -> StageGraph:
-    """A stage as two, the second from the first operator across samples on, without replicas."""
+    """Split a stage before its first operator across samples; the second part has one replica."""
     stage = graph.stages[s]
     mask = model.mask(stage.operators)
     after = mask & model.whole_batch
@@ -101,7 +99,7 @@ def _parted(graph: StageGraph, model: OpGraph, s: int, chosen: Collection[int]) 
 def _given_away(
     graph: StageGraph, s: int, devices: tuple[int, ...], chosen: Collection[int]
 ) -> StageGraph:
-    """The same stages, of which one that a stage reads from has devices of it as well."""
+    """Move devices of stage s to one of its predecessors."""
     takers = [x for x in graph.predecessors[s] if x not in chosen and graph.stages[x].tensor == 1]
     if not takers:
         raise InvalidPlanError(

@@ -1,4 +1,4 @@
-"""Schedules: the rules by name, and the one way from stages to a schedule that is checked."""
+"""Schedules: a table of rules by name, and functions from stages to a checked schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
 
 
 def rule_named(name: str) -> ScheduleRule:
-    """The rule of that name, or an ``UnknownScheduleError``."""
+    """Return the rule with this name, or raise an ``UnknownScheduleError``."""
     if name == "auto":
         raise UnknownScheduleError(
             f"schedule 'auto' is none yet; name one of {', '.join(SCHEDULES)}, or have simulate "
@@ -40,7 +40,7 @@ def rule_named(name: str) -> ScheduleRule:
 def schedule_of(
     graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE, *, slots: int = 1
 ) -> Schedule:
-    """The schedule of a plan's stages, with its messages; it has been checked.
+    """Return the checked schedule of a plan's stages, with its messages.
 
     Args:
         graph: stages with their in-flight counts decided; those of ``endless.repeated`` where
@@ -59,12 +59,12 @@ def schedule_of(
 def checked_order(
     graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE, *, slots: int = 1
 ) -> Schedule:
-    """As ``schedule_of``, without messages: that nobody waits forever is seen in a simulation."""
+    """Return the checked schedule without messages; a simulation of it detects deadlocks."""
     order = compute_order(graph, name, slots=slots)
     check_order(order, graph, edges)
     return order
 
 
 def compute_order(graph: StageGraph, name: str, *, slots: int = 1) -> Schedule:
-    """The schedule without its messages and unchecked, for a search that prices thousands."""
+    """Return the unchecked schedule without messages, for searches that price thousands."""
     return replace(rule_named(name).order(graph), slots=slots)

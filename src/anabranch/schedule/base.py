@@ -9,7 +9,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule.schedule import Schedule
 
 Room = Callable[[int], int]
-"""Stage -> how many micro-batches in flight the memory of its devices holds."""
+"""Stage -> micro-batches in flight that fit into the memory of its devices."""
 
 
 class ScheduleRule(Protocol):
@@ -29,7 +29,7 @@ class ScheduleRule(Protocol):
     def per_hop(self) -> int: ...
 
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
-        """The stage graph with in-flight counts, which never rise along an edge, in samples."""
+        """Set in-flight counts; counted in samples, they never rise along an edge."""
 
     def order(self, graph: StageGraph) -> Schedule:
-        """Compute actions per device for the in-flight counts of ``graph``."""
+        """Return compute actions per device for the in-flight counts of ``graph``."""

@@ -1,21 +1,20 @@
-"""Proof that every device gets through its list: order, pairs, number in flight, no deadlock.
+"""Check of schedules: order, pairs of messages, number in flight, no deadlock.
 
-The transport that the proof is about:
+The check assumes this transport:
 
 - a channel is one direction of one stage edge between two devices; its messages arrive in the order
   they were sent;
-- a device waits in line for a receive, and for nothing else: sends are handed over and never waited
-  for;
+- a device waits only for receives; sends are asynchronous;
 - receives are posted ahead, for the next ``slots`` micro-batches of the receiver, and a message
   moves once it has been sent and its receive is posted;
-- a device with several stages hands values and gradients from one to the other where they are, so
-  its list has to make them before it uses them;
-- the devices of one replica (tensor parallelism) exchange what they compute while they compute it,
-  so each starts a micro-batch when all of them have come to it.
+- a device with several stages passes values and gradients between them in memory, so its list has
+  to compute them before it uses them;
+- the devices of one replica (tensor parallelism) exchange partial results during each compute, so
+  they start it together.
 
-With at least one slot a message that was sent arrives, so what is left to prove is that the lists
-have no cycle of devices that wait for each other. Running the lists once, without a clock, decides
-it: any order of running them gets equally far.
+With at least one slot every message that was sent arrives, so a deadlock is a cycle of devices that
+wait for each other. Running the lists once, without a clock, finds it: every order of running them
+stops at the same actions.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from anabranch.schedule.lower import directions, handovers, lower, messages
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 _Compute = tuple[int, bool, int]
-"""Stage, whether it is a forward, micro-batch."""
+"""(stage, is forward, micro-batch)."""
 
 Channel = tuple[int, int, int, int, bool]
-"""Sending stage, receiving stage, sending device, receiving device, whether it goes forward."""
+"""(sending stage, receiving stage, sending device, receiving device, is forward)."""
 
 
 def check(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> None:
-    """Prove that a schedule can be executed; one without messages is lowered first.
+    """Check that a schedule can be executed; one without messages is lowered first.
 
     Linear in the number of actions.
 
     Args:
-        edges: stage edges that carry anything.
+        edges: stage edges with messages.
 
     Raises:
         InvalidScheduleError: if actions are missing, out of order (C4; on a device with several
@@ -59,8 +58,8 @@ def check(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
 
 
 def check_order(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> None:
-    """Prove all but that messages have two ends and nobody waits forever: of lists without messages
-    both are seen when they are simulated.
+    """Check order and number in flight, but neither pairs of messages nor deadlocks, which a
+    simulation detects as well.
 
     Raises:
         InvalidScheduleError: as ``check`` does.
@@ -85,7 +84,7 @@ def check_order(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVE
 
 
 def channel(action: Action, device: int) -> Channel:
-    """The channel of a message, seen from the device at either end."""
+    """Return the channel of a send or receive on a device."""
     forward = action.kind.is_forward
     if action.kind.is_send:
         return action.stage, action.peer_stage, device, action.peer, forward
@@ -93,7 +92,7 @@ def channel(action: Action, device: int) -> Channel:
 
 
 def show(actions: Sequence[Action], position: int, *, around: int = 4) -> str:
-    """A stretch of a device's list with one action marked, as in ``0F0 >>0RB0<1@1[0:4]<< 0B0``."""
+    """Format a part of a device's list with one action marked: ``0F0 >>0RB0<1@1[0:4]<< 0B0``."""
     first, last = max(position - around, 0), position + around + 1
     words = [
         f">>{action}<<" if i == position else str(action)
@@ -103,7 +102,11 @@ def show(actions: Sequence[Action], position: int, *, around: int = 4) -> str:
 
 
 def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[int, int]) -> str:
-    """What each unfinished device waits for, given where each stands in its list."""
+    """Describe the action that each unfinished device waits for.
+
+    Args:
+        positions: device -> index of its next action.
+    """
     lines = ["the schedule deadlocks; every unfinished device waits for another:"]
     groups = _groups(graph)
     for device, at in sorted(positions.items()):
@@ -114,7 +117,7 @@ def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[
         if action.peer < 0:
             replica = groups.get((action.stage, device), ())
             here = (schedule.actions[other][positions[other] :][:1] for other in replica)
-            # Where all of the replica are at it, the sums of an earlier update are what is missing.
+            # If the whole replica has arrived, it waits for the all-reduce of an earlier update.
             is_split = any(list(first) != [action] for first in here)
             others = "of its replica" if is_split else "that sum gradients with it"
             lines.append(
@@ -146,12 +149,12 @@ def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[
 
 
 def _group(graph: StageGraph, s: int) -> int:
-    """Samples whose gradients a stage under kFkB gives before it goes on."""
+    """Return the samples of one group of micro-batches of a stage under kFkB."""
     return graph.stages[s].k * graph.stages[s].microbatch_size
 
 
 def _least_before(graph: StageGraph, x: int, y: int, held: int) -> int:
-    """Samples that x must hold under kFkB before y, which holds so many."""
+    """Return the samples that x must hold under kFkB if its successor y holds ``held``."""
     before, after = graph.stages[x], graph.stages[y]
     both = before.k, before.microbatch_size, after.k, after.microbatch_size
     return min(held + waited_for_samples(*both), graph.batch_size)
@@ -180,13 +183,13 @@ def _check_devices(schedule: Schedule, graph: StageGraph) -> None:
 
 
 def _check_list(
-    device: int, actions: Sequence[Action], mine: Sequence[int], graph: StageGraph
+    device: int, actions: Sequence[Action], stages: Sequence[int], graph: StageGraph
 ) -> None:
-    """C4, number in flight and completeness of the stages on one device, which are ``mine``."""
+    """Check C4, number in flight and completeness of the stages of one device."""
     done: Counter[tuple[int, Kind]] = Counter()
     split = {a.stage for a in actions if a.kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)}
     for at, action in enumerate(actions):
-        if action.stage not in mine:
+        if action.stage not in stages:
             problem: str | None = f"stage {action.stage} is not on this device"
         elif action.peer < 0:
             problem = _compute_problem(action, done, split, graph)
@@ -197,7 +200,7 @@ def _check_list(
             raise InvalidScheduleError(
                 f"device {device}, step {at + 1} of {len(actions)}: {problem}: {show(actions, at)}"
             )
-    for s in mine:
+    for s in stages:
         for kind in _stage_kinds(s in split):
             if done[s, kind] != graph.num_microbatches(s):
                 raise InvalidScheduleError(
@@ -209,8 +212,8 @@ def _check_list(
 def check_handovers(
     schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE
 ) -> None:
-    """Prove that a device with several stages makes what one of them has for another before that
-    one uses it; raises InvalidScheduleError.
+    """Check that a device with several stages computes values before another of its stages uses
+    them, or raise an InvalidScheduleError.
     """
     for device, needs in _handed_over(graph, edges).items():
         done: set[_Compute] = set()
@@ -233,16 +236,16 @@ def check_handovers(
 def _handed_over(
     graph: StageGraph, edges: MessageEdges
 ) -> dict[int, dict[_Compute, list[_Compute]]]:
-    """Device -> compute -> those that have to be done before it."""
-    found: dict[int, dict[_Compute, list[_Compute]]] = {}
+    """Map device -> compute -> computes on the same device that it depends on."""
+    result: dict[int, dict[_Compute, list[_Compute]]] = {}
     for x, y in graph.edges:
         for device, i, j in handovers(graph, x, y):
-            needs = found.setdefault(device, {})
+            needs = result.setdefault(device, {})
             if edges.goes_forward((x, y)):
                 needs.setdefault((y, True, j), []).append((x, True, i))
             if edges.comes_back((x, y)):
                 needs.setdefault((x, False, i), []).append((y, False, j))
-    return found
+    return result
 
 
 def _stage_kinds(split: bool) -> tuple[Kind, ...]:
@@ -275,7 +278,7 @@ def _compute_problem(
 def _message_problem(
     action: Action, done: Counter[tuple[int, Kind]], split: set[int]
 ) -> str | None:
-    """A send follows the compute that made it, a receive comes before the compute that needs it."""
+    """Check that a send follows its compute and a receive precedes the compute that needs it."""
     backward = Kind.INPUT_GRADIENT if action.stage in split else Kind.BACKWARD
     compute = Kind.FORWARD if action.kind.is_forward else backward
     computed = action.microbatch < done[action.stage, compute]
@@ -287,15 +290,15 @@ def _message_problem(
 
 
 def _check_replicas(schedule: Schedule, graph: StageGraph) -> None:
-    """The devices of one replica compute the same in the same order."""
+    """Check that the devices of one replica have the same computes in the same order."""
     for (s, device), group in _groups(graph).items():
         if schedule.actions[device] is schedule.actions[group[0]]:
             continue
-        mine, first = (
+        own, first = (
             [a for a in schedule.actions[member] if a.stage == s and a.peer < 0]
             for member in (device, group[0])
         )
-        for n, (a, b) in enumerate(zip(mine, first, strict=False)):
+        for n, (a, b) in enumerate(zip(own, first, strict=False)):
             if a != b:
                 raise InvalidScheduleError(
                     f"devices {group[0]} and {device} hold one replica of stage {s}, but compute "
@@ -304,7 +307,7 @@ def _check_replicas(schedule: Schedule, graph: StageGraph) -> None:
 
 
 def _check_pairs(schedule: Schedule, graph: StageGraph) -> None:
-    """Every channel carries, at both ends and in one order, what the sample intervals say."""
+    """Check both ends of every channel against the messages computed from sample intervals."""
     sent: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
     received: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
     carried = set()
@@ -356,7 +359,7 @@ def _pair_problem(
 
 
 def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
-    """Run the lists without a clock until nobody can go on."""
+    """Run the lists without a clock until no device can continue."""
     sent: dict[Channel, int] = defaultdict(int)
     received: dict[Channel, int] = defaultdict(int)
     waiting: dict[Channel, int] = {}
@@ -383,7 +386,7 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
                     waiting[key] = device
                     break
             elif (group := groups.get((action.stage, device))) and ready[device] != at:
-                # The last device of the replica to come lets all of them go on.
+                # All devices of the replica continue when the last one has arrived.
                 ready[device] = at
                 come[group].append(device)
                 if len(come[group]) < len(group):
@@ -396,7 +399,7 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
 
 
 def _groups(graph: StageGraph) -> dict[tuple[int, int], tuple[int, ...]]:
-    """(stage, device) -> devices of its replica, where these are several."""
+    """Map (stage, device) to the devices of its replica, if there are several."""
     return {
         (s, device): stage.devices[first : first + stage.tensor]
         for s, stage in enumerate(graph.stages)

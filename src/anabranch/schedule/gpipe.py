@@ -32,11 +32,11 @@ class GPipe:
     per_hop: ClassVar[int] = 0
 
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
-        """Every stage holds all of its micro-batches, whatever the room."""
+        """Set in-flight counts to all micro-batches; ``room`` is ignored."""
         return with_in_flight(graph, map(graph.num_microbatches, range(len(graph))))
 
     def order(self, graph: StageGraph) -> Schedule:
-        """All forwards, then all backwards, whatever k is.
+        """Return all forwards, then all backwards; k is ignored.
 
         Raises:
             InvalidScheduleError: if a stage has no in-flight count, or counts rise along an edge.

@@ -1,10 +1,9 @@
-"""Devices that hold several stages: the stages' own orders, merged into one list per device.
+"""Interleaving: the orders of several stages on one device, merged into one list per device.
 
-A rule says in which order a stage runs its micro-batches; it says nothing about two stages that
-take turns on one device. Here the orders are run once against a clock, each device always doing
-next what it can start first. A forward takes as long as its samples, a backward twice that, and
-each half of a split backward as long as a forward. Two devices with two stages each, in a chain 0,
-1, 2, 3, two micro-batches::
+A schedule rule orders the micro-batches of a stage, but not the turns of two stages on one device.
+The merge simulates the orders once; each device picks the action that can start first. A forward
+takes time in proportion to its samples, a backward twice that, and each half of a split backward as
+long as a forward. Two devices with two stages each, in a chain 0, 1, 2, 3, two micro-batches::
 
     device 0: stages 0, 2     0F0 0F1 2F0 2F1 .   .       2B0    2B1       0B0   0B1
     device 1: stages 1, 3     .   1F0 1F1 3F0 3B0    3F1  3B1     1B0    1B1
@@ -24,21 +23,23 @@ from anabranch.schedule.lower import overlaps
 from anabranch.schedule.schedule import Action, Kind
 
 _Unit = tuple[int, int, bool, int]
-"""Stage, device, whether it is a forward, micro-batch."""
+"""(stage, device, is forward, micro-batch)."""
 
 
 def interleave(
     graph: StageGraph, orders: Sequence[tuple[Action, ...]]
 ) -> dict[int, tuple[Action, ...]]:
-    """One list of compute actions per device.
+    """Merge the orders of stages into one list of compute actions per device.
 
     Raises:
         InvalidScheduleError: if the orders cannot be executed at all.
     """
-    return _Clock(graph, orders).run()
+    return _Merger(graph, orders).run()
 
 
-class _Clock:
+class _Merger:
+    """The state of the merge: finished computes, free times of devices, and next actions."""
+
     def __init__(self, graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> None:
         self._graph, self._orders = graph, orders
         self._needs = _needs(graph)
@@ -67,7 +68,7 @@ class _Clock:
         return {device: tuple(actions) for device, actions in self._lists.items()}
 
     def _choice(self, stage: int, device: int) -> tuple[float, bool, int, int, int, Action] | None:
-        """When a stage's next action can start, and what decides between equals."""
+        """Return the start time of a stage's next action, then the keys that break ties."""
         position = self._next[stage, device]
         if position == len(self._orders[stage]):
             return None
@@ -91,7 +92,7 @@ def _unit(action: Action, device: int) -> _Unit:
 
 
 def _needs(graph: StageGraph) -> Mapping[_Unit, list[_Unit]]:
-    """What has to be done before each forward and each backward."""
+    """Map each forward and backward to the computes that it depends on."""
     result: dict[_Unit, list[_Unit]] = defaultdict(list)
     for x, y in graph.edges:
         made, needed = graph.stages[x].devices, graph.stages[y].devices

@@ -7,10 +7,10 @@
     stage 2   .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5          in flight 2
     stage 3   .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5             in flight 1
 
-What follows a stage decides how many micro-batches it must hold: a stage needs one group more than
-its successor holds, and the largest over several successors. So on a graph the longest distance to
-a sink counts, not the number of stages. All counting is in samples, because micro-batch sizes may
-differ from stage to stage.
+The successors of a stage decide how many micro-batches it must hold: one group more than a
+successor, the largest count over several successors. So on a graph the longest distance to a sink
+counts, not the number of stages. Counts are in samples, because micro-batch sizes may differ from
+stage to stage.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class KFKB:
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
         """Set ``in_flight`` of every stage, never more than it has micro-batches.
 
-        Where memory has no room for a deep warm-up, it is as deep as memory allows, and at least
-        the minimal one. As counts may not rise along a stage edge, what follows such a stage is
-        held to its count as well.
+        If memory does not suffice for the counts of ``per_hop``, they are as large as fits, and at
+        least the minimum. As counts may not rise along a stage edge, this limits the successors of
+        such a stage, too.
         """
         counts = least_in_flight(graph, per_hop=self.per_hop)
         if room is not None:
@@ -62,7 +62,7 @@ class KFKB:
         return with_in_flight(graph, counts)
 
     def order(self, graph: StageGraph) -> Schedule:
-        """Every backward as early as the counts allow."""
+        """Return the order with every backward as early as the counts allow."""
         require_in_flight(graph)
         orders = []
         for s, stage in enumerate(graph.stages):
@@ -78,7 +78,7 @@ class KFKB:
 
 
 def _most_behind(graph: StageGraph, x: int, y: int, in_flight: int) -> int:
-    """Micro-batches that y may hold behind x, which holds so many."""
+    """Return the most micro-batches of y if its predecessor x holds ``in_flight``."""
     stage, after = graph.stages[x], graph.stages[y]
     if in_flight >= graph.num_microbatches(x):
         return graph.num_microbatches(y)
@@ -88,7 +88,7 @@ def _most_behind(graph: StageGraph, x: int, y: int, in_flight: int) -> int:
 
 @lru_cache(maxsize=1 << 10)
 def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Order:
-    """Compute of one stage: ``in_flight`` forwards, then k backwards and k forwards in turn."""
+    """Return the computes of a stage: ``in_flight`` forwards, k backwards, k forwards, ..."""
     forwards = [_compute(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
     backwards = [_compute(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
     result = forwards[:in_flight]
@@ -100,13 +100,12 @@ def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Orde
 
 @lru_cache(maxsize=1 << 16)
 def _compute(stage: int, kind: Kind, microbatch: int) -> Action:
-    """The same action for all that ask: planning makes thousands of schedules of a few hundred."""
+    """Return a cached action: planning makes thousands of schedules from a few hundred of them."""
     return Action(stage, kind, microbatch)
 
 
 def require_in_flight(graph: StageGraph) -> None:
-    """Check what every order rests on: counts are decided and never rise along a stage edge, in
-    samples.
+    """Raise an error unless in-flight counts are set and, in samples, never rise along an edge.
 
     If y runs more samples forward than x does before either has run one backward, y waits for x to
     go on and x waits for y's gradients.
@@ -132,7 +131,7 @@ def require_in_flight(graph: StageGraph) -> None:
 
 
 def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Schedule:
-    """One list of actions per device: that of its stage, or those of its stages merged."""
+    """Return the schedule: the list of each device's stage, or of its stages merged."""
     lanes = [(device, s) for s, stage in enumerate(graph.stages) for device in stage.devices]
     if len(lanes) > len(graph.devices):
         return Schedule(interleave(graph, orders))

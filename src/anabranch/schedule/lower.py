@@ -1,6 +1,6 @@
-"""Lowering: sends and receives are put between the computes of a schedule.
+"""Lowering: sends and receives are inserted between the computes of a schedule.
 
-What flows between two replicas is the intersection of what one makes and what the other needs.
+A message between two replicas has the samples that one computes and the other needs.
 Replicas hold equal slices of a micro-batch, so with 8 samples, stage 0 on one device in
 micro-batches of 4, stage 1 on two devices in micro-batches of 8::
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Overlap(NamedTuple):
-    """Samples [start, stop) that one replica of a stage makes and one of the next stage needs."""
+    """Samples [start, stop) computed by a replica of a stage and needed by one of the next."""
 
     source_microbatch: int
     source_replica: int
@@ -55,7 +55,7 @@ class Overlap(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Samples [start, stop) of one stage edge, or their gradients, from a device to another."""
+    """Activations or gradients of samples [start, stop), sent from a device to another."""
 
     sent_microbatch: int
     sender: int
@@ -66,8 +66,8 @@ class Message(NamedTuple):
 
 
 def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> Schedule:
-    """Put in sends and receives: a receive right before the compute that needs it, a send right
-    after its compute.
+    """Insert each receive right before the compute that needs it and each send right after its
+    compute.
 
     Raises:
         ValueError: if the schedule has messages already.
@@ -98,7 +98,7 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
 def directions(
     graph: StageGraph, edges: MessageEdges = EVERY_EDGE
 ) -> Iterator[tuple[int, int, bool]]:
-    """(sending stage, receiving stage, whether forward) wherever there are messages."""
+    """Generate (sending stage, receiving stage, is forward) for edges with messages."""
     for x, y in graph.edges:
         if edges.goes_forward((x, y)):
             yield x, y, True
@@ -109,63 +109,62 @@ def directions(
 def messages(
     graph: StageGraph, source: int, target: int, *, forward: bool = True
 ) -> Iterator[Message]:
-    """What one stage sends to another, ascending; nothing between a device and itself."""
+    """Generate the messages from one stage to another, ascending, without those within a device."""
     return map(Message._make, message_table(graph, source, target, forward=forward).T.tolist())
 
 
 def message_table(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
-    """``messages`` as columns: a row for each field of ``Message``."""
-    given = _given(graph, source, target, forward=forward)
-    _, sender, _, receiver, *_ = given
-    return given[:, sender != receiver]
+    """Return ``messages`` as an array with one row per field of ``Message``."""
+    table = _transfer_table(graph, source, target, forward=forward)
+    _, sender, _, receiver, *_ = table
+    return table[:, sender != receiver]
 
 
 def handovers(graph: StageGraph, x: int, y: int) -> Iterator[tuple[int, int, int]]:
-    """(device, micro-batch of stage x, micro-batch of stage y) where a device that holds both
-    stages has samples of the one for the other, without a message.
+    """Generate (device, micro-batch of x, micro-batch of y) for samples that stay on a device with
+    both stages, without a message.
     """
     if not set(graph.stages[x].devices).isdisjoint(graph.stages[y].devices):
-        given = _given(graph, x, y, forward=True)
-        i, sender, j, receiver, *_ = given
+        i, sender, j, receiver, *_ = _transfer_table(graph, x, y, forward=True)
         stays = sender == receiver
         yield from zip(*(column[stays].tolist() for column in (sender, i, j)), strict=True)
 
 
-def _given(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
-    """Columns as ``Message`` has them of all that one stage has for another: who gives each slice
-    to whom, be it to itself.
-    """
+def _transfer_table(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
+    """Return ``message_table`` with samples that stay on their device, too."""
     import numpy as np
 
-    having, needing = graph.stages[source], graph.stages[target]
-    first, second = (having, needing) if forward else (needing, having)  # gradients come back
+    sending, receiving = graph.stages[source], graph.stages[target]
+    first, second = (sending, receiving) if forward else (receiving, sending)
     cuts = first.microbatch_size, first.replicas, second.microbatch_size, second.replicas
     i, r, j, q, start, stop = _overlap_table(graph.batch_size, *cuts)
     if not forward:
         i, r, j, q = j, q, i, r
-    turn = np.arange(needing.tensor) % having.tensor
-    givers = np.array(having.devices).reshape(-1, having.tensor)[r][:, turn]
-    takers = np.array(needing.devices).reshape(-1, needing.tensor)[q]
-    columns = (i[:, None], givers, j[:, None], takers, start[:, None], stop[:, None])
+    turn = np.arange(receiving.tensor) % sending.tensor
+    senders = np.array(sending.devices).reshape(-1, sending.tensor)[r][:, turn]
+    receivers = np.array(receiving.devices).reshape(-1, receiving.tensor)[q]
+    columns = (i[:, None], senders, j[:, None], receivers, start[:, None], stop[:, None])
     return np.array(np.broadcast_arrays(*columns)).reshape(6, -1)
 
 
 def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:
-    """Slices of stage x cut by slices of stage y, ascending; they tile the batch."""
+    """Generate intersections of slices of stages x and y, ascending; they tile the batch."""
     source, target = graph.stages[x], graph.stages[y]
     cuts = source.microbatch_size, source.replicas, target.microbatch_size, target.replicas
     return map(Overlap._make, _overlap_table(graph.batch_size, *cuts).T.tolist())
 
 
 def _overlap_table(batch_size: int, b_x: int, d_x: int, b_y: int, d_y: int) -> Ints:
-    """``overlaps`` as columns, of micro-batches of b_x on d_x replicas and of b_y on d_y: those of
-    a few micro-batches come again and again, then what is left of the batch.
+    """Return ``overlaps`` as an array with one row per field of ``Overlap``.
+
+    Stages x and y have micro-batches of b_x and b_y samples on d_x and d_y replicas. Their overlaps
+    repeat every lcm(b_x, b_y) samples; the rest of the batch comes last.
     """
     import numpy as np
 
     unit = math.lcm(b_x, b_y)
     times, left = divmod(batch_size, unit)
-    # Of each field, how much more it is a unit later.
+    # Increase of each field from one repetition to the next.
     later = np.array([unit // b_x, 0, unit // b_y, 0, unit, unit])
     cut = partial(_cut, b_x, d_x, b_y, d_y)
     parts = [(cut(unit), np.arange(times))] if times else []
@@ -176,7 +175,7 @@ def _overlap_table(batch_size: int, b_x: int, d_x: int, b_y: int, d_y: int) -> I
 
 @lru_cache(maxsize=256)
 def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> Ints:
-    """Overlaps of so many samples in micro-batches of b_x on d_x replicas, and of b_y on d_y."""
+    """Compute the overlaps of the first ``samples`` samples."""
     import numpy as np
 
     made, needed = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
@@ -192,7 +191,7 @@ def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> Ints:
 
 
 def _slices(size: int, replicas: int, samples: int) -> list[tuple[int, int, int, int]]:
-    """(start, stop, micro-batch, replica) of all that a stage holds of so many samples."""
+    """Return (start, stop, micro-batch, replica) of the non-empty slices of ``samples`` samples."""
     return [
         (start, stop, i, replica)
         for i in range(-(-samples // size))

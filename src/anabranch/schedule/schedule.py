@@ -1,4 +1,4 @@
-"""Action and Schedule: what every device does, in order, as printable data.
+"""Action and Schedule: the ordered actions of every device, as printable data.
 
 Text form, as in ``2F0``: stage 2, forward, micro-batch 0. After lowering there are also messages::
 
@@ -7,8 +7,8 @@ Text form, as in ``2F0``: stage 2, forward, micro-batch 0. After lowering there 
     1RF0<0@0[0:4] 1F0             stage 1 receives them for its micro-batch 0, then forwards it
     1SB0>0@0[0:4] 0RB0<1@1[0:4]   the gradients of the same samples, on their way back
 
-A message is known by (stages, direction, samples, devices), so both ends know shapes and order
-before the first step.
+A message is identified by (stages, direction, samples, devices), so both ends know shapes and
+order before the first step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What an action does. Whoever asks for a property does not care which kinds there are."""
+    """Kinds of actions; callers use the properties, so that new kinds need no change there."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -46,38 +46,38 @@ class Kind(StrEnum):
 
     @cached_property
     def is_compute(self) -> bool:
-        """Whether the device computes; otherwise it sends or receives."""
+        """True for computes, False for sends and receives."""
         return len(self.value) == 1
 
     @cached_property
     def is_send(self) -> bool:
-        """Whether it hands over a message."""
+        """True for sends."""
         return self.value in ("SF", "SB")
 
     @cached_property
     def is_receive(self) -> bool:
-        """Whether it takes a message."""
+        """True for receives."""
         return self.value in ("RF", "RB")
 
     @cached_property
     def is_forward(self) -> bool:
-        """Whether it belongs to the forward, as compute or as message."""
+        """True for the forward and its messages."""
         return self.value[-1] == "F"
 
     @cached_property
     def has_messages(self) -> bool:
-        """Whether messages lead to this compute and away from it."""
+        """True for computes that receive or send messages: all but weight gradients."""
         return self.value in ("F", "B", "I")
 
     @cached_property
     def ends_backward(self) -> bool:
-        """Whether the gradients of a micro-batch are complete after it, and its memory is free."""
+        """True for the compute that completes a micro-batch's gradients and frees its memory."""
         return self.value in ("B", "W")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a device does.
+    """One compute, send or receive of a device.
 
     Attributes:
         peer_stage: the stage at the other end of a message, -1 for compute.
@@ -118,30 +118,30 @@ _PATTERN = re.compile(r"(\d+)(F|B|I|W|SF|RF|SB|RB)(\d+)(?:[<>](\d+)@(\d+)\[(\d+)
 
 
 class Order(tuple[Action, ...]):
-    """A list of actions, with what a simulation asks of it: one list is that of many schedules."""
+    """The actions of a device, with cached indices of them; many schedules share one order."""
 
     @cached_property
     def is_lowered(self) -> bool:
-        """Whether there are messages, which are what has a peer."""
+        """True if the order has sends and receives."""
         return any(action.peer >= 0 for action in self)
 
     @cached_property
     def passes(self) -> Mapping[tuple[int, bool], Ints]:
-        """Per stage and whether forward, the positions of computes that have messages."""
-        found: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        """(stage, is forward) -> positions of computes with messages."""
+        result: dict[tuple[int, bool], list[int]] = defaultdict(list)
         for position, action in enumerate(self):
             if action.kind.has_messages:
-                found[action.stage, action.kind.is_forward].append(position)
-        return {key: _array(positions) for key, positions in found.items()}
+                result[action.stage, action.kind.is_forward].append(position)
+        return {key: _array(positions) for key, positions in result.items()}
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """Ascending."""
+        """Stages with actions, ascending."""
         return tuple(sorted({stage for stage, _ in self.passes}))
 
     @cached_property
     def counts(self) -> Mapping[tuple[int, Kind], int] | None:
-        """How many of each kind of a stage, which are in turn; by hand they may not be: None."""
+        """(stage, kind) -> number of actions; None if micro-batches are out of order."""
         done: dict[tuple[int, Kind], int] = defaultdict(int)
         for action in self:
             if action.microbatch != done[action.stage, action.kind]:
@@ -151,10 +151,10 @@ class Order(tuple[Action, ...]):
 
     @remembered
     def last_backwards(self, per_update: tuple[int, ...] = ()) -> Mapping[int, int]:
-        """Where the last backward of each update of a stage stands: position -> stage.
+        """Map positions of the last backward before each update to stages.
 
         Args:
-            per_update: micro-batches by stage; empty for one update.
+            per_update: micro-batches per update, by stage; empty for a single update.
         """
         last = {
             (a.stage, a.microbatch // per_update[a.stage] if per_update else 0): at
@@ -165,16 +165,16 @@ class Order(tuple[Action, ...]):
 
     @remembered
     def computes(self, per_update: tuple[int, ...] = ()) -> list[tuple[Action, bool, Ints]]:
-        """Computes that are alike: one of them, whether it is a last backward, their positions."""
-        ends, found = self.last_backwards(per_update), dict[object, list[int]]()
-        final: dict[int, int] = defaultdict(int)  # which may have fewer samples
+        """Group equal computes: a representative, True for last backwards, their positions."""
+        ends, groups = self.last_backwards(per_update), dict[object, list[int]]()
+        final: dict[int, int] = defaultdict(int)  # last micro-batches may have fewer samples
         for a in self:
             final[a.stage] = max(final[a.stage], a.microbatch)
         for at, a in enumerate(self):
             if a.peer < 0:
                 key = a.stage, a.kind, a.microbatch == final[a.stage], at in ends
-                found.setdefault(key, []).append(at)
-        return [(self[at[0]], at[0] in ends, _array(at)) for at in found.values()]
+                groups.setdefault(key, []).append(at)
+        return [(self[at[0]], at[0] in ends, _array(at)) for at in groups.values()]
 
 
 def _array(positions: list[int]) -> Ints:
@@ -185,10 +185,10 @@ def _array(positions: list[int]) -> Ints:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One ordered list of actions per device.
+    """An ordered list of actions per device.
 
     Attributes:
-        actions: device -> what it does, in order; a device may hold several stages.
+        actions: device -> its actions, in order; a device may hold several stages.
         slots: receives that may be posted ahead per channel (one direction of one stage edge
             between two devices).
     """
@@ -198,13 +198,13 @@ class Schedule:
 
     @cached_property
     def orders(self) -> Mapping[int, Order]:
-        """``actions``; replicas share one."""
+        """``actions`` as orders; replicas share one object."""
         known = {id(a): a if isinstance(a, Order) else Order(a) for a in self.actions.values()}
         return {device: known[id(actions)] for device, actions in self.actions.items()}
 
     @property
     def is_lowered(self) -> bool:
-        """Whether sends and receives have been put in."""
+        """True after sends and receives have been inserted."""
         return any(order.is_lowered for order in self.orders.values())
 
     def __str__(self) -> str:
@@ -215,7 +215,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str, *, slots: int = 1) -> Schedule:
-        """Read what ``str`` prints."""
+        """Parse the text made by ``str``."""
         actions = {}
         for line in text.strip().splitlines():
             device, _, rest = line.partition(":")
