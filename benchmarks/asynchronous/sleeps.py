@@ -26,10 +26,10 @@ from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.asynchronous.requirements import endless
+from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import prepare
-from anabranch.schedule.endless import warm_up
+from anabranch.schedule.asynchronous import warm_up
 from anabranch.simulator import stream
 from anabranch.simulator.costs import StageTimes
 from anabranch.weights import POLICIES, policy_named
@@ -119,7 +119,9 @@ def without_flush(captured: Captured, policy: str) -> Plan:
     """
     policy, is_deep = policy.removesuffix(DEEP), policy.endswith(DEEP)
     plan = _plan(captured, MICROBATCHES if policy_named(policy).microbatches else 1)
-    graph = endless(ours.under(plan, "1f1b-deep")) if is_deep else warm_up(plan.stage_graph)
+    graph = (
+        asynchronous_stages(ours.under(plan, "1f1b-deep")) if is_deep else warm_up(plan.stage_graph)
+    )
     nothing = Prediction(0.0, 0.0, 0.0, (0,) * len(graph.devices))
     return replace(plan, stage_graph=graph, predicted=nothing, mode="async", policy=policy)
 

@@ -28,7 +28,7 @@ STEPS = replace(
     others_share=0.25,
     parts=(Part("work", 0.3, "evenly"), Part("warm-up", 0.2)),
 )
-ENDLESS = replace(
+ORDER = replace(
     RUN,
     plan=replace(PLAN, mode="async", policy="stash"),
     policy="stash",
@@ -61,7 +61,7 @@ def in_terminal(out: str) -> dict[str, str]:
     return rows
 
 
-@pytest.mark.parametrize("run", [STEPS, ENDLESS, replace(RUN, timelines=())])
+@pytest.mark.parametrize("run", [STEPS, ORDER, replace(RUN, timelines=())])
 def test_terminal_document_and_page_say_the_same(run: Run, tmp_path: Path, capsys) -> None:
     """Every row of the terminal is a figure of the page, word by word, and the other way round;
     and each number is the document's.
@@ -130,7 +130,7 @@ def test_the_parts_add_up() -> None:
         ("warm-up", "200.00", "40.0%"),
         ("together", "500.00", "100.0%"),
     ]
-    assert tables(ENDLESS.figures()) == []
+    assert tables(ORDER.figures()) == []
 
 
 def test_a_metric_that_is_not_finite_is_told(tmp_path: Path, capsys) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch.errors import PolicyError
-from anabranch.schedule import endless
+from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import staleness, versions_of
 from anabranch.weights import POLICIES, policy_named
 from tests.simulator.helpers import chain, stage_graph
@@ -15,7 +15,7 @@ CHAIN = chain(4)
 def graph_for(policy: str, edges=CHAIN, count: int = 4):
     """Mini-batches of one micro-batch, or of 4 where the policy updates after several."""
     size = 1 if policy_named(policy).microbatches else 4
-    return endless.warm_up(stage_graph(edges, [(i,) for i in range(count)], 4, [size] * count))
+    return asynchronous.warm_up(stage_graph(edges, [(i,) for i in range(count)], 4, [size] * count))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_what_is_read():
 
 def test_too_few_micro_batches_are_refused():
     """Two buffers need as many as the pipeline is deep; the others take exactly one."""
-    two = endless.warm_up(stage_graph(chain(4), [(i,) for i in range(4)], 4, [2] * 4))
+    two = asynchronous.warm_up(stage_graph(chain(4), [(i,) for i in range(4)], 4, [2] * 4))
     with pytest.raises(PolicyError, match="2 < 4"):
         staleness(two, policy_named("2bw"))
     with pytest.raises(PolicyError, match="2 micro-batches per mini-batch"):

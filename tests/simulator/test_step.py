@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from anabranch import jit
 from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.schedule import SCHEDULES, endless
+from anabranch.schedule import SCHEDULES, asynchronous
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import step, stream
@@ -165,7 +165,7 @@ def test_without_a_flush_sums_begin_in_every_last_backward(bandwidth, period_s):
     """A mini-batch is one micro-batch of 3 + 3 s; of its sums 1 s is left, or 7 s if they are slow:
     the next forward waits for them, because it reads the new weights.
     """
-    graph = endless.warm_up(replicated(2))
+    graph = asynchronous.warm_up(replicated(2))
     found = stream.steady(graph, ModelCosts(graph, three_buckets(bandwidth)))
     assert found.period_s == pytest.approx(period_s)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule import SCHEDULES, endless
+from anabranch.schedule import SCHEDULES, asynchronous
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.run import step_seconds
@@ -25,7 +25,7 @@ def times(forward_s: list[float], backward_s: list[float], samples: int = 1) -> 
 
 def one_by_one(count: int, batch_size: int = 1) -> StageGraph:
     """A chain whose mini-batches are one micro-batch."""
-    return endless.warm_up(
+    return asynchronous.warm_up(
         stage_graph(chain(count), [(i,) for i in range(count)], batch_size, [batch_size] * count)
     )
 
@@ -58,7 +58,7 @@ def test_the_slowest_stage_decides():
 
 def test_two_branches_side_by_side():
     """Each branch holds 2, not the 3 that it would in a row, and the period is the slower one's."""
-    graph = endless.warm_up(stage_graph(TWO_BRANCHES, [(0,), (1,), (2,)], 1))
+    graph = asynchronous.warm_up(stage_graph(TWO_BRANCHES, [(0,), (1,), (2,)], 1))
     assert [stage.in_flight for stage in graph.stages] == [2, 2, 1]
     found = stream.steady(graph, times([1.0, 2.0, 1.0], [2.0, 3.0, 2.0]))
     assert found.period_s == pytest.approx(5.0, rel=1e-12)
@@ -76,7 +76,7 @@ def test_replicas_wait_for_the_sum_of_their_gradients():
     8 bytes over 2 devices at 4 bytes/s and no latency: 2 * 1/2 * 8 / 4 = 2 s.
     """
     cost = cost_model((), [1.0], [2.0], cluster(2, bandwidth=4), parameter_bytes=8)
-    graph = endless.warm_up(stage_graph((), [(0, 1)], 2, [2]))
+    graph = asynchronous.warm_up(stage_graph((), [(0, 1)], 2, [2]))
     found = stream.steady(graph, ModelCosts(graph, cost))
     assert found.period_s == pytest.approx(3.0 + 2.0)
     assert found.bubble == pytest.approx(2 / 5)
@@ -85,7 +85,7 @@ def test_replicas_wait_for_the_sum_of_their_gradients():
 def test_the_next_forward_waits_for_the_sum_and_the_neighbour_does_not():
     """Stage 0 on two devices sums for 2 s before F2, while stage 1 goes on."""
     cost = cost_model(chain(2), [2.0, 1.0], [2.0, 1.0], cluster(3, bandwidth=4), parameter_bytes=8)
-    graph = endless.warm_up(stage_graph(chain(2), [(0, 1), (2,)], 2, [2, 2]))
+    graph = asynchronous.warm_up(stage_graph(chain(2), [(0, 1), (2,)], 2, [2, 2]))
     timeline = stream.record(graph, ModelCosts(graph, cost), batches=3)
     rows = draw(timeline)
     assert rows[0] == rows[1] == "F0 F0 F1 F1  .  . B0 B0  .  . F2 F2 B1 B1  .  . B2 B2"
@@ -99,20 +99,20 @@ def test_a_large_sum_goes_in_pieces_and_takes_as_long():
     mib = 2**20
     cost = cost_model((), [1.0], [2.0], cluster(2, bandwidth=50 * mib), parameter_bytes=100 * mib)
     cost = replace(cost, cluster=replace(cost.cluster, memory_bytes=10**10))
-    graph = endless.warm_up(stage_graph((), [(0, 1)], 2, [2]))
+    graph = asynchronous.warm_up(stage_graph((), [(0, 1)], 2, [2]))
     assert stream.steady(graph, ModelCosts(graph, cost)).period_s == pytest.approx(3.0 + 2.0)
 
 
 def test_one_sum_per_mini_batch_of_many_micro_batches():
     """Four micro-batches of 3 s per replica and 2 s of sum: 14 s, not 4 * 5."""
     cost = cost_model((), [1.0], [2.0], cluster(2, bandwidth=4), parameter_bytes=8)
-    graph = endless.warm_up(stage_graph((), [(0, 1)], 8, [2]))
+    graph = asynchronous.warm_up(stage_graph((), [(0, 1)], 8, [2]))
     assert stream.steady(graph, ModelCosts(graph, cost)).period_s == pytest.approx(14.0)
 
 
 def test_micro_batches_follow_over_the_end_of_a_mini_batch():
     """A chain of 4 with 8 micro-batches: 8 * 3 s, where a flush would add 3 * 3 s."""
-    graph = endless.warm_up(stage_graph(chain(4), [(i,) for i in range(4)], 8))
+    graph = asynchronous.warm_up(stage_graph(chain(4), [(i,) for i in range(4)], 8))
     assert [stage.in_flight for stage in graph.stages] == [4, 3, 2, 1]
     assert stream.steady(graph, times([1.0] * 4, [2.0] * 4)).period_s == pytest.approx(24.0)
     assert [stream.units_held(graph, s) for s in range(4)] == [2, 2, 2, 1]
@@ -132,7 +132,7 @@ def test_memory_by_hand():
         chain(2), [1.0] * 2, [1.0] * 2, cluster(2), value_bytes=4, parameter_bytes=100,
         kept_bytes=10,
     )  # fmt: skip
-    graph = endless.warm_up(stage_graph(chain(2), [(0,), (1,)], 2, [2, 2]))
+    graph = asynchronous.warm_up(stage_graph(chain(2), [(0,), (1,)], 2, [2, 2]))
     costs = ModelCosts(graph, cost, versions=(2, 1))
     assert stream.steady(graph, costs).device_peak_bytes == (
         500 + 2 * 20 + 8 + 100,
@@ -174,7 +174,7 @@ def test_between_the_slowest_stage_and_a_flush(case):
     graph, costs, microbatches = case
     flushed = SCHEDULES["1f1b"]().warm_up(replace(graph, batch_size=microbatches))
     step_s = step_seconds(flushed, SCHEDULES["1f1b"]().order(flushed), costs)
-    full = endless.warm_up(graph)
+    full = asynchronous.warm_up(graph)
     found = stream.steady(full, costs)
     assert found.period_s >= stream.least_period_s(full, costs) * (1 - 1e-9)
     assert found.period_s <= step_s / microbatches * (1 + 1e-9)
@@ -196,7 +196,7 @@ def test_a_long_stream_goes_at_the_period(case, replicated):
         parameter_bytes=8,
     )
     devices = [(2 * s, 2 * s + 1) if replicated else (2 * s,) for s in range(count)]
-    full = endless.warm_up(stage_graph(graph.edges, devices, 2, [2] * count))
+    full = asynchronous.warm_up(stage_graph(graph.edges, devices, 2, [2] * count))
     costs = ModelCosts(full, cost)
     found = stream.steady(full, costs)
     if found.periodic:

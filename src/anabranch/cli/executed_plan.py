@@ -37,13 +37,13 @@ def executed_plan(
     if not is_async:
         return plan if plan.mode == "sync" else _flushed(plan)
     from anabranch.runtime.asynchronous.requirements import (
+        asynchronous_stages,
         choose,
-        endless,
         num_microbatches,
         round_robin_of,
     )
 
-    graph = endless(plan)
+    graph = asynchronous_stages(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told where training begins
         chosen, reason = choose(policy, plan, num_microbatches(graph), workload)

@@ -154,7 +154,7 @@ def require_runs(
 
     if is_async:
         require_asynchronous(plan, policy if isinstance(policy, str) else "")
-        graph = requirements.endless(plan)
+        graph = requirements.asynchronous_stages(plan)
     parts = parts_of(captured, plan, exact=False)
     if not is_async:
         return

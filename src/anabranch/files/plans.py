@@ -30,7 +30,7 @@ from anabranch.jsonfile import Strict, core_fields, document_fields, read_docume
 from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import CHANGED, Mode, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.schedule import endless, rule_named
+from anabranch.schedule import asynchronous, rule_named
 from anabranch.weights import POLICIES
 
 _ANEW = "leave predicted out of a plan that was changed, simulate predicts it anew"
@@ -242,7 +242,7 @@ def _in_flight(file: _PlanFile, graph: StageGraph) -> StageGraph:
         )
     with suppress(AnabranchError, ValueError):
         is_async = file.mode == "async"
-        return endless.warm_up(graph) if is_async else rule_named(file.schedule).warm_up(graph)
+        return asynchronous.warm_up(graph) if is_async else rule_named(file.schedule).warm_up(graph)
     return graph
 
 

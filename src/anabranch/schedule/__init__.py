@@ -43,7 +43,7 @@ def schedule_of(
     """Return the checked schedule of a plan's stages, with its messages.
 
     Args:
-        graph: stages with their in-flight counts decided; those of ``endless.repeated`` where
+        graph: stages with their in-flight counts decided; those of ``asynchronous.repeated`` where
             mini-batches follow without a flush.
 
     Raises:

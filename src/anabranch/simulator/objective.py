@@ -27,7 +27,7 @@ from typing import ClassVar, TypeVar
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.plans.whole_batch import fitted
-from anabranch.schedule import compute_order, endless, rule_named
+from anabranch.schedule import asynchronous, compute_order, rule_named
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import stream
 from anabranch.simulator.all_reduces import AllReduce
@@ -205,12 +205,12 @@ class ShortestPeriod:
 
     def prices(self, proposal: StageGraph) -> ModelCosts:
         sized = replace(proposal, batch_size=self.batch_size)
-        graph = endless.warm_up(fitted(sized, self.cost.graph))
+        graph = asynchronous.warm_up(fitted(sized, self.cost.graph))
         versions = versions_of(graph, self.policy, last_update=self.last_update)
         return ModelCosts(graph, self.cost, versions)
 
     def runs(self, costs: ModelCosts) -> Iterator[Run]:
-        yield costs.graph, endless.ENDLESS
+        yield costs.graph, asynchronous.ORDER
 
     def least_s(self, costs: ModelCosts, enough: float) -> float:
         return stream.least_period_s(costs.graph, costs)

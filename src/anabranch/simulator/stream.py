@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import checked_order, compute_order
-from anabranch.schedule.endless import ENDLESS, repeated
+from anabranch.schedule.asynchronous import ORDER, repeated
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.run import (
     collector_paused,
@@ -86,7 +86,7 @@ def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
     with collector_paused():
         for _ in range(MOST_STREAMS):
             whole = repeated(graph, batches)
-            order = compute_order(whole, ENDLESS, slots=slots)
+            order = compute_order(whole, ORDER, slots=slots)
             step = simulate(whole, order, costs, updates=batches)
             simulated += batches * len(graph.devices)
             logs = logs_of(step, whole, order, graph.batch_size, step.updating)
@@ -151,10 +151,10 @@ def record(
 
     Returns:
         The predicted timeline of all of them; actions count micro-batches through,
-        ``endless.repeated(graph, batches)`` has their samples.
+        ``asynchronous.repeated(graph, batches)`` has their samples.
     """
     whole = repeated(graph, shown(graph) if batches is None else batches)
-    order = checked_order(whole, ENDLESS, costs.message_edges, slots=slots)
+    order = checked_order(whole, ORDER, costs.message_edges, slots=slots)
     with collector_paused():
         step = simulate(whole, order, costs, updates=whole.batch_size // graph.batch_size)
         return timeline_of(step, order, whole, costs)

@@ -15,7 +15,7 @@ from anabranch.plans.edges import edge_values
 from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.endless import ENDLESS
+from anabranch.schedule.asynchronous import ORDER
 from anabranch.simulator import stream
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
@@ -96,7 +96,7 @@ class EndlessSearch:
             steady = stream.steady(best.graph, best.costs, slots=self._cost.receive_slots)
             return Plan(
                 stage_graph=graph,
-                schedule=ENDLESS,
+                schedule=ORDER,
                 planner=self._name,
                 model=model or profile.graph.name,
                 cluster=self._cost.cluster.name,

@@ -32,7 +32,7 @@ from anabranch.plans.partitions import partitions
 from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import endless
+from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import versions_of
 from anabranch.weights import WeightPolicy
 
@@ -121,7 +121,7 @@ class EveryPartition:
                 )
                 graph = StageGraph(stages, tuple(sorted(pairs)), self.batch_size)
                 try:
-                    graph = endless.warm_up(graph)
+                    graph = asynchronous.warm_up(graph)
                     versions = versions_of(graph, self.policy, last_update=self.last_update)
                 except (InvalidPlanError, PolicyError):
                     continue

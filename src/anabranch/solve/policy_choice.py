@@ -5,7 +5,7 @@ from __future__ import annotations
 from anabranch.cost import CostModel
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.endless import ENDLESS
+from anabranch.schedule.asynchronous import ORDER
 from anabranch.weights import OptimizerFacts, policy_named
 from anabranch.weights.requirements import recommend
 
@@ -30,9 +30,9 @@ def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
         return
     if policy not in ("", "auto"):
         policy_named(policy)
-    if schedule not in ("auto", "published", ENDLESS):
+    if schedule not in ("auto", "published", ORDER):
         raise ValueError(
-            f"schedule {schedule} is for mode sync; asynchronous training has one order, {ENDLESS}"
+            f"schedule {schedule} is for mode sync; asynchronous training has one order, {ORDER}"
         )
 
 

@@ -21,7 +21,7 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import checked_order, compute_order, endless, rule_named, schedule_of
+from anabranch.schedule import asynchronous, checked_order, compute_order, rule_named, schedule_of
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
@@ -213,14 +213,14 @@ def simulate_async(
     shown = replace(
         plan_,
         stage_graph=graph,
-        schedule=endless.ENDLESS,
+        schedule=asynchronous.ORDER,
         mode="async",
         policy=name,
         shard_optimizer=False,
         sparse_embeddings=False,
         profile=profile.origin,
     ).predicting(prediction(steady, graph, cost), cluster)
-    whole = endless.repeated(graph, stream.shown(graph))
+    whole = asynchronous.repeated(graph, stream.shown(graph))
     return Simulated(shown, steady, ages, timeline, whole)
 
 
@@ -254,7 +254,7 @@ def require_asynchronous(plan_: Plan, policy: str = "") -> None:
         check_mode(plan_.mode, plan_.policy, plan_.schedule)
     except ValueError as error:
         raise InvalidPlanError(str(error)) from None
-    graph = endless.warm_up(plan_.stage_graph)
+    graph = asynchronous.warm_up(plan_.stage_graph)
     if policy in ("", plan_.policy):
         rule = policy_named(plan_.policy)
         require_fits(rule, graph, microbatches=graph.num_microbatches(0))
@@ -274,7 +274,7 @@ def synchronous(plan_: Plan) -> Plan:
     """The same stages with a flush after every batch; a synchronous plan as it is."""
     if plan_.mode == "sync":
         return plan_
-    graph = rule_named(endless.ENDLESS).warm_up(plan_.stage_graph)
+    graph = rule_named(asynchronous.ORDER).warm_up(plan_.stage_graph)
     return replace(plan_, stage_graph=graph, mode="sync", policy="")
 
 
@@ -287,7 +287,7 @@ def _converted(plan_: Plan, policy: WeightPolicy) -> StageGraph:
         size = graph.batch_size
         stages = (replace(stage, microbatch_size=size, k=1) for stage in graph.stages)
         graph = replace(graph, stages=tuple(stages))
-    return endless.warm_up(graph)
+    return asynchronous.warm_up(graph)
 
 
 def check_plan(
@@ -323,9 +323,9 @@ def check_plan(
                 stream.require_untied(ModelCosts(graph, cost))
             except InvalidPlanError as error:
                 problems.append(str(error))
-    whole = endless.repeated(graph, stream.shown(graph)) if is_async else graph
+    whole = asynchronous.repeated(graph, stream.shown(graph)) if is_async else graph
     try:
-        schedule_of(whole, endless.ENDLESS if is_async else plan_.schedule, edges)
+        schedule_of(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
     except (InvalidScheduleError, ValueError) as error:
         problems.append(str(error))
     return problems

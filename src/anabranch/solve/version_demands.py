@@ -19,7 +19,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import Endless, Planner
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.schedule import endless
+from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import versions_of
 from anabranch.solve.stops import Stop, collect
 from anabranch.weights import WeightPolicy
@@ -52,7 +52,7 @@ def versions_of_flight(policy: WeightPolicy, *, last_update: bool = False) -> tu
     """Versions that a stage holds for each mini-batch in flight, and how many besides these and the
     current one.
     """
-    graph = endless.warm_up(
+    graph = asynchronous.warm_up(
         StageGraph(
             tuple(Stage((f"{s}",), (s,), 1) for s in range(_DEPTH)),
             tuple((s, s + 1) for s in range(_DEPTH - 1)),

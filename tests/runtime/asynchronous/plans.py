@@ -7,14 +7,14 @@ from typing import Any
 
 from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.asynchronous.requirements import endless
+from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from tests.runtime import small
 
 
 def async_plan(model: small.Built, num_stages: int, **options: Any) -> Plan:
     """For the models of the synchronous tests."""
     chosen = small.plan(model, num_stages, batch_size=8, microbatch_size=8, **options)
-    return replace(chosen, stage_graph=endless(chosen), mode="async", policy="stash")
+    return replace(chosen, stage_graph=asynchronous_stages(chosen), mode="async", policy="stash")
 
 
 def built_pipeline(model: small.Built, chosen: Plan, policy: Any = "stash", **o: Any) -> Any:

@@ -15,7 +15,7 @@ from anabranch.errors import AnabranchError, NonFiniteError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.asynchronous.requirements import endless
+from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.plan_parts import prepare
 from anabranch.workload import Batch
 from tests.runtime.asynchronous.models import Cut
@@ -54,7 +54,7 @@ def plan_of(
     stage_graph = StageGraph(stages, edges, batch_size)
     prepare(model.captured, stage_graph)
     plan = Plan(stage_graph, schedule, "by hand", "", "", "", 0.0, 0.0, nothing)
-    return replace(plan, stage_graph=endless(plan), mode="async", policy="stash")
+    return replace(plan, stage_graph=asynchronous_stages(plan), mode="async", policy="stash")
 
 
 def on_ranks(chosen: Plan, work: Callable[[], Any]) -> list[Any]:

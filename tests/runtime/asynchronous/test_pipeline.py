@@ -28,7 +28,7 @@ from anabranch.errors import (
 )
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.replay import Replay
-from anabranch.runtime.asynchronous.requirements import endless
+from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule import SCHEDULES
@@ -597,12 +597,12 @@ def test_a_batch_of_another_make_is_refused() -> None:
 
 
 def test_in_flight_counts_of_a_synchronous_plan() -> None:
-    """Its own are cut to the micro-batches of one step; the endless order needs the whole."""
+    """Its own are cut to the micro-batches of one step; the asynchronous order needs the whole."""
     model = small.built("Chain")
     for schedule, counts in (("1f1b", [4, 3, 2, 1]), ("1f1b-deep", [7, 5, 3, 1])):
         chosen = small.plan(model, 4, batch_size=8, microbatch_size=8, schedule=schedule)
         assert [stage.in_flight for stage in chosen.stage_graph.stages] == [1, 1, 1, 1]
-        graph = endless(chosen)
+        graph = asynchronous_stages(chosen)
         assert [stage.in_flight for stage in graph.stages] == counts
         assert graph.batch_size == 8
         many = replace(chosen.stage_graph, batch_size=8 * 100)

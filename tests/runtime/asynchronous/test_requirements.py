@@ -18,7 +18,11 @@ from anabranch.errors import (
 )
 from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.asynchronous.requirements import choose, endless, require_recipes
+from anabranch.runtime.asynchronous.requirements import (
+    asynchronous_stages,
+    choose,
+    require_recipes,
+)
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.weights import PredictStash
 from tests.runtime import small
@@ -99,7 +103,7 @@ def test_micro_batches_of_several_sizes_are_named():
     stages = (replace(first, microbatch_size=2, in_flight=0), *others)
     uneven = replace(chosen.stage_graph, stages=stages)
     with pytest.raises(InvalidPlanError, match="micro-batches of 2, 4, 4 samples"):
-        endless(replace(chosen, mode="async", policy="stash", stage_graph=uneven))
+        asynchronous_stages(replace(chosen, mode="async", policy="stash", stage_graph=uneven))
 
 
 def test_auto_knows_of_the_update_that_is_kept():

@@ -32,8 +32,8 @@ from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
 from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
 from anabranch.runtime.asynchronous.recording import Recording
 from anabranch.runtime.asynchronous.requirements import (
+    asynchronous_stages,
     choose,
-    endless,
     num_microbatches,
     require_asynchronous,
     round_robin_of,
@@ -123,7 +123,7 @@ class AsyncPipeline(BasePipeline):
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
-        self._graph = graph = endless(plan)
+        self._graph = graph = asynchronous_stages(plan)
         self._rounds = rounds = round_robin_of(plan) if round_robin else None
         self._microbatches = microbatches = num_microbatches(graph)
         self.policy, self.reason = choose(policy, plan, microbatches, workload)

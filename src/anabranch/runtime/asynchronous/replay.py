@@ -30,7 +30,7 @@ from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import Outcome, StageCompute
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.messages import Layout
-from anabranch.schedule.endless import full_pipeline
+from anabranch.schedule.asynchronous import full_pipeline
 from anabranch.weights import WeightPolicy, require_fits, units_in_flight
 from anabranch.workload import Batch, Workload
 

@@ -22,7 +22,7 @@ from anabranch.runtime.asynchronous.round_robin import RoundRobin
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.optimizer_facts import facts_of, require_rule
 from anabranch.schedule import rule_named
-from anabranch.schedule.endless import full_pipeline, repeated
+from anabranch.schedule.asynchronous import full_pipeline, repeated
 from anabranch.schedule.kfkb import require_in_flight
 from anabranch.weights import (
     OptimizerFacts,
@@ -34,7 +34,7 @@ from anabranch.weights import (
 from anabranch.workload import Workload
 
 
-def endless(plan: Plan) -> StageGraph:
+def asynchronous_stages(plan: Plan) -> StageGraph:
     """The plan's stages, with the micro-batches that each has in flight where no batch ends.
 
     Raises:

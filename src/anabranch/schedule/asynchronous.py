@@ -13,7 +13,7 @@ from anabranch.errors import InvalidPlanError
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import StageGraph
 
-ENDLESS = "1f1b"
+ORDER = "1f1b"
 """The only order there is without a flush: a deeper warm-up would make weights more stale."""
 
 
