@@ -7,9 +7,11 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -142,12 +144,31 @@ def _find_function(text: str) -> Callable[..., object]:
                 f"{', '.join(others) or 'none'}"
             )
         found = getattr(found, name)
-    if not callable(found):
+    if not callable(found) or not _may_make_workload(found):
+        kind = with_article(type(found).__name__)
         raise ValueError(
-            f"{text} is {with_article(type(found).__name__)}, not a function; write a function "
-            f"without required arguments that returns an anabranch.Workload"
+            f"{text} is {f'{kind} of Python itself' if callable(found) else kind}, not a function "
+            "of yours; write a function without required arguments that returns an "
+            "anabranch.Workload"
         )
     return found
+
+
+def _may_make_workload(function: object) -> bool:
+    """Whether it is written in Python, outside of the standard library: no ``os:system``."""
+    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, partial) else function.__wrapped__
+    if inspect.isclass(function):
+        return issubclass(function, Workload)
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename.startswith("<"):  # compiled, or frozen into Python
+        return False
+    standard = Path(sysconfig.get_path("stdlib"))
+    file = Path(code.co_filename).resolve()
+    inside = file.relative_to(standard).parts if file.is_relative_to(standard) else ("",)
+    return inside[0] in ("", "site-packages", "dist-packages")
 
 
 def _check_options(function: Callable[..., object], text: str, options: Mapping[str, str]) -> None:

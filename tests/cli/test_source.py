@@ -154,8 +154,10 @@ def test_a_plan_knows_how_its_model_was_built(run):
     code, _, err = run("plan", *built, *where, "-o", "plan.json")
     assert code == 0, err
     plan = load_plan("plan.json")
-    assert ModelSource.of_plan(plan) == ModelSource("two-branch", "small", {"layers": "1"}, "block")
-    assert ModelSource.of_plan(plan, options={"layers": "2"}).options == {"layers": "2"}
+    source = ModelSource.of_plan(plan, "two-branch")
+    assert source == ModelSource("two-branch", "small", {"layers": "1"}, "block")
+    other = ModelSource.of_plan(plan, "two-branch", options={"layers": "2"})
+    assert other.options == {"layers": "2"}
     code, out, _ = run("check", "plan.json", "two-branch", "-o", "layers=2")
     assert code == 1
     assert "operators are in no stage: branches.0.layers.1, branches.1.layers.1" in out
@@ -179,7 +181,7 @@ def simple_plan() -> Plan:
 def test_another_model_than_the_plans_is_built_as_the_user_says():
     """Options of the one mean nothing to the other."""
     plan = simple_plan()
-    assert ModelSource.of_plan(plan).recorded() == plan.options
+    assert ModelSource.of_plan(plan, plan.model).recorded() == plan.options
     same = ModelSource.of_plan(plan, "two-branch", "published", {"layers": "2"})
     assert (same.preset, same.options) == ("published", {"layers": "2"})
     other = ModelSource.of_plan(plan, "mmt")

@@ -96,7 +96,7 @@ def _plan(
     cluster = cluster_of(plan, local.plan_file, cluster_name, calibrated=False)
     source = replace(source, granularity=plan.granularity)
     if source.model == plan.model:
-        source = ModelSource.of_plan(plan, options=source.options, keep=source.keep)
+        source = ModelSource.of_plan(plan, source.model, options=source.options, keep=source.keep)
     profile = source.profile(plan.device or cluster.device, plan.stage_graph.batch_size)
     return plan, profile, cluster
 

@@ -11,12 +11,14 @@
     layers = 8
 
 Keys are the options of the verb without their dashes, so the file can say whatever they can and is
-checked by the same rules. What the command line says itself goes before.
+checked by the same rules. What the command line says itself goes before. A function of the user's
+own as the model is imported only where the command line says ``--trust``.
 """
 
 from __future__ import annotations
 
 import difflib
+import shlex
 import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
@@ -25,9 +27,12 @@ from typing import Any
 
 import typer
 
+from anabranch.cli.source import model_in_file
 from anabranch.errors import FileFormatError
 
 _MODEL, _OPTIONS = "model", "options"
+_RUN_FILE = "anabranch.run_file"
+"""Key of a command's facts: the run file that it reads, and the model in it."""
 
 
 def model_or_file(context: typer.Context, model: str) -> str:
@@ -66,7 +71,18 @@ def model_or_file(context: typer.Context, model: str) -> str:
     if not isinstance(found, str):
         raise typer.BadParameter(f'{path} names no model; write model = "mymodel:workload"')
     context.default_map = {**(context.default_map or {}), **defaults}
+    context.meta[_RUN_FILE] = path, found
     return found
+
+
+def require_trust(context: typer.Context, trust: bool) -> bool:
+    """Accept the model of a run file that is no function, or is trusted; for ``--trust``."""
+    if not trust and _RUN_FILE in context.meta:
+        path, model = context.meta[_RUN_FILE]
+        model_in_file(
+            model, path, f"add --trust ({shlex.join(['anabranch', 'train', str(path), '--trust'])})"
+        )
+    return trust
 
 
 def asks_for_json(arguments: Iterable[str]) -> bool:
@@ -97,7 +113,7 @@ def _known(context: typer.Context) -> dict[str, Any]:
     known = {}
     for parameter in context.command.params:
         for option in (_MODEL,) if parameter.name == _MODEL else parameter.opts:
-            if parameter.name not in (None, "help", "output"):
+            if parameter.name not in (None, "help", "output", "trust"):
                 known[option.removeprefix("--")] = parameter
     return known
 

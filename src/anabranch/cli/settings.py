@@ -15,7 +15,7 @@ import typer
 
 from anabranch.cli.logs import loggers
 from anabranch.cli.parsing import interval, named_values, split_output, usage
-from anabranch.cli.run_file import model_or_file
+from anabranch.cli.run_file import model_or_file, require_trust
 from anabranch.cli.source import ModelSource, Preset, cluster_of
 from anabranch.cli.spread import given
 from anabranch.cli.writable import file_to_write, folder_to_write
@@ -180,6 +180,15 @@ class RunSettings(TrainedModelSettings):
             is_eager=True,
         ),
     ]
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust",
+            help="Import the function that the run file names as its model; only the command line "
+            "can say so.",
+            callback=require_trust,
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -199,8 +208,8 @@ class PlannedModelSettings:
     optimizer: Optimizer = None
     no_cache: NoCache = False
 
-    def source(self, plan: "Plan", model: str | None) -> ModelSource:
-        """The model that the user names, or the plan's."""
+    def source(self, plan: "Plan", model: str) -> ModelSource:
+        """The model that the user names."""
         options = split_output(self.output)[0]
         return ModelSource.of_plan(plan, model, self.preset, options, keep=not self.no_cache)
 

@@ -63,19 +63,19 @@ class ModelSource:
     @staticmethod
     def of_plan(
         plan: Plan,
-        model: str | None = None,
+        model: str,
         preset: str | None = None,
         options: Mapping[str, str] | None = None,
         *,
         keep: bool = True,
     ) -> ModelSource:
-        """The model that a plan was made for, with the plan's preset and options unless ``model``
-        is another one; what the user gives as ``preset`` and ``options`` goes before.
+        """The model that the user names, with the preset and options of the plan if it is the
+        plan's; what the user gives as ``preset`` and ``options`` goes before.
         """
-        recorded = dict(plan.options) if model in (None, plan.model) else {}
+        recorded = dict(plan.options) if model == plan.model else {}
         planned = recorded.pop("preset", "published")
         return ModelSource(
-            model or plan.model,
+            model,
             preset or planned,
             {**recorded, **(options or {})},
             plan.granularity,
@@ -246,6 +246,24 @@ class ModelSource:
                 f"one number, not {', '.join(map(str, counts))}"
             )
         return counts[0] if counts else None
+
+
+def model_in_file(model: str, file: Path, command: str) -> str:
+    """Return the model that a file names: built-in or a profile, never a function to be imported.
+
+    Args:
+        file: for the message.
+        command: what the user can write instead to name a function.
+
+    Raises:
+        typer.BadParameter: if it is a function; a file runs no code.
+    """
+    if ":" in model and not ModelSource(model).is_file:
+        raise typer.BadParameter(
+            f"{file} names the function {model}, and no file makes anabranch import code; "
+            f"if you trust that code: {command}"
+        )
+    return model
 
 
 def _is_here(device: str) -> bool:

@@ -131,7 +131,7 @@ def _without_flush(document: Document) -> Iterator[Figure]:
     behind = ", ".join(map(str, document["version_difference"]))
     yield Figure("version difference", behind, "updates from forward to backward, by stage")
     versions = ", ".join(map(str, document["peak_versions"]))
-    most = memory_text(max(document["weight_bytes"]))
+    most = memory_text(max(document["weight_bytes"], default=0))
     yield Figure("weight versions", versions, f"copies, by device; {most} at most")
     expected = document["predicted_device_peak_bytes"]
     if expected:

@@ -139,7 +139,7 @@ def _notes(run: Run) -> list[str]:
     return [
         "the timeline is the measured one alone: a plan has the predicted figures, but not the "
         "seconds of each operator, which this run had no need to measure; anabranch simulate "
-        "plan.json --report page.html measures them and draws the predicted timeline"
+        "plan.json MODEL --report page.html measures them and draws the predicted timeline"
     ]
 
 

@@ -63,7 +63,7 @@ def test_operators_that_are_timed_anew_are_no_change_of_the_file(run, tmp_path):
     plan["predicted"]["step_s"] *= 2
     plan["predicted"]["samples_per_s"] /= 2
     Path("plan.json").write_text(json.dumps(plan))
-    said = run("simulate", "plan.json")[2]
+    said = run("simulate", "plan.json", TOWERS)[2]
     assert "plan.json itself says" in said
     assert "operators were timed anew just now, or it was changed" in said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -54,9 +55,10 @@ def check(
     if as_json:
         print_json({"valid": not problems, "problems": problems})
     else:
+        with_model = shlex.join(["anabranch", "check", str(plan_file), plan.model or "MODEL"])
         rest = (
             ": its structure and schedule; whether its stages hold all operators of the model and "
-            f"fit into memory, anabranch check {plan_file} {plan.model or 'MODEL'} says"
+            f"fit into memory, {with_model} says"
         )
         typer.echo("\n".join(problems) or f"{plan_file} is valid{rest if model is None else ''}")
     if problems:

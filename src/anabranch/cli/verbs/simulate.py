@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from anabranch.cli.comparison import staleness_table
 from anabranch.cli.output import note, print_json, print_table, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
-from anabranch.cli.source import note_other_model
+from anabranch.cli.source import model_in_file, note_other_model
 from anabranch.cli.spread import spread
 from anabranch.cli.writable import file_to_write
 from anabranch.plans.plan import Mode, Plan, headline, time_text
@@ -30,7 +31,10 @@ def simulate(
     other: PlannedModelSettings,
     model: Annotated[
         str | None,
-        typer.Argument(help="The model or profile that it is for [default: the plan's]."),
+        typer.Argument(
+            help="The model or profile that it is for [default: the plan's, if it is a built-in "
+            "name or a profile]."
+        ),
     ] = None,
     schedule: Annotated[
         ScheduleName | None, typer.Option(help="Another schedule than the plan's.")
@@ -74,6 +78,8 @@ def simulate(
     cluster = other.cluster_of(plan, plan_file)
     chosen = mode or plan.mode
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
+    command = shlex.join(["anabranch", "simulate", str(plan_file), plan.model])
+    model = model or model_in_file(plan.model, plan_file, command)
     source, device = other.source(plan, model), other.device_of(plan, cluster)
     costs, optimizer = source.profile_and_optimizer(device, batch_size, chosen, other.optimizer)
     explanation = None
