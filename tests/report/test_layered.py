@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.report.layered import LANE, layered
+from anabranch.report.layered import PARAMETERS, layered
 
 HEIGHT, GAP = 80.0, 20.0
 
@@ -65,7 +65,7 @@ def check_geometry(nodes, edges):
         assert (route[0], route[-1]) == (place.y[a], place.y[b])
     for at in range(max(place.layer) + 1):
         things = [(place.y[v], HEIGHT) for v in range(nodes) if place.layer[v] == at]
-        things += [(y, LANE) for layer, y in passing if layer == at]
+        things += [(y, PARAMETERS.lane) for layer, y in passing if layer == at]
         for (y1, h1), (y2, h2) in pairwise(sorted(things)):
             assert y2 - y1 >= (h1 + h2) / 2 + GAP - 1e-6
     assert min(place.y) >= HEIGHT / 2 - 1e-6

@@ -14,7 +14,7 @@ from typing import Any
 from anabranch.cluster import BUSY
 from anabranch.plans.plan import LONGER_IN_A_ROW, NOT_PREDICTED, memory_text, time_text
 from anabranch.record.run import LAST_LOSSES, WEIGHED_STEP
-from anabranch.report.figure import Figure, Table, ms, spent
+from anabranch.report.figure import Figure, ReportTable, ms, spent
 
 Document = Mapping[str, Any]
 """What ``Run.figures`` returns."""
@@ -155,9 +155,9 @@ def _beside(seconds: float, predicted_s: float | None) -> str:
     return f"predicted {time_text(predicted_s)}, {off}"
 
 
-def tables(document: Document) -> list[Table]:
+def tables(document: Document) -> list[ReportTable]:
     """Predicted against measured step by phases, and what the predicted step is spent on."""
-    found: list[Table] = []
+    found: list[ReportTable] = []
     if document.get("mode") != "async" and len(document["phases"]) == 2:
         predicted, measured = document["phases"].values()
         rows: list[tuple[str, ...]] = []
@@ -167,7 +167,7 @@ def tables(document: Document) -> list[Table]:
         sums = sum(predicted.values()), sum(measured.values())
         rows.append(("the step", ms(sums[0]), ms(sums[1]), ms(sums[1] - sums[0]), ""))
         columns = ("part", "predicted, ms", "measured, ms", "more, ms", "what it is")
-        found.append(Table("Predicted against measured", columns, rows))
+        found.append(ReportTable("Predicted against measured", columns, rows))
     if parts := document.get("parts"):
         found.append(spent([(part["name"], part["seconds"], part["remark"]) for part in parts]))
     return found

@@ -1,4 +1,4 @@
-"""Two charts of the page: memory of every device over the step, and a curve such as the loss."""
+"""Charts of the page: memory of every device over the step, and curves such as the loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from anabranch.plans.plan import memory_text
 from anabranch.report.theme import (
+    MARGIN,
     Drawing,
     num,
     rect,
@@ -21,14 +22,14 @@ from anabranch.timeline import Timeline
 
 _Y = TypeVar("_Y", int, float)
 
-MARGIN = 22.0
 TOP = 30.0
+"""Pixels above the rows of the memory chart, for its legend."""
 
 
 def memory_chart(
     timelines: Sequence[tuple[str, Timeline]], *, width: float = 1200
 ) -> Drawing | None:
-    """Memory in use over the step, a row per device; None if nobody recorded any.
+    """Draw memory in use over the step, a row per device; None if none was recorded.
 
     The first timeline that has memory is an area, the second a line over it.
     """
@@ -38,7 +39,7 @@ def memory_chart(
     devices = sorted({device for _, t in known for device in t.memory})
     ends = [max(t.step_s, t.makespan_s) for _, t in known]
     peaks = [t.peak_bytes for _, t in known]
-    most = max(peak for of_timeline in peaks for peak in of_timeline.values()) or 1
+    most = max(peak for device_peaks in peaks for peak in device_peaks.values()) or 1
     row = 44.0 if len(devices) <= 8 else 30.0 if len(devices) <= 16 else 19.0
     label = min(12.0, row - 5)
     left, right = MARGIN + 84, width - MARGIN - 190
@@ -56,8 +57,8 @@ def memory_chart(
             steps = [(left + t * scale, b) for t, b in timeline.memory.get(device, ())]
             end = left + ends[k] * scale
             drawing.add(*_staircase(thin(steps), end, base, (row - 8) / most, filled=k == 0))
-        said = " \u00b7 ".join(memory_text(of_timeline.get(device, 0)) for of_timeline in peaks)
-        drawing.add(text("muted", right + 10, middle, label, f"peak {said}"))
+        texts = " \u00b7 ".join(memory_text(device_peaks.get(device, 0)) for device_peaks in peaks)
+        drawing.add(text("muted", right + 10, middle, label, f"peak {texts}"))
     return drawing
 
 
@@ -77,7 +78,7 @@ def _legend(drawing: Drawing, titles: Sequence[str], x: float) -> None:
 
 
 def thin(steps: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Of a staircase in pixels, the highest step in each pixel, so none is lost, and the last."""
+    """Keep the highest and the last step in each pixel column, so that no peak is lost."""
     kept = []
     for column in _columns(steps):
         highest = max(column, key=lambda step: step[1])
@@ -88,7 +89,7 @@ def thin(steps: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def _columns(points: Sequence[tuple[float, _Y]]) -> list[list[tuple[float, _Y]]]:
-    """Points by the pixel column that they are in; they ascend."""
+    """Group ascending points by pixel column."""
     return [list(column) for _, column in groupby(points, key=lambda point: math.floor(point[0]))]
 
 
@@ -116,9 +117,10 @@ def curve_chart(
     unit: str = "step",
     before: int = 0,
 ) -> Drawing:
-    """A figure over the training steps, with its running mean; broken where it is not finite.
+    """Draw values over the training steps with their running mean, interrupted where not finite.
 
-    The first value is that of the step after the ``before`` ones that an earlier run has done.
+    Args:
+        before: steps of earlier runs; the first value belongs to the next step.
     """
     over = "training steps" if unit == "step" else f"{unit}es"
     drawing = Drawing(width, height, f"{name} over the {over}")
@@ -157,14 +159,14 @@ def _step_ticks(before: int, steps: int, about: int) -> list[int]:
 
 
 def _running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Mean over so many values on either side, fewer at the ends; NaN where none is finite."""
+    """Return means over ``reach`` values on either side, fewer at the ends, ignoring NaN."""
     finite = [math.isfinite(value) for value in values]
     counts = list(accumulate(finite, initial=0))
     kept = (value if known else 0.0 for value, known in zip(values, finite, strict=True))
     sums = list(accumulate(kept, initial=0.0))
     result = []
     for i in range(len(values)):
-        # As far to the left as to the right, or the ends of a falling curve would be bent.
+        # The window is symmetric, or the ends of a falling curve would be bent.
         near = min(reach, i, len(values) - 1 - i)
         low, high = i - near, i + near + 1
         number = counts[high] - counts[low]
@@ -173,7 +175,7 @@ def _running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _polyline(points: Sequence[tuple[float, float]], css: str, stroke: float) -> str:
-    """A path broken where y is NaN; a lone point becomes a dot."""
+    """Return a path interrupted where y is NaN; a lone point becomes a dot."""
     points = _extremes(points)
     path = ""
     pen_down = False
@@ -192,7 +194,7 @@ def _polyline(points: Sequence[tuple[float, float]], css: str, stroke: float) ->
 
 
 def _extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Where points share a pixel column, the lowest and the highest of them, in their order."""
+    """Keep the lowest and the highest point of each pixel column, in order."""
     kept = []
     for column in _columns(points):
         real = [p for p in column if not math.isnan(p[1])]

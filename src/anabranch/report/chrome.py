@@ -7,6 +7,7 @@ overlap), an arrow per message, a counter for memory. Times are microseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import IntEnum
 from typing import Any, TypeVar
 
 from anabranch.plans.stages import StageGraph
@@ -16,15 +17,23 @@ from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
 Event = dict[str, Any]
 
-COMPUTE_THREAD = 1
-SUM_THREAD = 2
-FIRST_MESSAGE_THREAD = 3
+
+class Thread(IntEnum):
+    """Number of the first thread of each kind of event in the process of a device.
+
+    Computes and all-reduces that overlap get further threads, 1000 apart.
+    """
+
+    COMPUTE = 1
+    ALL_REDUCE = 2
+    MESSAGES = 3
+
 
 _Timed = TypeVar("_Timed", Span, SumSpan)
 
 
 def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
-    """The timeline as a trace, ready for ``json.dump``; the stage graph gives the names."""
+    """Convert a timeline to a trace for ``json.dump``; the stage graph gives the names."""
     events: list[Event] = []
     placed: list[tuple[Span, int]] = []
     spans: dict[int, list[Span]] = {device: [] for device in timeline.devices}
@@ -34,10 +43,12 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
     for order, row in enumerate(lanes.rows(timeline, graph)):
         compute = [s for s in spans[row.device] if s.action.kind.is_compute]
         messages = [s for s in spans[row.device] if not s.action.kind.is_compute]
-        here = [(span, COMPUTE_THREAD + 1000 * n) for span, n in _without_overlap(compute)]
-        here += [(span, FIRST_MESSAGE_THREAD + n) for span, n in _without_overlap(messages)]
-        summing = [(span, SUM_THREAD + 1000 * n) for span, n in _without_overlap(sums[row.device])]
-        threads = {COMPUTE_THREAD, *(t for _, t in here), *(t for _, t in summing)}
+        here = [(span, Thread.COMPUTE + 1000 * n) for span, n in _without_overlap(compute)]
+        here += [(span, Thread.MESSAGES + n) for span, n in _without_overlap(messages)]
+        summing = [
+            (span, Thread.ALL_REDUCE + 1000 * n) for span, n in _without_overlap(sums[row.device])
+        ]
+        threads = {int(Thread.COMPUTE), *(t for _, t in here), *(t for _, t in summing)}
         events += _metadata(row, order, sorted(threads))
         events += [_sum(span, thread) for span, thread in summing]
         events += map(_update, updates[row.device])
@@ -50,7 +61,7 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
 
 
 def _without_overlap(spans: Iterable[_Timed]) -> list[tuple[_Timed, int]]:
-    """Every span with the first lane that is free at its start."""
+    """Pair each span with the first lane that is free at its start."""
     free_at: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -62,10 +73,10 @@ def _without_overlap(spans: Iterable[_Timed]) -> list[tuple[_Timed, int]]:
     return placed
 
 
-_THREADS = {COMPUTE_THREAD: "compute", SUM_THREAD: "all-reduce"}
+_THREADS: Mapping[int, str] = {Thread.COMPUTE: "compute", Thread.ALL_REDUCE: "all-reduce"}
 
 
-def _metadata(row: lanes.Row, order: int, threads: Iterable[int]) -> list[Event]:
+def _metadata(row: lanes.DeviceRow, order: int, threads: Iterable[int]) -> list[Event]:
     events = [
         _about(row.device, 0, "process_name", name=row.label),
         _about(row.device, 0, "process_sort_index", sort_index=order),
@@ -83,42 +94,38 @@ def _about(device: int, thread: int, what: str, **args: object) -> Event:
 
 def _slice(span: Span, thread: int, graph: StageGraph) -> Event:
     action = span.action
-    return {
-        "ph": "X",
-        "pid": span.device,
-        "tid": thread,
-        # Viewers colour by the name without its numbers, so that all forwards look alike.
-        "name": f"{names.KINDS[action.kind]} {action.microbatch}",
-        "cat": "compute" if action.kind.is_compute else "message",
-        "ts": span.start * 1e6,
-        "dur": max(span.end - span.start, 0.0) * 1e6,
-        "args": _details(action, graph),
-    }
+    # Viewers colour by the name without its numbers, so that all forwards look alike.
+    name = f"{names.KINDS[action.kind]} {action.microbatch}"
+    category = "compute" if action.kind.is_compute else "message"
+    return _complete(span, thread, name, category, _details(action, graph))
 
 
 def _sum(span: SumSpan, thread: int) -> Event:
-    return {
-        "ph": "X",
-        "pid": span.device,
-        "tid": thread,
-        "name": "all-reduce",
-        "cat": "all-reduce",
-        "ts": span.start * 1e6,
-        "dur": max(span.end - span.start, 0.0) * 1e6,
-        "args": {"stages": list(span.stages), "bytes": span.nbytes},
-    }
+    details = {"stages": list(span.stages), "bytes": span.nbytes}
+    return _complete(span, thread, "all-reduce", "all-reduce", details)
 
 
 def _update(span: OverheadSpan) -> Event:
+    return _complete(span, Thread.COMPUTE, lanes.UPDATES[span.what], "update", {})
+
+
+def _complete(
+    span: Span | SumSpan | OverheadSpan,
+    thread: int,
+    name: str,
+    category: str,
+    details: Mapping[str, Any],
+) -> Event:
+    """Return a complete event, which has start and duration."""
     return {
         "ph": "X",
         "pid": span.device,
-        "tid": COMPUTE_THREAD,
-        "name": lanes.UPDATES[span.what],
-        "cat": "update",
+        "tid": int(thread),
+        "name": name,
+        "cat": category,
         "ts": span.start * 1e6,
-        "dur": (span.end - span.start) * 1e6,
-        "args": {},
+        "dur": max(span.end - span.start, 0.0) * 1e6,
+        "args": details,
     }
 
 

@@ -1,4 +1,4 @@
-"""What a page says in words and numbers: figures and tables, ready for people."""
+"""Figures and tables of text on a page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure for people.
+    """A named value as text.
 
     Attributes:
-        more: what else there is to say; may be empty.
+        more: further text in small print; may be empty.
     """
 
     name: str
@@ -20,18 +20,18 @@ class Figure:
 
     @property
     def line(self) -> str:
-        """Value and the rest in one line."""
+        """Value and further text in one line."""
         return f"{self.value}{', ' if self.more else ''}{self.more}"
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """A table under a heading of its own.
+class ReportTable:
+    """A table with a heading.
 
     Attributes:
-        columns: headings; the first column is text, and so are those that have words.
-        rows: one at least.
-        said: a sentence below it.
+        columns: column headings; the first column and those with words are aligned left.
+        rows: at least one row of cells.
+        said: a sentence below the table.
     """
 
     heading: str
@@ -40,14 +40,14 @@ class Table:
     said: str = ""
 
 
-def spent(parts: Sequence[tuple[str, float, str]]) -> Table:
-    """What the predicted step is spent on: names, seconds and remarks of its parts."""
+def spent(parts: Sequence[tuple[str, float, str]]) -> ReportTable:
+    """Return a table of the parts of a predicted step: name, seconds, share and remark."""
     whole = sum(seconds for _, seconds, _ in parts)
     rows = [
         (name, ms(seconds), f"{seconds / whole if whole else 0.0:.1%}", remark)
         for name, seconds, remark in parts
     ]
-    return Table(
+    return ReportTable(
         "Where the predicted step goes",
         ("part", "ms", "of the step", ""),
         [*rows, ("together", ms(whole), "100.0%", "")],
@@ -56,5 +56,5 @@ def spent(parts: Sequence[tuple[str, float, str]]) -> Table:
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds in a column of them."""
+    """Format seconds as milliseconds for a column."""
     return f"{seconds * 1e3:.2f}"

@@ -1,4 +1,4 @@
-"""Timelines as a picture: one row per device, time from left to right, several steps on one axis.
+"""Picture of timelines: one row per device, time from left to right, several on one axis.
 
     predicted   step 12.3 ms . bubble 24%
     device 0 . stage 0   [0][1][2]......[0][1][2] [update]
@@ -9,17 +9,18 @@
     ...
     |----|----|----|----|----|----|----|----|---- ms
 
-The page's script redraws by the same rules what moves when the reader zooms.
+The page's script redraws the boxes by the same rules when the reader zooms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from anabranch.plans.plan import time_text
 from anabranch.report import lanes
 from anabranch.report.theme import (
+    MARGIN,
     Drawing,
     escape,
     num,
@@ -31,9 +32,7 @@ from anabranch.report.theme import (
     ticks,
 )
 from anabranch.report.timeline_layout import (
-    LABEL,
-    MARGIN,
-    MARK,
+    STYLE,
     Graphs,
     Panel,
     TimelineLayout,
@@ -42,12 +41,12 @@ from anabranch.report.timeline_layout import (
     labels,
 )
 from anabranch.schedule.schedule import Kind
-from anabranch.timeline import OverheadSpan, SumSpan, Timeline
+from anabranch.timeline import Timeline
 
 NUMBER_SIZES = 12.0, 10.0, 8.0
 
 CSS = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.INPUT_GRADIENT: "b", Kind.WEIGHT_GRADIENT: "w"}
-"""Kind of compute -> its class in the style rules."""
+"""Kind of compute -> CSS class."""
 
 
 def timeline_svg(
@@ -57,13 +56,13 @@ def timeline_svg(
     width: float = 1200,
     is_endless: bool = False,
 ) -> str:
-    """Draw timelines one above the other on a common axis, as an SVG document.
+    """Draw timelines below each other on a common axis, as an SVG document.
 
     Args:
         timelines: headings and timelines, from top to bottom.
-        graph: the stages that all of them executed, or one stage graph for each.
+        graph: the stage graph of all timelines, or one for each.
         width: in pixels, at least 480.
-        is_endless: several mini-batches without a flush are shown, not a step.
+        is_endless: the timelines show several mini-batches without a flush, not a step.
 
     Raises:
         ValueError: without a timeline, or if graphs and timelines differ in number.
@@ -72,7 +71,7 @@ def timeline_svg(
 
 
 def paint(layout: TimelineLayout) -> Drawing:
-    """The picture of a layout."""
+    """Draw the picture of a layout."""
     titles = ", ".join(panel.title for panel in layout.panels)
     what = "some mini-batches" if layout.is_endless else "one training step"
     drawing = Drawing(layout.width, layout.height, f"Timeline of {what}: {titles}")
@@ -92,8 +91,9 @@ def paint(layout: TimelineLayout) -> Drawing:
                 drawing.add(*_box(layout, panel, box, top, sizes))
                 total += len(box.spans)
                 merged += len(box.spans) if len(box.spans) > 1 else 0
-            drawing.add(*_updates(layout, panel, updates[row.device], top))
-            drawing.add(*_sums(layout, panel, sums[row.device], top))
+            drawing.add(*_strip(layout, "update", updates[row.device], top, panel.box_height))
+            foot = top + panel.row_height - panel.sum_height + 1
+            drawing.add(*_strip(layout, "sum", sums[row.device], foot, panel.sum_height - 1))
         drawing.add(_step_end(layout, panel), "</g>")
     if merged:
         said = (
@@ -121,7 +121,7 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
         entries.append(("wires", "messages between devices"))
     x, y = MARGIN, 22.0
     for css, label in entries:
-        wide = 22 + text_width(label, LABEL)
+        wide = 22 + text_width(label, STYLE.label_size)
         if x > MARGIN and x + wide > layout.right:
             x, y = MARGIN, y + 17
         if css == "wires":
@@ -129,11 +129,11 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
             drawing.add(f'<path class="wb" stroke-width="1.6" d="M{num(x)} {num(y + 9)}h16"/>')
         else:
             drawing.add(rect(css, x, y, 16, 12, radius=2.5))
-        drawing.add(text("", x + 22, y + 10, LABEL, label))
+        drawing.add(text("", x + 22, y + 10, STYLE.label_size, label))
         x += wide + 14
     said = f"numbers: {layout.counted}es \u00b7 bubble: share of time without compute"
-    if x + text_width(said, LABEL) < layout.right:
-        drawing.add(text("muted right", layout.right, y + 10, LABEL, said))
+    if x + text_width(said, STYLE.label_size) < layout.right:
+        drawing.add(text("muted right", layout.right, y + 10, STYLE.label_size, said))
 
 
 def _axis(layout: TimelineLayout) -> list[str]:
@@ -150,7 +150,7 @@ def _axis(layout: TimelineLayout) -> list[str]:
 
 
 def _paint_frame(drawing: Drawing, layout: TimelineLayout, panel: Panel) -> None:
-    """What stays when the page zooms: heading, row labels, branches."""
+    """Draw the parts that do not zoom: heading, row labels, branches."""
     timeline = panel.timeline
     taken = time_text(timeline.step_s)
     length = f"{taken} shown" if layout.is_endless else f"step {taken}"
@@ -183,9 +183,9 @@ def _step_end(layout: TimelineLayout, panel: Panel) -> str:
     return f'<path class="end" stroke-width="1.5" stroke-dasharray="4 3" d="{path}"/>'
 
 
-def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.Row, top: float) -> list[str]:
+def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.DeviceRow, top: float) -> list[str]:
     first, second = labels(panel, row)
-    x, size, small = layout.left - 12, label_size(panel), LABEL - 1.5
+    x, size, small = layout.left - 12, label_size(panel), STYLE.label_size - 1.5
     room = x - MARGIN
     middle = top + panel.row_height / 2
     if panel.row_height < 30 or not second:
@@ -197,14 +197,14 @@ def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.Row, top: float)
 
 
 def _branch_runs(panel: Panel) -> list[tuple[int, int]]:
-    """First and last row of every branch, if there are several branches."""
+    """Return the first and last row of every branch, if there are several."""
     rows = enumerate(panel.rows)
     runs = [[i for i, _ in run] for _, run in groupby(rows, key=lambda item: item[1].branch)]
     return [(run[0], run[-1]) for run in runs] if len(runs) > 1 else []
 
 
 def _tail(layout: TimelineLayout, panel: Panel) -> float:
-    """Pixels between the last action and the end of the step, 0 if they cannot be seen."""
+    """Return the pixels from the last action to the end of the step, 0 if too few to see."""
     pixels = layout.x(panel.timeline.step_s) - layout.x(panel.timeline.makespan_s)
     return pixels if pixels >= 2 else 0.0
 
@@ -237,33 +237,21 @@ def _box(
     return pieces
 
 
-def _updates(
-    layout: TimelineLayout, panel: Panel, updates: Sequence[OverheadSpan], top: float
+def _strip(
+    layout: TimelineLayout, css: str, spans: Iterable[lanes.TimedSpan], top: float, height: float
 ) -> list[str]:
-    """Boxes without numbers behind those of the actions."""
+    """Draw boxes without numbers: updates, or all-reduces at the foot of a row."""
     pieces = []
-    for run in lanes.runs(updates, layout.pixel_s):
+    for run in lanes.runs(spans, layout.pixel_s):
         x = layout.x(run[0].start)
         width = max(layout.x(max(span.end for span in run)) - x, 0.4)
         gap = 0.5 if width > 4 else 0.0
-        pieces.append(rect("update", x, top, width - gap, panel.box_height))
-    return pieces
-
-
-def _sums(layout: TimelineLayout, panel: Panel, sums: Sequence[SumSpan], top: float) -> list[str]:
-    """The strip of all-reduces at the foot of a row."""
-    pieces = []
-    y, height = top + panel.row_height - panel.sum_height + 1, panel.sum_height - 1
-    for run in lanes.runs(sums, layout.pixel_s):
-        x = layout.x(run[0].start)
-        width = max(layout.x(max(span.end for span in run)) - x, 0.4)
-        gap = 0.5 if width > 4 else 0.0
-        pieces.append(rect("sum", x, y, width - gap, height, extra=f' data-n="{len(run)}"'))
+        pieces.append(rect(css, x, top, width - gap, height, extra=f' data-n="{len(run)}"'))
     return pieces
 
 
 def _number_sizes(layout: TimelineLayout, panel: Panel) -> dict[Kind, float]:
-    """Kind -> largest type in which every number fits into a typical box; 0 if none does."""
+    """Map kinds to the largest type size that fits into a typical box; 0 if none does."""
     result = {}
     for kind, (seconds, digits) in lanes.typical(panel.timeline).items():
         width = layout.x(seconds) - layout.x(0.0)
@@ -277,7 +265,7 @@ def _number_sizes(layout: TimelineLayout, panel: Panel) -> dict[Kind, float]:
 
 
 def _arrows(layout: TimelineLayout, panel: Panel) -> list[str]:
-    """A curve from row to row for every message, one colour for each direction."""
+    """Draw a curve from row to row for every message, with a colour per direction."""
     top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
     pieces = []
     for message in lanes.messages(panel.timeline):
@@ -297,24 +285,24 @@ def _arrows(layout: TimelineLayout, panel: Panel) -> list[str]:
 
 
 def _marks(layout: TimelineLayout, panel: Panel) -> list[str]:
-    """Thin lines below the boxes of the sender while its messages are on the way."""
+    """Draw thin lines below the boxes of a sender while its messages are in transit."""
     top_of = {row.device: top for row, top in zip(panel.rows, panel.tops, strict=True)}
     pieces = []
     for css, device, start, end in _sending(panel.timeline, layout.pixel_s):
         x, y = layout.x(start), top_of[device] + panel.box_height + 0.75
-        pieces.append(rect(css, x, y, max(layout.x(end) - x, 0.5), MARK - 1))
+        pieces.append(rect(css, x, y, max(layout.x(end) - x, 0.5), STYLE.mark_height - 1))
     return pieces
 
 
 def _sending(timeline: Timeline, pixel_s: float) -> list[tuple[str, int, float, float]]:
-    """Class, device, start and end of its sends; pauses of less than a pixel are left out."""
+    """Return (CSS class, device, start, end) of sends, joined if less than a pixel apart."""
     css = {Kind.SEND_FORWARD: "hf", Kind.SEND_BACKWARD: "hb"}
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    intervals: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for span in timeline.spans:
         if span.action.kind in css:
-            times = found.setdefault((css[span.action.kind], span.device), [])
+            times = intervals.setdefault((css[span.action.kind], span.device), [])
             if times and span.start - times[-1][1] < pixel_s:
                 times[-1] = (times[-1][0], max(times[-1][1], span.end))
             else:
                 times.append((span.start, span.end))
-    return [(*key, start, end) for key, times in found.items() for start, end in times]
+    return [(*key, start, end) for key, times in intervals.items() for start, end in times]

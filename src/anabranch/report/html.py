@@ -1,6 +1,6 @@
-"""One page that shows a plan and its timelines, in one file that may load no other.
+"""Page of a plan and its timelines: one HTML file that loads nothing else.
 
-Its pictures are complete without the script, which adds zoom and tooltips.
+The pictures are complete without the script, which adds zoom and tooltips.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import resources
 from anabranch.plans.plan import NOT_PREDICTED, Plan, memory_text, ranges, time_text
 from anabranch.plans.stages import StageGraph
 from anabranch.report import charts, gantt, lanes, names, page_data, stagegraph, timeline_layout
-from anabranch.report.figure import Figure, Table
+from anabranch.report.figure import Figure, ReportTable
 from anabranch.report.theme import (
     DARK,
     FONT,
@@ -29,11 +29,12 @@ from anabranch.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class WeightVersions:
-    """Versions of weights that a run without a flush has measured.
+    """Measured versions of weights of a run without a flush.
 
     Attributes:
-        version_difference: per stage, updates between forward and backward at most.
-        peak_versions: per device, ascending, copies of its weights.
+        version_difference: per stage, most updates between forward and backward.
+        peak_versions: per device, ascending, most copies of its weights.
+        round_robin: replicas take mini-batches in turn.
     """
 
     version_difference: Sequence[int] = ()
@@ -42,14 +43,14 @@ class WeightVersions:
 
 
 NOT_MEASURED = WeightVersions()
-"""Of a run with a flush, or of a plan alone."""
+"""Weight versions of a run with a flush, or of a plan alone."""
 
 
 WIDTH = 1236.0
-"""Of the pictures: what is left of the page at 1280 pixels."""
+"""Pixels of the pictures: a page of 1280 without its margins."""
 
 NARROWEST = 760
-"""On a phone pictures scroll rather than shrink below this."""
+"""Pixels of the pictures on a phone, where they scroll instead of shrinking further."""
 
 BUTTONS = (
     ("back", "\u2190", "earlier"),
@@ -58,7 +59,7 @@ BUTTONS = (
     ("in", "+", "zoom in"),
     ("all", "all of it", "show all of it"),
 )
-"""What the script does, face, and what a screen reader says."""
+"""(action of the script, text, description for screen readers)."""
 
 
 def page(
@@ -66,7 +67,7 @@ def page(
     timelines: Sequence[tuple[str, Timeline]],
     *,
     figures: Sequence[Figure] = (),
-    tables: Sequence[Table] = (),
+    tables: Sequence[ReportTable] = (),
     curves: Mapping[str, Sequence[float]] | None = None,
     about: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
@@ -77,16 +78,16 @@ def page(
     """Write the page.
 
     Args:
-        plan: what is shown.
+        plan: the plan to show.
         timelines: headings and timelines, from top to bottom.
-        figures: by default those that the plan predicts.
-        tables: below the figures.
-        curves: such as the loss, over the steps.
-        steps_before: those of earlier runs, after which the curves begin.
-        about: where this comes from, such as command and date.
+        figures: figures at the top; by default those predicted by the plan.
+        tables: tables below the figures.
+        curves: values over the steps, such as the loss.
+        steps_before: steps of earlier runs, after which the curves begin.
+        about: origin of the page, such as command and date.
         notes: remarks, one sentence each; those of the plan come first.
-        graphs: the stage graph of each timeline where they are not all the plan's.
-        weights: of a run without a flush.
+        graphs: the stage graph of each timeline, if they are not all the plan's.
+        weights: weight versions of a run without a flush.
 
     Raises:
         ValueError: if graphs and timelines differ in number.
@@ -110,7 +111,7 @@ def page(
         what = "Some mini-batches" if is_endless else "One training step"
         parts.append(_timeline_section(what, layout))
         script = _script(layout)
-    parts += [_given_table(table) for table in tables]
+    parts += [_text_table(table) for table in tables]
     if memory := charts.memory_chart(timelines, width=WIDTH):
         parts.append(_section("Memory of every device", _picture(memory)))
     for name, values in (curves or {}).items():
@@ -180,7 +181,7 @@ def _header(plan: Plan, title: str, weights: WeightVersions) -> str:
 
 
 def _predicted(plan: Plan) -> list[Figure]:
-    """The figures of a plan that nobody has run."""
+    """Return the predicted figures of a plan."""
     graph, predicted = plan.stage_graph, plan.predicted
     what = "step" if plan.mode == "sync" else "time per mini-batch"
     if predicted is None:
@@ -218,8 +219,8 @@ def _stages(graph: StageGraph) -> str:
     return _picture(stagegraph.draw(graph), shrink=0.6)
 
 
-def _given_table(table: Table) -> str:
-    """Text to the left, numbers to the right."""
+def _text_table(table: ReportTable) -> str:
+    """Return a table with text aligned left and numbers right."""
     columns = zip(*table.rows, strict=True)
     words = [any(any(map(str.isalpha, cell)) for cell in column) for column in columns]
     sides = ["left" if i == 0 or has_words else "" for i, has_words in enumerate(words)]
@@ -240,7 +241,7 @@ def _section(heading: str, content: str) -> str:
 
 
 def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
-    """A picture as wide as the page allows; it scrolls rather than become unreadable."""
+    """Fit a picture to the page; on narrow pages it scrolls instead of becoming unreadable."""
     least = NARROWEST if shrink is None else drawing.width * shrink
     drawing.attributes += (
         f' style="width:{num(drawing.width)}px;max-width:100%;min-width:{num(least)}px"'
@@ -275,7 +276,7 @@ def _table(
     graphs: Sequence[StageGraph] | None,
     weights: WeightVersions,
 ) -> str:
-    """Every stage of the plan, with the times of those timelines that executed this very plan."""
+    """Return a table of the stages, with times of the timelines that executed this plan."""
     graph = plan.stage_graph
     own = [
         (title, t)
@@ -309,8 +310,8 @@ def _table(
         flight = f"{stage.in_flight}" + (", recompute" if stage.recompute else "")
         cells = [str(s), after, ranges(stage.devices), size_text, flight]
         if weights.version_difference:
-            of_devices = [weights.peak_versions[graph.devices.index(d)] for d in stage.devices]
-            versions = ", ".join(map(str, of_devices))
+            peaks = [weights.peak_versions[graph.devices.index(d)] for d in stage.devices]
+            versions = ", ".join(map(str, peaks))
             cells += [str(weights.version_difference[s]), versions]
         if times:
             cells += _stage_times(s, stage.devices, [t for _, t in own], times)
@@ -328,7 +329,7 @@ def _stage_times(
     timelines: Sequence[Timeline],
     times: Sequence[Mapping[tuple[int, Kind], float]],
 ) -> list[str]:
-    """Forward and backward milliseconds of a micro-batch and the busy share, by timeline."""
+    """Format forward and backward times of a micro-batch and the busy share, by timeline."""
 
     def seconds(*kinds: Kind) -> str:
         sums = [sum(t.get((s, kind), 0.0) for kind in kinds) for t in times]

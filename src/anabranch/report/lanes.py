@@ -7,8 +7,8 @@ Rows are in the order of the branches, so that the devices of one tower lie toge
 
     device 1 . stage 1   image      [F0][F1]......[B0][B1]
 
-Neighbours that are narrower than a pixel are drawn as one box in which every kind fills its share
-of the height, so that areas stay true. All-reduces run while their device computes, and have a thin
+Neighbours that are narrower than a pixel share one box in which every kind fills its share of the
+height, so that areas stay true. All-reduces run while their device computes, and have a thin
 strip of the row for themselves. Updates are in the row itself, as they take the device's time.
 """
 
@@ -25,15 +25,15 @@ from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
 _Key = TypeVar("_Key", bound=Hashable)
-_Timed = TypeVar("_Timed", Span, SumSpan, OverheadSpan)
+TimedSpan = TypeVar("TimedSpan", Span, SumSpan, OverheadSpan)
 
 MERGED_PIXELS = 3
-"""Widest box that several actions are drawn as; wider would hide the bubbles between them."""
+"""Most pixels of a box of several actions; wider ones would hide bubbles."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One device: its stages (usually one), and the branch that the first of them is in."""
+class DeviceRow:
+    """The row of a device: its stages (usually one), and the branch of the first of them."""
 
     device: int
     stages: tuple[int, ...]
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Device and stages in words."""
+        """Device and stages as text."""
         plural = "s" if len(self.stages) > 1 else ""
         stage = f" \u00b7 stage{plural} {ranges(self.stages)}" if self.stages else ""
         return f"device {self.device}{stage}"
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One action, or several that are too narrow to be seen apart, by start."""
+    """One action, or several narrow ones, sorted by start."""
 
     spans: tuple[Span, ...]
 
@@ -73,29 +73,29 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class DrawnMessage:
-    """A message by both ends; the two spans may be the same interval."""
+    """A message with the spans of its send and its receive, which may be equal."""
 
     sent: Span
     received: Span
 
     @property
     def start(self) -> float:
-        """When it left."""
+        """Start of the send."""
         return self.sent.start
 
     @property
     def end(self) -> float:
-        """When it had arrived; never before it left, even if two clocks disagree."""
+        """End of the receive, but not before the send, even if two clocks disagree."""
         return max(self.received.end, self.sent.start)
 
     @property
     def is_forward(self) -> bool:
-        """Whether it carries activations."""
+        """True for activations, False for gradients."""
         return self.sent.action.kind is Kind.SEND_FORWARD
 
 
-def rows(timeline: Timeline, graph: StageGraph) -> list[Row]:
-    """One row per device, also for those that did nothing; the devices of a branch together."""
+def rows(timeline: Timeline, graph: StageGraph) -> list[DeviceRow]:
+    """Return a row per device, also of idle ones; the devices of a branch are adjacent."""
     stages: dict[int, set[int]] = {device: set() for device in timeline.devices}
     for s, stage in enumerate(graph.stages):
         for device in stage.devices:
@@ -104,55 +104,53 @@ def rows(timeline: Timeline, graph: StageGraph) -> list[Row]:
     for span in timeline.spans:
         stages[span.device].add(span.action.stage)
     branch = branches(graph)
-    found = []
-    for device, of_device in stages.items():
-        known = [branch[s] for s in sorted(of_device) if s < len(branch)]
-        found.append(Row(device, tuple(sorted(of_device)), known[0] if known else len(graph)))
-    return sorted(found, key=lambda row: (row.branch, row.stages, row.device))
+    result = []
+    for device, numbers in stages.items():
+        known = [branch[s] for s in sorted(numbers) if s < len(branch)]
+        first = known[0] if known else len(graph)
+        result.append(DeviceRow(device, tuple(sorted(numbers)), first))
+    return sorted(result, key=lambda row: (row.branch, row.stages, row.device))
 
 
 def by_device(timeline: Timeline) -> dict[int, list[Span]]:
-    """Device -> its compute, by start."""
-    result: dict[int, list[Span]] = {device: [] for device in timeline.devices}
-    for span in timeline.spans:
-        if span.action.kind.is_compute:
-            result[span.device].append(span)
-    for spans in result.values():
-        spans.sort(key=lambda span: (span.start, span.end))
-    return result
+    """Return the computes of each device, sorted by start."""
+    return _grouped(timeline, [span for span in timeline.spans if span.action.kind.is_compute])
 
 
 def sums_by_device(timeline: Timeline) -> dict[int, list[SumSpan]]:
-    """Device -> its all-reduces, by start."""
-    result: dict[int, list[SumSpan]] = {device: [] for device in timeline.devices}
-    for span in sorted(timeline.sums, key=lambda span: (span.start, span.end)):
+    """Return the all-reduces of each device, sorted by start."""
+    return _grouped(timeline, timeline.sums)
+
+
+UPDATES = {"update": "update", "gather": "sending what was updated"}
+"""Kinds of ``OverheadSpan`` after the all-reduce -> text."""
+
+
+def updates_by_device(timeline: Timeline) -> dict[int, list[OverheadSpan]]:
+    """Return the updates and all-gathers of each device, sorted by start."""
+    return _grouped(timeline, [span for span in timeline.overheads if span.what in UPDATES])
+
+
+def _grouped(timeline: Timeline, spans: Iterable[TimedSpan]) -> dict[int, list[TimedSpan]]:
+    """Group spans by device, sorted by start; every device has an entry."""
+    result: dict[int, list[TimedSpan]] = {device: [] for device in timeline.devices}
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
         result[span.device].append(span)
     return result
 
 
-UPDATES = {"update": "update", "gather": "sending what was updated"}
-"""What an ``OverheadSpan`` stands for after the gradients are summed -> in words."""
-
-
-def updates_by_device(timeline: Timeline) -> dict[int, list[OverheadSpan]]:
-    """Device -> its updates, and what it sends replicas of them, by start."""
-    result: dict[int, list[OverheadSpan]] = {device: [] for device in timeline.devices}
-    for span in sorted(timeline.overheads, key=lambda span: (span.start, span.end)):
-        if span.what in UPDATES:
-            result[span.device].append(span)
-    return result
-
-
 def boxes(spans: Iterable[Span], pixel_s: float) -> Iterator[Box]:
-    """Boxes for the actions of one device, sorted by start; a pixel is ``pixel_s`` wide."""
+    """Generate boxes for the actions of one device, sorted by start.
+
+    Args:
+        pixel_s: seconds per pixel.
+    """
     return map(Box, runs(spans, pixel_s))
 
 
-def runs(spans: Iterable[_Timed], pixel_s: float) -> Iterator[tuple[_Timed, ...]]:
-    """What is drawn as one, of actions or all-reduces by start: neighbours below a pixel, or one
-    that is wider.
-    """
-    run: list[_Timed] = []
+def runs(spans: Iterable[TimedSpan], pixel_s: float) -> Iterator[tuple[TimedSpan, ...]]:
+    """Group spans sorted by start: neighbours below a pixel together, wider ones alone."""
+    run: list[TimedSpan] = []
     for span in spans:
         narrow = span.end - span.start < pixel_s
         fits = (
@@ -172,7 +170,7 @@ def runs(spans: Iterable[_Timed], pixel_s: float) -> Iterator[tuple[_Timed, ...]
 
 
 def messages(timeline: Timeline) -> list[DrawnMessage]:
-    """Every message of which both ends were recorded, in the order of the sends."""
+    """Return the messages with recorded send and receive, in the order of the sends."""
     receives: dict[tuple[object, ...], list[Span]] = {}
     for span in timeline.spans:
         action = span.action
@@ -180,19 +178,19 @@ def messages(timeline: Timeline) -> list[DrawnMessage]:
             ends = action.peer_stage, action.stage, action.peer, span.device
             key = (action.kind.value[1:], *ends, action.start, action.stop)
             receives.setdefault(key, []).append(span)
-    found = []
+    result = []
     for span in timeline.spans:
         action = span.action
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             ends = action.stage, action.peer_stage, span.device, action.peer
             matching = receives.get((action.kind.value[1:], *ends, action.start, action.stop))
             if matching:
-                found.append(DrawnMessage(span, matching.pop(0)))
-    return sorted(found, key=lambda m: (m.start, m.end, m.sent.device, m.received.device))
+                result.append(DrawnMessage(span, matching.pop(0)))
+    return sorted(result, key=lambda m: (m.start, m.end, m.sent.device, m.received.device))
 
 
 def typical(timeline: Timeline) -> dict[Kind, tuple[float, int]]:
-    """Kind of compute -> median seconds of one action, and digits of the largest micro-batch."""
+    """Map kinds of compute to their median seconds and the digits of the last micro-batch."""
     digits: dict[Kind, int] = {}
     for span in timeline.spans:
         kind, number = span.action.kind, str(span.action.microbatch)
@@ -204,7 +202,7 @@ def typical(timeline: Timeline) -> dict[Kind, tuple[float, int]]:
 
 
 def medians(timeline: Timeline) -> Mapping[tuple[int, Kind], float]:
-    """(stage, kind of compute) -> median seconds of one such action."""
+    """Map (stage, kind of compute) to median seconds."""
     return _medians(timeline, lambda action: (action.stage, action.kind))
 
 

@@ -1,15 +1,15 @@
-"""Layered drawing of a graph: places of its nodes and ways of its edges.
+"""Layered layout of a graph: positions of nodes and routes of edges.
 
-From left to right by longest distance from a source. An edge that spans several layers passes
-through a lane of its own in each layer in between, so no edge ever crosses a node::
+Layers run from left to right by longest distance from a source. An edge over several layers has a
+lane in each layer in between, so no edge crosses a node::
 
     layer 0     layer 1     layer 2     layer 3
     [  a  ] --> [  b  ] --> [  c  ] --> [  e  ]
     [  d  ] -------------------------->        the edge d -> e keeps a lane in layers 1 and 2
 
-The order within a layer comes from barycentre sweeps, kept when they cross fewer edges (Sugiyama,
-Tagawa, Toda 1981). Heights: every chain is pulled to the mean of its neighbours, then what is too
-close is pushed apart.
+The order within a layer comes from barycentre sweeps; the one with the fewest crossings is kept
+(Sugiyama, Tagawa, Toda 1981). Heights: every chain moves to the mean of its neighbours, then nodes
+that are too close are pushed apart.
 """
 
 from __future__ import annotations
@@ -20,24 +20,36 @@ from itertools import pairwise
 
 from anabranch.graph.digraph import topological_order
 
-SWEEPS = 24
-ROUNDS = 30
-LANE = 8.0
-"""Height of the lane of a passing edge."""
 
-DIRECT = 4.0
-"""Pull of an edge between neighbouring layers; one that passes layers pulls with 1."""
+@dataclass(frozen=True)
+class LayoutParameters:
+    """Parameters of the layout.
+
+    Attributes:
+        sweeps: barycentre sweeps, and passes over the heights, at most.
+        rounds: passes that push close nodes apart.
+        lane: height of the lane of a passing edge, in pixels.
+        direct: weight of an edge between neighbouring layers; longer ones have weight 1.
+    """
+
+    sweeps: int = 24
+    rounds: int = 30
+    lane: float = 8.0
+    direct: float = 4.0
+
+
+PARAMETERS = LayoutParameters()
 
 
 @dataclass(frozen=True)
 class Layered:
-    """The layout.
+    """A layout.
 
     Attributes:
-        layer: of each node.
-        y: of each node, the middle of its height; the topmost node's top is 0.
-        routes: edge -> per layer from source to target, the height at which it passes.
-        height: of everything.
+        layer: layer of each node.
+        y: middle of each node; the top of the topmost node is 0.
+        routes: edge -> its height in each layer from source to target.
+        height: height of the whole layout.
     """
 
     layer: tuple[int, ...]
@@ -53,7 +65,7 @@ def layered(
     layer = longest_distances(num_nodes, edges)
     graph = _Expanded(layer, edges)
     order = _fewest_crossings(graph)
-    sizes = [node_height if v < num_nodes else LANE for v in range(graph.size)]
+    sizes = [node_height if v < num_nodes else PARAMETERS.lane for v in range(graph.size)]
     y = _heights(graph, order, sizes, gap)
     top = min(y[v] - sizes[v] / 2 for v in range(graph.size))
     bottom = max(y[v] + sizes[v] / 2 for v in range(graph.size))
@@ -62,7 +74,7 @@ def layered(
 
 
 def longest_distances(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Per node, the most edges on a way from a source to it."""
+    """Return the longest distance from a source to each node, in edges."""
     layer = [0] * num_nodes
     for a, b in sorted(edges):
         layer[b] = max(layer[b], layer[a] + 1)
@@ -70,9 +82,9 @@ def longest_distances(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[
 
 
 class _Expanded:
-    """The graph with a node in every layer that an edge passes, after the given ones.
+    """The graph with additional nodes where edges pass layers, so that edges join adjacent layers.
 
-    ``before`` and ``after`` are neighbours, all in adjacent layers.
+    ``before`` and ``after`` are the neighbours of each node.
     """
 
     def __init__(self, layer: Sequence[int], edges: Sequence[tuple[int, int]]) -> None:
@@ -99,7 +111,7 @@ class _Expanded:
 def _fewest_crossings(graph: _Expanded) -> list[list[int]]:
     order = [list(layer) for layer in _depth_first(graph)]
     best, fewest = order, _crossings(graph, order)
-    for sweep in range(SWEEPS):
+    for sweep in range(PARAMETERS.sweeps):
         if fewest == 0:
             break
         order = [list(layer) for layer in order]
@@ -115,7 +127,7 @@ def _fewest_crossings(graph: _Expanded) -> list[list[int]]:
 
 
 def _depth_first(graph: _Expanded) -> list[list[int]]:
-    """The layers as a walk from the sources meets them: branches start out side by side."""
+    """Order the layers by a depth-first walk from the sources, so that branches are adjacent."""
     rank: dict[int, int] = {}
     stack = list(reversed(graph.layers[0]))
     while stack:
@@ -142,7 +154,7 @@ def _crossings(graph: _Expanded, order: Sequence[Sequence[int]]) -> int:
     for left, right in pairwise(order):
         place = {v: k for k, v in enumerate(right)}
         ends = [sorted(place[w] for w in graph.after[v]) for v in left]
-        flat = [end for of_node in ends for end in of_node]
+        flat = [end for node_ends in ends for end in node_ends]
         total += sum(a > b for i, a in enumerate(flat) for b in flat[i + 1 :])
     return total
 
@@ -150,7 +162,7 @@ def _crossings(graph: _Expanded, order: Sequence[Sequence[int]]) -> int:
 def _heights(
     graph: _Expanded, order: Sequence[Sequence[int]], sizes: Sequence[float], gap: float
 ) -> list[float]:
-    """Middles of all nodes; a chain without fork or join has one, so that it is drawn straight."""
+    """Return the middle of every node; those of a chain without forks are equal."""
     above = [(v, w, (sizes[v] + sizes[w]) / 2 + gap) for layer in order for v, w in pairwise(layer)]
     chain = _chains(graph)
     ranks = _ranks(chain, above)
@@ -165,7 +177,7 @@ def _heights(
     pairs = sorted(apart, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     y = _pushed_down(dict.fromkeys(chain, 0.0), pairs, apart)
     around = _neighbours(graph, chain)
-    for _ in range(SWEEPS):
+    for _ in range(PARAMETERS.sweeps):
         for c in sorted(y, key=lambda c: ranks[c]):
             if around[c]:
                 weight = sum(around[c].values())
@@ -176,7 +188,7 @@ def _heights(
 
 
 def _chains(graph: _Expanded) -> list[int]:
-    """Per node, the first node of its chain."""
+    """Return the first node of each node's chain."""
     first = list(range(graph.size))
     for layer in graph.layers:
         for v in layer:
@@ -186,7 +198,7 @@ def _chains(graph: _Expanded) -> list[int]:
 
 
 def _ranks(chain: Sequence[int], above: Sequence[tuple[int, int, float]]) -> dict[int, int] | None:
-    """Chain -> its place from top to bottom; None if one had to be above and below another."""
+    """Map chains to positions from top to bottom; None if their order has a cycle."""
     below: dict[int, set[int]] = {c: set() for c in chain}
     for v, w, _ in above:
         below[chain[v]].add(chain[w])
@@ -195,10 +207,10 @@ def _ranks(chain: Sequence[int], above: Sequence[tuple[int, int, float]]) -> dic
 
 
 def _neighbours(graph: _Expanded, chain: Sequence[int]) -> dict[int, dict[int, float]]:
-    """Chain -> chains that it has an edge with, and how much it wants to be at their height."""
+    """Map chains to neighbouring chains with the weights of the edges between them."""
     result: dict[int, dict[int, float]] = {c: {} for c in chain}
     for path in graph.paths.values():
-        weight = DIRECT if len(path) == 2 else 1.0
+        weight = PARAMETERS.direct if len(path) == 2 else 1.0
         for v, w in pairwise(path):
             a, b = chain[v], chain[w]
             if a != b:
@@ -210,8 +222,8 @@ def _neighbours(graph: _Expanded, chain: Sequence[int]) -> dict[int, dict[int, f
 def _push_apart(
     y: dict[int, float], pairs: Sequence[tuple[int, int]], apart: dict[tuple[int, int], float]
 ) -> None:
-    """Move what is too close, both by the same amount, until little is left of it."""
-    for turn in range(ROUNDS):
+    """Push close chains apart, both by the same amount, until they nearly fit."""
+    for turn in range(PARAMETERS.rounds):
         for a, b in pairs if turn % 2 == 0 else reversed(pairs):
             missing = apart[a, b] - (y[b] - y[a])
             if missing > 0:
@@ -222,7 +234,7 @@ def _push_apart(
 def _pushed_down(
     y: dict[int, float], pairs: Sequence[tuple[int, int]], apart: dict[tuple[int, int], float]
 ) -> dict[int, float]:
-    """Move down what is still too close; the pairs are sorted from top to bottom."""
+    """Move down chains that are still too close; pairs are sorted from top to bottom."""
     result = dict(y)
     for a, b in pairs:
         result[b] = max(result[b], result[a] + apart[a, b])

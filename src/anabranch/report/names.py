@@ -22,34 +22,34 @@ KINDS = {
 
 
 def shared_prefix(names: Sequence[str]) -> str:
-    """Leading dotted components that all names share; each name keeps at least one."""
+    """Return the leading dotted components common to all names; each name keeps at least one."""
     columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
     shared = takewhile(lambda parts: len(set(parts)) == 1, columns)
     return "".join(f"{parts[0]}." for parts in shared)
 
 
 def graph_prefix(graph: StageGraph) -> str:
-    """What all operators of a stage graph share at the front of their names."""
+    """Return the common prefix of all operator names of a stage graph."""
     return shared_prefix([name for stage in graph.stages for name in stage.operators])
 
 
 def ends(stage: Stage, prefix: str) -> tuple[str, str]:
-    """First and last operator of a stage, without the prefix."""
+    """Return the first and last operator of a stage, without the prefix."""
     return stage.operators[0].removeprefix(prefix), stage.operators[-1].removeprefix(prefix)
 
 
 def operators(stage: Stage, prefix: str) -> str:
-    """The operators of a stage in one line, see ``plans.plan.span``."""
+    """Format the operators of a stage in one line, see ``plans.plan.span``."""
     return span([name.removeprefix(prefix) for name in stage.operators])
 
 
 def devices(stage: Stage) -> str:
-    """``device 3`` or ``devices 0-3``."""
+    """Format the devices of a stage: ``device 3`` or ``devices 0-3``."""
     return f"device{'s' if len(stage.devices) > 1 else ''} {ranges(stage.devices)}"
 
 
 def branches(graph: StageGraph) -> tuple[int, ...]:
-    """Per stage, the number of its branch: a run of stages without fork or join in between.
+    """Return the number of each stage's branch: a run of stages without fork or join.
 
     Numbered by their first stages::
 

@@ -17,13 +17,13 @@ KINDS = [kind for kind in Kind if kind.is_compute]
 
 
 def as_json(value: Any) -> str:
-    """JSON for a script element: nothing in it can end the element or start a comment."""
+    """Convert to JSON for a script element; it cannot end the element or start a comment."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
-    """Everything that is drawn along the axis of time; times in microseconds."""
+    """Return the data of all timelines; times in microseconds."""
     return {
         "left": layout.left,
         "right": layout.right,
@@ -32,7 +32,7 @@ def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
         "isEndless": layout.is_endless,
         "horizon": _us(layout.horizon_s),
         "mergedPixels": lanes.MERGED_PIXELS,
-        "mark": timeline_layout.MARK,
+        "mark": timeline_layout.STYLE.mark_height,
         "numberSizes": gantt.NUMBER_SIZES,
         "kinds": [[gantt.CSS[kind], names.KINDS[kind]] for kind in KINDS],
         "panels": [_panel(panel) for panel in layout.panels],
@@ -68,24 +68,24 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
 
 
 def _action(span: Span) -> list[float]:
-    """Start, end, kind, stage, micro-batch."""
+    """Return start, end, kind, stage, micro-batch."""
     action = span.action
     times = [_us(span.start), _us(span.end)]
     return [*times, KINDS.index(action.kind), action.stage, action.microbatch]
 
 
 def _sum(span: SumSpan) -> list[Any]:
-    """Start, end, bytes, stages."""
+    """Return start, end, bytes, stages."""
     return [_us(span.start), _us(span.end), memory_text(span.nbytes), ranges(span.stages)]
 
 
 def _update(span: OverheadSpan) -> list[Any]:
-    """Start, end, what it is."""
+    """Return start, end, kind."""
     return [_us(span.start), _us(span.end), lanes.UPDATES[span.what]]
 
 
 def _messages(panel: timeline_layout.Panel) -> list[list[float]]:
-    """From row, to row, start, end, 1 for activations and 0 for gradients."""
+    """Return (from row, to row, start, end, 1 for activations or 0 for gradients)."""
     row_of = {row.device: i for i, row in enumerate(panel.rows)}
     return [
         [

@@ -1,4 +1,4 @@
-"""The stages of a plan as a picture: a box per stage, branches side by side, joins visible."""
+"""Picture of a stage graph: a box per stage, branches side by side."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from itertools import pairwise
 from anabranch.plans.stages import StageGraph
 from anabranch.report import names
 from anabranch.report.layered import layered
-from anabranch.report.theme import Drawing, escape, num, rect, shorten, text
+from anabranch.report.theme import MARGIN, Drawing, escape, num, rect, shorten, text
 
-BOX_WIDTH = 208.0
-BOX_HEIGHT = 98.0
-COLUMN_GAP = 54.0
-ROW_GAP = 18.0
-MARGIN = 22.0
 SMALL = 11.0
+"""Type size in the boxes, in pixels."""
+
+BOX_WIDTH, BOX_HEIGHT = 208.0, 98.0
+COLUMN_GAP, ROW_GAP = 54.0, 18.0
+"""Pixels of the boxes and between them: four short lines of text fit into a box."""
 
 Edge = tuple[int, int]
 
 
 def draw(graph: StageGraph) -> Drawing:
-    """The picture of a stage graph, from left to right by longest distance from a source."""
+    """Draw a stage graph, from left to right by longest distance from a source."""
     place = layered(len(graph), graph.edges, node_height=BOX_HEIGHT, gap=ROW_GAP)
     columns = max(place.layer) + 1
     width = 2 * MARGIN + columns * BOX_WIDTH + (columns - 1) * COLUMN_GAP
@@ -46,7 +46,7 @@ def _column(layer: int) -> float:
 def _ports(
     graph: StageGraph, routes: Mapping[Edge, Sequence[float]]
 ) -> tuple[dict[Edge, float], dict[Edge, float]]:
-    """Edge -> offsets where it leaves and enters, spread in the order in which edges come."""
+    """Return vertical offsets of both ends of each edge, so that edges of a box do not cross."""
     leaving: dict[Edge, float] = {}
     entering: dict[Edge, float] = {}
     for s in range(len(graph)):
@@ -63,7 +63,7 @@ def _spread(n: int, count: int) -> float:
 
 
 def _edge(levels: Sequence[float], layer: int) -> list[str]:
-    """From a box to another to its right, straight through the layers in between."""
+    """Draw an edge to a box further right, straight through the layers in between."""
     x = _column(layer) + BOX_WIDTH
     path = f"M{num(x)} {num(levels[0])}"
     last = len(levels) - 2

@@ -11,6 +11,9 @@ import math
 import re
 from dataclasses import dataclass, field
 
+MARGIN = 22.0
+"""Pixels between a picture and its edge."""
+
 FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 
 _COLOURS = {
@@ -34,7 +37,7 @@ _COLOURS = {
     "tail": ("#c9bfe3", "#4a4369"),
     "end": ("#b3261e", "#ff8a80"),
 }
-"""Name -> on light ground, on dark ground."""
+"""Name -> colour on a light background, on a dark one."""
 
 LIGHT, DARK = ({name: pair[i] for name, pair in _COLOURS.items()} for i in (0, 1))
 
@@ -72,7 +75,7 @@ _RULES = """\
 
 
 def style() -> str:
-    """The style rules of all pictures, for light and dark."""
+    """Return the style rules of all pictures, for light and dark."""
     light = _RULES.format(font=FONT, **LIGHT)
     dark = _RULES.format(font=FONT, **DARK)
     return f"{light}\n@media (prefers-color-scheme:dark){{\n{dark}\n}}"
@@ -80,8 +83,12 @@ def style() -> str:
 
 @dataclass
 class Drawing:
-    """One picture while it is drawn, in painting order; ``title`` is for a screen reader,
-    ``attributes`` are further ones of the svg element, already escaped.
+    """A picture under construction.
+
+    Attributes:
+        title: description for screen readers.
+        body: SVG elements in painting order.
+        attributes: further attributes of the svg element, escaped.
     """
 
     width: float
@@ -91,11 +98,11 @@ class Drawing:
     attributes: str = ""
 
     def add(self, *pieces: str) -> None:
-        """Paint on top of what is there."""
+        """Add elements on top of the picture."""
         self.body.extend(pieces)
 
     def svg(self, *, standalone: bool = True) -> str:
-        """The svg element; standalone, it brings its style rules and its background."""
+        """Return the svg element; a standalone one includes style rules and background."""
         size = f'width="{num(self.width)}" height="{num(self.height)}"'
         head = [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="ab" {size} '
@@ -109,7 +116,7 @@ class Drawing:
 
 
 def escape(value: object) -> str:
-    """Text for an element or a quoted attribute; characters that XML 1.0 forbids become U+FFFD."""
+    """Escape text for elements and quoted attributes; characters not in XML 1.0 become U+FFFD."""
     return html.escape(_NOT_XML.sub("\ufffd", str(value)), quote=True)
 
 
@@ -117,7 +124,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def num(value: float) -> str:
-    """A coordinate: two decimals at most."""
+    """Format a coordinate with two decimals at most."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
@@ -125,27 +132,27 @@ def num(value: float) -> str:
 def rect(
     css: str, x: float, y: float, width: float, height: float, *, radius: float = 0, extra: str = ""
 ) -> str:
-    """A rectangle."""
+    """Return a rectangle."""
     corner = f' rx="{num(radius)}"' if radius else ""
     place = f'x="{num(x)}" y="{num(y)}" width="{num(width)}" height="{num(height)}"'
     return f'<rect class="{css}" {place}{corner}{extra}/>'
 
 
 def text(css: str, x: float, y: float, size: float, content: object) -> str:
-    """A line of text that starts, ends or is centred at x, by its class; escaped here."""
+    """Return an escaped line of text; its class decides if it starts, ends or is centred at x."""
     place = f'x="{num(x)}" y="{num(y)}" font-size="{num(size)}"'
     return f'<text class="{css}" {place}>{escape(content)}</text>'
 
 
 def text_width(content: str, size: float) -> float:
-    """Pixels that a line needs at most in the usual sans-serif fonts (DejaVu Sans is widest)."""
+    """Estimate the width of a line in the widest usual sans-serif font (DejaVu Sans)."""
     wide = sum(c in "mwMW@%" for c in content)
     slim = sum(c in "iljft.,:;|'!()[] " for c in content)
     return size * (0.635 * (len(content) - wide - slim) + 0.95 * wide + 0.39 * slim)
 
 
 def shorten(content: str, size: float, width: float) -> str:
-    """Cut out the middle of a line that does not fit; both ends of an operator's name matter."""
+    """Replace the middle of a line that does not fit by dots, as both ends of a name matter."""
     if text_width(content, size) <= width:
         return content
     for keep in range(len(content) - 2, 1, -1):
@@ -157,7 +164,7 @@ def shorten(content: str, size: float, width: float) -> str:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) from low to high, about so many."""
+    """Return about ``about`` round numbers (1, 2 or 5 times a power of ten) from low to high."""
     if not high > low:
         return [low]
     raw = (high - low) / max(about, 1)
@@ -169,7 +176,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def significant(value: float) -> str:
-    """Three significant digits without an exponent; thousands get commas."""
+    """Format with three significant digits, commas for thousands and no exponent."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     digits = max(0, 2 - math.floor(math.log10(abs(value))))

@@ -1,6 +1,6 @@
-"""Layout of a picture of timelines: rows as high as their number allows, labels and one axis.
+"""Layout of a picture of timelines: height of rows, labels and axis.
 
-The picture (``gantt``) and the page's script (``page_data``) draw by it.
+The picture (``gantt``) and the page's script (``page_data``) use the same layout.
 """
 
 from __future__ import annotations
@@ -11,28 +11,42 @@ from dataclasses import dataclass
 
 from anabranch.plans.stages import StageGraph
 from anabranch.report import lanes, names
-from anabranch.report.theme import text_width
+from anabranch.report.theme import MARGIN, text_width
 from anabranch.timeline import Timeline
 
-MARGIN = 22.0
-LABEL = 12.0
-MARK = 3.0
-"""Height of the marks below a row that show messages where arrows would be too many."""
 
-MOST_ARROWS = 240
-MOST_ROWS_WITH_ARROWS = 16
+@dataclass(frozen=True)
+class TimelineStyle:
+    """Sizes and limits of the picture.
+
+    Attributes:
+        label_size: type size of labels, in pixels.
+        mark_height: height of the marks below a row, in pixels; they replace arrows where these
+            would be too many.
+        most_arrows: messages drawn as arrows at most.
+        most_arrow_rows: rows of a picture with arrows at most.
+    """
+
+    label_size: float = 12.0
+    mark_height: float = 3.0
+    most_arrows: int = 240
+    most_arrow_rows: int = 16
+
+
+STYLE = TimelineStyle()
+
 Graphs = StageGraph | Sequence[StageGraph]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline in its place, under what the caller calls it.
+    """A timeline and its position in the picture.
 
     Attributes:
-        graph: the stages that the timeline executed.
-        rows, tops: from top to bottom, with the top of each.
-        row_height: of each row, with the marks and all-reduces below the boxes.
-        sum_height: of the strip of all-reduces in it; 0 where none are known.
+        graph: stage graph of the timeline.
+        rows, tops: rows from top to bottom, and the upper end of each.
+        row_height: height of a row with marks and all-reduces below the boxes.
+        sum_height: height of the strip of all-reduces; 0 if none are known.
         has_arrows: messages are arrows between rows; otherwise marks below the boxes.
         heading: baseline of the heading.
         bottom: lower end of the last row.
@@ -41,7 +55,7 @@ class Panel:
     title: str
     timeline: Timeline
     graph: StageGraph
-    rows: tuple[lanes.Row, ...]
+    rows: tuple[lanes.DeviceRow, ...]
     tops: tuple[float, ...]
     row_height: float
     sum_height: float
@@ -51,8 +65,8 @@ class Panel:
 
     @property
     def box_height(self) -> float:
-        """What is left for the boxes."""
-        marks = 0.0 if self.has_arrows else MARK
+        """Height of the boxes of actions."""
+        marks = 0.0 if self.has_arrows else STYLE.mark_height
         return self.row_height - self.sum_height - marks
 
 
@@ -61,9 +75,9 @@ class TimelineLayout:
     """All panels, from top to bottom, on their common axis.
 
     Attributes:
-        left, right: where time 0 and ``horizon_s``, the longest step, are.
-        axis: the line of the axis.
-        is_endless: several mini-batches without a flush are shown, not a step.
+        left, right: x of time 0 and of ``horizon_s``, the longest step.
+        axis: y of the axis.
+        is_endless: the timelines show several mini-batches without a flush, not a step.
     """
 
     panels: tuple[Panel, ...]
@@ -77,18 +91,18 @@ class TimelineLayout:
 
     @property
     def counted(self) -> str:
-        """What the numbers in the boxes count."""
+        """Unit of the numbers in the boxes."""
         graphs = [panel.graph for panel in self.panels]
         whole = all(s.microbatch_size >= g.batch_size for g in graphs for s in g.stages)
         return "mini-batch" if self.is_endless and whole else "micro-batch"
 
     def x(self, seconds: float) -> float:
-        """Where a time is."""
+        """Return the x of a time."""
         return self.left + seconds * (self.right - self.left) / self.horizon_s
 
     @property
     def pixel_s(self) -> float:
-        """Seconds that a pixel is wide."""
+        """Seconds per pixel."""
         return self.horizon_s / (self.right - self.left)
 
 
@@ -99,7 +113,7 @@ def arrange(
     width: float = 1200,
     is_endless: bool = False,
 ) -> TimelineLayout:
-    """Decide where everything goes; see ``timeline_svg``."""
+    """Compute the layout; arguments as for ``timeline_svg``."""
     graphs = [graph] * len(timelines) if isinstance(graph, StageGraph) else list(graph)
     if not timelines or len(graphs) != len(timelines) or width < 480:
         raise ValueError(
@@ -125,14 +139,14 @@ def _panel(
     title: str,
     timeline: Timeline,
     graph: StageGraph,
-    rows: list[lanes.Row],
+    rows: list[lanes.DeviceRow],
     top: float,
     longest: int,
 ) -> Panel:
     sizes = next(sizes for most, sizes in _ROW_SIZES if longest <= most)
     height, strip, gap, branch_gap = sizes
     strip = strip if timeline.sums else 0.0
-    few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * MOST_ARROWS
+    few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * STYLE.most_arrows
     heading = top + 14
     y = heading + 14
     tops = []
@@ -141,7 +155,7 @@ def _panel(
             y += branch_gap if row.branch != rows[i - 1].branch else gap
         tops.append(y)
         y += height + strip
-    has_arrows = few and len(rows) <= MOST_ROWS_WITH_ARROWS
+    has_arrows = few and len(rows) <= STYLE.most_arrow_rows
     return Panel(
         title,
         timeline,
@@ -164,8 +178,8 @@ _ROW_SIZES = (
     (128, (9.0, 3.0, 1.0, 4.0)),
     (math.inf, (6.0, 2.0, 1.0, 3.0)),
 )
-"""Rows at most, then height of a row, of its strip of all-reduces below that, gap to the next row,
-gap to the next branch."""
+"""(rows at most, (height of a row, height of its all-reduces, gap between rows, gap between
+branches)), in pixels."""
 
 
 def _label_width(panels: Sequence[Panel]) -> float:
@@ -175,16 +189,16 @@ def _label_width(panels: Sequence[Panel]) -> float:
             first, second = labels(panel, row)
             widths.append(text_width(first, label_size(panel)))
             if panel.row_height >= 30:
-                widths.append(text_width(second, LABEL - 1.5))
+                widths.append(text_width(second, STYLE.label_size - 1.5))
     return max(widths)
 
 
 def label_size(panel: Panel) -> float:
-    return min(LABEL, max(panel.row_height - 1, 7.5))
+    return min(STYLE.label_size, max(panel.row_height - 1, 7.5))
 
 
-def labels(panel: Panel, row: lanes.Row) -> tuple[str, str]:
-    """What stands before a row: device and stage, and the operators of the stage."""
+def labels(panel: Panel, row: lanes.DeviceRow) -> tuple[str, str]:
+    """Return the label of a row: device and stage, and the operators of the stage."""
     prefix = names.graph_prefix(panel.graph)
     known = [s for s in row.stages if s < len(panel.graph)]
     described = (names.operators(panel.graph.stages[s], prefix) for s in known)

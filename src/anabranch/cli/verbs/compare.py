@@ -195,14 +195,14 @@ def _write_page(
 ) -> None:
     """The page of the best plan, with the others beside it."""
     from anabranch.errors import AnabranchError
-    from anabranch.report.figure import Table
+    from anabranch.report.figure import ReportTable
     from anabranch.report.html import page
     from anabranch.solve import foreseen
 
     plans = {c: plan for c, plan in found.items() if not isinstance(plan, AnabranchError)}
     best, *others = sorted(plans, key=lambda c: plans[c].figures.step_s)
     headings, rows = comparison(found, optimizer)
-    table = Table("Plans side by side", [" ".join(text.split()) for text in headings], rows)
+    table = ReportTable("Plans side by side", [" ".join(text.split()) for text in headings], rows)
     drawn: dict[Contender, Timeline] = {}
     if plans[best].mode == "sync":  # without a flush a timeline is no step
         for contender in (best, *others):
