@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.report.figure import Figure, Table
+from anabranch.report.figure import Figure, ReportTable
 from anabranch.report.html import WeightVersions, page
 from anabranch.report.page_data import as_json
 from anabranch.timeline import OverheadSpan, SumSpan
@@ -109,7 +109,9 @@ def test_tables_curves_and_where_it_comes_from():
     html = page(
         plan(),
         [],
-        tables=[Table("Where it goes", ("part", "ms", ""), [("work", "7.5", "of all")], "In all.")],
+        tables=[
+            ReportTable("Where it goes", ("part", "ms", ""), [("work", "7.5", "of all")], "In all.")
+        ],
         curves={"loss": [2.0, 1.5, 0.5], "rate": [1.0, 0.5]},
         about={"command": "anabranch train mmt", "host": "a<b"},
     )
@@ -180,7 +182,7 @@ def test_nothing_that_a_user_wrote_becomes_markup():
         replace(plan(graph, model=NASTY), cluster=NASTY, profile=NASTY, notes=(NASTY,)),
         [(NASTY, timeline("0: 0F0 0-1"))],
         figures=[Figure(NASTY, NASTY, NASTY)],
-        tables=[Table(NASTY, (NASTY, NASTY), [(NASTY, NASTY)], NASTY)],
+        tables=[ReportTable(NASTY, (NASTY, NASTY), [(NASTY, NASTY)], NASTY)],
         curves={NASTY: [1.0]},
         about={NASTY: NASTY},
         notes=[NASTY],
