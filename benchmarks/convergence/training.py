@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.workload import Workload
 from benchmarks.convergence.contenders import CONTENDERS
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.planners.common import Row
+from benchmarks.replay import Replay
 
 
 @dataclass(frozen=True)

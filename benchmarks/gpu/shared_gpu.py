@@ -14,12 +14,12 @@ import torch
 
 import anabranch
 from anabranch.graph.capture import Captured
-from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.verification import even_plan
 from anabranch.weights import POLICIES
 from anabranch.workload import Workload
 from benchmarks.gpu import subject
 from benchmarks.gpu.case import Case, Row, first_gpu
+from benchmarks.replay import Replay
 from benchmarks.runtime import ours
 
 LOST = {"peer-killed": signal.SIGKILL, "peer-stopped": signal.SIGSTOP}

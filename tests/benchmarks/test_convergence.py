@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 
-from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.weights import TwoBuffers
 from anabranch.workload import Workload
 from benchmarks.convergence import curves, study, tables
@@ -17,6 +16,7 @@ from benchmarks.convergence.__main__ import seeds_of
 from benchmarks.convergence.contenders import CONTENDERS, OPTIMIZERS
 from benchmarks.convergence.tasks import LAYERS, TASKS, Task
 from benchmarks.convergence.training import Run, train
+from benchmarks.replay import Replay
 
 SHORT = study.Case("digits", 4, "sgdm", 0.01, 1)
 

@@ -10,8 +10,7 @@ model_state, data_feed, step_totals, evaluation
                 parameters and optimizer; batches; loss and metrics over all ranks; held-out means
 reference       the user's own module in one process, with which plans are compared
 
-asynchronous    training without a flush: versions of weights, predictions, replicas in turn;
-                ``replay`` does the same in one process
+asynchronous    training without a flush: versions of weights, predictions, replicas in turn
 compute         one micro-batch of one stage, between two messages, and its options:
                 precision, compilation, offloading, random numbers
 data_parallel   gradients summed over whoever holds a parameter, in buckets, while backwards go on;

@@ -27,13 +27,13 @@ from anabranch.errors import (
     TrainingError,
 )
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.runtime.asynchronous.requirements import asynchronous_stages
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule import SCHEDULES
 from anabranch.weights import PipeOptim, units_in_flight
 from anabranch.workload import Batch
+from benchmarks.replay import Replay
 from tests.runtime import small
 from tests.runtime.asynchronous.models import batches, cut, halving
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline

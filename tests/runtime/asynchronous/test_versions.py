@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
-from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.weights import (
     POLICIES,
@@ -24,6 +23,7 @@ from anabranch.weights import (
     TwoBuffers,
     versions_held,
 )
+from benchmarks.replay import Replay
 from tests.runtime.asynchronous.models import batches, cut
 
 

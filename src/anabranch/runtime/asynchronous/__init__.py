@@ -8,5 +8,4 @@ requirements          plans and policies that can be trained so, and the policy 
 prediction            weights as they will be
 minibatch_totals      loss and metrics of mini-batches, begun in one order on all ranks
 divergence, recording a loss that climbs; a measured timeline
-replay                the same training in one process
 """

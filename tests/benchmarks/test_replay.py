@@ -12,10 +12,10 @@ from torch.optim import SGD
 
 from anabranch import capture
 from anabranch.errors import InvalidPlanError, PolicyError
-from anabranch.runtime.asynchronous.replay import Replay
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.weights import POLICIES, PredictStash, units_in_flight, versions_held
 from anabranch.workload import Workload
+from benchmarks.replay import Replay
 from tests.runtime.asynchronous import reference
 from tests.runtime.asynchronous.models import (
     OPTIMIZERS,
