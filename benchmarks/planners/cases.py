@@ -24,8 +24,8 @@ from pathlib import Path
 from anabranch.cluster import GB, Cluster, Level
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.profile.readers import read_profile
 from benchmarks.planners.common import profile_of
+from benchmarks.planners.published import read_profile
 
 BATCHES = {
     "mmt": {4: 64, 8: 128, 16: 256, 32: 512},

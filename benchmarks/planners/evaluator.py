@@ -21,8 +21,8 @@ from anabranch.cost import CostModel
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.profile.profile import Profile
-from anabranch.profile.readers import read_profile
 from benchmarks.planners.common import Row, profile_of, table
+from benchmarks.planners.published import read_profile
 from tests.planner.auto.random_drafts import random_draft
 from tests.planner.auto.simulated import simulated_s
 

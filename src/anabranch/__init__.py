@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from anabranch.plans.plan import Plan as Plan
     from anabranch.profile.estimate import estimate as estimate
     from anabranch.profile.measure import measure as measure
+    from anabranch.profile.pipedream import read_profile as read_profile
     from anabranch.profile.profile import Profile as Profile
-    from anabranch.profile.readers import read_profile as read_profile
     from anabranch.runtime.asynchronous.pipeline import AsyncPipeline as AsyncPipeline
     from anabranch.runtime.compute.options import ComputeOptions as ComputeOptions
     from anabranch.runtime.measurement.workload import measure_workload as measure_workload
@@ -69,7 +69,7 @@ _HOME = {
     "measure_workload": "runtime.measurement.workload",
     "pad_to_bucket": "loaders",
     "plan": "solve",
-    "read_profile": "profile.readers",
+    "read_profile": "profile.pipedream",
     "run": "launch",
     "save_cluster": "files",
     "save_plan": "files",

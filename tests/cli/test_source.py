@@ -16,9 +16,9 @@ from anabranch.cluster import Cluster
 from anabranch.files import load_plan, load_profile
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.profile.readers import read_profile
+from anabranch.profile.pipedream import read_profile
 from tests.calibration.examples import cluster
-from tests.profile.readers.test_pipedream import node, write
+from tests.profile.test_pipedream import node, write
 from tests.shared_profiles import SHARED, needs_shared
 
 GRAPH = [
@@ -129,12 +129,10 @@ def test_a_plan_remembers_the_samples(run, graph: str, tmp_path: Path) -> None:
     [
         "dapple/vgg-19-pbs-32.txt",
         "pipedream/gnmt/graph.txt",
-        "piper/bert32a100.json",
-        "dnn-partitioning/OperatorGraphs/bert_l-3_training.json",
     ],
 )
 def test_plans_from_published_profiles(run, name: str, tmp_path: Path) -> None:
-    """One of each kind, planned and checked by the command line."""
+    """Planned and checked by the command line."""
     path = str(SHARED / name)
     samples = read_profile(path).samples[0]
     where = ("--cluster", "dgx-h100:1x4", "--batch-size", str(8 * samples), "--planner", "even")

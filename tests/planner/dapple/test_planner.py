@@ -17,7 +17,7 @@ from anabranch.planner.dapple.planner import Dapple
 from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.profile.readers import read_profile
+from anabranch.profile.pipedream import read_profile
 from tests.planner import shapes
 from tests.planner.dapple.latency import latency
 from tests.planner.helpers import cost_model

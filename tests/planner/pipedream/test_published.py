@@ -9,7 +9,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
 from anabranch.planner.pipedream.planner import PipeDream
 from anabranch.plans.check import check
-from anabranch.profile.readers import read_profile
+from anabranch.profile.pipedream import read_profile
 from tests.shared_profiles import SHARED, needs_shared
 
 FILES = sorted((SHARED / "pipedream").glob("*/graph.txt"))

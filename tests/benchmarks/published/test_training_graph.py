@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import FileFormatError
-from anabranch.profile.readers.imported_graph import Edge, topological_order
-from anabranch.profile.readers.training_graph import TrainingNode, group
+from anabranch.profile.imported_graph import Edge, topological_order
+from benchmarks.planners.published.training_graph import TrainingNode, group
 
 
 def pieces(text: str) -> dict[str, TrainingNode]:

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from anabranch.errors import FileFormatError
 from anabranch.graph.opgraph import BATCH, Parameter, Value
-from anabranch.profile.readers.imported_graph import (
+from anabranch.profile.imported_graph import (
     Edge,
     ImportedGraph,
     ImportedNode,
-    Shard,
     unique_names,
 )
 
@@ -66,18 +65,6 @@ def test_shared_parameters_are_there_once() -> None:
     found = draft(nodes, [Edge("a", "b", 1.0, "")]).profile()
     assert [op.parameters for op in found.graph.ops] == [("w",), ("b", "w")]
     assert found.graph.parameters == (Parameter("w", 10), Parameter("b", 4))
-
-
-def test_parts_become_tensor_parallelism() -> None:
-    """One entry per degree, in the order of the operators; data has no part in it."""
-    nodes = [
-        plain("b", shards={4: Shard(0.1, 0.2, 30.0, 5.0), 2: Shard(0.2, 0.4, 60.0, 10.0)}),
-        plain("i", data=True, shards={2: Shard(0.0, 0.0, 0.0, 0.0), 4: Shard(0.0, 0.0, 0.0, 0.0)}),
-    ]
-    found = draft(nodes, [Edge("i", "b", 1.0, "")], samples=8).profile()
-    assert [shard.degree for shard in found.sharded] == [2, 4]
-    assert found.sharded[0].costs[0].kept_bytes == 8  # 60 / 8, rounded up
-    assert found.sharded[1].parameter_bytes == (5,)
 
 
 def test_sums_that_no_device_could_hold() -> None:

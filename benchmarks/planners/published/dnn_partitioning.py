@@ -35,23 +35,20 @@ from pydantic import Field
 
 from anabranch.errors import FileFormatError
 from anabranch.jsonfile import Strict, validate
-from anabranch.profile.profile import Profile
-from anabranch.profile.readers.imported_graph import (
+from anabranch.profile.imported_graph import (
     LONGEST_S,
-    Bytes,
     Edge,
-    Id,
     ImportedGraph,
     ImportedNode,
-    NodeName,
-    any_node_has,
     check_edges,
     neighbours,
     sources,
     unique_names,
 )
-from anabranch.profile.readers.pipedream import images
-from anabranch.profile.readers.training_graph import TrainingNode, group
+from anabranch.profile.pipedream import images
+from anabranch.profile.profile import Profile
+from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has
+from benchmarks.planners.published.training_graph import TrainingNode, group
 
 _Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_S * 1000)]
 _Flag = bool | Annotated[int, Field(ge=0, le=1)]

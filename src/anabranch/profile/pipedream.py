@@ -27,15 +27,15 @@ open is decided so:
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import LARGEST_SIZE, shown
-from anabranch.profile.profile import Profile
-from anabranch.profile.readers.imported_graph import (
+from anabranch.jsonfile import LARGEST_SIZE, read_text, shown
+from anabranch.profile.imported_graph import (
     LONGEST_S,
     MOST_SAMPLES,
     Edge,
@@ -43,7 +43,9 @@ from anabranch.profile.readers.imported_graph import (
     ImportedNode,
     sources,
 )
+from anabranch.profile.profile import Profile
 
+KNOWN = "anabranch reads its own profiles, and PipeDream's and DAPPLE's graph.txt"
 COLUMNS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 IMAGES = (3 * 224 * 224 * 4, 3 * 299 * 299 * 4)
 """Bytes of one image: ImageNet's usual size, then Inception-v3's."""
@@ -66,13 +68,31 @@ class _Row:
     parameter_bytes: float
 
 
-def looks_like(text: str) -> bool:
-    """Whether the first line that says anything has PipeDream's separator."""
-    return " -- " in text.lstrip().partition("\n")[0]
+def is_foreign(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is for ``read_profile``: anything but JSON; raises FileFormatError if there is
+    no such file, or no text in it.
+    """
+    return not read_text(Path(path)).lstrip().startswith("{")
 
 
-def read(text: str, path: Path, samples: int | None = None) -> Profile:
-    """The profile in a text; ``samples`` of the profiled mini-batch. Raises FileFormatError."""
+def read_profile(path: str | os.PathLike[str], samples: int | None = None) -> Profile:
+    """Read a profile in the format of PipeDream and DAPPLE, recognised by what it holds.
+
+    Args:
+        path: the file.
+        samples: how many samples the profiled mini-batch had. By default what the file tells; where
+            it tells nothing, the whole of it is one sample.
+
+    Raises:
+        FileFormatError: for anything but such a profile, naming file, line and value.
+        ValueError: if ``samples`` is not between 1 and 2**40.
+    """
+    if samples is not None and not 1 <= samples <= MOST_SAMPLES:
+        raise ValueError(f"samples is {samples}; a mini-batch has between 1 and {MOST_SAMPLES}")
+    path = Path(path)
+    text = read_text(path)
+    if " -- " not in text.lstrip().partition("\n")[0]:
+        raise FileFormatError(f"{path} {_what(text)}; {KNOWN}")
     rows, edges = _parse(text, str(path))
     if not rows:
         raise FileFormatError(f"{path} has edges, but no line about a node")
@@ -93,6 +113,21 @@ def read(text: str, path: Path, samples: int | None = None) -> Profile:
         samples=size,
         device=f"a GPU that PipeDream's format does not name{unit}",
     ).profile()
+
+
+def _what(text: str) -> str:
+    """What a text is that is no profile."""
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return "is empty"
+    first = lines[0][0]
+    is_plan = all(word.isascii() and word.isdigit() for line in lines for word in line)
+    if is_plan and len(lines) <= 2 and len(first) < 10 and len(lines[0]) == int(first) + 1:
+        return (
+            f"is a plan of GraphPipe's runtime ({int(first)} operators and the stage of each), "
+            "not a profile: it has no times to plan with"
+        )
+    return f"is no profile: it starts with {shown(text.strip().partition(chr(10))[0])}"
 
 
 def _node(row: _Row, first: bool) -> ImportedNode:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,19 +35,15 @@ from pydantic import Field
 
 from anabranch.errors import FileFormatError
 from anabranch.jsonfile import Strict, validate
-from anabranch.profile.profile import Profile
-from anabranch.profile.readers.imported_graph import (
+from anabranch.profile.imported_graph import (
     LONGEST_S,
-    Bytes,
     Edge,
-    Id,
     ImportedGraph,
     ImportedNode,
-    NodeName,
-    Shard,
-    any_node_has,
     sources,
 )
+from anabranch.profile.profile import Profile, Sharded
+from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has
 
 LONGEST_MICROBATCH_S = 10.0
 """Seconds of one micro-batch through the whole model on one device; more must be milliseconds."""
@@ -114,14 +111,27 @@ def read(document: Mapping[str, Any], path: Path, samples: int | None = None) ->
     milliseconds = total > LONGEST_MICROBATCH_S
     unit = "milliseconds" if milliseconds else "seconds"
     batch = "" if samples else ", a sample is a micro-batch"
-    return ImportedGraph(
-        file=str(path),
-        name=path.stem,
-        nodes=_nodes(file, edges, 1e-3 if milliseconds else 1.0),
-        edges=edges,
-        samples=samples or 1,
-        device=f"a device that Piper's format does not name, times read as {unit}{batch}",
-    ).profile()
+
+    def profile(degree: int) -> Profile:
+        return ImportedGraph(
+            file=str(path),
+            name=path.stem,
+            nodes=_nodes(file, edges, degree, 1e-3 if milliseconds else 1.0),
+            edges=edges,
+            samples=samples or 1,
+            device=f"a device that Piper's format does not name, times read as {unit}{batch}",
+        ).profile()
+
+    degrees = set.intersection(*({int(degree) for degree in n.variants} for n in file.nodes))
+    sharded = tuple(_sharded(degree, profile(degree)) for degree in sorted(degrees - {1}))
+    return replace(profile(1), sharded=sharded)
+
+
+def _sharded(degree: int, profile: Profile) -> Sharded:
+    """The costs of one of so many devices, from a profile of such a device alone."""
+    graph = profile.graph
+    nbytes = (sum(graph.parameter_bytes[name] for name in op.parameters) for op in graph.ops)
+    return Sharded(degree, profile.costs, tuple(nbytes))
 
 
 def _check_variants(file: _File, where: str) -> None:
@@ -138,7 +148,8 @@ def _check_variants(file: _File, where: str) -> None:
                 )
 
 
-def _nodes(file: _File, edges: list[Edge], second: float) -> list[ImportedNode]:
+def _nodes(file: _File, edges: list[Edge], degree: int, second: float) -> list[ImportedNode]:
+    """The layers on one of ``degree`` devices; ``second`` of the file's unit of time."""
     entering: dict[str, float] = {}
     leaving: dict[str, set[float]] = {}
     for edge in edges:
@@ -147,42 +158,29 @@ def _nodes(file: _File, edges: list[Edge], second: float) -> list[ImportedNode]:
     first = sources((str(node.id) for node in file.nodes), edges)
     from_pipedream = all(re.fullmatch(r"node[0-9]+", node.name) for node in file.nodes)
     inputs_held = _inputs_held(file, entering)
-    degrees = set.intersection(*({int(degree) for degree in n.variants} for n in file.nodes))
     nodes = []
     for i, node in enumerate(file.nodes):
         key = str(node.id)
         moved = 0.0
         if inputs_held and key in entering:
             moved = sum(leaving.get(key, ())) - entering[key]
-        shards = {degree: _shard(node, degree, second, moved) for degree in sorted(degrees)}
-        whole = shards.pop(1)
+        vanilla, recompute = node.vanilla(degree), node.recompute(degree)
+        forward = recompute.time - vanilla.time if recompute else 0.0
+        if not 0 < forward < vanilla.time:
+            forward = vanilla.time / 3
         nodes.append(
             ImportedNode(
                 key=key,
                 label=node.name,
                 where=f"nodes[{i}]",
-                forward_s=whole.forward_s,
-                backward_s=whole.backward_s,
-                kept_bytes=whole.kept_bytes,
-                parameters=(("", whole.parameter_bytes),) if whole.parameter_bytes else (),
+                forward_s=forward * second,
+                backward_s=(vanilla.time - forward) * second,
+                kept_bytes=max(0.0, vanilla.held_bytes + moved),
+                parameters=(("", vanilla.parameter_bytes),) if vanilla.parameter_bytes else (),
                 data=key in first and _is_data(node, from_pipedream),
-                shards=shards,
             )
         )
     return nodes
-
-
-def _shard(node: _Node, degree: int, second: float, moved: float) -> Shard:
-    vanilla, recompute = node.vanilla(degree), node.recompute(degree)
-    forward = recompute.time - vanilla.time if recompute else 0.0
-    if not 0 < forward < vanilla.time:
-        forward = vanilla.time / 3
-    return Shard(
-        forward_s=forward * second,
-        backward_s=(vanilla.time - forward) * second,
-        kept_bytes=max(0.0, vanilla.held_bytes + moved),
-        parameter_bytes=vanilla.parameter_bytes,
-    )
 
 
 def _inputs_held(file: _File, entering: Mapping[str, float]) -> bool:

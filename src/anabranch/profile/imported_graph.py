@@ -17,36 +17,18 @@ import math
 import re
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from pydantic import Field
 
 from anabranch.errors import FileFormatError
 from anabranch.graph import digraph
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.jsonfile import LARGEST_SIZE
-from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.profile import OpCost, Profile
 
 LONGEST_S = 1e9
 """Seconds: thirty years. No operator takes longer."""
 MOST_SAMPLES = 2**40
 
-Bytes = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
-Id = Annotated[int, Field(ge=0, le=2**53)]
-NodeName = Annotated[str, Field(max_length=1000)]
-"""Fields of JSON formats."""
-
 _LONGEST_NAME = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What one of several devices does and holds of a node under tensor parallelism."""
-
-    forward_s: float
-    backward_s: float
-    kept_bytes: float
-    parameter_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +41,6 @@ class ImportedNode:
         kept_bytes: kept for the backward.
         parameters: names and bytes; empty for the node's own, one name may be shared.
         data: part of the batch; nothing leads to it.
-        shards: per degree of tensor parallelism; every node has the same degrees.
     """
 
     key: str
@@ -71,7 +52,6 @@ class ImportedNode:
     parameters: tuple[tuple[str, float], ...] = ()
     data: bool = False
     kind: str = ""
-    shards: Mapping[int, Shard] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +88,16 @@ class ImportedGraph:
         order = [by_key[key] for key in topological_order(self.file, by_key, self.edges)]
         _check_connected(self.file, by_key, self.edges)
         ops = [node for node in order if not node.data]
-        degrees = sorted(ops[0].shards or ())
         return Profile(
             self._graph(order, ops),
             samples=(self.samples,),
-            costs=tuple(self._cost(op.forward_s, op.backward_s, op.kept_bytes) for op in ops),
+            costs=tuple(
+                OpCost((op.forward_s,), (op.backward_s,), self._per_sample(op.kept_bytes))
+                for op in ops
+            ),
             device=self.device,
             source="imported",
             proportional=True,
-            sharded=tuple(self._sharded(ops, degree) for degree in degrees),
         )
 
     def _graph(self, order: Sequence[ImportedNode], ops: Sequence[ImportedNode]) -> OpGraph:
@@ -133,19 +114,8 @@ class ImportedGraph:
             granularity=self.granularity,
         )
 
-    def _cost(self, forward_s: float, backward_s: float, kept_bytes: float) -> OpCost:
-        return OpCost((forward_s,), (backward_s,), self._per_sample(kept_bytes))
-
     def _per_sample(self, nbytes: float) -> int:
         return math.ceil(nbytes / self.samples)
-
-    def _sharded(self, ops: Sequence[ImportedNode], degree: int) -> Sharded:
-        shards = [op.shards[degree] for op in ops if op.shards is not None]
-        return Sharded(
-            degree,
-            tuple(self._cost(p.forward_s, p.backward_s, p.kept_bytes) for p in shards),
-            tuple(math.ceil(p.parameter_bytes) for p in shards),
-        )
 
     def _parameters(
         self, ops: Sequence[ImportedNode], names: Mapping[str, str]
@@ -178,14 +148,6 @@ class ImportedGraph:
             )
         ]
         return tuple(sorted(values, key=lambda value: value.producer))
-
-
-def any_node_has(document: Mapping[str, Any], *keys: str) -> bool:
-    """Whether a JSON document has a list of nodes, and one of the keys is in one of them."""
-    nodes = document.get("nodes")
-    return isinstance(nodes, list) and any(
-        key in node for node in nodes if isinstance(node, dict) for key in keys
-    )
 
 
 def unique_names(labels: Mapping[str, str]) -> dict[str, str]:
@@ -242,11 +204,8 @@ def check_edges(file: str, keys: Container[str], edges: Iterable[Edge]) -> None:
 
 def _check_sizes(file: str, nodes: Sequence[ImportedNode]) -> None:
     for node in nodes:
-        shards = (node.shards or {}).values()
-        seconds = [node.forward_s, node.backward_s]
-        seconds += [s for part in shards for s in (part.forward_s, part.backward_s)]
+        seconds = node.forward_s, node.backward_s
         nbytes = [node.kept_bytes, *(size for _, size in node.parameters)]
-        nbytes += [size for part in shards for size in (part.kept_bytes, part.parameter_bytes)]
         if max(seconds) > LONGEST_S or max(nbytes) > LARGEST_SIZE:
             raise FileFormatError(
                 f"{file}: {node.where} makes an operator of {max(seconds):g} s and {max(nbytes):g} "

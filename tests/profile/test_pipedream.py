@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from anabranch.errors import FileFormatError
+from anabranch.files import load_profile, save_profile
 from anabranch.graph.opgraph import BATCH, Op, Parameter, Value
+from anabranch.profile.pipedream import is_foreign, read_profile
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.profile.readers import read_profile
 from tests.shared_profiles import SHARED, needs_shared
+
+same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def node(key: str, what: str, forward: object = 0, backward: object = 0, out: object = 0,
@@ -287,3 +293,104 @@ def totals(found: Profile) -> tuple[int, int, int, float, float, float]:
 def test_published_profiles(name: str) -> None:
     """Counts, times and parameters that were added up apart from this reader."""
     assert totals(read_profile(SHARED / name)) == pytest.approx(TABLE[name], abs=0.06)
+
+
+@same_folder
+@given(text=st.text(max_size=300))
+def test_any_text(tmp_path: Path, text: str) -> None:
+    """Nothing but a profile or a refusal."""
+    path = tmp_path / "f"
+    path.write_bytes(text.encode(errors="replace"))
+    with contextlib.suppress(FileFormatError):
+        read_profile(path)
+
+
+COLUMNS = ["forward_compute_time=1", "backward_compute_time=2.5e3", "activation_size=[1;2]"]
+COLUMNS += ["activation_size=64", "parameter_size=9", "parameter_size=nan", "stage_id=3"]
+OTHERS = ["node1", "node2", "node3", "--", "Input", "Conv2d(3)", "Embedding(5,4)", "-1", "1e999"]
+WORDS = st.sampled_from([*COLUMNS, *OTHERS, *"=,[];²\t\n\r\x0b\x00\u2028"])
+
+
+@same_folder
+@given(words=st.lists(WORDS, max_size=40), gap=st.sampled_from(["", " ", " -- ", ", "]))
+def test_any_words_of_the_format(tmp_path: Path, words: list[str], gap: str) -> None:
+    """Texts that look like PipeDream's, most of them broken."""
+    path = tmp_path / "f"
+    path.write_bytes(("node1 -- " + gap.join(words)).encode())
+    with contextlib.suppress(FileFormatError):
+        read_profile(path)
+
+
+@same_folder
+@given(data=st.data())
+def test_any_line_replaced_by_anything(tmp_path: Path, data: st.DataObject) -> None:
+    """A good file with one line, or one character, changed."""
+    lines = list(LINES)
+    i = data.draw(st.integers(0, len(lines) - 1))
+    at = data.draw(st.integers(0, len(lines[i])))
+    lines[i] = lines[i][:at] + data.draw(st.text(max_size=4)) + lines[i][at + 1 :]
+    path = tmp_path / "f"
+    path.write_bytes("\n".join(lines).encode(errors="replace"))
+    with contextlib.suppress(FileFormatError):
+        save_profile(read_profile(path), tmp_path / "ours.json")
+
+
+@needs_shared
+def test_published_plans_are_no_profiles() -> None:
+    """All seven of GraphPipe's."""
+    plans = sorted((SHARED / "graphpipe-plans").glob("*.txt"))
+    assert len(plans) == 7
+    for path in plans:
+        with pytest.raises(FileFormatError, match="is a plan of GraphPipe's runtime"):
+            read_profile(path)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    """Missing, or a folder."""
+    with pytest.raises(FileFormatError, match="does not exist"):
+        read_profile(tmp_path / "nothing.txt")
+    with pytest.raises(FileFormatError, match="is a folder"):
+        is_foreign(tmp_path)
+
+
+def test_samples_are_a_count(tmp_path: Path) -> None:
+    """A wrong argument is no fault of the file."""
+    for samples in (0, -1, 2**41):
+        with pytest.raises(ValueError, match=f"samples is {samples}"):
+            read_profile(tmp_path / "nothing.txt", samples)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        (" \n\t\n", "is empty"),
+        ("hello\nworld", 'is no profile: it starts with "hello"'),
+        ("1.5 2.5\n", 'is no profile: it starts with "1.5 2.5"'),
+        ("[1, 2]", "is no profile: it starts with"),
+        ("3 0 0 1\n2 64 128 1 1 64 64 1 1\n", "is a plan of GraphPipe's runtime (3 operators"),
+        ("3 0 0 1", "is a plan of GraphPipe's runtime (3 operators"),
+        ("3 0 0 1 1", "is no profile"),
+        ("99999999999999999999 1", "is no profile"),
+        (b"\xff\xfe\x00", "is no text in UTF-8"),
+    ],
+)
+def test_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+    """The message says what the file is, and what can be read."""
+    path = tmp_path / "file"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(FileFormatError) as caught:
+        read_profile(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("samples", [None, 3])
+def test_read_and_kept_in_our_own_format(tmp_path: Path, samples: int | None) -> None:
+    """What is read can be saved, loads as the same, and is then no longer foreign."""
+    path = write(tmp_path, LINES, "of any name")
+    found = read_profile(path, samples)
+    assert is_foreign(path)
+    save_profile(found, tmp_path / "ours.json")
+    assert load_profile(tmp_path / "ours.json") == found
+    assert not is_foreign(tmp_path / "ours.json")

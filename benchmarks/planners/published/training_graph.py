@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
 from anabranch.graph.digraph import strongly_connected
-from anabranch.profile.readers.imported_graph import Edge, neighbours, topological_order
+from anabranch.profile.imported_graph import Edge, neighbours, topological_order
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 from anabranch.errors import FileFormatError
 from anabranch.graph.opgraph import BATCH, Op, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
-from anabranch.profile.readers import read_profile
+from benchmarks.planners.published import read_profile
 from tests.shared_profiles import SHARED, needs_shared
 
 

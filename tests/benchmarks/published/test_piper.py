@@ -12,7 +12,7 @@ import pytest
 from anabranch.errors import FileFormatError
 from anabranch.graph.opgraph import BATCH, Op, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile, Sharded
-from anabranch.profile.readers import read_profile
+from benchmarks.planners.published import read_profile
 from tests.shared_profiles import SHARED, needs_shared
 
 
@@ -192,7 +192,7 @@ WHOLE = ("nodes", 1, "TMPCs", "1", 0)
 BROKEN: list[tuple[tuple[int | str, ...], object, str]] = [
     (("colour",), 1, "unknown key colour; misspelt, or written by another version of Piper"),
     (("bandwidth",), 0, "bandwidth is 0; it should be greater than 0"),
-    (("nodes",), ..., "is JSON with"),
+    (("nodes",), ..., "is JSON, but neither"),
     (("edges",), ..., "key edges is missing"),
     (("nodes", 1, "weight"), 1, "unknown key nodes[1].weight"),
     (("nodes", 1, "id"), 0, "nodes[1] describes node 0, and so does nodes[0]"),
