@@ -26,7 +26,6 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -41,13 +40,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from anabranch.errors import AnabranchError, DataError, StageFailedError
+from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.runtime.guards.agreement import version
 from anabranch.runtime.guards.failure import Failure
-from anabranch.runtime.guards.interrupt import INTERRUPT
-from anabranch.runtime.guards.position import POSITION, POSITION_INTS, describe_position
-from anabranch.runtime.guards.same_batch import RECENT_BATCHES, RECENT_INTS, BatchWatch
-from anabranch.runtime.guards.stall import Stall
+from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch, place_text, share
+from anabranch.runtime.guards.interrupt import INTERRUPT, handling
 from anabranch.runtime.process_groups import LOOPBACK
 from anabranch.runtime.transport import guarded
 
@@ -61,9 +58,6 @@ _GRACE_S = 3.0
 
 _LOOK_S = 0.5
 """Seconds between two looks at the ranks: whether they go on, and with the same batches."""
-
-_PAGE_INTS = POSITION_INTS + RECENT_INTS
-"""What a rank and its parent share: where it is, and its last batches."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -103,13 +97,13 @@ def run(
     if num_ranks < 1:
         raise ValueError(f"{num_ranks} ranks; at least 1 is needed")
     version()  # which reads all of our source: once here, for all ranks
-    shared = memoryview(mmap.mmap(-1, 8 * (_PAGE_INTS * num_ranks + 1))).cast("q")
+    shared = memoryview(mmap.mmap(-1, 8 * (HEARTBEAT_INTS * num_ranks + 1))).cast("q")
     pages, flag = shared[:-1], shared[-1:]
     with _meeting_place() as store, _telling(flag, on_interrupt):
         ranks = _Ranks(pages, flag)
         try:
             ranks.start(function, args, num_ranks, store)
-            return ranks.collect(timeout, Stall(stall_timeout) if stall_timeout else None)
+            return ranks.collect(timeout, stall_timeout)
         finally:
             ranks.stop()
 
@@ -135,16 +129,12 @@ def _telling(flag: memoryview, on_interrupt: Callable[[], None] | None) -> Itera
     """Inside, the first Ctrl-C or SIGTERM sets a flag, and only the second is obeyed at once, as a
     KeyboardInterrupt.
     """
-    parent = os.getpid()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    is_main = threading.current_thread() is threading.main_thread()
-    # What is ignored (in a background job, say) stays so; None is a handler that is not Python's.
-    heard = [number for number, was in before.items() if was not in (None, signal.SIG_IGN)]
-    if on_interrupt is None or not is_main:
+    if on_interrupt is None:
         yield
         return
+    parent = os.getpid()
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def hear(_: int) -> None:
         if os.getpid() != parent:
             return  # a rank in its first instructions
         if flag[0]:
@@ -152,13 +142,8 @@ def _telling(flag: memoryview, on_interrupt: Callable[[], None] | None) -> Itera
         flag[0] = 1
         on_interrupt()
 
-    for number in heard:
-        signal.signal(number, hear)
-    try:
+    with handling(hear):
         yield
-    finally:
-        for number in heard:
-            signal.signal(number, before[number])
 
 
 class _Ranks:
@@ -166,7 +151,6 @@ class _Ranks:
 
     def __init__(self, pages: memoryview, flag: memoryview) -> None:
         self._pages, self._flag = pages, flag
-        self._batches = BatchWatch(len(pages) // _PAGE_INTS)
         self._processes: list[ForkProcess] = []
         self._pipes: list[Connection] = []
         self._results: dict[int, Any] = {}
@@ -193,41 +177,32 @@ class _Ranks:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def collect(self, timeout: float | None, stall: Stall | None) -> list[Any]:
+    def collect(self, timeout: float | None, stall_timeout: float | None) -> list[Any]:
         deadline = None if timeout is None else time.monotonic() + timeout
         pending = set(range(len(self._processes)))
+        watch = Watch(len(pending), stall_timeout)
         while pending:
-            limit = _LOOK_S if stall is None else min(_LOOK_S, stall.timeout_s / 4)
+            limit = min(_LOOK_S, stall_timeout / 4) if stall_timeout else _LOOK_S
             if deadline is not None:
                 limit = min(limit, max(deadline - time.monotonic(), 0.0))
             pending -= self._hear(pending, limit)
-            if message := self._unequal(is_over=bool(self._failures)):
-                raise DataError(message)
+            if problem := self._problem(watch, pending):
+                raise problem
             if self._failures:
                 raise self._cause(pending)
-            if stall is not None and (message := self._stalled(stall, pending)):
-                raise StageFailedError(message)
             if pending and deadline is not None and time.monotonic() >= deadline:
                 raise StageFailedError(
                     f"the ranks did not finish within {timeout:g} s; {self._places(pending)}"
                 )
         return [self._results[rank] for rank in range(len(self._processes))]
 
-    def _unequal(self, *, is_over: bool) -> str:
-        """Which ranks have begun another batch than others; a failure may come of that."""
-        for rank in range(len(self._processes)):
-            self._batches.note(rank, self._page(rank)[POSITION_INTS:].tolist())
-        return self._batches.found(time.monotonic(), is_over=is_over)
-
-    def _stalled(self, stall: Stall, pending: set[int]) -> str:
-        """What holds the ranks up, if they do not go on."""
+    def _problem(self, watch: Watch, pending: set[int]) -> AnabranchError | None:
+        """Return why the ranks cannot go on, as far as their heartbeats tell."""
         now = time.monotonic()
         for rank in range(len(self._processes)):
-            if rank in pending:
-                stall.note(rank, self._position(rank).tolist(), now)
-            else:
-                stall.forget(rank, now)
-        return stall.found(now, {rank for rank in pending if self._is_stopped(rank)})
+            watch.note(rank, self._page(rank).tolist(), now, is_done=rank not in pending)
+        stopped = {rank for rank in pending if self._is_stopped(rank)}
+        return watch.problem(now, stopped, has_failed=bool(self._failures))
 
     def _is_stopped(self, rank: int) -> bool:
         """Whether SIGSTOP, or a debugger, holds a process up (Linux)."""
@@ -257,7 +232,7 @@ class _Ranks:
         process = self._processes[rank]
         process.join(_GRACE_S)
         code = process.exitcode
-        where = describe_position(self._position(rank))
+        where = place_text(self._page(rank))
         how = (
             f"was killed by signal {-code} ({signal.Signals(-code).name})"
             if code is not None and code < 0
@@ -284,15 +259,12 @@ class _Ranks:
 
     def _places(self, ranks: set[int]) -> str:
         return "; ".join(
-            f"rank {rank} {describe_position(self._position(rank)) or 'outside of the steps'}"
+            f"rank {rank} {place_text(self._page(rank)) or 'outside of the steps'}"
             for rank in sorted(ranks)
         )
 
     def _page(self, rank: int) -> memoryview:
-        return self._pages[rank * _PAGE_INTS : (rank + 1) * _PAGE_INTS]
-
-    def _position(self, rank: int) -> memoryview:
-        return self._page(rank)[:POSITION_INTS]
+        return self._pages[rank * HEARTBEAT_INTS : (rank + 1) * HEARTBEAT_INTS]
 
     def stop(self) -> None:
         """End every process, in a second at most."""
@@ -327,8 +299,7 @@ def _main(
     _leave_to_parent(signal.SIGTERM)
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
-    POSITION.share(page[:POSITION_INTS])
-    RECENT_BATCHES.share(page[POSITION_INTS:])
+    share(page)
     INTERRUPT.share(flag)
     try:
         _connect(rank, num_ranks, store)

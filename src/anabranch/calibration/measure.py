@@ -24,6 +24,7 @@ from anabranch.calibration.side_by_side import Paces
 from anabranch.calibration.sums import Sums
 from anabranch.cluster import Calibration, Cluster, Level
 from anabranch.runtime import texts
+from anabranch.runtime.guards.loop_ends import await_all
 from anabranch.runtime.mesh import Mesh
 
 Progress = Callable[[int, int], None]
@@ -143,7 +144,7 @@ def _rank(ks: Sequence[int], progress: Progress) -> Seen:
     mesh.barrier()
     if transport is not None:
         transport.flush()
-        mesh.part("calibration", 10.0)
+        await_all(mesh, "calibration", 10.0)
         transport.close()
     return Seen(hosts[mesh.rank], cores, paces, links, summing)
 

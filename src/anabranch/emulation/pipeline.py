@@ -60,7 +60,7 @@ class EmulatedPipeline:
         self._mesh = Mesh(emulation.devices, emulation.sets, timeout=timeout)
         self._links: ModelledTransport | HostLinks | None = None
         self._clock = DeviceClock()
-        with self._mesh.failing(self.close):
+        with self._mesh.failure.reporting(self.close):
             self._sums = EmulatedSums(emulation, self._clock, self._mesh)
             self._worker = self._make_worker()
         graph, costs = emulation.plan.stage_graph, emulation.costs
@@ -108,7 +108,7 @@ class EmulatedPipeline:
             Seconds of the step in the devices' time, as the wall clock showed them: from the common
             start to the end of the last compute or all-reduce on any rank, and the longest update.
         """
-        with self._mesh.failing(self.close):
+        with self._mesh.failure.reporting(self.close):
             POSITION.begin(self.step_number)
             self._begin()
             outcome = self._worker.run({}, self.step_number, watcher=self._sums)

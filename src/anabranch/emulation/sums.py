@@ -14,8 +14,9 @@ import torch
 
 from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.emulation import Emulation
+from anabranch.runtime.collectives import Pending
 from anabranch.runtime.compute.stage_compute import Outcome
-from anabranch.runtime.mesh import Mesh, Pending
+from anabranch.runtime.mesh import Mesh
 from anabranch.simulator.sums import gradient_marks
 
 POLL_S = 1e-3

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from anabranch.runtime.transport.base import guarded
@@ -144,6 +145,12 @@ def connect(group: dist.ProcessGroup, place: torch.device) -> None:
     element = torch.zeros(1, device=place)
     guarded(lambda: dist.all_reduce(element, group=group))
     element.item()
+
+
+def run_store() -> Store:
+    """Return the store through which the ranks of the run have met."""
+    store: Store = distributed_c10d._get_default_store()
+    return store
 
 
 def destroy(groups: Collection[dist.ProcessGroup]) -> None:

@@ -36,8 +36,14 @@ from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import lack, require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.guards.same_batch import RECENT_BATCHES, batch_digest
+from anabranch.runtime.guards.same_batch import (
+    RECENT_BATCHES,
+    batch_digest,
+    require_same_batch,
+    require_same_copies,
+)
 from anabranch.runtime.guards.self_check import compare_with_eager
+from anabranch.runtime.guards.store_watch import watch_ranks
 from anabranch.runtime.initialisation import SEEDS, meta_names, require_constants
 from anabranch.runtime.mesh import Mesh, require_whole_replicas
 from anabranch.runtime.messages import channels
@@ -133,7 +139,9 @@ class Session:
             cut = all(updates_by_element(job, names) for names in given if names)
             self.holders = self.holders.sharded(trainable, cut=cut)
         self.mesh = Mesh(graph.devices, self.holders.sets, place=place, timeout=timeout)
-        self._watch = self.mesh.watch(timeout if stall_timeout is None else stall_timeout)
+        self._watch = watch_ranks(
+            self.mesh.rank, self.mesh.size, timeout if stall_timeout is None else stall_timeout
+        )
         if self.mesh.rank == 0 and (said := plan.other_model(self.captured.graph)):
             warnings.warn(said, stacklevel=2)
         self.transport: Transport | None = None
@@ -272,7 +280,7 @@ class Session:
         if self._is_prepared:
             return
         self._is_prepared = True
-        self.mesh.require_same_batch(self.batch_digest)
+        require_same_batch(self.mesh, self.batch_digest)
         self.state.require_values()
         if self._check_gradients:
             home = roomy_home(self.captured.module, self._home)
@@ -312,7 +320,7 @@ class Session:
             if held[name] in copies:
                 copies[held[name]].append(parameter)
         with self.failing():
-            self.mesh.require_same_copies(copies)
+            require_same_copies(self.mesh, copies)
 
     def warn_without_gradient(self) -> None:
         """Name the trainable parameters that no gradient has reached."""
@@ -495,7 +503,7 @@ class Session:
 
     def failing(self) -> AbstractContextManager[None]:
         """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
-        return self.mesh.failing(self.abort, self._plan.stage_graph)
+        return self.mesh.failure.reporting(self.abort, self._plan.stage_graph)
 
     def given(self, batches: Iterable[Batch], leave: Callable[[], None]) -> Iterator[Batch]:
         """The same batches; if their source raises on this rank alone, it has to ``leave``."""
@@ -506,7 +514,7 @@ class Session:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self.mesh.publish(error)
+        self.mesh.failure.publish(error)
         self.abort()
 
     def abort(self) -> None:

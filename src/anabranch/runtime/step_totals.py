@@ -15,7 +15,7 @@ import torch
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.interrupt import INTERRUPT
-from anabranch.runtime.guards.same_batch import all_alike, small_digest
+from anabranch.runtime.guards.same_batch import all_alike, small_digest, unequal_batches
 from anabranch.runtime.guards.save_clock import SAVE_CLOCK
 from anabranch.runtime.mesh import Mesh
 
@@ -68,7 +68,7 @@ class StepTotals:
             SAVE_CLOCK.agree(int(self._sums[5]))
             if not all_alike(self._mesh.size, self._sums[6], self._sums[7]):
                 self._settle()
-                raise self._mesh.unequal_batches(self._digest)
+                raise unequal_batches(self._mesh, self._digest)
             if self._sums[1] or not math.isfinite(self._sums[2]):
                 self._settle()
                 self._error = self._why()

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, RECENT_INTS, RecentBatches
+from anabranch.runtime.guards.shared_failure import FAILURE_KEY
 from anabranch.runtime.guards.store_watch import StoreWatch
 
 STUCK = "3 7 1 3 0 3 1 0"
@@ -28,7 +29,7 @@ def _in_step() -> Iterator[None]:
 def ended(store: HashStore, rank: int = 0) -> bool:
     """Whether the watch ends its process within ten seconds."""
     over = threading.Event()
-    watch = StoreWatch(store, rank, 2, 0.2, "failure", over.set)
+    watch = StoreWatch(store, rank, 2, 0.2, over.set)
     over.wait(10.0)
     watch.close()
     return over.is_set()
@@ -39,7 +40,7 @@ def test_a_rank_that_does_not_go_on_ends_the_run(capsys):
     store = HashStore()
     store.set("anabranch/at/1", STUCK)
     assert ended(store)
-    told = store.get("failure").decode()
+    told = store.get(FAILURE_KEY).decode()
     assert told.startswith("0: rank 1 has not gone on for")
     assert "in the forward of stage 1, micro-batch 3, step 7; waiting: rank 0" in told
     assert capsys.readouterr().err.startswith("StageFailedError: rank 1 has not gone on")
@@ -57,7 +58,7 @@ def test_a_process_that_is_held_up_at_once_is_found(capsys):
 def test_a_failure_that_is_told_ends_a_rank_that_cannot(capsys):
     """It may be held up by the rank that failed."""
     store = HashStore()
-    store.set("failure", "1: the reason")
+    store.set(FAILURE_KEY, "1: the reason")
     assert ended(store)
     assert capsys.readouterr().err == "rank 0 stops, because rank 1 failed\n".join(
         ["StageFailedError: ", ""]
@@ -112,6 +113,6 @@ def test_a_rank_whose_store_does_not_answer_ends_itself(capsys):
 def test_a_rank_that_is_done_holds_nobody_up():
     """Its last page says so."""
     store = HashStore()
-    watch = StoreWatch(store, 1, 2, 5.0, "failure", lambda: None)
+    watch = StoreWatch(store, 1, 2, 5.0, lambda: None)
     watch.close()
     assert store.get("anabranch/at/1") == b"0"

@@ -47,6 +47,7 @@ from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.reducer import Reducer
+from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
 from anabranch.runtime.optimizer_facts import facts_of
@@ -266,11 +267,11 @@ class AsyncPipeline(BasePipeline):
         try:
             for batch in self._session.given(batches, self._leave):
                 with self._session.failing():
-                    self._mesh.begin(loop, self.step_number - first)
+                    begin_unit(self._mesh, loop, self.step_number - first)
                 self._put(batch)
                 yield from self._known(first, self.step_number - self._late)
             with self._session.failing():
-                self._mesh.end(loop, self.step_number - first)
+                end_loop(self._mesh, loop, self.step_number - first)
             with suppress(NonFiniteError):  # its turn comes after the losses before it
                 self.drain()
             yield from self._known(first, self.step_number)
@@ -284,7 +285,8 @@ class AsyncPipeline(BasePipeline):
             self._session.transport.flush()
             # An error in the user's loop on one rank also ends here, and must not be held up.
             patience_s = min(1.0 + 4 * max(self._recent_s, default=0.0), _PATIENCE_S)
-            self._mesh.part(f"{self._number}/{self.step_number}/{next(self._parted)}", patience_s)
+            key = f"{self._number}/{self.step_number}/{next(self._parted)}"
+            await_all(self._mesh, key, patience_s)
 
     def step(self, batch: Batch) -> float:
         """Train on one mini-batch and drain; see ``steps``, which keeps the pipeline full.

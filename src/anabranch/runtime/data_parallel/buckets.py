@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.cost.buckets import cut_into_buckets
+from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.pieces import Pieces
-from anabranch.runtime.mesh import Mesh, Pending
+from anabranch.runtime.mesh import Mesh
 
 Ranks = tuple[int, ...]
 Named = tuple[str, nn.Parameter]

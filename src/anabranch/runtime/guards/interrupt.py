@@ -15,9 +15,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from typing import Any
 
 _ECHO_S = 3.0
 """Signals within so many seconds of the first are the same one: a terminal sends Ctrl-C to every
@@ -51,21 +51,35 @@ INTERRUPT = Interrupt()
 
 
 @contextmanager
+def handling(hear: Callable[[int], None]) -> Iterator[dict[int, Any]]:
+    """Inside, give SIGINT and SIGTERM to a function, in the main thread of a process; yields the
+    handlers that they had. Ignored ones stay ignored, as in a background job.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_main = threading.current_thread() is threading.main_thread()
+    # None is a handler that is not Python's.
+    heard = [n for n, was in before.items() if is_main and was not in (None, signal.SIG_IGN)]
+    for number in heard:
+        signal.signal(number, lambda number, _: hear(number))
+    try:
+        yield {int(number): was for number, was in before.items()}
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
+@contextmanager
 def listening() -> Iterator[None]:
     """Inside, SIGINT and SIGTERM ask training to end, under torchrun say; a later one ends it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     INTERRUPT.share(memoryview(bytearray(8)).cast("q"))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     first: float | None = None
-    mine = os.getpid()
+    process = os.getpid()
 
-    def hear(number: int, _: FrameType | None) -> None:
+    def hear(number: int) -> None:
         nonlocal first
-        if os.getpid() != mine:
+        if os.getpid() != process:
             # The user's data may fork processes, and ends them with a signal.
-            signal.signal(number, before[signal.Signals(number)])
+            signal.signal(number, before[number])
             os.kill(os.getpid(), number)
         elif first is None:
             first = time.monotonic()
@@ -73,12 +87,5 @@ def listening() -> Iterator[None]:
         elif time.monotonic() - first > _ECHO_S:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    # What is ignored (in a background job, say) stays so; None is a handler that is not Python's.
-    heard = [number for number, was in before.items() if was not in (None, signal.SIG_IGN)]
-    for number in heard:
-        signal.signal(number, hear)
-    try:
+    with handling(hear) as before:
         yield
-    finally:
-        for number in heard:
-            signal.signal(number, before[number])

@@ -17,11 +17,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from anabranch.errors import DataError, TrainingError
 from anabranch.loaders import samples_digest
+
+if TYPE_CHECKING:
+    from anabranch.runtime.mesh import Mesh
 
 DIGEST_BITS = 20
 """Squares of digests, summed over thousands of ranks, are still whole numbers of a float64."""
@@ -142,7 +147,7 @@ class BatchWatch:
         if len(told) < self._num_ranks and now - self._since < _WAIT_S and not is_over:
             return ""
         ranks = sorted(told)
-        return refusal(odd_ones([told[rank] for rank in ranks], ranks))
+        return _refusal(odd_ones([told[rank] for rank in ranks], ranks))
 
     def _told(self) -> Iterator[dict[int, int]]:
         """Per batch, the digests of those who have it."""
@@ -150,13 +155,49 @@ class BatchWatch:
             yield {rank: seen[key] for rank, seen in self._seen.items() if key in seen}
 
 
-def refusal(odd: str) -> str:
+def _refusal(odd: str) -> str:
     """The message for ranks that have been given different batches."""
     return (
         f"{odd or 'some rank has'} another batch than the others, in its names, sizes or values; "
         "every rank has to be given the same whole batch, of which it takes its slices: give all "
         "ranks the same data, in the same order, shuffled with one seed"
     )
+
+
+def unequal_batches(mesh: Mesh, digest: bytes) -> DataError:
+    """Return the error for batches that are known to differ; all ranks call it together."""
+    return DataError(_refusal(odd_ones(mesh.all_gather_bytes(digest), range(mesh.size))))
+
+
+def require_same_batch(mesh: Mesh, digest: bytes) -> None:
+    """Accept a batch that all ranks have alike; a DataError on every rank names those that have
+    another one.
+    """
+    if mesh.size > 1 and (odd := odd_ones(mesh.all_gather_bytes(digest), range(mesh.size))):
+        raise DataError(_refusal(odd))
+
+
+def require_same_copies(mesh: Mesh, copies: Mapping[tuple[int, ...], Collection[Tensor]]) -> None:
+    """Accept parameters whose copies are equal, bit for bit.
+
+    Args:
+        copies: sets of ranks -> this rank's copies of what they share; the same sets on all ranks,
+            in one order, with nothing where this rank is not one.
+
+    Raises:
+        TrainingError: on every rank, naming those whose copies differ.
+    """
+    if mesh.size == 1 or not copies:
+        return
+    digests = torch.tensor([copies_digest(held) for held in copies.values()])
+    gathered = [row.tolist() for row in mesh.all_gather(digests)]
+    for index, ranks in enumerate(copies):
+        if odd := odd_ones([gathered[rank][index] for rank in ranks], ranks):
+            raise TrainingError(
+                f"{odd} other values of parameters that ranks {', '.join(map(str, ranks))} share: "
+                "copies are updated alike and stay equal bit for bit, so memory was damaged, or "
+                "something else changes parameters on some ranks only; resume from a checkpoint"
+            )
 
 
 def odd_ones(told: Sequence[object], ranks: Sequence[int]) -> str:

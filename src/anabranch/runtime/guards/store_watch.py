@@ -18,17 +18,34 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Protocol, cast
 
 from torch._C._distributed_c10d import Store
 
-from anabranch.errors import AnabranchError, DataError, StageFailedError
-from anabranch.runtime.guards.position import POSITION, POSITION_INTS
-from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchWatch
-from anabranch.runtime.guards.stall import Stall
+from anabranch.errors import AnabranchError, StageFailedError
+from anabranch.runtime.guards.heartbeat import Watch, heartbeat
+from anabranch.runtime.guards.position import POSITION
+from anabranch.runtime.guards.shared_failure import FAILURE_KEY
+from anabranch.runtime.process_groups import run_store
 
 _READERS = 2
 _GRACE_S = 1.0
 """Seconds that a rank has to end by itself when another one has told why the run ends."""
+
+
+class _HasClone(Protocol):
+    """A store that other threads can have a connection of their own to."""
+
+    def clone(self) -> Store:
+        """The same store through another connection."""
+
+
+def watch_ranks(rank: int, size: int, timeout_s: float) -> StoreWatch | None:
+    """Watch under torchrun that the ranks go on; the parent of local ranks watches them itself."""
+    if size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    # Every store of torch has it; its stubs do not.
+    return StoreWatch(cast("_HasClone", run_store()).clone(), rank, size, timeout_s)
 
 
 class StoreWatch:
@@ -37,7 +54,6 @@ class StoreWatch:
     Args:
         store: which the thread has for itself.
         timeout_s: seconds without progress of any rank, or without the store.
-        failure_key: where a failure is told.
         end: ends the process, by default at once.
     """
 
@@ -47,16 +63,15 @@ class StoreWatch:
         rank: int,
         size: int,
         timeout_s: float,
-        failure_key: str,
         end: Callable[[], None] = lambda: os._exit(1),
     ) -> None:
-        self._store, self._rank, self._size, self._key = store, rank, size, failure_key
+        self._store, self._rank, self._size = store, rank, size
         self._timeout_s, self._end = timeout_s, end
         self._interval_s = min(0.5, timeout_s / 4)
         store.set_timeout(timedelta(seconds=max(timeout_s / 2, 0.5)))
-        self._stall = Stall(timeout_s)
+        self._watch = Watch(size, timeout_s)
         self._beats: dict[int, tuple[int, float]] = {}
-        self._batches = BatchWatch(size)
+        self._heartbeats: dict[int, list[int]] = {}
         self._closed = threading.Event()
         self._tell(0)  # so that nobody is unknown, however soon it is held up
         self._reached = time.monotonic()
@@ -99,7 +114,7 @@ class StoreWatch:
                 return
             if found is not None:
                 with suppress(RuntimeError, ValueError):
-                    self._store.compare_set(self._key, "", f"{self._rank}: {found}")
+                    self._store.compare_set(FAILURE_KEY, "", f"{self._rank}: {found}")
                     time.sleep(self._interval_s)  # others read it, if this rank has the store
                 self._leave(found)
                 return
@@ -119,14 +134,14 @@ class StoreWatch:
                 return
 
     def _tell(self, beat: int) -> None:
-        numbers = [beat, *POSITION.numbers, *RECENT_BATCHES.numbers]
-        self._store.set(f"anabranch/at/{self._rank}", " ".join(map(str, numbers)))
+        numbers = " ".join(map(str, [beat, *heartbeat()]))
+        self._store.set(f"anabranch/at/{self._rank}", numbers)
 
     def _failure(self) -> str:
-        return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+        return self._store.get(FAILURE_KEY).decode() if self._store.check([FAILURE_KEY]) else ""
 
     def _look(self) -> AnabranchError | None:
-        """Why the run cannot go on, if this rank is one of those who look."""
+        """Return why the run cannot go on, if this rank is one of the readers."""
         if self._rank >= _READERS:
             return None
         now = time.monotonic()
@@ -134,21 +149,17 @@ class StoreWatch:
             key = f"anabranch/at/{rank}"
             if not self._store.check([key]):
                 continue
-            beat, *page = map(int, self._store.get(key).split())
-            position, recent = page[:POSITION_INTS], page[POSITION_INTS:]
-            if not position:  # it is done
-                self._stall.forget(rank, now)
+            beat, *ints = map(int, self._store.get(key).split())
+            if ints:
+                self._heartbeats[rank] = ints
+                if rank not in self._beats or self._beats[rank][0] != beat:
+                    self._beats[rank] = beat, now
+            else:
                 self._beats.pop(rank, None)
-                continue
-            self._stall.note(rank, position, now)
-            self._batches.note(rank, recent)
-            if rank not in self._beats or self._beats[rank][0] != beat:
-                self._beats[rank] = beat, now
+            if rank in self._heartbeats:
+                self._watch.note(rank, self._heartbeats[rank], now, is_done=not ints)
         silent = {r for r, (_, since) in self._beats.items() if now - since > self._timeout_s / 2}
-        if unequal := self._batches.found(now):
-            return DataError(unequal)
-        stalled = self._stall.found(now, silent)
-        return StageFailedError(stalled) if stalled else None
+        return self._watch.problem(now, silent)
 
     def _leave(self, why: AnabranchError) -> None:
         if self._closed.is_set():

@@ -1,0 +1,85 @@
+"""The first failure of a run, in the store of its ranks: written by the rank that fails."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from anabranch.errors import NonFiniteError, StageFailedError
+from anabranch.plans.stages import StageGraph
+from anabranch.runtime.guards.failure import Failure, PeerLostError, located
+from anabranch.runtime.process_groups import run_store
+
+FAILURE_KEY = "anabranch/failure"
+_GRACE_S = 1.0
+"""Seconds that a rank whose connections broke waits for the rank that failed to say so."""
+
+
+class SharedFailure:
+    """One rank's view of the first failure.
+
+    Attributes:
+        is_closed: whether the rank has left the run, and tells nothing any more.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self.is_closed = size == 1
+
+    @contextmanager
+    def reporting(
+        self, close: Callable[[], None], graph: StageGraph | None = None
+    ) -> Iterator[None]:
+        """Publish a failure inside to the other ranks, and explain one of theirs."""
+        try:
+            with located(self._rank, graph):
+                yield
+        except NonFiniteError:
+            raise  # on every rank at once; the caller may go on
+        except PeerLostError as lost:
+            close()
+            raise self._explained(lost) from None
+        except BaseException as error:
+            self.publish(error)
+            close()
+            raise
+
+    def publish(self, error: BaseException) -> None:
+        """Write down why this rank ends, unless another rank was the first."""
+        if self.is_closed:
+            return
+        failure = Failure.of(error, self._rank)
+        # A store that is gone cannot be told anything; the error itself must still reach the user.
+        with suppress(RuntimeError, ValueError):
+            run_store().compare_set(FAILURE_KEY, "", f"{self._rank}: {failure.message}")
+
+    def _explained(self, lost: PeerLostError) -> BaseException:
+        """Return what to raise on a rank whose connections broke; another rank has the cause.
+
+        Under torchrun a rank leaves quietly if the cause is told; local ones report to their
+        parent.
+        """
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return lost
+        deadline = time.monotonic() + _GRACE_S
+        while not (text := _published()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if text and not text.startswith(f"{self._rank}:"):
+            return SystemExit(
+                f"rank {self._rank} stops, because rank {text.partition(':')[0]} failed"
+            )
+        error = StageFailedError(
+            f"rank {self._rank} lost another rank, which was killed or ended outside of the steps: "
+            f"{lost}"
+        )
+        self.publish(error)
+        return error
+
+
+def _published() -> str:
+    with suppress(RuntimeError, ValueError):
+        if run_store().check([FAILURE_KEY]):
+            return str(run_store().get(FAILURE_KEY).decode())
+    return ""
