@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -269,16 +269,3 @@ def planning_profiles(
         costs.append(OpCost(times, tuple(2 * t for t in times), draw(sizes)))
     graph = OpGraph(ops, values, parameters, name="drawn")
     return Profile(graph, samples, tuple(costs), device="cpu", source="measured")
-
-
-@st.composite
-def sharded_stage_graphs(draw: st.DrawFn, max_stages: int = 4) -> StageGraph:
-    """Like ``stage_graphs``, with replicas of several devices: tensor parallelism."""
-    graph = draw(stage_graphs(max_stages=max_stages))
-    stages, devices = [], 0
-    for stage in graph.stages:
-        tensor = draw(st.integers(1, 3))
-        count = stage.replicas * tensor
-        stages.append(replace(stage, devices=tuple(range(devices, devices + count)), tensor=tensor))
-        devices += count
-    return replace(graph, stages=tuple(stages))

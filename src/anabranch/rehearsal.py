@@ -103,7 +103,7 @@ def rehearse(
     """Run a plan on emulated devices, each a local rank.
 
     Args:
-        plan: of any planner; without tensor parallelism.
+        plan: of any planner.
         cluster: where it shall run; by default the plan's.
         steps: to measure, beside those that set things up.
         links: ``modelled`` or ``host``, see ``Emulation``.

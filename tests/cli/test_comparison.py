@@ -57,7 +57,7 @@ def test_what_holds_for_all_is_said_once():
     both = "a remark on the profile"
     plain = a_plan(Stage(("a",), (0,), 4), notes=(both,))
     special = a_plan(
-        Stage(("a",), (0, 1), 2, k=2, recompute=True, tensor=2),
+        Stage(("a",), (0, 1), 2, k=2, recompute=True),
         Stage(("b",), (2,), 4),
         notes=(both, "interrupted: the best of the first 2 proposals"),
     )
@@ -70,7 +70,7 @@ def test_what_holds_for_all_is_said_once():
         "costs: measured, cpu",
         both,
         "even: 1 stage, micro-batch 4, 1f1b",
-        "piper: 2 stages, micro-batch 2,4, k 1,2, tensor 1,2, 1 recompute, 1f1b; "
+        "piper: 2 stages, micro-batch 2,4, k 1,2, 1 recompute, 1f1b; "
         "interrupted: the best of the first 2 proposals",
         "dapple: nothing fits",
     ]

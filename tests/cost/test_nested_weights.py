@@ -16,7 +16,7 @@ from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.cost.stage_weights import Border, Number, StageWeights
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value, bits
 from anabranch.profile.profile import OpCost, Profile
-from tests.planner.helpers import prefixes, sharded
+from tests.planner.helpers import prefixes
 from tests.planner.piper.reference import rich_profiles
 from tests.strategies import op_graphs
 
@@ -43,27 +43,24 @@ def at(rows: list[Number], place: object) -> list[float]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(rich_profiles(), st.booleans())
-def test_every_stage_weighs_as_the_cost_model_says(profile, tensor):
+@given(rich_profiles())
+def test_every_stage_weighs_as_the_cost_model_says(profile):
     """Any graph and all pairs of its downsets, a row of its operators: tied and frozen parameters,
-    tables whose gradients are rows, values without a batch or a gradient, several readers, shards.
+    tables whose gradients are rows, values without a batch or a gradient, several readers.
     """
     sparse = {"sparse_embeddings": True, "batch_size": 2}
-    cost = CostModel(sharded(profile) if tensor else profile, MACHINES, **sparse)
+    cost = CostModel(profile, MACHINES, **sparse)
     for masks in (downsets(cost.graph, 10**5), prefixes(range(len(cost.graph)))):
         sets, pairs = NestedSets(cost, masks), nested_pairs(cost.graph, masks, 10**6)
-        for degree in cost.tensor_degrees[:2]:
-            listed = figures(sets.between(pairs, degree))
-            matrices = figures(sets.matrices(degree))
-            seconds = sets.compute_s(3, degree, recompute=True)
-            for i, (u, v) in enumerate(zip(pairs.lower, pairs.upper, strict=True)):
-                mask = sets.mask(u, v)
-                assert mask == masks[v] & ~masks[u]
-                expected = at(figures(cost.weights(mask, degree)), ())
-                assert at(listed, i) == at(matrices, (u, v)) == expected
-                backward = cost.backward_s(bits(mask), 3, recompute=True, tensor=degree)
-                forward = cost.forward_s(bits(mask), 3, tensor=degree)
-                assert seconds[v] - seconds[u] == forward + backward
+        listed, matrices = figures(sets.between(pairs)), figures(sets.matrices)
+        seconds = sets.compute_s(3, recompute=True)
+        for i, (u, v) in enumerate(zip(pairs.lower, pairs.upper, strict=True)):
+            mask = sets.mask(u, v)
+            assert mask == masks[v] & ~masks[u]
+            expected = at(figures(cost.weights(mask)), ())
+            assert at(listed, i) == at(matrices, (u, v)) == expected
+            backward = cost.backward_s(bits(mask), 3, recompute=True)
+            assert seconds[v] - seconds[u] == cost.forward_s(bits(mask), 3) + backward
 
 
 @settings(max_examples=20, deadline=None)
@@ -75,7 +72,7 @@ def test_a_row_may_be_a_part_of_the_model(graph, data):
     last = data.draw(st.integers(first + 1, len(graph)))
     row = NestedSets.row(cost, [1 << op for op in range(first, last)])
     assert row.parts == tuple(1 << op for op in range(first, last))
-    matrices = figures(row.matrices())
+    matrices = figures(row.matrices)
     for i in range(len(row)):
         for j in range(i + 1, len(row)):
             assert at(matrices, (i, j)) == at(figures(cost.weights(row.mask(i, j))), ())
@@ -134,6 +131,6 @@ def test_tied_parameters_count_once():
         parameters=(Parameter("w", 100), Parameter("own", 1)),
     )
     sets = NestedSets(cost_of(graph), prefixes(range(3)))
-    assert sets.matrices().trainable[0].tolist() == [0, 100, 101, 101]
+    assert sets.matrices.trainable[0].tolist() == [0, 100, 101, 101]
     pairs = Pairs(np.array([0, 0, 1]), np.array([1, 3, 3]))
     assert sets.between(pairs).trainable.tolist() == [100, 101, 101]

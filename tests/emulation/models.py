@@ -30,7 +30,6 @@ def job(
     value_bytes: int = 1000,
     parameter_bytes: int = 1000,
     schedule: str = "1f1b",
-    tensor: Sequence[int] | None = None,
 ) -> tuple[Plan, Profile]:
     """Operator i alone in stage i, 1 ms forward and 2 ms backward per sample."""
     count = len(devices)
@@ -41,11 +40,8 @@ def job(
         on,
         value_bytes=value_bytes,
         parameter_bytes=parameter_bytes,
-        degrees=(2,),
     )
-    graph = stage_graph(
-        edges, list(devices), batch_size, [microbatch_size] * count, list(tensor or [1] * count)
-    )
+    graph = stage_graph(edges, list(devices), batch_size, [microbatch_size] * count)
     graph = SCHEDULES[schedule]().warm_up(graph)
     nothing = Prediction(1.0, 1.0, 0.0, (0,) * len(graph.devices))
     plan = Plan(graph, schedule, "by hand", "", on.name, "", 0.0, 0.0, nothing, machines=on)

@@ -165,9 +165,8 @@ def refused(plan: Plan, profile: Profile, message: str) -> None:
 
 
 def test_what_cannot_be_emulated_is_refused_before_a_rank_starts() -> None:
-    """Tensor parallelism, more devices than the cluster has, another model."""
+    """More devices than the cluster has, another model."""
     on = machines(8)
-    refused(*job((), [(0, 1)], on, tensor=[2]), "tensor parallelism")
     refused(*job(chain(2), [(0,), (5,)], on), "uses device 5")
     plan, _ = job(chain(2), [(0,), (1,)], on)
     refused(plan, job(chain(3), [(0,), (1,), (2,)], on)[1], "each operator of the model")

@@ -132,7 +132,7 @@ PLAN: dict[str, Any] = {
             "k": 1,
             "in_flight": 1,
             "recompute": False,
-            "tensor": 2,
+            "tensor": 1,
         },
     ],
     "edges": [[0, 2], [1, 2]],
@@ -140,38 +140,10 @@ PLAN: dict[str, Any] = {
 }
 
 
-# The same tower on two and on four devices; the order of the operators does not matter.
-SHARDED: dict[str, Any] = PROFILE | {
-    "sharded": [
-        {
-            "degree": degree,
-            "operators": [
-                {
-                    "name": "layer",
-                    "forward_s": [0.001 / degree, 0.002 / degree],
-                    "backward_s": [0.002 / degree, 0.004 / degree],
-                    "kept_bytes_per_sample": 40 // degree,
-                    "parameter_bytes": 400 // degree,
-                },
-                {
-                    "name": "loss",
-                    "forward_s": [0.0, 0.0],
-                    "backward_s": [0.0, 0.0],
-                    "kept_bytes_per_sample": 0,
-                    "parameter_bytes": 0,
-                },
-            ],
-        }
-        for degree in (2, 4)
-    ]
-}
-
-
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], object]]] = {
     "profile": (PROFILE, load_profile),
     "cluster": (CLUSTER, load_cluster),
     "plan": (PLAN, load_plan),
-    "sharded": (SHARDED, load_profile),
 }
 
 

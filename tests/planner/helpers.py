@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import accumulate
 
 from anabranch.cluster import Cluster, Level
@@ -11,7 +10,7 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.toolkit.parts import PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices
-from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.profile import OpCost, Profile
 
 FAST = 1e18
 
@@ -74,18 +73,3 @@ def two_priced(size: int = 4, *, cluster: Cluster = TWO_NODES, batch_size: int =
     """Prices of parts of the two operators at one micro-batch size."""
     cost = CostModel(TWO_PROFILED, cluster, optimizer_factor=1.0)
     return PartPrices(MicrobatchPrices(cost, batch_size, size, (1, 2, 4), cluster.memory_bytes))
-
-
-def sharded(profile: Profile, degree: int = 2) -> Profile:
-    """The same with tensor parallelism: a launch more, the rest of everything split."""
-    costs = tuple(
-        OpCost(
-            tuple(0.5 + t / degree for t in cost.forward_s),
-            tuple(0.5 + t / degree for t in cost.backward_s),
-            cost.kept_bytes // degree,
-        )
-        for cost in profile.costs
-    )
-    nbytes = {p.name: p.nbytes for p in profile.graph.parameters}
-    held = tuple(sum(nbytes[n] for n in op.parameters) // degree for op in profile.graph.ops)
-    return replace(profile, sharded=(Sharded(degree, costs, held),))

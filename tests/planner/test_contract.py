@@ -18,7 +18,7 @@ from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from tests.planner import shapes
-from tests.planner.helpers import cost_model, sharded
+from tests.planner.helpers import cost_model
 from tests.strategies import planning_profiles
 
 NAMES = sorted(PLANNERS)
@@ -71,7 +71,7 @@ def test_proposals_are_valid_and_reproducible(name, profile, devices, batch_size
 @st.composite
 def odd_profiles(draw: st.DrawFn) -> Profile:
     """Some of: a parameter that all read, operators that take no time, a range that begins at 2
-    samples, and costs under tensor parallelism.
+    samples.
     """
     profile = draw(planning_profiles(5, series_parallel=False))
     graph, costs = profile.graph, list(profile.costs)
@@ -83,7 +83,7 @@ def odd_profiles(draw: st.DrawFn) -> Profile:
         for i in draw(st.sets(st.integers(0, len(costs) - 1))):
             costs[i] = replace(costs[i], forward_s=nothing, backward_s=nothing)
     first = draw(st.integers(0, 1))
-    profile = replace(
+    return replace(
         profile,
         graph=graph,
         samples=profile.samples[first:],
@@ -92,7 +92,6 @@ def odd_profiles(draw: st.DrawFn) -> Profile:
             for cost in costs
         ),
     )
-    return sharded(profile) if draw(st.booleans()) else profile
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.data_parallel import DataParallel
 from tests.planner import shapes
-from tests.planner.helpers import cost_model, sharded
+from tests.planner.helpers import cost_model
 
 SMALL = shapes.towers("small", 2, 1, layers=2, top=1)
 
@@ -59,10 +59,3 @@ def test_recomputation_would_save_nothing():
         for recompute in (False, True)
     )
     assert again == keep
-
-
-def test_replicas_of_several_devices():
-    """Two devices for each of two replicas, or four of one: both are proposed."""
-    cost = cost_model(sharded(SMALL), 4, node=2, memory=2**40)
-    stages = [g.stages[0] for g in DataParallel()(cost, batch_size=4, microbatch_size=4)]
-    assert sorted((stage.replicas, stage.tensor) for stage in stages) == [(2, 2), (4, 1)]

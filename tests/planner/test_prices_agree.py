@@ -22,7 +22,7 @@ from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.simulator.costs import ModelCosts
-from tests.planner.helpers import cost_model, prefixes, sharded
+from tests.planner.helpers import cost_model, prefixes
 from tests.planner.piper.reference import rich_profiles
 
 DEVICES, COUNT = 8, 50
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def part(self) -> Part:
-        return Part(self.mask, self.mode.replicas, self.mode.recompute, self.mode.tensor)
+        return Part(self.mask, self.mode.replicas, self.mode.recompute)
 
     def prices(self, cost: CostModel) -> MicrobatchPrices:
         return MicrobatchPrices(
@@ -59,21 +59,18 @@ class Case:
             self.size,
             (self.mode.replicas,),
             cost.cluster.memory_bytes,
-            (self.mode.tensor,),
             self.mode.recompute,
-            DEVICES,
         )
 
     def simulated(self, cost: CostModel, versions: int = 1) -> tuple[ModelCosts, int]:
         """The prices of a plan with this stage, on the first devices, and its place in it."""
         graph, runs = cost.graph, [(0, self.start), (self.start, self.stop)]
-        stages, free = [], self.mode.devices
+        stages, free = [], self.mode.replicas
         for first, last in [*runs, (self.stop, len(graph))]:
             names = tuple(op.name for op in graph.ops[first:last])
             if (first, last) == (self.start, self.stop):
-                mine, devices = len(stages), tuple(range(self.mode.devices))
-                tensor, recompute = self.mode.tensor, self.mode.recompute
-                stages.append(Stage(names, devices, self.size, recompute=recompute, tensor=tensor))
+                mine, devices = len(stages), tuple(range(self.mode.replicas))
+                stages.append(Stage(names, devices, self.size, recompute=self.mode.recompute))
             elif names:
                 stages.append(Stage(names, (free,), self.size))
                 free += 1
@@ -97,13 +94,11 @@ def cases(draw: st.DrawFn) -> Case:
             backward_s=tuple(by * seconds for seconds in backward),
         )
 
-    profile = replace(profile, costs=tuple(map(scaled, profile.costs)), sharded=())
-    profile = sharded(profile)
+    profile = replace(profile, costs=tuple(map(scaled, profile.costs)))
     start = draw(st.integers(0, len(profile.graph) - 1))
     stop = draw(st.integers(start + 1, len(profile.graph)))
-    tensor = draw(st.sampled_from([1, 1, 2]))
-    replicas = draw(st.integers(1, 4 // tensor))
-    mode = Mode(replicas, draw(st.booleans()), tensor)
+    replicas = draw(st.integers(1, 4))
+    mode = Mode(replicas, draw(st.booleans()))
     return Case(profile, start, stop, draw(st.integers(replicas, 8)), mode)
 
 
@@ -112,7 +107,7 @@ def listed(case: Case, cost: CostModel) -> Iterator[tuple[str, float, int]]:
     order, mode, prices = range(len(cost.graph)), case.mode, case.prices(cost)
     parts = PartPrices(prices)
     yield "parts", parts.period_s(case.part), parts.headroom(case.part)
-    if not mode.recompute and mode.tensor == 1:
+    if not mode.recompute:
         states = NestedSets(cost, prefixes(order))
         terms = Terms(states, prices, tiers(cost.cluster), DEVICES, accumulate=True)
         height = int(terms.headroom(mode.replicas)[case.start, case.stop])
@@ -131,13 +126,12 @@ def dapple(case: Case, row: NestedSets) -> Tables:
 def piper(case: Case, cost: CostModel) -> tuple[float, int]:
     """Piper's load and the largest height; -1 if the stage fits at none."""
     states = NestedSets(cost, prefixes(range(len(cost.graph))))
-    modes = [replace(case.mode, recompute=False), case.mode][: 1 + case.mode.recompute]
-    found = DownsetPrices(case.prices(cost), states, modes).options(
+    found = DownsetPrices(case.prices(cost), states).options(
         Pairs(np.array([case.start]), np.array([case.stop])),
         np.array([DEVICES], dtype=np.int32),
         float("inf"),
     )
-    mine = np.flatnonzero(found.mode == len(modes) - 1)
+    mine = np.flatnonzero(found.mode == int(case.mode.recompute))
     return (found.load_s[mine[0]], int(found.held[mine[0]]) - 1) if len(mine) else (np.nan, -1)
 
 
@@ -155,15 +149,11 @@ def test_periods_are_made_of_the_simulators_seconds(case):
     costs, stage = case.simulated(cost)
     n, mode = -(-case.size // case.mode.replicas), case.mode
     compute = sum(costs.compute_s(stage, n))
-    border, price = cost.border(case.mask), cost.border_price(mode.devices)
+    border, price = cost.border(case.mask), cost.border_price(mode.replicas)
     comes, goes = border.comes.at(n), border.goes.at(n)
-    nbytes = cost.stage_held_bytes(bits(case.mask), mode.tensor).summed
-    devices = range(mode.devices)
-    reduce_s = cost.allreduce_s(nbytes, devices) if mode.tensor == 1 else None
-    if reduce_s is None:
-        per_byte, latency_s = cost.ring_price(devices, mode.replicas)
-        reduce_s = nbytes * per_byte + (nbytes > 0) * latency_s
-    elif not cost.tied and mode.replicas > 1 and nbytes:
+    nbytes = cost.stage_held_bytes(bits(case.mask)).summed
+    reduce_s = cost.allreduce_s(nbytes, range(mode.replicas))
+    if not cost.tied and mode.replicas > 1 and nbytes:
         (ring,) = (ring for ring in costs.all_reduces() if ring.stages == (stage,))
         assert ring.seconds == reduce_s
     left = max(reduce_s - HIDING * compute, 0.0)
@@ -172,7 +162,7 @@ def test_periods_are_made_of_the_simulators_seconds(case):
         assert np.isnan(period_s) or period_s == expected, name
     load_s, _ = piper(case, cost)
     assert np.isnan(load_s) or load_s == compute + (comes + goes) * price + reduce_s / COUNT
-    if not mode.recompute and mode.tensor == 1:
+    if not mode.recompute:
         states = NestedSets(cost, prefixes(range(len(cost.graph))))
         terms = Terms(states, case.prices(cost), tiers(cost.cluster), DEVICES, accumulate=True)
         assert terms.compute_s(mode.replicas)[case.start, case.stop] == compute
@@ -220,7 +210,7 @@ def test_memory_is_the_same_to_the_last_byte(case, in_flight, versions):
     it keeps one micro-batch fewer; the simulator's terms add up to the same.
     """
     shape = {"microbatch_size": case.size, "replicas": case.mode.replicas}
-    shape |= {"recompute": case.mode.recompute, "tensor": case.mode.tensor}
+    shape |= {"recompute": case.mode.recompute}
     ops, roomy = list(bits(case.mask)), case.cost()
     need = roomy.device_bytes(ops, in_flight=in_flight, **shape)
     costs, stage = case.simulated(roomy, versions)

@@ -56,6 +56,6 @@ def test_stages_cost_what_they_cost_in_the_whole_model(data):
             inside = whole.graph.mask(ours.operators), fewer.graph.mask(theirs.operators)
             assert whole.border(inside[0]) == fewer.border(inside[1])
             sizes = {"microbatch_size": 2, "replicas": 1, "in_flight": 3}
-            kept = 2 * whole.kept_bytes()[a].sum()
+            kept = 2 * whole.kept_bytes[a].sum()
             more = fewer.device_bytes(b, **sizes) - whole.device_bytes(a, **sizes)
             assert abs(more) <= kept

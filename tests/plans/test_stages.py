@@ -77,7 +77,7 @@ def test_stage_edges_run_upwards_and_occur_once(edges):
 
 
 def test_a_summary_names_what_some_stage_has():
-    """k, tensor parallelism and recompute get a column where any stage has them, else none."""
+    """k and recompute get a column where any stage has them, else none."""
 
     def lines(*stages: Stage) -> list[str]:
         graph = StageGraph(stages, tuple((i, i + 1) for i in range(len(stages) - 1)), 8)
@@ -89,11 +89,9 @@ def test_a_summary_names_what_some_stage_has():
     assert " ".join(plain[1].split()) == (
         "stage 1 after 0 devices 1 micro-batch 4 in flight 0 1 operator: b"
     )
-    first, last = lines(
-        Stage(("a",), (0, 1), 4, k=2, tensor=2, recompute=True), Stage(("b",), (2,), 4)
-    )
-    assert "in flight   0  k  2  tensor  2  recompute    1 operator: a" in first
-    assert "in flight   0  k  1  tensor  1               1 operator: b" in last
+    first, last = lines(Stage(("a",), (0, 1), 4, k=2, recompute=True), Stage(("b",), (2,), 4))
+    assert "in flight   0  k  2  recompute    1 operator: a" in first
+    assert "in flight   0  k  1               1 operator: b" in last
     # Groups of two need two micro-batches.
     assert "k " not in lines(Stage(("a",), (0,), 8, k=2))[0].partition("in flight")[2]
 

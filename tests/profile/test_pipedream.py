@@ -83,7 +83,7 @@ def test_by_eye(tmp_path: Path) -> None:
         OpCost((0.0005,), (0.00025,), 0),
         OpCost((0.001,), (0.002,), 200),
     )
-    assert (found.source, found.proportional, found.sharded) == ("imported", True, ())
+    assert (found.source, found.proportional) == ("imported", True)
     assert found.origin == (
         "imported, a GPU that PipeDream's format does not name, at 4 samples; "
         "taken as proportional to samples"

@@ -4,11 +4,7 @@ import pytest
 from hypothesis import given
 
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.report.gantt import timeline_svg
 from anabranch.report.stagegraph import draw
-from anabranch.schedule import SCHEDULES
-from anabranch.simulator.costs import StageTimes
-from anabranch.simulator.run import run
 from tests.report.examples import TWO_TOWERS, chain, of_class, parse, plan, texts
 from tests.strategies import plans
 
@@ -74,14 +70,3 @@ def test_names_are_escaped():
     stage = Stage(("a<b>&\"'", "]]>"), (0,), 1)
     written = texts(parse(draw(StageGraph((stage,), (), 1)).svg()))
     assert "a<b>&\"'" in written
-
-
-def test_devices_that_share_a_replica_are_several():
-    """One replica on two devices, and its simulated step can be drawn."""
-    stages = (Stage(("a",), (0,), 2), Stage(("b",), (1, 2), 2, tensor=2))
-    rule = SCHEDULES["1f1b"]()
-    graph = rule.warm_up(StageGraph(stages, ((0, 1),), 4))
-    assert "devices 1-2" in texts(parse(draw(graph).svg()))
-    times = StageTimes([{2: 1.0}] * 2, [{2: 2.0}] * 2)
-    root = parse(timeline_svg([("predicted", run(graph, rule.order(graph), times))], graph))
-    assert sum(int(box.get("data-n", "0")) for box in of_class(root, "rect", "f", "b")) == 3 * 4

@@ -7,7 +7,6 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch import launch
 from anabranch.errors import (
     DataError,
-    InvalidPlanError,
     NonFiniteError,
     StageFailedError,
 )
 from anabranch.graph.capture import capture
-from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.verification import verify
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import (
     Batch,
@@ -370,31 +365,6 @@ def test_a_batch_of_another_make_is_refused() -> None:
     first, second = run(model, plan(model, 1), work)[0]
     assert "the batch holds x" in first
     assert "label 3" in second
-
-
-def sharded_plan(model: Built) -> Plan:
-    """Stage 1 of two holds its one replica on devices 1 and 2 together."""
-    whole = plan(model, 2)
-    stages = whole.stage_graph.stages
-    shared = replace(stages[1], devices=(1, 2), tensor=2)
-    return replace(whole, stage_graph=replace(whole.stage_graph, stages=(stages[0], shared)))
-
-
-def test_tensor_parallelism_is_refused_on_every_rank() -> None:
-    """Before any of them waits for another, and before verify starts ranks at all."""
-    model = built("Chain")
-    sharded = sharded_plan(model)
-
-    def rank() -> str:
-        with pytest.raises(InvalidPlanError) as caught:
-            Pipeline(model.workload, sharded, captured=model.captured)
-        return str(caught.value)
-
-    texts = launch.run(rank, 3)
-    assert len(set(texts)) == 1
-    assert "operators of stage 1 between 2 devices (tensor parallelism, in 1 of 2" in texts[0]
-    with pytest.raises(InvalidPlanError, match="stage 1 between 2 devices"):
-        verify(model.workload, sharded, captured=model.captured)
 
 
 def test_exact_mode_updates_copies_that_have_no_gradient() -> None:

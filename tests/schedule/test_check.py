@@ -14,7 +14,7 @@ from anabranch.schedule.check import check, describe_deadlock
 from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
-from tests.strategies import sharded_stage_graphs, stage_graphs
+from tests.strategies import stage_graphs
 
 TWO = StageGraph(
     (Stage(("a",), (0,), 1, in_flight=2), Stage(("b",), (1,), 1, in_flight=2)), ((0, 1),), 2
@@ -153,20 +153,6 @@ def test_a_skip_edge_that_waits_in_a_circle():
         check(lower(schedule, graph), graph)
 
 
-@given(sharded_stage_graphs(max_stages=5), st.sampled_from(sorted(SCHEDULES)), st.data())
-def test_every_rule_passes_with_tensor_parallelism(graph, name, data):
-    """Any degrees, also where edges send nothing back."""
-    rule = SCHEDULES[name]()
-    warm = rule.warm_up(graph)
-    back = [edge for edge in warm.edges if data.draw(st.booleans())]
-    check(lower(rule.order(warm), warm), warm)
-    check(lower(rule.order(warm), warm, MessageEdges(back=back)), warm)
-
-
-SHARED = StageGraph((Stage(("a",), (0, 1), 1, in_flight=2, tensor=2),), (), 2)
-"""One stage, one replica on two devices, two micro-batches."""
-
-
 TOGETHER = StageGraph(
     (Stage(("a",), (0,), 1, in_flight=2), Stage(("b",), (0,), 1, in_flight=2)), ((0, 1),), 2
 )
@@ -199,14 +185,6 @@ def test_stages_of_one_device_without_gradients_between_them_are_free():
         check(order, TOGETHER)
 
 
-def test_devices_of_a_replica_compute_in_one_order():
-    """They exchange what they compute, so both have to be at it."""
-    check(Schedule.parse("0: 0F0 0F1 0B0 0B1\n1: 0F0 0F1 0B0 0B1"), SHARED)
-    bad = Schedule.parse("0: 0F0 0F1 0B0 0B1\n1: 0F0 0B0 0F1 0B1")
-    with pytest.raises(InvalidScheduleError, match="stage 0, but compute 2 is 0F1 on the one and"):
-        check(bad, SHARED)
-
-
 def test_a_device_that_waits_for_gradients_of_others_is_named():
     """Without a flush a device sums gradients between its computes; nothing else stops it there."""
     graph = StageGraph((Stage(("a",), (0, 1), 1, in_flight=2),), (), 2)
@@ -215,41 +193,4 @@ def test_a_device_that_waits_for_gradients_of_others_is_named():
     assert len(said) == 2
     assert (
         "device 0, step 3 of 4, waits for the other devices that sum gradients with it" in said[1]
-    )
-
-
-def test_devices_of_a_replica_that_wait_for_gradients_of_another_replica():
-    """Of two replicas of two devices, both of the first are at the same backward: what they wait
-    for are the sums with the second, not each other.
-    """
-    graph = StageGraph((Stage(("a",), (0, 1, 2, 3), 2, in_flight=2, tensor=2),), (), 4)
-    order = SCHEDULES["1f1b"]().order(graph)
-    ended = dict.fromkeys((2, 3), len(order.actions[2]))
-    said = describe_deadlock(order, graph, {0: 2, 1: 2, **ended})
-    assert said.count("waits for the other devices that sum gradients with it") == 2
-    split = describe_deadlock(order, graph, {0: 2, 1: 1, **ended})
-    assert "device 0, step 3 of 4, waits for the other devices of its replica" in split
-
-
-def test_devices_of_a_replica_that_wait_in_a_circle():
-    """Device 0 waits at 0F1 for device 1, that for a gradient of stage 1, and that for the second
-    micro-batch, from device 0.
-    """
-    stages = (
-        Stage(("a",), (0, 1), 1, in_flight=2, tensor=2),
-        Stage(("b",), (2,), 1, in_flight=2),
-    )
-    graph = StageGraph(stages, ((0, 1),), 2)
-    good = lower(SCHEDULES["1f1b"]().order(graph), graph)
-    check(good, graph)
-    bad = Schedule.parse(
-        "0: 0F0 0SF0>1@2[0:1] 0F1 0SF1>1@2[1:2] 0RB0<1@2[0:1] 0B0 0RB1<1@2[1:2] 0B1\n"
-        "1: 0F0 0RB0<1@2[0:1] 0F1 0B0 0RB1<1@2[1:2] 0B1\n"
-        "2: 1RF0<0@0[0:1] 1F0 1RF1<0@0[1:2] 1F1 1B0 1SB0>0@0[0:1] 1SB0>0@1[0:1] "
-        "1B1 1SB1>0@0[1:2] 1SB1>0@1[1:2]"
-    )
-    with pytest.raises(DeadlockError) as caught:
-        check(bad, graph)
-    assert "device 0, step 3 of 8, waits for the other devices of its replica: " in str(
-        caught.value
     )

@@ -9,7 +9,7 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.lower import directions, lower, messages
 from anabranch.schedule.schedule import Schedule
-from tests.strategies import sharded_stage_graphs, stage_graphs
+from tests.strategies import stage_graphs
 
 
 def pair(source: Stage, target: Stage, batch_size: int) -> StageGraph:
@@ -113,28 +113,7 @@ def test_messages_of_an_edge_tile_the_batch(graph):
         assert crossed == list(range(graph.batch_size))
 
 
-def test_every_device_of_a_replica_gets_the_whole_slice():
-    """Two devices feed a group of three in turn; each of the two gets one gradient."""
-    graph = pair(Stage(("a",), (0, 1), 2, tensor=2), Stage(("b",), (2, 3, 4), 2, tensor=3), 2)
-    assert str(lowered(graph)) == (
-        "0: 0F0 0SF0>1@2[0:2] 0SF0>1@4[0:2] 0RB0<1@2[0:2] 0B0\n"
-        "1: 0F0 0SF0>1@3[0:2] 0RB0<1@3[0:2] 0B0\n"
-        "2: 1RF0<0@0[0:2] 1F0 1B0 1SB0>0@0[0:2]\n"
-        "3: 1RF0<0@1[0:2] 1F0 1B0 1SB0>0@1[0:2]\n"
-        "4: 1RF0<0@0[0:2] 1F0 1B0"
-    )
-
-
-def test_groups_of_replicas_exchange_intersections():
-    """4 samples from one device to 2 replicas of 2 devices: halves, each of them twice."""
-    graph = pair(Stage(("a",), (0,), 4), Stage(("b",), (1, 2, 3, 4), 4, tensor=2), 4)
-    forward = [(m.receiver, m.start, m.stop) for m in messages(graph, 0, 1)]
-    assert forward == [(1, 0, 2), (2, 0, 2), (3, 2, 4), (4, 2, 4)]
-    back = [(m.sender, m.start, m.stop) for m in messages(graph, 1, 0, forward=False)]
-    assert back == [(1, 0, 2), (3, 2, 4)]
-
-
-@given(sharded_stage_graphs(max_stages=3))
+@given(stage_graphs(max_stages=3))
 def test_each_device_gets_each_of_its_samples_once(graph):
     """Forward every device of the target, back every device of the source; by brute force."""
     for source, target, forward in directions(graph):
@@ -148,17 +127,17 @@ def test_each_device_gets_each_of_its_samples_once(graph):
             (device, n)
             for at, device in enumerate(stage.devices)
             for i in range(graph.num_microbatches(target))
-            for n in range(*graph.slice(target, i, at // stage.tensor))
+            for n in range(*graph.slice(target, i, at))
         )
 
 
-@given(sharded_stage_graphs(max_stages=3))
+@given(stage_graphs(max_stages=3))
 def test_who_sends_has_the_samples(graph):
     """Both ends hold every sample of a message, in the micro-batches that it names."""
     for source, target, forward in directions(graph):
         for i, a, j, b, start, stop in messages(graph, source, target, forward=forward):
             for s, microbatch, device in ((source, i, a), (target, j, b)):
                 stage = graph.stages[s]
-                replica = stage.devices.index(device) // stage.tensor
+                replica = stage.devices.index(device)
                 first, last = graph.slice(s, microbatch, replica)
                 assert first <= start < stop <= last

@@ -8,11 +8,11 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.run import run
 from anabranch.timeline import Timeline
-from tests.strategies import calibrations, sharded_stage_graphs, stage_graphs
+from tests.strategies import calibrations, stage_graphs
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -35,12 +35,8 @@ def cost_model(
     parameter_bytes: int = 0,
     kept_bytes: int = 0,
     tied: tuple[int, ...] = (),
-    degrees: tuple[int, ...] = (),
 ) -> CostModel:
-    """One operator per stage, times proportional to samples; ``tied`` ones share a parameter.
-
-    Under tensor parallelism of one of these degrees, each device has an equal part of everything.
-    """
+    """One operator per stage, times proportional to samples; ``tied`` ones share a parameter."""
     names = [("tied" if i in tied else f"p{i}") for i in range(len(forward_s))]
     ops = tuple(Op(f"op{i}", (name,)) for i, name in enumerate(names))
     values = tuple(
@@ -52,18 +48,7 @@ def cost_model(
         OpCost((f,), (b,), kept_bytes) for f, b in zip(forward_s, backward_s, strict=True)
     )
     graph = OpGraph(ops, values, parameters)
-    sharded = tuple(
-        Sharded(
-            t,
-            tuple(
-                OpCost((f / t,), (b / t,), kept_bytes // t)
-                for f, b in zip(forward_s, backward_s, strict=True)
-            ),
-            (parameter_bytes // t,) * len(ops),
-        )
-        for t in degrees
-    )
-    profile = Profile(graph, (1,), costs, "v100", "measured", True, sharded)
+    profile = Profile(graph, (1,), costs, "v100", "measured", True)
     return CostModel(profile, machines)
 
 
@@ -72,11 +57,10 @@ def stage_graph(
     devices: list[tuple[int, ...]],
     batch_size: int,
     sizes: list[int] | None = None,
-    tensor: list[int] | None = None,
 ) -> StageGraph:
     """Operator i alone in stage i."""
-    size, degree = sizes or [1] * len(devices), tensor or [1] * len(devices)
-    stages = tuple(Stage((f"op{i}",), d, size[i], tensor=degree[i]) for i, d in enumerate(devices))
+    size = sizes or [1] * len(devices)
+    stages = tuple(Stage((f"op{i}",), d, size[i]) for i, d in enumerate(devices))
     return StageGraph(stages, edges, batch_size)
 
 
@@ -107,10 +91,10 @@ def draw(timeline: Timeline) -> list[str]:
 
 @st.composite
 def priced_stage_graphs(draw: st.DrawFn) -> tuple[StageGraph, CostModel, str]:
-    """Stages with replicas of one or several devices, prices in small whole numbers, and a key of
+    """Stages with replicas, prices in small whole numbers, and a key of
     ``SCHEDULES``: shared ports, tied parameters, devices alone or on shared processors.
     """
-    graph = draw(st.one_of(stage_graphs(max_stages=4), sharded_stage_graphs(max_stages=3)))
+    graph = draw(stage_graphs(max_stages=4))
     whole = st.lists(st.integers(0, 4), min_size=len(graph), max_size=len(graph))
     machines = cluster(2, -(-len(graph.devices) // 2), bandwidth=2, latency_s=0.5)
     if draw(st.booleans()):
@@ -123,10 +107,9 @@ def priced_stage_graphs(draw: st.DrawFn) -> tuple[StageGraph, CostModel, str]:
         value_bytes=draw(st.integers(0, 3)),
         parameter_bytes=draw(st.sampled_from([0, 12])),
         tied=draw(st.sampled_from([(), (0, 1)])),
-        degrees=(2, 3),
     )
-    stages = [(s.devices, s.microbatch_size, s.tensor) for s in graph.stages]
-    devices, sizes, tensor = (list(column) for column in zip(*stages, strict=True))
+    stages = [(s.devices, s.microbatch_size) for s in graph.stages]
+    devices, sizes = (list(column) for column in zip(*stages, strict=True))
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
-    drawn = stage_graph(graph.edges, devices, graph.batch_size, sizes, tensor)
+    drawn = stage_graph(graph.edges, devices, graph.batch_size, sizes)
     return SCHEDULES[schedule]().warm_up(drawn), cost, schedule

@@ -8,7 +8,6 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.stage_costs import StageCosts
-from tests.planner import helpers
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 
@@ -84,21 +83,20 @@ def test_shared_updates_take_as_long_as_the_longest_of_them() -> None:
 
 
 def test_updates_of_parts_are_shared():
-    """A second each, 2 per parameter and 3 per byte; each device has half of 4 parameters of 8
-    bytes, and of two replicas that share each updates two of them.
+    """A second each, 2 per parameter and 3 per byte of 4 parameters of 8 bytes; of two replicas
+    that share each updates two of them.
     """
     parameters = tuple(Parameter(name, 8) for name in "abcd")
     model = OpGraph((Op("op0", tuple("abcd")),), (), parameters)
     costs, update = (OpCost((1.0,), (1.0,), 5),), UpdateCost(1.0, 2.0, 3.0)
-    whole = Profile(model, (1,), costs, "v100", "measured", True, update=update)
-    profile = helpers.sharded(whole)
-    stage = Stage(("op0",), (0, 1, 2, 3), 4, tensor=2)
+    profile = Profile(model, (1,), costs, "v100", "measured", True, update=update)
+    stage = Stage(("op0",), (0, 1), 4)
     alone, shared = (
         StageCosts(CostModel(profile, cluster(4), shard_optimizer=shares), stage, 4)
         for shares in (False, True)
     )
-    assert alone.update_s == 1 + 2 * 4 + 3 * 16
-    assert shared.update_s == 1 + 2 * 2 + 3 * shared.updated[0]
+    assert alone.update_s == 1 + 2 * 4 + 3 * 32
+    assert shared.update_s == 1 + 2 * 2 + 3 * 16
 
 
 def unbatched() -> ModelCosts:
@@ -125,56 +123,3 @@ def test_recomputing_stages_hold_what_enters():
     """Stage 1 takes in 130 bytes for 3 samples and keeps 15 more while its backward runs."""
     assert unbatched().flight_bytes(1, 3) == (130, 15)
     assert unbatched().compute_s(1, 3) == (3, 6)
-
-
-def sharded() -> ModelCosts:
-    """Stage 0 whole on one device, stage 1 on two replicas of two devices."""
-    cost = cost_model(
-        chain(2),
-        [2, 2],
-        [4, 4],
-        cluster(5, bandwidth=4),
-        value_bytes=10,
-        parameter_bytes=16,
-        kept_bytes=6,
-        degrees=(2,),
-    )
-    graph = stage_graph(chain(2), [(0,), (1, 2, 3, 4)], 4, [2, 4], [1, 2])
-    return ModelCosts(graph, cost)
-
-
-def test_tensor_parallelism_halves_what_a_device_computes_and_keeps():
-    """What enters is whole on each of the two."""
-    assert sharded().compute_s(0, 3) == (6, 12)
-    assert sharded().compute_s(1, 3) == (3, 6)
-    assert sharded().flight_bytes(1, 3) == (30 + 9, 8)
-    # Half of the parameters with gradient and two optimizer states, and one posted micro-batch of
-    # 2 samples; while gradients are summed those of the other replica as well.
-    assert sharded().base_bytes(1, 1) == 8 * 4 + 20
-    assert sharded().sum_bytes(1, 1) == 8
-
-
-def test_a_ring_for_each_shard():
-    """Over the devices that have the same half: first with first, second with second."""
-    works = [(w.stages, w.devices, w.nbytes, w.seconds) for w in sharded().all_reduces()]
-    assert works == [((1,), (1, 3), 8, 2.0), ((1,), (2, 4), 8, 2.0)]
-
-
-def test_tied_parameters_under_tensor_parallelism():
-    """With one degree shard by shard; a whole holder and two halves sum the whole over all."""
-    cost = cost_model(
-        chain(2),
-        [1, 1],
-        [1, 1],
-        cluster(4, bandwidth=4),
-        parameter_bytes=16,
-        tied=(0, 1),
-        degrees=(2,),
-    )
-
-    def rings(devices: list[tuple[int, ...]], tensor: list[int]) -> list[tuple[object, ...]]:
-        costs = ModelCosts(stage_graph(chain(2), devices, 4, None, tensor), cost)
-        return [(w.stages, w.devices, w.nbytes) for w in costs.all_reduces()]
-
-    assert rings([(0, 1), (2, 3)], [2, 2]) == [((0, 1), (0, 2), 8), ((0, 1), (1, 3), 8)]
-    assert rings([(0,), (1, 2)], [1, 2]) == [((0, 1), (0, 1, 2), 16)]

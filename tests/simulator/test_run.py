@@ -17,7 +17,7 @@ from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.objective import least_step_s
 from anabranch.simulator.run import run, step_seconds
 from tests.simulator.helpers import chain, cluster, cost_model, draw, simulate, stage_graph
-from tests.strategies import sharded_stage_graphs, stage_graphs
+from tests.strategies import stage_graphs
 
 
 def free_chain(length: int, num_microbatches: int, schedule: str, f: float = 1, b: float = 1):
@@ -230,66 +230,6 @@ def test_measured_stage_times_replace_the_model():
     ]
 
 
-def test_tensor_parallelism_with_free_links():
-    """Stage 1 would take 2 + 4 s on one device, and takes 1 + 2 s on each of two."""
-    cost = cost_model(chain(2), [1, 2], [1, 4], cluster(3), degrees=(2,))
-    timeline = simulate(stage_graph(chain(2), [(0,), (1, 2)], 2, None, [1, 2]), cost)
-    assert draw(timeline) == [
-        "F0 F1  .  . B0  .  . B1",
-        " . F0 B0 B0 F1 B1 B1",
-        " . F0 B0 B0 F1 B1 B1",
-    ]
-    assert timeline.step_s == 8
-
-
-def test_devices_of_a_replica_start_together():
-    """Device 0 sends 4 bytes at 4 bytes/s to device 1, then to 2, which both start with the later.
-
-    Back comes one gradient, from device 1.
-    """
-    machines = cluster(3, bandwidth=4)
-    cost = cost_model(chain(2), [1, 2], [1, 4], machines, value_bytes=4, degrees=(2,))
-    timeline = simulate(stage_graph(chain(2), [(0,), (1, 2)], 1, None, [1, 2]), cost)
-    assert draw(timeline) == [
-        "F0  .  .  .  .  .  . B0",
-        " .  .  . F0 B0 B0",
-        " .  .  . F0 B0 B0",
-    ]
-    sends = [(s.device, s.start, s.end) for s in timeline.spans if s.action.kind.value[0] == "S"]
-    assert sends == [(0, 1, 2), (0, 2, 3), (1, 6, 7)]
-
-
-def test_shards_are_summed_at_once():
-    """Two rings of 2 s after 8 s: side by side on one node, behind each other on shared cards."""
-
-    def step(*sizes: int) -> float:
-        machines = cluster(*sizes, bandwidth=4)
-        cost = cost_model((), [8], [8], machines, parameter_bytes=16, degrees=(2,))
-        return simulate(stage_graph((), [(0, 1, 2, 3)], 2, [2], [2]), cost).step_s
-
-    assert (step(4), step(2, 2)) == (8 + 2, 8 + 4)
-
-
-def test_peak_memory_under_tensor_parallelism_is_what_the_cost_model_says():
-    """Shards of parameters and of what is kept, whole slices of what enters."""
-    cost = cost_model(
-        chain(2),
-        [1, 2],
-        [1, 4],
-        cluster(6),
-        value_bytes=10,
-        parameter_bytes=1000,
-        kept_bytes=70,
-        degrees=(2,),
-    )
-    graph = stage_graph(chain(2), [(0, 1), (2, 3, 4, 5)], 24, [2, 4], [2, 2])
-    warm = SCHEDULES["1f1b"]().warm_up(graph)
-    timeline = simulate(graph, cost)
-    for s, stage in enumerate(warm.stages):
-        expected = stage_bytes(warm, cost, s, in_flight=stage.in_flight)
-        assert {timeline.peak_bytes[d] for d in stage.devices} == {expected}
-
-
 def test_a_deadlock_is_reported_not_endless():
     """Whoever hands over a hand-written schedule learns what waits for what."""
     graph = StageGraph((Stage(("op0",), (0,), 1), Stage(("op1",), (1,), 1)), ((0, 1),), 2)
@@ -303,19 +243,6 @@ def test_stages_of_one_device_are_not_simulated_against_their_edge():
     graph = StageGraph((Stage(("op0",), (0,), 1), Stage(("op1",), (0,), 1)), ((0, 1),), 1)
     with pytest.raises(InvalidScheduleError, match="step 1 of 4: it comes before forward 0"):
         run(graph, Schedule.parse("0: 1F0 0F0 0B0 1B0"), StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2))
-
-
-def test_a_device_that_waits_for_the_others_of_its_replica_is_named():
-    """Device 1 never comes to its second forward, because nobody sends the gradient."""
-    graph = StageGraph((Stage(("a",), (0, 1), 1, tensor=2), Stage(("b",), (2,), 1)), ((0, 1),), 2)
-    schedule = Schedule.parse(
-        "0: 0F0 0F1 0B0 0B1\n1: 0F0 0RB0<1@2[0:1] 0F1 0B0 0B1\n2: 1F0 1F1 1B0 1B1"
-    )
-    with pytest.raises(DeadlockError) as caught:
-        run(graph, schedule, StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2))
-    lines = str(caught.value).splitlines()
-    assert "device 0, step 2 of 4, waits for the other devices of its replica" in lines[1]
-    assert "device 1, step 2 of 5, waits for the gradient of samples 0 to 0" in lines[2]
 
 
 def test_a_plan_for_another_model_is_refused():
@@ -348,7 +275,7 @@ def test_any_graph_runs_the_same_each_time(graph, schedule):
 
 
 @given(
-    st.one_of(stage_graphs(max_stages=5, max_replicas=3), sharded_stage_graphs(max_stages=4)),
+    stage_graphs(max_stages=5, max_replicas=3),
     st.sampled_from(sorted(SCHEDULES)),
     st.data(),
 )
@@ -366,12 +293,11 @@ def test_seconds_alone_are_those_of_the_timeline(graph, schedule, data):
         replace(machines, cores=data.draw(st.sampled_from([0, 0, 2]))),
         value_bytes=data.draw(st.integers(0, 3)),
         parameter_bytes=data.draw(st.sampled_from([0, 12])),
-        degrees=(2, 3),
     )
-    stages = [(s.devices, s.microbatch_size, s.tensor) for s in graph.stages]
-    devices, sizes, tensor = (list(each) for each in zip(*stages, strict=True))
+    stages = [(s.devices, s.microbatch_size) for s in graph.stages]
+    devices, sizes = (list(each) for each in zip(*stages, strict=True))
     rule = SCHEDULES[schedule]()
-    warm = rule.warm_up(stage_graph(graph.edges, devices, graph.batch_size, sizes, tensor))
+    warm = rule.warm_up(stage_graph(graph.edges, devices, graph.batch_size, sizes))
     order = replace(rule.order(warm), slots=data.draw(st.integers(1, 3)))
     costs = ModelCosts(warm, cost)
     timeline = run(warm, order, costs)

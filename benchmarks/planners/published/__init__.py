@@ -7,7 +7,7 @@ A file is recognised by what it holds, not by its name:
 | reader | format | from |
 |---|---|---|
 | ``anabranch.read_profile`` | ``graph.txt``: nodes and edges, a line each | PipeDream, DAPPLE |
-| ``piper`` | JSON with ``TMPCs``, costs per degree of tensor parallelism | Piper |
+| ``piper`` | JSON with ``TMPCs``, costs of layers | Piper |
 | ``dnn_partitioning`` | JSON with ``fpgaLatency``, forward and backward nodes | msr-fiddle |
 """
 

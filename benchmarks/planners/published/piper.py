@@ -1,7 +1,7 @@
-"""Piper's JSON: layers with their costs for every degree of tensor parallelism.
+"""Piper's JSON: layers with their costs, of which those of one device are read.
 
-    nodes[i].TMPCs["4"] = [{id: "vanilla", timePerSample, parameterSize, memoryUsageA, ...},
-                           {id: "activation recomp", ...}]          costs on each of 4 devices
+    nodes[i].TMPCs["1"] = [{id: "vanilla", timePerSample, parameterSize, memoryUsageA, ...},
+                           {id: "activation recomp", ...}]          costs on one device
 
 Piper's sample is one micro-batch, as ours is unless the caller says how many samples it has. What
 the file leaves open is decided so:
@@ -15,19 +15,17 @@ the file leaves open is decided so:
   recomputation keeps exactly what enters the layer (BERT), it includes what enters and not what
   leaves; here a value counts where it is made. In the others it is the output: taken as it is.
 - ``memoryUsageB`` (twice the parameters) is ignored; the cost model counts by itself.
-- ``syncTimeFw`` and ``syncTimeBw``, traffic inside a group of devices, are ignored: it is in
-  ``timePerSample`` already.
+- ``syncTimeFw`` and ``syncTimeBw``, traffic inside a group of devices, are ignored.
 - First nodes without parameters that cost nothing (``tensor``) are part of the batch. So are those
   without a backward in files made from PipeDream's profiles (``node1``, which is ``Input``).
 - What belongs to the cluster and the batch (``maxDevices``, ``bandwidth``, ...) is ignored.
-- A degree that some node lacks is left out for all.
+- Costs on several devices (tensor parallelism, ``TMPCs["4"]``) are ignored.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,7 +40,7 @@ from anabranch.profile.imported_graph import (
     ImportedNode,
     sources,
 )
-from anabranch.profile.profile import Profile, Sharded
+from anabranch.profile.profile import Profile
 from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has
 
 LONGEST_MICROBATCH_S = 10.0
@@ -69,13 +67,13 @@ class _Node(Strict):
     name: NodeName = ""
     variants: Annotated[dict[_Degree, list[_Variant]], Field(alias="TMPCs")]
 
-    def vanilla(self, degree: int) -> _Variant:
-        """The variant without recomputation, which every degree has."""
-        return next(v for v in self.variants[str(degree)] if v.id == VANILLA)
+    def vanilla(self) -> _Variant:
+        """The variant without recomputation."""
+        return next(v for v in self.variants["1"] if v.id == VANILLA)
 
-    def recompute(self, degree: int) -> _Variant | None:
+    def recompute(self) -> _Variant | None:
         """The variant with recomputation, if the node has it."""
-        return next((v for v in self.variants[str(degree)] if v.id == RECOMPUTE), None)
+        return next((v for v in self.variants["1"] if v.id == RECOMPUTE), None)
 
 
 class _Edge(Strict):
@@ -95,7 +93,7 @@ class _File(Strict):
 
 
 def looks_like(document: Mapping[str, Any]) -> bool:
-    """Whether any node has costs per degree of tensor parallelism."""
+    """Whether any node has Piper's table of costs."""
     return any_node_has(document, "TMPCs")
 
 
@@ -107,31 +105,19 @@ def read(document: Mapping[str, Any], path: Path, samples: int | None = None) ->
         Edge(str(e.source), str(e.target), e.nbytes, f"edges[{i}]")
         for i, e in enumerate(file.edges)
     ]
-    total = sum(node.vanilla(1).time for node in file.nodes)
+    total = sum(node.vanilla().time for node in file.nodes)
     milliseconds = total > LONGEST_MICROBATCH_S
     unit = "milliseconds" if milliseconds else "seconds"
     batch = "" if samples else ", a sample is a micro-batch"
 
-    def profile(degree: int) -> Profile:
-        return ImportedGraph(
-            file=str(path),
-            name=path.stem,
-            nodes=_nodes(file, edges, degree, 1e-3 if milliseconds else 1.0),
-            edges=edges,
-            samples=samples or 1,
-            device=f"a device that Piper's format does not name, times read as {unit}{batch}",
-        ).profile()
-
-    degrees = set.intersection(*({int(degree) for degree in n.variants} for n in file.nodes))
-    sharded = tuple(_sharded(degree, profile(degree)) for degree in sorted(degrees - {1}))
-    return replace(profile(1), sharded=sharded)
-
-
-def _sharded(degree: int, profile: Profile) -> Sharded:
-    """The costs of one of so many devices, from a profile of such a device alone."""
-    graph = profile.graph
-    nbytes = (sum(graph.parameter_bytes[name] for name in op.parameters) for op in graph.ops)
-    return Sharded(degree, profile.costs, tuple(nbytes))
+    return ImportedGraph(
+        file=str(path),
+        name=path.stem,
+        nodes=_nodes(file, edges, 1e-3 if milliseconds else 1.0),
+        edges=edges,
+        samples=samples or 1,
+        device=f"a device that Piper's format does not name, times read as {unit}{batch}",
+    ).profile()
 
 
 def _check_variants(file: _File, where: str) -> None:
@@ -148,8 +134,8 @@ def _check_variants(file: _File, where: str) -> None:
                 )
 
 
-def _nodes(file: _File, edges: list[Edge], degree: int, second: float) -> list[ImportedNode]:
-    """The layers on one of ``degree`` devices; ``second`` of the file's unit of time."""
+def _nodes(file: _File, edges: list[Edge], second: float) -> list[ImportedNode]:
+    """The layers; ``second`` of the file's unit of time."""
     entering: dict[str, float] = {}
     leaving: dict[str, set[float]] = {}
     for edge in edges:
@@ -164,7 +150,7 @@ def _nodes(file: _File, edges: list[Edge], degree: int, second: float) -> list[I
         moved = 0.0
         if inputs_held and key in entering:
             moved = sum(leaving.get(key, ())) - entering[key]
-        vanilla, recompute = node.vanilla(degree), node.recompute(degree)
+        vanilla, recompute = node.vanilla(), node.recompute()
         forward = recompute.time - vanilla.time if recompute else 0.0
         if not 0 < forward < vanilla.time:
             forward = vanilla.time / 3
@@ -185,13 +171,13 @@ def _nodes(file: _File, edges: list[Edge], degree: int, second: float) -> list[I
 
 def _inputs_held(file: _File, entering: Mapping[str, float]) -> bool:
     """Whether recomputation keeps exactly what enters, wherever the file tells."""
-    kept = [(n.recompute(1), entering.get(str(n.id), 0.0)) for n in file.nodes]
+    kept = [(n.recompute(), entering.get(str(n.id), 0.0)) for n in file.nodes]
     told = [(v.held_bytes, enters) for v, enters in kept if v is not None and enters > 0]
     return bool(told) and all(abs(held - enters) <= 0.01 * enters for held, enters in told)
 
 
 def _is_data(node: _Node, from_pipedream: bool) -> bool:
-    vanilla, recompute = node.vanilla(1), node.recompute(1)
+    vanilla, recompute = node.vanilla(), node.recompute()
     if vanilla.parameter_bytes:
         return False
     no_backward = recompute is not None and recompute.time >= 2 * vanilla.time * (1 - 1e-9)

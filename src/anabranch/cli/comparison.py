@@ -169,7 +169,6 @@ def _shape(plan: Plan) -> str:
     for what, values in (
         ("micro-batch", sorted({stage.microbatch_size for stage in stages})),
         ("k", sorted({graph.group_size(s) for s in range(len(stages))})),
-        ("tensor", sorted({stage.tensor for stage in stages})),
     ):
         if what == "micro-batch" or values != [1]:
             parts.append(f"{what} {','.join(map(str, values))}")

@@ -34,7 +34,7 @@ from anabranch.cost.sparse import message_bytes
 from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
-from anabranch.profile.profile import OpCost, Profile, Sharded, UpdateCost
+from anabranch.profile.profile import Profile, UpdateCost
 from anabranch.remembered import remembered
 
 Floats = NDArray[np.float64]
@@ -77,45 +77,18 @@ class CostModel:
         measured = self.profile.samples
         return samples > 0 and (self.profile.proportional or measured[0] <= samples <= measured[-1])
 
-    @cached_property
-    def tensor_degrees(self) -> tuple[int, ...]:
-        """Devices that may hold one replica of a stage together; 1 alone for most profiles."""
-        return (1, *self._sharded)
-
-    @cached_property
-    def _sharded(self) -> dict[int, Sharded]:
-        return {sharded.degree: sharded for sharded in self.profile.sharded}
-
-    def costs(self, tensor: int = 1) -> tuple[OpCost, ...]:
-        """Costs of the operators under tensor parallelism over so many devices.
-
-        Raises:
-            ProfileError: if the profile does not have them.
-        """
-        if tensor == 1:
-            return self.profile.costs
-        if tensor not in self._sharded:
-            raise ProfileError(
-                f"the profile ({self.profile.origin}) has no costs for tensor parallelism over "
-                f"{tensor} devices, only over {', '.join(map(str, self.tensor_degrees))}"
-            )
-        return self._sharded[tensor].costs
-
     @remembered
-    def op_seconds(self, samples: float, tensor: int = 1) -> tuple[Floats, Floats]:
+    def op_seconds(self, samples: float) -> tuple[Floats, Floats]:
         """Forward and backward seconds of every operator for this many samples on one device.
 
         Sums of any of them, of the forward twice, are exact in any order.
 
-        Args:
-            tensor: devices that work on this slice together.
-
         Raises:
             ProfileError: outside the measured range.
         """
-        return _on_grid(*self._interpolate(samples, tensor))
+        return _on_grid(*self._interpolate(samples))
 
-    def _interpolate(self, samples: float, tensor: int) -> tuple[Floats, Floats]:
+    def _interpolate(self, samples: float) -> tuple[Floats, Floats]:
         measured = self.profile.samples
         if not self.covers(samples):
             raise ProfileError(
@@ -124,7 +97,7 @@ class CostModel:
                 f"size and a number of replicas that give between {measured[0]} and "
                 f"{measured[-1]} samples"
             )
-        forward, backward = self._measured_s(tensor)
+        forward, backward = self._measured_s
         if self.profile.proportional:
             scale = samples / measured[0]
             return forward[:, 0] * scale, backward[:, 0] * scale
@@ -138,34 +111,31 @@ class CostModel:
             backward[:, right - 1] * (1 - t) + backward[:, right] * t,
         )
 
-    def forward_s(self, ops: Iterable[int], samples: float, *, tensor: int = 1) -> float:
+    def forward_s(self, ops: Iterable[int], samples: float) -> float:
         """Forward seconds of a set of operators for ``samples`` on one device; 0 for no samples."""
-        return float(self.op_seconds(samples, tensor)[0][list(ops)].sum()) if samples else 0.0
+        return float(self.op_seconds(samples)[0][list(ops)].sum()) if samples else 0.0
 
-    def backward_s(
-        self, ops: Iterable[int], samples: float, *, recompute: bool = False, tensor: int = 1
-    ) -> float:
+    def backward_s(self, ops: Iterable[int], samples: float, *, recompute: bool = False) -> float:
         """Backward seconds, likewise; recomputation adds the forward once more."""
         if not samples:
             return 0.0
         chosen = list(ops)
-        seconds = float(self.op_seconds(samples, tensor)[1][chosen].sum())
-        return seconds + self.forward_s(chosen, samples, tensor=tensor) if recompute else seconds
+        seconds = float(self.op_seconds(samples)[1][chosen].sum())
+        return seconds + self.forward_s(chosen, samples) if recompute else seconds
 
     @remembered
     def stage_s(
         self,
         operators: tuple[str, ...],
         samples: float,
-        tensor: int = 1,
         *,
         recompute: bool = False,
     ) -> tuple[float, float]:
         """Forward and backward seconds of a stage with these operators, likewise."""
         ops = [self.graph.index[name] for name in operators]
         return (
-            self.forward_s(ops, samples, tensor=tensor),
-            self.backward_s(ops, samples, recompute=recompute, tensor=tensor),
+            self.forward_s(ops, samples),
+            self.backward_s(ops, samples, recompute=recompute),
         )
 
     @cached_property
@@ -176,15 +146,16 @@ class CostModel:
         settings = (getattr(self, field.name) for field in fields(self))
         return self.profile.priced.setdefault((type(self), *islice(settings, 1, None)), {})
 
-    def _measured_s(self, tensor: int) -> tuple[Floats, Floats]:
-        forward = np.array([cost.forward_s for cost in self.costs(tensor)])
-        backward = np.array([cost.backward_s for cost in self.costs(tensor)])
+    @cached_property
+    def _measured_s(self) -> tuple[Floats, Floats]:
+        forward = np.array([cost.forward_s for cost in self.profile.costs])
+        backward = np.array([cost.backward_s for cost in self.profile.costs])
         return forward, backward
 
-    @remembered
-    def kept_bytes(self, tensor: int = 1) -> Floats:
-        """Bytes that each operator keeps for its backward, per sample, on each of its devices."""
-        return np.array([cost.kept_bytes for cost in self.costs(tensor)], dtype=np.float64)
+    @cached_property
+    def kept_bytes(self) -> Floats:
+        """Bytes that each operator keeps for its backward, per sample."""
+        return np.array([cost.kept_bytes for cost in self.profile.costs], dtype=np.float64)
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
@@ -341,64 +312,42 @@ class CostModel:
         rows, nbytes = self._rows.get(parameter.name, 0), parameter.nbytes
         return Held(nbytes, nbytes * parameter.trainable, nbytes * (rows > 0), rows)
 
-    @remembered
-    def own_parameter_bytes(self, tensor: int = 1) -> Held[Floats]:
-        """Per operator, bytes of the parameters that it alone reads, on each of its devices.
-
-        Under tensor parallelism all parameters count as trainable, and as its own.
-        """
-        none = np.zeros(len(self.graph))
-        if tensor > 1:
-            self.costs(tensor)
-            held = np.array(self._sharded[tensor].parameter_bytes, dtype=np.float64)
-            return Held(held, held, none, none)
-        own = Held(none, none.copy(), none.copy(), none.copy())
+    @cached_property
+    def own_parameter_bytes(self) -> Held[Floats]:
+        """Per operator, bytes of the parameters that it alone reads."""
+        own = Held(*(np.zeros(len(self.graph)) for _ in Held._fields))
         for name, mask in self.graph.readers.items():
             if not mask & (mask - 1):
                 for kind, nbytes in zip(own, self.held_bytes(self.parameters[name]), strict=True):
                     kind[mask.bit_length() - 1] += nbytes
         return own
 
-    def stage_held_bytes(self, ops: Iterable[int], tensor: int = 1) -> Held[float]:
-        """Bytes of the parameters that a set of operators reads, each counted once.
-
-        Under tensor parallelism what each device holds.
-        """
+    def stage_held_bytes(self, ops: Iterable[int]) -> Held[float]:
+        """Bytes of the parameters that a set of operators reads, each counted once."""
         chosen = list(set(ops))
-        held = [float(kind[chosen].sum()) for kind in self.own_parameter_bytes(tensor)]
+        held = [float(kind[chosen].sum()) for kind in self.own_parameter_bytes]
         mask = sum(1 << op for op in chosen)
-        tied = (p for users, p in self.tied if users & mask) if tensor == 1 else ()
+        tied = (p for users, p in self.tied if users & mask)
         return Held(*map(sum, zip(held, *map(self.held_bytes, tied), strict=True)))
 
-    def parameter_bytes(
-        self, ops: Iterable[int], *, trainable: bool = False, tensor: int = 1
-    ) -> int:
+    def parameter_bytes(self, ops: Iterable[int], *, trainable: bool = False) -> int:
         """Bytes of those parameters, or of the trainable ones."""
-        return int(self.stage_held_bytes(ops, tensor)[trainable])
+        return int(self.stage_held_bytes(ops)[trainable])
 
-    @remembered
-    def largest_gradients(self, tensor: int = 1) -> Floats:
-        """Per operator, bytes of the largest gradient of a parameter that it reads, on each of its
-        devices.
-
-        Under tensor parallelism parameters of one operator are taken to be cut alike.
-        """
-        rows = {} if tensor > 1 else self._rows
-        largest, whole = np.zeros(len(self.graph)), np.zeros(len(self.graph))
+    @cached_property
+    def largest_gradients(self) -> Floats:
+        """Per operator, bytes of the largest gradient of a parameter that it reads."""
+        largest = np.zeros(len(self.graph))
         for i, op in enumerate(self.graph.ops):
             read = [self.parameters[name] for name in op.parameters]
-            nbytes = (rows.get(p.name, p.nbytes) for p in read if p.trainable)
+            nbytes = (self._rows.get(p.name, p.nbytes) for p in read if p.trainable)
             largest[i] = max(nbytes, default=0)
-            whole[i] = sum(p.nbytes for p in read)
-        if tensor > 1:
-            share = self.own_parameter_bytes(tensor).parameters / np.maximum(whole, 1)
-            largest = np.ceil(largest * share)
         return largest
 
-    @remembered
-    def working_bytes(self, tensor: int = 1) -> Floats:
-        """Bytes that a pass of each operator takes besides, per sample, on each of its devices."""
-        return np.array([cost.working_bytes for cost in self.costs(tensor)], dtype=np.float64)
+    @cached_property
+    def working_bytes(self) -> Floats:
+        """Bytes that a pass of each operator takes besides, per sample."""
+        return np.array([cost.working_bytes for cost in self.profile.costs], dtype=np.float64)
 
     def border(self, mask: int) -> Border:
         """What crosses the border of a set of operators."""
@@ -419,11 +368,11 @@ class CostModel:
         return Border(*(Traffic(per_sample, fixed) for per_sample, fixed in sums))
 
     @remembered
-    def weights(self, mask: int, tensor: int = 1) -> StageWeights:
+    def weights(self, mask: int) -> StageWeights:
         """Bytes of the stage with these operators."""
         ops = list(bits(mask))
-        kept, gradients = self.kept_bytes(tensor)[ops], self.largest_gradients(tensor)[ops]
-        held = self.stage_held_bytes(ops, tensor)
+        kept, gradients = self.kept_bytes[ops], self.largest_gradients[ops]
+        held = self.stage_held_bytes(ops)
         return StageWeights(
             held.parameters,
             held.trainable,
@@ -432,7 +381,7 @@ class CostModel:
             float(gradients.max(initial=0.0)),
             held.tables,
             held.rows,
-            StagePasses.of(gradients, self.working_bytes(tensor)[ops], kept),
+            StagePasses.of(gradients, self.working_bytes[ops], kept),
         )
 
     def memory(
@@ -460,15 +409,13 @@ class CostModel:
             terms=terms,
         )
 
-    def updated_bytes(self, mask: int, replicas: int, tensor: int = 1) -> tuple[float, ...]:
+    def updated_bytes(self, mask: int, replicas: int) -> tuple[float, ...]:
         """Bytes of a stage's trainable parameters that each of its replicas updates; those that it
         shares with other stages count as its own.
         """
-        weights = self.weights(mask, tensor)
+        weights = self.weights(mask)
         if replicas == 1 or not self.shard_optimizer:
             return (weights.trainable,) * replicas
-        if tensor > 1:
-            return (weights.trainable / replicas,) * replicas
         return tuple(float(sum(dealt.values())) for dealt in self.dealt(mask, replicas))
 
     @remembered
@@ -493,7 +440,6 @@ class CostModel:
         in_flight: int,
         recompute: bool = False,
         versions: int = 1,
-        tensor: int = 1,
     ) -> float:
         """Peak bytes on the fullest device of a stage, as ``cost.memory`` states them.
 
@@ -501,16 +447,15 @@ class CostModel:
             microbatch_size: samples of one micro-batch, over all replicas.
             in_flight: micro-batches between their forward and their backward.
             versions: of the trainable weights, that the policy keeps; the gradients come on top.
-            tensor: devices of each replica.
         """
         mask = sum(1 << op for op in set(ops))
         held = self.memory(
-            self.weights(mask, tensor),
+            self.weights(mask),
             microbatch_size,
             replicas,
             recompute=recompute,
             versions=versions,
-            updated=max(self.updated_bytes(mask, replicas, tensor)),
+            updated=max(self.updated_bytes(mask, replicas)),
         )
         return float(held.peak(in_flight))
 

@@ -96,25 +96,25 @@ class NestedSets:
         return not any(before & ~after for before, after in pairwise(self.sets))
 
     @remembered
-    def seconds(self, samples: float, tensor: int = 1) -> tuple[Floats, Floats]:
+    def seconds(self, samples: float) -> tuple[Floats, Floats]:
         """Forward and backward seconds of every set."""
-        forward, backward = self.cost.op_seconds(samples, tensor)
+        forward, backward = self.cost.op_seconds(samples)
         return self.sums(forward), self.sums(backward)
 
-    def compute_s(self, samples: float, tensor: int = 1, *, recompute: bool = False) -> Floats:
+    def compute_s(self, samples: float, *, recompute: bool = False) -> Floats:
         """Seconds of every set, the forward once more with recomputation."""
-        forward, backward = self.seconds(samples, tensor)
+        forward, backward = self.seconds(samples)
         return forward * (1 + recompute) + backward
 
-    @remembered
-    def kept_bytes(self, tensor: int = 1) -> Floats:
+    @cached_property
+    def kept_bytes(self) -> Floats:
         """Bytes kept for the backward per sample by every set."""
-        return self.sums(self.cost.kept_bytes(tensor))
+        return self.sums(self.cost.kept_bytes)
 
-    @remembered
-    def parameter_bytes(self, tensor: int = 1) -> Held[Floats]:
+    @cached_property
+    def parameter_bytes(self) -> Held[Floats]:
         """Bytes of the parameters of every set, but for tied ones."""
-        return Held(*map(self.sums, self.cost.own_parameter_bytes(tensor)))
+        return Held(*map(self.sums, self.cost.own_parameter_bytes))
 
     def sums(self, per_op: Floats) -> Floats:
         """Per set, the sum over its operators of a figure per operator."""
@@ -154,14 +154,14 @@ class NestedSets:
         return np.asarray((outside == 0) & ~np.eye(len(self), dtype=bool))
 
     @remembered
-    def stages(self, tensor: int = 1, lowest: int | None = None) -> tuple[Pairs, StageWeights]:
+    def stages(self, lowest: int | None = None) -> tuple[Pairs, StageWeights]:
         """The stages between any two sets, or any of the ``lowest`` and another; their bytes."""
         lower, upper = np.nonzero(self.nested[:lowest])
         pairs = Pairs(lower.astype(np.int32), upper.astype(np.int32))
-        return pairs, self.between(pairs, tensor)
+        return pairs, self.between(pairs)
 
-    @remembered
-    def matrices(self, tensor: int = 1) -> StageWeights:
+    @cached_property
+    def matrices(self) -> StageWeights:
         """Bytes of the stages between any two sets: [lower, upper]; none where the one is not
         inside the other.
         """
@@ -170,7 +170,7 @@ class NestedSets:
         pairs = Pairs(*(np.concatenate([[0], at]).astype(np.int32) for at in (lower, upper)))
         place = np.zeros(self.nested.shape, dtype=np.intp)
         place[lower, upper] = np.arange(1, len(pairs))
-        return self.between(pairs, tensor)[place]
+        return self.between(pairs)[place]
 
     def _chain_most(self, per_op: Floats) -> Floats:
         """The most that one operator has, of those between two sets: [lower, upper]."""
@@ -182,13 +182,13 @@ class NestedSets:
             most[:-1, 1:] = np.maximum.accumulate(from_each, axis=1)
         return most
 
-    def passes(self, pairs: Pairs, samples: float, tensor: int) -> Floats:
+    def passes(self, pairs: Pairs, samples: float) -> Floats:
         """Bytes of a pass (``cost.passes``) of the stages between some pairs of sets.
 
         Of a row in the model's order pass(i) is the most of g + (w + k up to there) n so far, less
         all that is kept up to i.
         """
-        own, kept = self._pass_terms(samples, tensor)
+        own, kept = self._pass_terms(samples)
         if self._is_in_order:
             operators, _ = self._flat
             done = np.zeros(len(self.cost.graph))
@@ -202,33 +202,32 @@ class NestedSets:
             found[inside] = np.maximum(found[inside] - kept[op], own[op])
         return found
 
-    def _pass_terms(self, samples: float, tensor: int) -> tuple[Floats, Floats]:
+    def _pass_terms(self, samples: float) -> tuple[Floats, Floats]:
         """Per operator, what a pass of it takes itself and what it keeps."""
-        own = self.cost.largest_gradients(tensor) + self.cost.working_bytes(tensor) * samples
-        return own, self.cost.kept_bytes(tensor) * samples
+        own = self.cost.largest_gradients + self.cost.working_bytes * samples
+        return own, self.cost.kept_bytes * samples
 
     @cached_property
     def _is_in_order(self) -> bool:
         """Whether each set lies inside the next, and the operators come in the model's order."""
         return self.is_chain and bool((np.diff(self._flat[0]) > 0).all())
 
-    def between(self, pairs: Pairs, tensor: int = 1, border: Border | None = None) -> StageWeights:
+    def between(self, pairs: Pairs, border: Border | None = None) -> StageWeights:
         """Bytes of the stages between some pairs of sets, whose border may be known."""
-        held = Held(*map(pairs.difference, self.parameter_bytes(tensor)))
-        tied = zip(self.cost.tied, self._tied_to_come.T, strict=True) if tensor == 1 else ()
-        for (_, parameter), left in tied:
+        held = Held(*map(pairs.difference, self.parameter_bytes))
+        for (_, parameter), left in zip(self.cost.tied, self._tied_to_come.T, strict=True):
             used = left[pairs.lower] > left[pairs.upper]
             for kind, nbytes in zip(held, self.cost.held_bytes(parameter), strict=True):
                 kind += used * nbytes
         return StageWeights(
             held.parameters,
             held.trainable,
-            pairs.difference(self.kept_bytes(tensor)),
+            pairs.difference(self.kept_bytes),
             border or self.border(pairs),
-            self._most(pairs, self.cost.largest_gradients(tensor)),
+            self._most(pairs, self.cost.largest_gradients),
             held.tables,
             held.rows,
-            _Passes(self, pairs, tensor),
+            _Passes(self, pairs),
         )
 
     def _most(self, pairs: Pairs, per_op: Floats) -> Floats:
@@ -324,7 +323,6 @@ class _Passes:
 
     sets: NestedSets
     pairs: Pairs
-    tensor: int
 
     def at(self, samples: Number) -> Floats:
         """Bytes of the passes; of an array of counts one after the other."""
@@ -334,11 +332,11 @@ class _Passes:
 
     @remembered
     def _at(self, samples: float) -> Floats:
-        return self.sets.passes(self.pairs, samples, self.tensor)
+        return self.sets.passes(self.pairs, samples)
 
     def __getitem__(self, places: Any) -> _Passes:
         """Those of some of the pairs."""
-        return _Passes(self.sets, self.pairs[places], self.tensor)
+        return _Passes(self.sets, self.pairs[places])
 
 
 def run_starts(ascending: Ints) -> NDArray[np.int64]:

@@ -14,7 +14,6 @@ from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan
 from anabranch.plans.prices import prices_of
 from anabranch.profile.profile import Profile
-from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.worker import executed
 from anabranch.schedule import SCHEDULES, schedule_of
@@ -46,7 +45,6 @@ class Emulation:
         self, plan: Plan, profile: Profile, cluster: Cluster, *, links: Links = "modelled"
     ) -> None:
         graph = plan.stage_graph
-        require_whole_replicas(graph)
         if plan.schedule not in SCHEDULES:
             raise InvalidPlanError(
                 f"the plan has the schedule {plan.schedule!r}; known are "

@@ -92,7 +92,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "simulate_s": plan.simulate_s,
         "improve_s": plan.improve_s,
         **_prediction(plan),
-        "stages": [document_fields(stage, _Stage) for stage in graph.stages],
+        "stages": [document_fields(stage, _Stage, tensor=1) for stage in graph.stages],
         "edges": [list(edge) for edge in graph.edges],
         "notes": list(plan.notes),
     }
@@ -283,7 +283,15 @@ def _check_mode(file: _PlanFile) -> None:
 
 
 def _to_stage(index: int, stage: _Stage) -> Stage:
+    if stage.tensor > 1:
+        raise ValueError(
+            f"stages[{index}].tensor is {stage.tensor}: every replica of the stage would share its "
+            "operators among several devices (tensor parallelism), which is neither planned nor "
+            "run here; plan the model anew"
+        )
     try:
-        return Stage(**core_fields(stage) | {"in_flight": stage.in_flight or 0})
+        return Stage(
+            **core_fields(stage, leave_out={"tensor"}) | {"in_flight": stage.in_flight or 0}
+        )
     except ValueError as error:
         raise ValueError(f"stages[{index}]: {error}") from None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from anabranch.files.fields import (
-    MOST_DEVICES,
     FilePath,
     Name,
     Samples,
@@ -23,12 +22,11 @@ from anabranch.files.graphs import (
     ValueEntry,
     graph_to_dict,
     to_graph,
-    unique_index,
 )
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.graph.opgraph import Granularity, OpGraph
+from anabranch.graph.opgraph import Granularity
 from anabranch.jsonfile import Strict, core_fields, document_fields, read_document
-from anabranch.profile.profile import OpCost, Profile, Sharded, UpdateCost
+from anabranch.profile.profile import OpCost, Profile, UpdateCost
 
 PROFILE = "anabranch.profile/1"
 
@@ -61,24 +59,11 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         "operators": [op | _cost(cost) for op, cost in operators],
         **fields,
     }
-    if profile.sharded:  # left out where there is none, which is nearly everywhere
-        document["sharded"] = [_sharded_to_dict(graph, sharded) for sharded in profile.sharded]
     if profile.update is not None:
         document["update"] = document_fields(profile.update, _Update)
     if profile.read_sample_s:
         document["read_sample_s"] = profile.read_sample_s
     return document
-
-
-def _sharded_to_dict(graph: OpGraph, sharded: Sharded) -> dict[str, Any]:
-    rows = zip(graph.ops, sharded.costs, sharded.parameter_bytes, strict=True)
-    return {
-        "degree": sharded.degree,
-        "operators": [
-            {"name": op.name} | _cost(cost) | {"parameter_bytes": nbytes}
-            for op, cost, nbytes in rows
-        ],
-    }
 
 
 def _cost(cost: OpCost) -> dict[str, Any]:
@@ -104,15 +89,6 @@ class _Operator(OperatorEntry, _Cost):
     pass
 
 
-class _ShardedOperator(_Cost):
-    parameter_bytes: Size
-
-
-class _Sharded(Strict):
-    degree: Annotated[int, Field(ge=2, le=MOST_DEVICES)]
-    operators: list[_ShardedOperator]
-
-
 class _Update(Strict):
     fixed_s: Seconds
     tensor_s: Seconds
@@ -132,7 +108,7 @@ class _ProfileFile(Strict):
     parameters: list[ParameterEntry]
     operators: list[_Operator]
     values: list[ValueEntry]
-    sharded: list[_Sharded] = Field(default_factory=list)
+    sharded: list[Any] = Field(default_factory=list)  # costs of tensor parallelism, unread
     update: _Update | None = None
     read_sample_s: Seconds = 0.0
 
@@ -146,26 +122,8 @@ def _to_profile(file: _ProfileFile) -> Profile:
         file.device,
         file.source,
         proportional=file.proportional,
-        sharded=tuple(_to_sharded(i, sharded, graph) for i, sharded in enumerate(file.sharded)),
         update=None if file.update is None else UpdateCost(**core_fields(file.update)),
         read_sample_s=file.read_sample_s,
-    )
-
-
-def _to_sharded(i: int, file: _Sharded, graph: OpGraph) -> Sharded:
-    where = f"sharded[{i}].operators"
-    index = unique_index([op.name for op in file.operators], where)
-    for name, j in index.items():
-        if name not in graph.index:
-            raise ValueError(f'{where}[{j}].name is "{name}"; no operator has this name')
-    missing = [op.name for op in graph.ops if op.name not in index]
-    if missing:
-        raise ValueError(f"{where} lacks {missing[0]}")
-    ordered = [file.operators[index[op.name]] for op in graph.ops]
-    return Sharded(
-        file.degree,
-        tuple(_to_cost(op) for op in ordered),
-        tuple(op.parameter_bytes for op in ordered),
     )
 
 

@@ -1,8 +1,7 @@
 """Data parallelism: the whole model on every device, gradients accumulated over micro-batches.
 
-Where the profile has costs for it, several devices may hold one replica together (tensor
-parallelism); such a group lies inside a node. Recomputation saves nothing here: with one
-micro-batch in flight its insides are kept at once either way.
+Recomputation saves nothing here: with one micro-batch in flight its insides are kept at once either
+way.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ def data_parallel(problem: Problem) -> Iterator[Candidate]:
     everything = (1 << len(cost.graph)) - 1
     for size in problem.sizes:
         assembler = problem.assembler(problem.prices(size))
-        for tensor in (t for t in assembler.prices.microbatch.tensors if total % t == 0):
-            replicas = total // tensor
-            if replicas <= problem.most_replicas and assembler.prices.microbatch.may(replicas):
-                candidate = assembler.assemble([Part(everything, replicas, tensor=tensor)])
-                if candidate is not None:
-                    yield candidate
+        if total <= problem.most_replicas and assembler.prices.microbatch.may(total):
+            candidate = assembler.assemble([Part(everything, total)])
+            if candidate is not None:
+                yield candidate

@@ -99,7 +99,7 @@ class Exhaustive:
 
     def _require_few(self, cost: CostModel, everything: _Partitions, sizes: int) -> None:
         total = cost.cluster.num_devices
-        modes = (1 + self.recompute) * len(cost.tensor_degrees)
+        modes = 1 + self.recompute
         count = sizes * sum(
             math.comb(total - 1, len(masks) - 1) * modes ** len(masks) for masks, _ in everything
         )
@@ -136,9 +136,9 @@ def _assignments(
             yield []
         return
     (mask, height), rest = stages[0], stages[1:]
-    for part in prices.ways(Part(mask, 1), devices - len(rest), limit):
+    for part in prices.ways(Part(mask, 1), min(devices - len(rest), limit)):
         # Nothing is gained by recomputation where there is memory for a deep warm-up without.
         roomy = part.recompute and prices.headroom(replace(part, recompute=False)) >= 2 * height
         if prices.headroom(part) >= height and not roomy:
-            for others in _assignments(prices, rest, devices - part.devices, limit):
+            for others in _assignments(prices, rest, devices - part.replicas, limit):
                 yield [part, *others]

@@ -249,7 +249,6 @@ def stage_bytes(
         in_flight=in_flight,
         recompute=stage.recompute,
         versions=versions,
-        tensor=stage.tensor,
     )
 
 

@@ -9,7 +9,7 @@ from anabranch.cost.passes import pass_behind
 from anabranch.graph.digraph import strongly_connected, topological_order
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Value, bits
 from anabranch.plans.stages import StageGraph
-from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.profile import OpCost, Profile
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,6 @@ def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
             graph.granularity,
         ),
         costs=tuple(_cost(profile.costs, mask) for mask in masks),
-        sharded=tuple(
-            Sharded(
-                sharded.degree,
-                tuple(_cost(sharded.costs, mask) for mask in masks),
-                tuple(sum(sharded.parameter_bytes[i] for i in bits(mask)) for mask in masks),
-            )
-            for sharded in profile.sharded
-        ),
     )
 
 

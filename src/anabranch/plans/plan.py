@@ -251,13 +251,11 @@ def span(operators: Sequence[str]) -> str:
 
 
 def _modes(graph: StageGraph) -> list[str]:
-    """Format k, tensor degree and recomputation per stage, as columns if any stage uses them."""
+    """Format k and recomputation per stage, as columns if any stage uses them."""
     stages, columns = graph.stages, []
     groups = [graph.group_size(s) for s in range(len(stages))]
     if any(size > 1 for size in groups):
         columns.append([f"k {size:2d}" for size in groups])
-    if any(stage.tensor > 1 for stage in stages):
-        columns.append([f"tensor {stage.tensor:2d}" for stage in stages])
     if any(stage.recompute for stage in stages):
         columns.append([f"{'recompute' if stage.recompute else '':9s}" for stage in stages])
     return ["".join(f"{column[s]}  " for column in columns) for s in range(len(stages))]

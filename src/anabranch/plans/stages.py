@@ -18,14 +18,12 @@ class Stage:
 
     Attributes:
         operators: names, in topological order.
-        devices: replica after replica; each micro-batch is split evenly over the replicas.
+        devices: one replica on each; a micro-batch is split evenly over them.
         microbatch_size: samples of one micro-batch, over all replicas.
         k: forwards and backwards alternate in groups of k micro-batches (kFkB).
         in_flight: micro-batches between forward and backward at most (the warm-up of the schedule);
             0 until a schedule rule has decided.
         recompute: keep only what enters the stage and run the forward again in the backward.
-        tensor: devices of one replica (tensor parallelism): each group of so many consecutive
-            devices holds one replica and the same slice of every micro-batch.
     """
 
     operators: tuple[str, ...]
@@ -34,17 +32,12 @@ class Stage:
     k: int = 1
     in_flight: int = 0
     recompute: bool = False
-    tensor: int = 1
 
     def __post_init__(self) -> None:
         if not self.operators:
             raise ValueError("a stage needs at least one operator")
         if not self.devices or len(set(self.devices)) != len(self.devices):
             raise ValueError(f"a stage needs devices, each once; it has {self.devices}")
-        if self.tensor < 1 or len(self.devices) % self.tensor:
-            raise ValueError(
-                f"{len(self.devices)} devices are no whole number of groups of {self.tensor}"
-            )
         if self.microbatch_size < 1 or self.k < 1 or self.in_flight < 0:
             raise ValueError(
                 f"micro-batch size {self.microbatch_size}, k {self.k} and in flight "
@@ -54,7 +47,7 @@ class Stage:
     @property
     def replicas(self) -> int:
         """Number of slices of each micro-batch."""
-        return len(self.devices) // self.tensor
+        return len(self.devices)
 
 
 @dataclass(frozen=True)

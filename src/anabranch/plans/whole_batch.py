@@ -80,7 +80,7 @@ def _parted(graph: StageGraph, model: OpGraph, s: int, chosen: Collection[int]) 
     for i in bits(after):
         after |= model.descendants[i] & mask
     before = mask & ~after
-    cut = len(stage.devices) - stage.tensor
+    cut = len(stage.devices) - 1
     if not before:
         return _given_away(graph, s, stage.devices[:cut], chosen)
     first = replace(stage, operators=model.names(before), devices=stage.devices[:cut])
@@ -100,7 +100,7 @@ def _given_away(
     graph: StageGraph, s: int, devices: tuple[int, ...], chosen: Collection[int]
 ) -> StageGraph:
     """Move devices of stage s to one of its predecessors."""
-    takers = [x for x in graph.predecessors[s] if x not in chosen and graph.stages[x].tensor == 1]
+    takers = [x for x in graph.predecessors[s] if x not in chosen]
     if not takers:
         raise InvalidPlanError(
             f"stage {s} computes across samples in {graph.stages[s].operators[0]}, so it cannot "

@@ -30,22 +30,6 @@ class OpCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
-    """The same operators with the weights of each split over several devices: tensor parallelism.
-
-    Attributes:
-        degree: devices that share one slice of a micro-batch, at least 2.
-        costs: per operator, what it costs on each of them. Seconds include the traffic inside the
-            group.
-        parameter_bytes: per operator, parameters on each of them.
-    """
-
-    degree: int
-    costs: tuple[OpCost, ...]
-    parameter_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateCost:
     """Seconds of an update of a device's trainable parameters, clipping included.
 
@@ -79,7 +63,6 @@ class Profile:
         source: ``measured``, ``estimated`` or ``imported``.
         proportional: measured at one size only (PipeDream's and DAPPLE's files): times are taken as
             proportional to samples.
-        sharded: the operators under tensor parallelism, by ascending degree, where that is known.
         update: seconds of the workload's optimizer, where that was measured.
         read_sample_s: seconds per sample in which a rank reads a batch, likewise.
 
@@ -93,22 +76,11 @@ class Profile:
     device: str
     source: str
     proportional: bool = False
-    sharded: tuple[Sharded, ...] = ()
     update: UpdateCost | None = None
     read_sample_s: float = 0.0
 
     def __post_init__(self) -> None:
-        degrees = [shard.degree for shard in self.sharded]
-        if degrees != sorted(set(degrees)) or any(degree < 2 for degree in degrees):
-            raise ValueError(f"degrees of tensor parallelism {degrees} do not ascend from 2")
         self._check(self.costs)
-        for shard in self.sharded:
-            self._check(shard.costs)
-            if len(shard.parameter_bytes) != len(self.graph) or min(shard.parameter_bytes) < 0:
-                raise ValueError(
-                    f"tensor parallelism over {shard.degree} devices lacks the parameter bytes of "
-                    "an operator, or has negative ones"
-                )
 
     @cached_property
     def priced(self) -> dict[Hashable, dict[Hashable, Any]]:

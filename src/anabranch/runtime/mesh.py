@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.errors import InvalidPlanError
-from anabranch.plans.stages import StageGraph
 from anabranch.runtime.collectives import (
     MOST_LARGE,
     MOST_SMALL,
@@ -51,18 +50,6 @@ _ALL: tuple[int, ...] = ()
 """The set of all ranks for what they have to tell each other. Where all of them share a parameter
 as well, its sums begin in another order.
 """
-
-
-def require_whole_replicas(graph: StageGraph) -> None:
-    """Accept a plan without tensor parallelism, else raise InvalidPlanError."""
-    sharded = [s for s, stage in enumerate(graph.stages) if stage.tensor > 1]
-    if sharded:
-        raise InvalidPlanError(
-            f"the plan shares the operators of stage {sharded[0]} between "
-            f"{graph.stages[sharded[0]].tensor} devices (tensor parallelism, in {len(sharded)} of "
-            f"{len(graph)} stages), which can be planned and simulated but not run; plan with a "
-            "profile that has no costs for tensor parallelism"
-        )
 
 
 class Mesh:

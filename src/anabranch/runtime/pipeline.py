@@ -104,7 +104,7 @@ class Pipeline(BasePipeline):
 
     Raises:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
-            disagree, or a stage has tensor parallelism.
+            disagree.
         InfeasiblePlanError: if a rank would take more memory than there is.
         CaptureError: if the module cannot be captured.
         ValueError: if ``accumulate`` is less than 1, or ``shard_optimizer`` meets ``exact``.

@@ -10,7 +10,6 @@ from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import sliced_batches
-from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.schedule import SCHEDULES
 from anabranch.workload import Workload
 
@@ -40,7 +39,6 @@ def prepare(captured: Captured, graph: StageGraph, workload: Workload | None = N
     """Specialise the program to the sample counts that a plan needs, in all sizes of batches of a
     workload, for evaluation as well; forked ranks inherit it.
     """
-    require_whole_replicas(graph)
     for alike in [captured] if workload is None else buckets_of(captured, workload):
         for samples in sorted({size for s in range(len(graph)) for size in graph.slice_sizes(s)}):
             alike.at(samples)

@@ -45,7 +45,7 @@ from anabranch.runtime.guards.same_batch import (
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.guards.store_watch import watch_ranks
 from anabranch.runtime.initialisation import SEEDS, meta_names, require_constants
-from anabranch.runtime.mesh import Mesh, require_whole_replicas
+from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.moved_state import MovedState, move
@@ -69,7 +69,7 @@ class Session:
 
     Raises:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
-            disagree, or a stage has tensor parallelism.
+            disagree.
         InfeasiblePlanError: if a rank would take more memory than there is.
         CaptureError: if the module cannot be captured.
     """
@@ -93,7 +93,6 @@ class Session:
         predecessor: Session | None = None,
     ) -> None:
         graph = plan.stage_graph
-        require_whole_replicas(graph)
         POSITION.begin(-1, Phase.START_UP)
         self._plan, self._timeout = plan, timeout
         if compute.sparse_embeddings is None:

@@ -8,9 +8,7 @@ The check assumes this transport:
 - receives are posted ahead, for the next ``slots`` micro-batches of the receiver, and a message
   moves once it has been sent and its receive is posted;
 - a device with several stages passes values and gradients between them in memory, so its list has
-  to compute them before it uses them;
-- the devices of one replica (tensor parallelism) exchange partial results during each compute, so
-  they start it together.
+  to compute them before it uses them.
 
 With at least one slot every message that was sent arrives, so a deadlock is a cycle of devices that
 wait for each other. Running the lists once, without a clock, finds it: every order of running them
@@ -80,7 +78,6 @@ def check_order(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVE
             _check_list(device, actions, held[device], graph)
         checked.add(key)
     check_handovers(schedule, graph, edges)
-    _check_replicas(schedule, graph)
 
 
 def channel(action: Action, device: int) -> Channel:
@@ -108,21 +105,15 @@ def describe_deadlock(schedule: Schedule, graph: StageGraph, positions: Mapping[
         positions: device -> index of its next action.
     """
     lines = ["the schedule deadlocks; every unfinished device waits for another:"]
-    groups = _groups(graph)
     for device, at in sorted(positions.items()):
         actions = schedule.actions[device]
         if at == len(actions):
             continue
         action = actions[at]
         if action.peer < 0:
-            replica = groups.get((action.stage, device), ())
-            here = (schedule.actions[other][positions[other] :][:1] for other in replica)
-            # If the whole replica has arrived, it waits for the all-reduce of an earlier update.
-            is_split = any(list(first) != [action] for first in here)
-            others = "of its replica" if is_split else "that sum gradients with it"
             lines.append(
                 f"  device {device}, step {at + 1} of {len(actions)}, waits for the other devices "
-                f"{others}: {show(actions, at)}"
+                f"that sum gradients with it: {show(actions, at)}"
             )
             continue
         what = "samples" if action.kind.is_forward else "the gradient of samples"
@@ -289,23 +280,6 @@ def _message_problem(
     return None
 
 
-def _check_replicas(schedule: Schedule, graph: StageGraph) -> None:
-    """Check that the devices of one replica have the same computes in the same order."""
-    for (s, device), group in _groups(graph).items():
-        if schedule.actions[device] is schedule.actions[group[0]]:
-            continue
-        own, first = (
-            [a for a in schedule.actions[member] if a.stage == s and a.peer < 0]
-            for member in (device, group[0])
-        )
-        for n, (a, b) in enumerate(zip(own, first, strict=False)):
-            if a != b:
-                raise InvalidScheduleError(
-                    f"devices {group[0]} and {device} hold one replica of stage {s}, but compute "
-                    f"{n + 1} is {b} on the one and {a} on the other"
-                )
-
-
 def _check_pairs(schedule: Schedule, graph: StageGraph) -> None:
     """Check both ends of every channel against the messages computed from sample intervals."""
     sent: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
@@ -363,9 +337,6 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
     sent: dict[Channel, int] = defaultdict(int)
     received: dict[Channel, int] = defaultdict(int)
     waiting: dict[Channel, int] = {}
-    groups = _groups(graph)
-    come: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    ready = dict.fromkeys(schedule.actions, -1)
     positions = dict.fromkeys(schedule.actions, 0)
     runnable = list(schedule.actions)
     while runnable:
@@ -385,25 +356,7 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
                 else:
                     waiting[key] = device
                     break
-            elif (group := groups.get((action.stage, device))) and ready[device] != at:
-                # All devices of the replica continue when the last one has arrived.
-                ready[device] = at
-                come[group].append(device)
-                if len(come[group]) < len(group):
-                    break
-                runnable += (member for member in come.pop(group) if member != device)
             at += 1
         positions[device] = at
     if any(at < len(schedule.actions[device]) for device, at in positions.items()):
         raise DeadlockError(describe_deadlock(schedule, graph, positions))
-
-
-def _groups(graph: StageGraph) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Map (stage, device) to the devices of its replica, if there are several."""
-    return {
-        (s, device): stage.devices[first : first + stage.tensor]
-        for s, stage in enumerate(graph.stages)
-        if stage.tensor > 1
-        for first in range(0, len(stage.devices), stage.tensor)
-        for device in stage.devices[first : first + stage.tensor]
-    }

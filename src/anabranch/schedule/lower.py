@@ -11,16 +11,6 @@ micro-batches of 4, stage 1 on two devices in micro-batches of 8::
 This one rule covers unequal replicas, unequal micro-batch sizes and a short last micro-batch.
 Gradients of the same samples flow back. A replica whose slice is empty has no messages; its compute
 stays in the list and costs nothing.
-
-With tensor parallelism a replica is a group of devices, each of which holds the whole slice. Each
-device of the group that receives gets it from one device of the group that has it, in turn::
-
-    forward   device 0 -> device 2      0 and 1 are a replica of stage 0,
-              device 1 -> device 3      2 to 5 one of stage 1
-              device 0 -> device 4
-              device 1 -> device 5
-    back      device 2 -> device 0      4 and 5 have the same gradients
-              device 3 -> device 1
 """
 
 from __future__ import annotations
@@ -140,11 +130,8 @@ def _transfer_table(graph: StageGraph, source: int, target: int, *, forward: boo
     i, r, j, q, start, stop = _overlap_table(graph.batch_size, *cuts)
     if not forward:
         i, r, j, q = j, q, i, r
-    turn = np.arange(receiving.tensor) % sending.tensor
-    senders = np.array(sending.devices).reshape(-1, sending.tensor)[r][:, turn]
-    receivers = np.array(receiving.devices).reshape(-1, receiving.tensor)[q]
-    columns = (i[:, None], senders, j[:, None], receivers, start[:, None], stop[:, None])
-    return np.array(np.broadcast_arrays(*columns)).reshape(6, -1)
+    senders, receivers = np.array(sending.devices)[r], np.array(receiving.devices)[q]
+    return np.array([i, senders, j, receivers, start, stop])
 
 
 def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ from anabranch.cost import CostModel
 from anabranch.cost.buckets import cut_into_buckets, piece_bytes
 from anabranch.cost.sparse import ring_bytes
 from anabranch.graph.opgraph import Parameter
-from anabranch.plans.rings import Holder, rings
 from anabranch.plans.stages import split_evenly
 from anabranch.simulator.stage_costs import StageCosts
 
@@ -67,62 +65,54 @@ class AllReduce(NamedTuple):
         return sum(piece.seconds for piece in self.pieces)
 
 
-def all_reduces_of(
+def all_reduce_of(
     cost: CostModel, holders: Sequence[StageCosts], devices: Sequence[tuple[int, ...]]
-) -> Iterator[AllReduce]:
-    """Those of the parameters that all of some stages read, and no others, which are numbered from
-    0 here; one for each of their ``plans.rings``.
+) -> AllReduce | None:
+    """The sum of the parameters that all of some stages read, and no others, over all devices of
+    these; None where there is nothing to sum. The stages are numbered from 0.
     """
-    if len({device for held in devices for device in held}) == 1:
-        return  # as of most stages that a search prices
+    ring = tuple(sorted({device for held in devices for device in held}))
+    if len(ring) == 1:
+        return None  # as of most stages that a search prices
     union = sum(holder.mask for holder in holders)
     shared = set.intersection(*(set(holder.readers) for holder in holders))
     readers = cost.graph.readers
     names = {name for name in shared if not readers[name] & ~union}
     owned = [p for p in reversed(cost.graph.parameters) if p.name in names and p.nbytes]
-    stages, whole_bytes = tuple(range(len(holders))), sum(parameter.nbytes for parameter in owned)
-    held_by = [
-        Holder(held, holder.stage.tensor, holder.shard)
-        for held, holder in zip(devices, holders, strict=True)
-    ]
+    if not owned:
+        return None
     samples = max(holder.most_samples for holder in holders)
-    for _, ring, held in rings({stages: whole_bytes}, held_by) if owned else ():
-        share = held / whole_bytes
-        # Tables whose rows are exchanged come last, as in the runtime.
-        whole: list[_Gradient] = []
-        by_rows: list[_Gradient] = []
-        for parameter in owned:
-            summed = _summed_bytes(cost, share, samples, len(ring), parameter)
-            final = tuple(holder.readers[parameter.name] for holder in holders)
-            is_whole = summed == _held_bytes(share, parameter)
-            (whole if is_whole else by_rows).append(_Gradient(summed, final))
-        buckets = [
-            _bucket(cost, gradients, ring)
-            for kind in (whole, by_rows)
-            for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
-        ]
-        total = sum(gradient.nbytes for gradient in whole + by_rows)
-        own_s = cost.sum_s(len(owned), total, len(ring), buckets=len(buckets))
-        ports = _ring_ports(cost, ring)
-        work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
-        if cost.shard_optimizer:
-            share_s = cost.share_s(len(owned), total, len(ring), buckets=len(buckets))
-            work = _sharded(work, share_s)
-        yield work
+    # Tables whose rows are exchanged come last, as in the runtime.
+    whole: list[_Gradient] = []
+    by_rows: list[_Gradient] = []
+    for parameter in owned:
+        summed = _summed_bytes(cost, samples, len(ring), parameter)
+        final = tuple(holder.readers[parameter.name] for holder in holders)
+        is_whole = summed == parameter.nbytes
+        (whole if is_whole else by_rows).append(_Gradient(summed, final))
+    buckets = [
+        _bucket(cost, gradients, ring)
+        for kind in (whole, by_rows)
+        for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
+    ]
+    total = sum(gradient.nbytes for gradient in whole + by_rows)
+    own_s = cost.sum_s(len(owned), total, len(ring), buckets=len(buckets))
+    stages, ports = tuple(range(len(holders))), _ring_ports(cost, ring)
+    work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
+    if not cost.shard_optimizer:
+        return work
+    return _sharded(work, cost.share_s(len(owned), total, len(ring), buckets=len(buckets)))
 
 
-def _summed_bytes(
-    cost: CostModel, share: float, samples: int, holders: int, parameter: Parameter
-) -> int:
+def _summed_bytes(cost: CostModel, samples: int, devices: int, parameter: Parameter) -> int:
     """Bytes of a gradient in a ring, or those of a ring that takes as long as its rows.
 
     Args:
         samples: of a batch on the fullest device.
     """
-    held = _held_bytes(share, parameter)
-    if parameter.table is None or not cost.has_rows(parameter) or share < 1:
-        return held
-    return min(held, ring_bytes(parameter.table, samples, holders))
+    if parameter.table is None or not cost.has_rows(parameter):
+        return parameter.nbytes
+    return min(parameter.nbytes, ring_bytes(parameter.table, samples, devices))
 
 
 def _bucket(cost: CostModel, gradients: Sequence[_Gradient], devices: tuple[int, ...]) -> Piece:
@@ -135,10 +125,6 @@ def _ring_ports(cost: CostModel, devices: tuple[int, ...]) -> tuple[int, ...]:
     after = devices[1:] + devices[:1]
     ports = (p for a, b in zip(devices, after, strict=True) for p in cost.route(a, b).ports)
     return tuple(dict.fromkeys(ports))
-
-
-def _held_bytes(share: float, parameter: Parameter) -> int:
-    return math.ceil(parameter.nbytes * share)
 
 
 def _sharded(work: AllReduce, share_s: float) -> AllReduce:

@@ -6,7 +6,7 @@ stage and links that cost nothing: a step is then the schedule's ideal for measu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from anabranch.cost.overheads import NOTHING_TOLD, Agreement
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.stages import StageGraph
-from anabranch.simulator.all_reduces import AllReduce, all_reduces_of
+from anabranch.simulator.all_reduces import AllReduce, all_reduce_of
 from anabranch.simulator.stage_costs import StageCosts, stage_costs
 
 
@@ -201,7 +201,7 @@ class ModelCosts:
         return self.cost.route(a, b)
 
     def all_reduces(self) -> Sequence[AllReduce]:
-        """One per set of stages that read the same parameters, over its ``plans.rings``."""
+        """One per set of stages that read the same parameters, over all devices of these."""
         return self._all_reduces
 
     def tied_stages(self) -> Collection[tuple[int, ...]]:
@@ -215,17 +215,18 @@ class ModelCosts:
     @cached_property
     def _all_reduces(self) -> tuple[AllReduce, ...]:
         groups = {(s,) for s in range(len(self.graph))} | {*self.tied_stages()}
-        works = (work for stages in groups for work in self._sums(stages))
+        works = (work for work in map(self._sum, groups) if work)
         return tuple(sorted(works, key=lambda work: turn(work.devices, work.stages)))
 
-    def _sums(self, stages: tuple[int, ...]) -> Iterator[AllReduce]:
-        """Those of the parameters that these stages read, and no others."""
+    def _sum(self, stages: tuple[int, ...]) -> AllReduce | None:
+        """That of the parameters that these stages read, and no others."""
         holders = tuple(self._stages[s] for s in stages)
         devices = tuple(self.graph.stages[s].devices for s in stages)
-        known: dict[Hashable, tuple[AllReduce, ...]] = self.cost.memo.setdefault(AllReduce, {})
+        known: dict[Hashable, AllReduce | None] = self.cost.memo.setdefault(AllReduce, {})
         if (holders, devices) not in known:
-            known[holders, devices] = tuple(all_reduces_of(self.cost, holders, devices))
-        return (work._replace(stages=stages) for work in known[holders, devices])
+            known[holders, devices] = all_reduce_of(self.cost, holders, devices)
+        work = known[holders, devices]
+        return work and work._replace(stages=stages)
 
     def gradient_share(self, stage: int, samples: int, operator: int) -> float:
         """See ``StageCosts``."""
@@ -249,7 +250,7 @@ class ModelCosts:
 
     def _replica(self, stage: int, device: int) -> int:
         planned = self.graph.stages[stage]
-        return sorted(planned.devices).index(device) // planned.tensor
+        return sorted(planned.devices).index(device)
 
     def held(self, stage: int, replica: int | None = None) -> DeviceMemory:
         """Bytes of a replica of a stage, or of the fullest."""

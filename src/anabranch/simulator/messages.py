@@ -170,7 +170,7 @@ def _edge_messages(
     """
     edge = (source, target) if forward else (target, source)
     known = costs.kept(*edge)
-    cuts = ((s.devices, s.microbatch_size, s.tensor) for s in (graph.stages[x] for x in edge))
+    cuts = ((s.devices, s.microbatch_size) for s in (graph.stages[x] for x in edge))
     key = Messages, graph.batch_size, slots, forward, *cuts
     if key not in known:
         i, a, j, b, start, stop = message_table(graph, source, target, forward=forward)

@@ -2,8 +2,7 @@
 
 Every device goes through its list of actions:
 
-- compute takes the seconds of its slice of the micro-batch; the devices of one replica (tensor
-  parallelism) start it together, when the last of them has come to it;
+- compute takes the seconds of its slice of the micro-batch;
 - a send hands a message over and goes on; a receive waits for its message;
 - a message starts when it has been sent, its receive is posted and every port on its way is free,
   first come first served per port; it occupies them for bytes / bandwidth of the slowest link and

@@ -46,7 +46,7 @@ class StageCosts:
     @cached_property
     def weights(self) -> StageWeights:
         """Bytes that do not depend on the micro-batch size."""
-        return self.cost.weights(self.mask, self.stage.tensor)
+        return self.cost.weights(self.mask)
 
     @remembered
     def compute_s(self, samples: int) -> tuple[float, float]:
@@ -55,9 +55,7 @@ class StageCosts:
         """
         stage = self.stage
         besides = self.cost.pass_s(self.mask) if samples else (0.0, 0.0)
-        forward, backward = self.cost.stage_s(
-            stage.operators, samples, stage.tensor, recompute=stage.recompute
-        )
+        forward, backward = self.cost.stage_s(stage.operators, samples, recompute=stage.recompute)
         return forward + besides[0], backward + besides[1]
 
     def gradient_share(self, samples: int, operator: int) -> float:
@@ -69,7 +67,7 @@ class StageCosts:
     @remembered
     def _gradient_shares(self, samples: int) -> dict[int, float]:
         ops, whole = sorted(self.ops), self.compute_s(samples)[1]
-        each = self.cost.op_seconds(samples, self.stage.tensor)[1] if whole else None
+        each = self.cost.op_seconds(samples)[1] if whole else None
         seconds = np.zeros(len(ops)) if each is None else each[ops]
         shares = 1 - (np.cumsum(seconds) - seconds) / (whole or 1.0)
         return dict(zip(ops, shares.tolist(), strict=True))
@@ -79,16 +77,6 @@ class StageCosts:
         """Of a batch, on the fullest device."""
         stage = self.stage
         return most_samples(self.batch_size, stage.microbatch_size, stage.replicas)
-
-    @cached_property
-    def shard(self) -> float:
-        """Share of its trainable parameters that each of its devices holds."""
-        tensor = self.stage.tensor
-        if tensor == 1:
-            return 1.0
-        whole = self.cost.parameter_bytes(self.ops, trainable=True)
-        part = self.cost.parameter_bytes(self.ops, trainable=True, tensor=tensor)
-        return part / whole if whole else 0.0
 
     @cached_property
     def readers(self) -> Mapping[str, int]:
@@ -103,9 +91,6 @@ class StageCosts:
         that takes longest, where they share the optimizer's state.
         """
         cost, replicas = self.cost, self.stage.replicas
-        if self.stage.tensor > 1:  # replicas that share have about as many each
-            count = len(self.readers) / (replicas if cost.shard_optimizer else 1)
-            return cost.update.seconds(count, max(self.updated))
         held = [{name: cost.parameters[name].nbytes for name in self.readers}]
         if cost.shard_optimizer and replicas > 1:
             held = cost.dealt(self.mask, replicas)
@@ -114,7 +99,7 @@ class StageCosts:
     @cached_property
     def updated(self) -> tuple[float, ...]:
         """Bytes of trainable parameters that each of its replicas updates."""
-        return self.cost.updated_bytes(self.mask, self.stage.replicas, self.stage.tensor)
+        return self.cost.updated_bytes(self.mask, self.stage.replicas)
 
     def _touched_bytes(self, held: Mapping[str, int]) -> int:
         """Of so many bytes of parameters, of tables that are updated by rows those of the rows."""
@@ -162,8 +147,7 @@ class StageCosts:
 
 def stage_costs(cost: CostModel, stage: Stage, batch_size: int) -> StageCosts:
     """The prices of a stage, which the cost model keeps; not of its devices or warm-up."""
-    size, tensor = stage.microbatch_size, stage.tensor
-    key = stage.operators, len(stage.devices), size, tensor, stage.recompute, batch_size
+    key = (stage.operators, stage.replicas, stage.microbatch_size, stage.recompute, batch_size)
     known: dict[Hashable, StageCosts] = cost.memo.setdefault(StageCosts, {})
     if key not in known:
         known[key] = StageCosts(cost, stage, batch_size)

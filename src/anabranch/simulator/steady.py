@@ -166,7 +166,7 @@ def logs_of(
         backwards = last + 1 - whole * microbatches
         units_held = units_in_flight(stage.in_flight, microbatches)
         for at, device in enumerate(stage.devices):
-            start, stop = graph.slice(s, 0, at // stage.tensor)
+            start, stop = graph.slice(s, 0, at)
             if start == stop:
                 continue  # more replicas than samples: it has nothing to do and is done at once
             updates = int(device in updating)

@@ -113,7 +113,7 @@ def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
     for s, stage in enumerate(graph.stages):
         for at, device in enumerate(stage.devices):
             for i in range(graph.num_microbatches(s)):
-                start, stop = graph.slice(s, i, at // stage.tensor)
+                start, stop = graph.slice(s, i, at)
                 busy[device] += sum(costs.compute_s(s, stop - start))
     return busy
 

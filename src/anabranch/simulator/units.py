@@ -50,7 +50,7 @@ class ComputeUnits:
 
     Attributes:
         numbers: of all that are known, ascending.
-        groups: role, stages and devices of units that several devices start together, likewise.
+        groups: stages and devices of the gathers that several devices start together, likewise.
 
     Args:
         besides_s: seconds of each update besides its own.
@@ -67,7 +67,7 @@ class ComputeUnits:
         self._graph, self._costs, self._besides_s = graph, costs, besides_s
         self._device = index
         self.numbers: dict[ComputeUnit, int] = {}
-        self.groups: dict[tuple[Role, tuple[int, ...], tuple[int, ...]], int] = {}
+        self.groups: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._summing_s = summing_s(costs)
         self._pieces = final_pieces(sums)
 
@@ -78,32 +78,21 @@ class ComputeUnits:
     @cached_property
     def _replica_of(self) -> Mapping[tuple[int, int], int]:
         return {
-            (s, device): at // stage.tensor
+            (s, device): at
             for s, stage in enumerate(self._graph.stages)
             for at, device in enumerate(stage.devices)
         }
 
     @cached_property
     def slices(self) -> Mapping[int, list[tuple[int, ...]]]:
-        """Per device, of its stages: index, samples of the first and the last slice, group."""
+        """Per device, of its stages: index, samples of the first and the last slice."""
         found: dict[int, list[tuple[int, ...]]] = {device: [] for device in self._device}
         for (s, device), replica in self._replica_of.items():
             last = self._graph.num_microbatches(s) - 1
             cuts = (self._graph.slice(s, i, replica) for i in (0, last))
             sizes = (stop - start for start, stop in cuts)
-            found.setdefault(device, []).append((s, *sizes, self._group(s, replica)))
+            found.setdefault(device, []).append((s, *sizes))
         return found
-
-    def _group(self, stage: int, replica: int) -> int:
-        """Devices that compute together, being one replica; -1 for a single one."""
-        tensor, devices = self._graph.stages[stage].tensor, self._graph.stages[stage].devices
-        if tensor == 1:
-            return -1
-        return self._together(Role.ACTION, (stage,), devices[replica * tensor :][:tensor])
-
-    def _together(self, role: Role, stages: tuple[int, ...], devices: Sequence[int]) -> int:
-        members = tuple(self._device[device] for device in devices)
-        return self.groups.setdefault((role, stages, members), len(self.groups))
 
     def has_update(self, stage: int) -> bool:
         """Whether a stage has gradients to sum, or takes time to update."""
@@ -120,8 +109,7 @@ class ComputeUnits:
         """
         stage, replica = action.stage, self._replica_of[action.stage, device]
         start, stop = self._graph.slice(stage, action.microbatch, replica)
-        group = self._group(stage, replica)
-        return self._priced(stage, action.kind, stop - start, group, is_last)
+        return self._priced(stage, action.kind, stop - start, is_last)
 
     def update(self, stage: int) -> int:
         """That of the update of a stage."""
@@ -142,14 +130,15 @@ class ComputeUnits:
 
     def gathers(self, work: AllReduce) -> list[int]:
         """Those in which the devices of an all-reduce send each other what they have updated."""
-        group = self._together(Role.GATHER, work.stages, work.devices)
+        members = tuple(self._device[device] for device in work.devices)
+        group = self.groups.setdefault((work.stages, members), len(self.groups))
         unit = ComputeUnit(
             -1, work.gather_s, group=group, role=Role.GATHER, ports=work.ports, stages=work.stages
         )
         return [self.overhead(work.share_s)] * (work.share_s > 0) + [self.number(unit)]
 
     @remembered
-    def _priced(self, stage: int, kind: Kind, samples: int, group: int, is_last: bool) -> int:
+    def _priced(self, stage: int, kind: Kind, samples: int, is_last: bool) -> int:
         forward_s, seconds = self._costs.compute_s(stage, samples)
         held, inside = self._costs.flight_bytes(stage, samples)
         before, after = inside, inside + held
@@ -160,9 +149,9 @@ class ComputeUnits:
             seconds /= 2
             before, after = (inside, 0.0) if kind is Kind.INPUT_GRADIENT else (0.0, after)
         if not is_last:
-            return self.number(ComputeUnit(stage, seconds, before, after, group))
+            return self.number(ComputeUnit(stage, seconds, before, after))
         seconds += self._summing_s[stage]
         pieces = self._pieces.get(stage, {})
         marks, final = gradient_marks(self._costs, pieces, stage, samples, seconds)
         rest = seconds - sum(mark.seconds for mark in marks)
-        return self.number(ComputeUnit(stage, seconds, before, after, group, marks, rest, final))
+        return self.number(ComputeUnit(stage, seconds, before, after, -1, marks, rest, final))

@@ -135,7 +135,6 @@ def _work(
         for s, stage in enumerate(graph.stages)
         for i in range(graph.num_microbatches(s))
         for replica in range(stage.replicas)
-        for _ in range(stage.tensor)
         if len(range(*graph.slice(s, i, replica)))
     )
     least = work_floor(cost, graph.batch_size)
@@ -158,8 +157,7 @@ def _recomputed_s(graph: StageGraph, cost: CostModel) -> float:
             for i in range(graph.num_microbatches(s)):
                 for replica in range(stage.replicas):
                     start, stop = graph.slice(s, i, replica)
-                    forward_s = cost.forward_s(ops, stop - start, tensor=stage.tensor)
-                    seconds += forward_s * stage.tensor
+                    seconds += cost.forward_s(ops, stop - start)
     return seconds
 
 

@@ -9,9 +9,9 @@ operators, neighbours joined, the quickest first::
 
 For every partition, micro-batch size and stage: the replicas that fit memory with the versions of
 the policy, with recomputation only where it does not fit without; then the numbers of replicas that
-use all devices and make the slowest stage as quick as can be. A model that is not brought down and
-has no tensor parallelism therefore has a proposal if anything fits at all, unless there are more
-than ``MOST_TRIED`` ways to look at. What is proposed are the ``MOST`` with the quickest slowest
+use all devices and make the slowest stage as quick as can be. A model that is not brought down
+therefore has a proposal if anything fits at all, unless there are more than ``MOST_TRIED`` ways to
+look at. What is proposed are the ``MOST`` with the quickest slowest
 stages.
 """
 

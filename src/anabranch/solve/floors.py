@@ -57,7 +57,7 @@ def floors(graph: StageGraph, cost: CostModel) -> Iterator[Floor]:
         where += f", worth {at_once:.3g} cores"
     yield Floor("work", work_floor(cost, batch_size) * total / at_once, where, True)
     smallest = 1 if cost.profile.proportional else cost.profile.samples[0]
-    parts = min(total, max(batch_size // smallest, 1) * max(cost.tensor_degrees))
+    parts = min(total, max(batch_size // smallest, 1))
     largest = int(per_sample.argmax())
     where = f"{cost.graph.ops[largest].name}, over {parts}"
     yield Floor("largest_operator", float(per_sample[largest]) * batch_size / parts, where, True)
@@ -77,18 +77,12 @@ def _least_s_per_sample(cost: CostModel, batch_size: int) -> Floats:
         counts = [n for n in cost.profile.samples if n <= batch_size]
         if not counts or (counts[-1] < batch_size and cost.covers(batch_size)):
             counts.append(max(batch_size, cost.profile.samples[0]))
-    least = [
-        np.add(*cost.op_seconds(n, tensor)) * tensor / n
-        for tensor in cost.tensor_degrees
-        for n in counts
-    ]
-    return np.asarray(np.min(least, axis=0))
+    return np.asarray(np.min([np.add(*cost.op_seconds(n)) / n for n in counts], axis=0))
 
 
 def _longest_path_s(cost: CostModel, samples: int) -> float:
     """Forward and backward along the longest path of operators."""
-    degrees = cost.tensor_degrees
-    seconds = np.min([np.add(*cost.op_seconds(samples, t)) for t in degrees], axis=0)
+    seconds = np.add(*cost.op_seconds(samples))
     until = [0.0] * len(cost.graph)
     for a, b in sorted(cost.graph.edges):
         until[b] = max(until[b], until[a] + float(seconds[a]))

@@ -146,8 +146,7 @@ def _evened(graph: StageGraph, cost: CostModel, device_seconds: dict[int, float]
             share[name] = mean / slowest if slowest else 1.0
     scales = [share[op.name] for op in cost.graph.ops]
     profile = cost.profile
-    sharded = tuple(replace(shard, costs=_scaled(shard.costs, scales)) for shard in profile.sharded)
-    evened: Profile = replace(profile, costs=_scaled(profile.costs, scales), sharded=sharded)
+    evened: Profile = replace(profile, costs=_scaled(profile.costs, scales))
     return replace(cost, profile=evened)
 
 

@@ -366,9 +366,7 @@ def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
         stage = graph.stages[s]
         ops = [cost.graph.index[name] for name in stage.operators]
         samples = stage.microbatch_size / stage.replicas
-        backward = cost.backward_s(ops, samples, recompute=stage.recompute, tensor=stage.tensor)
-        return (
-            cost.forward_s(ops, samples, tensor=stage.tensor) + backward
-        ) / stage.microbatch_size
+        backward = cost.backward_s(ops, samples, recompute=stage.recompute)
+        return (cost.forward_s(ops, samples) + backward) / stage.microbatch_size
 
     return max(seconds(s) for s in range(len(graph)))

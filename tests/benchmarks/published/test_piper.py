@@ -1,4 +1,4 @@
-"""Piper's JSON, with and without tensor parallelism."""
+"""Piper's JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from anabranch.errors import FileFormatError
 from anabranch.graph.opgraph import BATCH, Op, Parameter, Value
-from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.profile import OpCost, Profile
 from benchmarks.planners.published import read_profile
 from tests.shared_profiles import SHARED, needs_shared
 
@@ -99,7 +99,7 @@ def read(folder: Path, document: object, samples: int | None = None) -> Profile:
 
 
 def test_by_eye(tmp_path: Path) -> None:
-    """Degree 2 is there for all nodes, degree 4 is not; times are seconds."""
+    """Costs on one device; times are seconds."""
     found = read(tmp_path, BERT)
     assert found.graph.ops == (
         Op("1.Embedding", ("1.Embedding",)),
@@ -118,12 +118,6 @@ def test_by_eye(tmp_path: Path) -> None:
     assert found.costs[0].backward_s == pytest.approx([0.2])
     assert found.costs[1].forward_s == pytest.approx([0.2])
     assert found.costs[1].backward_s == pytest.approx([0.4])
-    (half,) = found.sharded
-    assert (half.degree, half.parameter_bytes) == (2, (500, 200))
-    assert [cost.kept_bytes for cost in half.costs] == [28 - 8 + 64, 330 - 80]
-    # Recomputing the embedding on two devices adds nothing: a third is taken as forward.
-    assert half.costs[0].forward_s == pytest.approx([0.2 / 3])
-    assert half.costs[1].forward_s == pytest.approx([0.1])
     assert "times read as seconds, a sample is a micro-batch" in found.device
 
 
@@ -139,7 +133,6 @@ def test_files_made_from_pipedream(tmp_path: Path) -> None:
         OpCost((0.003,), (0.006,), 640),
         OpCost((0.002,), (0.004,), 100),
     )
-    assert found.sharded == ()
     assert "times read as milliseconds" in found.device
 
 
@@ -230,11 +223,11 @@ def test_broken_entry(
 
 @needs_shared
 @pytest.mark.parametrize(
-    ("name", "nodes", "edges", "loading_s", "total_s", "parameters", "degrees"),
+    ("name", "nodes", "edges", "loading_s", "total_s", "parameters"),
     [
-        ("bert32a100", 37, 67, 0.0, 0.973, 5879.5, (2, 4, 8)),
-        ("gnmt", 78, 104, 0.0, 0.520453, 1110.9, ()),
-        ("resnet", 177, 193, 0.018962, 0.462381, 102.2, ()),
+        ("bert32a100", 37, 67, 0.0, 0.973, 5879.5),
+        ("gnmt", 78, 104, 0.0, 0.520453, 1110.9),
+        ("resnet", 177, 193, 0.018962, 0.462381, 102.2),
     ],
 )
 def test_published_profiles(
@@ -244,7 +237,6 @@ def test_published_profiles(
     loading_s: float,
     total_s: float,
     parameters: float,
-    degrees: tuple[int, ...],
 ) -> None:
     """Counts, times (without the loading of data) and parameters, added up apart."""
     found = read_profile(SHARED / "piper" / f"{name}.json")
@@ -254,18 +246,3 @@ def test_published_profiles(
     seconds = sum(cost.forward_s[0] + cost.backward_s[0] for cost in found.costs)
     assert seconds == pytest.approx(total_s - loading_s, abs=5e-4 if name[0] == "b" else 1e-9)
     assert sum(found.graph.parameter_bytes.values()) / 1e6 == pytest.approx(parameters, abs=0.06)
-    assert tuple(shard.degree for shard in found.sharded) == degrees
-
-
-@needs_shared
-def test_tensor_parallelism_of_bert() -> None:
-    """A transformer layer on one and on 8 devices, against figures read off the file by eye."""
-    found = read_profile(SHARED / "piper" / "bert32a100.json")
-    layer = found.graph.index["5.ParallelTransformerLayer"]
-    eight: Sharded = found.sharded[-1]
-    assert eight.parameter_bytes[layer] == 22144800
-    assert eight.costs[layer].forward_s[0] == pytest.approx(0.012285 - 0.009333)
-    assert eight.costs[layer].backward_s[0] == pytest.approx(2 * 0.009333 - 0.012285)
-    assert found.costs[layer].forward_s[0] == pytest.approx(0.040657 - 0.030474)
-    # 606,478,336 held, of which 31,457,280 and 16,777,216 enter; 16,777,216 leave.
-    assert found.costs[layer].kept_bytes == 606478336 - 31457280

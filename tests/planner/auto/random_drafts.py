@@ -26,14 +26,11 @@ def random_draft(cost: CostModel, batch_size: int, seed: int, *, plain: bool = F
         microbatch = np.full(count, rng.integers(1, batch_size + 1))
     else:
         microbatch = rng.choice(sizes, count)
-    often = rng.random(3) * (not plain)
-    degrees = np.array(cost.tensor_degrees)
-    tensor = np.where(rng.random(count) < often[0], rng.choice(degrees, count), 1)
+    often = rng.random(2) * (not plain)
     setups = np.zeros(count, SETUP)
     setups["microbatch"] = microbatch
-    setups["k"] = np.where(rng.random(count) < often[1], rng.integers(1, 4, count), 1)
-    setups["recompute"] = rng.random(count) < often[2]
-    setups["tensor"] = np.where(np.bincount(owner, minlength=count) % tensor, 1, tensor)
+    setups["k"] = np.where(rng.random(count) < often[0], rng.integers(1, 4, count), 1)
+    setups["recompute"] = rng.random(count) < often[1]
     return Draft(
         home,
         owner,

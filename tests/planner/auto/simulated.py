@@ -10,7 +10,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, InvalidScheduleError, ProfileError
 from anabranch.planner.auto.draft import Draft, stage_graph_of
 from anabranch.plans.check import check
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule import compute_order, rule_named
 from anabranch.simulator.objective import ShortestStep
 from anabranch.simulator.run import step_seconds
@@ -22,8 +22,6 @@ def simulated_s(cost: CostModel, batch_size: int, draft: Draft) -> float:
     schedule = "1f1b-deep" if draft.deep else "1f1b"
     try:
         graph = stage_graph_of(draft, cost, batch_size)
-        if any(_spans_nodes(stage, cost.cluster.group_sizes[0]) for stage in graph.stages):
-            return math.inf
         graph = _warmed_up(graph, cost, schedule)
         if check(graph, cost):
             return math.inf
@@ -37,9 +35,3 @@ def _warmed_up(graph: StageGraph, cost: CostModel, schedule: str) -> StageGraph:
     objective = ShortestStep(cost, (schedule,))
     room = partial(objective._room, objective.prices(graph))
     return rule_named(schedule).warm_up(graph, room)
-
-
-def _spans_nodes(stage: Stage, node: int) -> bool:
-    groups = range(0, len(stage.devices), stage.tensor)
-    members = (stage.devices[first : first + stage.tensor] for first in groups)
-    return any(len({device // node for device in group}) > 1 for group in members)

@@ -16,7 +16,7 @@ from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
 from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft
-from tests.planner.helpers import cost_model, linked_model, sharded
+from tests.planner.helpers import cost_model, linked_model
 
 TOWERS = shapes.towers("towers", 2, 1, layers=2, top=1)
 
@@ -29,7 +29,7 @@ def diamond() -> tuple[CostModel, Draft]:
     """op0 -> op1, op2 -> op3, with the branches on devices 1 and 0."""
     cost = linked_model(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
     draft = Draft(
-        ints(0, 1, 0, 0), ints(1, 0), np.array([(2, 1, True, 1), (4, 2, False, 1)], SETUP),
+        ints(0, 1, 0, 0), ints(1, 0), np.array([(2, 1, True), (4, 2, False)], SETUP),
         deep=True, chained=False, sharded=False,
     )  # fmt: skip
     return cost, draft
@@ -68,7 +68,7 @@ def test_numbers_of_stages_say_what_comes_first_in_a_chain():
     """Two operators side by side: chained, the stage with the lower number runs first."""
     cost = linked_model(2, [])
     draft = Draft(
-        ints(1, 0), ints(0, 1), np.array([(1, 1, False, 1)] * 2, SETUP),
+        ints(1, 0), ints(0, 1), np.array([(1, 1, False)] * 2, SETUP),
         deep=False, chained=True, sharded=False,
     )  # fmt: skip
     graph = stage_graph_of(draft, cost, 2)
@@ -83,7 +83,7 @@ def test_there_and_back_again(devices, seed):
     """Stages made from a draft, and again from the draft of those, are the same, and without a
     circle they are as every plan has to be but for sizes and memory.
     """
-    cost = cost_model(sharded(TOWERS), devices, memory=2**60)
+    cost = cost_model(TOWERS, devices, memory=2**60)
     draft = random_draft(cost, 8, seed)
     cost = replace(cost, shard_optimizer=draft.sharded)
     graph = stage_graph_of(draft, cost, 8)

@@ -17,7 +17,7 @@ from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft
 from tests.planner.auto.simulated import simulated_s
 from tests.planner.auto.test_moves import CHAIN, draft, space
-from tests.planner.helpers import cluster, cost_model, linked_model, sharded
+from tests.planner.helpers import cluster, cost_model, linked_model
 
 TOWERS = shapes.towers("towers", 3, 1, layers=3, top=2)
 
@@ -91,16 +91,6 @@ def test_memory_decides():
         fits = [math.isfinite(simulated_s(cost, 64, d)) for d in drafts]
         assert 0 < sum(fits) < len(fits)
         assert [math.isfinite(evaluate(d)) for d in drafts] == fits
-
-
-def test_tensor_parallelism_keeps_replicas_in_a_node():
-    """Two devices of a replica on different nodes are none."""
-    cost = CostModel(sharded(space(CHAIN).cost.profile), space(CHAIN, 4, 2).cost.cluster)
-    evaluate = Evaluator(cost, 8)
-    whole = draft("000000", "0000", tensor=[2])
-    assert evaluate(whole) < math.inf
-    mixed = draft("000111", "0110", tensor=[2, 2])
-    assert evaluate(mixed) == math.inf
 
 
 def test_without_a_flush_the_slowest_stage_counts():

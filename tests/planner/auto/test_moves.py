@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
-from anabranch.cost import CostModel
 from anabranch.planner.auto.draft import SETUP, Draft
 from anabranch.planner.auto.moves import MOVES, Move, draw
 from anabranch.planner.auto.space import Space
 from tests.planner.auto.random_drafts import random_draft
-from tests.planner.helpers import cluster, linked_model, sharded
+from tests.planner.helpers import cluster, linked_model
 
 #  0 --> 1 --> 3 --> 5        a fork, two branches of two operators, and a join
 #   `--> 2 --> 4 --^
@@ -28,13 +26,13 @@ def space(edges: list[tuple[int, int]], devices: int = 6, node: int | None = Non
     return Space(cost, 8, (1, 2, 4, 8))
 
 
-def draft(home: str, owner: str, microbatch: int = 4, tensor: Sequence[int] = ()) -> Draft:
+def draft(home: str, owner: str, microbatch: int = 4) -> Draft:
     """A digit per operator and device: its stage."""
     count = 1 + max(map(int, home))
     return Draft(
         np.array([*map(int, home)], dtype=np.int32),
         np.array([*map(int, owner)], dtype=np.int32),
-        np.array([(microbatch, 1, False, devices) for devices in tensor or [1] * count], SETUP),
+        np.array([(microbatch, 1, False)] * count, SETUP),
         deep=False,
         chained=False,
         sharded=False,
@@ -79,8 +77,7 @@ def well_formed(found: Draft) -> bool:
 def test_moves_make_drafts_and_leave_theirs_alone(move: Move):
     """Of any draft: as many stages with operators as with devices, and the draft as it was."""
     two_in_a_row = [*DIAMOND, *((a + 6, b + 6) for a, b in DIAMOND), (5, 6)]
-    profile = sharded(linked_model(12, two_in_a_row).profile)
-    cost = CostModel(profile, cluster(8, node=4))
+    cost = replace(linked_model(12, two_in_a_row), cluster=cluster(8, node=4))
     where = Space(cost, 16, (1, 2, 4, 8, 16))
     made = 0
     for seed in range(100):
@@ -136,7 +133,6 @@ def test_split():
         ("001111", "011"),
         ("000111", "011"),
     }
-    assert outcomes("split", draft("000111", "011", tensor=[1, 2]), where) == set()
 
 
 def test_merged_and_split_stages_may_leave_a_replica_its_samples():
@@ -162,12 +158,9 @@ def test_merged_and_split_stages_may_leave_a_replica_its_samples():
 
 
 def test_move_device():
-    """One device, never the last one; with tensor parallelism those of a replica."""
+    """One device, never the last one."""
     assert owners("move device", "0011") == {"0111", "1011", "0001", "0010"}
     assert owners("move device", "011") == {"001", "010"}
-    where = space(CHAIN, 6)
-    found = outcomes("move device", draft("000111", "000011", tensor=[2, 2]), where)
-    assert {owner for _, owner in found} == {"110011", "011011", "001111"}
 
 
 def test_give_half():

@@ -135,10 +135,8 @@ class _Priced:
         size, replicas = stage.microbatch_size, stage.replicas
         samples = -(-size // replicas)
         self.place = counts(cost.cluster, stage.devices)
-        self.forward_s = cost.forward_s(ops, samples, tensor=stage.tensor)
-        self.backward_s = cost.backward_s(
-            ops, samples, recompute=stage.recompute, tensor=stage.tensor
-        )
+        self.forward_s = cost.forward_s(ops, samples)
+        self.backward_s = cost.backward_s(ops, samples, recompute=stage.recompute)
         border = cost.border(cost.graph.mask(stage.operators))
         self.entering = border.entering.at(size)
         self.gradients = border.leaving_gradients.at(size)
@@ -149,10 +147,9 @@ class _Priced:
         """Seconds of the all-reduce; with samples, what sticks out of their backward."""
 
         def reduced(count: int) -> float:
-            return cost.stage_held_bytes(ops[:count], stage.tensor).summed
+            return cost.stage_held_bytes(ops[:count]).summed
 
-        ranks = stage.devices[:: stage.tensor]
-        per_byte, latency_s = cost.ring_price(ranks, len(ranks))
+        per_byte, latency_s = cost.ring_price(stage.devices, stage.replicas)
         if not reduced(len(ops)):
             return 0.0
         if overlap is None:
@@ -160,5 +157,5 @@ class _Priced:
         late, after = 0.0, 0.0
         for k, op in enumerate(ops):
             late = max(late, reduced(k + 1) * per_byte - after)
-            after += cost.backward_s([op], overlap, recompute=stage.recompute, tensor=stage.tensor)
+            after += cost.backward_s([op], overlap, recompute=stage.recompute)
         return late + latency_s

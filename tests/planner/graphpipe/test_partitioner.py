@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
@@ -49,14 +49,14 @@ def test_equals_the_best_of_all(profile, devices, size, count, limit, memory):
     schedules = Schedules((Configuration(size),), (prices,))
     stages = partition(chain, schedules, devices, 1e-9, Budget("graphpipe", 1e9, ""))
     parts = PartPrices(prices)
-    found = [schedules.modes[stage.mode] for stage in stages]
+    modes = [schedules.modes[stage.mode] for stage in stages]
     least = least_period(parts, chain, devices)
     if not stages:
         assert least == math.inf
         return
-    assert sum(mode.devices for mode in found) == devices
+    assert sum(mode.replicas for mode in modes) == devices
     assert sum(stage.mask for stage in stages) == (1 << len(cost.graph)) - 1
-    priced = [Part.in_mode(s.mask, mode) for s, mode in zip(stages, found, strict=True)]
+    priced = [Part(s.mask, *astuple(mode)) for s, mode in zip(stages, modes, strict=True)]
     assert max(map(parts.period_s, priced)) == pytest.approx(least, rel=1e-6)
     assert [s.tps * size for s in stages] == pytest.approx([*map(parts.period_s, priced)])
 

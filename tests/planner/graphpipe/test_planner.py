@@ -14,7 +14,7 @@ from anabranch.planner.graphpipe.planner import GraphPipe
 from anabranch.plans.check import check
 from tests.planner import shapes
 from tests.planner.graphpipe.test_partitioner import Y_SHAPE, drawn
-from tests.planner.helpers import cost_model, sharded
+from tests.planner.helpers import cost_model
 
 
 def test_one_microbatch_size_and_powers_of_two():
@@ -26,7 +26,7 @@ def test_one_microbatch_size_and_powers_of_two():
         (size,) = {stage.microbatch_size for stage in graph.stages}
         sizes.add(size)
         assert all(stage.replicas.bit_count() == 1 for stage in graph.stages)
-        assert all(stage.k == stage.tensor == 1 for stage in graph.stages)
+        assert all(stage.k == 1 for stage in graph.stages)
         assert not any(stage.recompute for stage in graph.stages)
     assert sizes == {1, 2, 4, 8, 16}
 
@@ -79,14 +79,6 @@ def test_recomputes_only_where_nothing_fits():
     found = list(GraphPipe()(cost, batch_size=64, microbatch_size=16))
     assert any(stage.recompute for graph in found for stage in graph.stages)
     assert [check(graph, cost) for graph in found] == [[] for _ in found]
-
-
-def test_tensor_groups_where_nothing_else_uses_all_devices():
-    """One sample, two operators, four devices: each replica is spread over a node of two."""
-    cost = cost_model(sharded(drawn({"a": 4, "b": 4}, {"b": "a"})), 4, node=2)
-    for graph in GraphPipe()(cost, batch_size=4, microbatch_size=1):
-        assert [stage.tensor for stage in graph.stages] == [2, 2]
-        assert {stage.devices for stage in graph.stages} == {(0, 1), (2, 3)}
 
 
 @pytest.mark.parametrize("branches", [0, 8], ids=["row", "branches"])

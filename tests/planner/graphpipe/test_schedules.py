@@ -15,7 +15,7 @@ from anabranch.planner.graphpipe.schedules import (
 )
 from anabranch.planner.toolkit.parts import Part, PartPrices
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices
-from tests.planner.helpers import TWO_PROFILED, cost_model, sharded
+from tests.planner.helpers import TWO_PROFILED, cost_model
 from tests.strategies import planning_profiles
 
 
@@ -46,9 +46,9 @@ def test_samples_held_beyond_those_of_the_successor():
 )
 def test_tables_have_the_prices_of_parts(profile, size, count, memory):
     """Every range in every mode: the same period and memory as one stage alone."""
-    cost = cost_model(sharded(profile), 4, memory=memory, bandwidth=7.0, latency_s=0.3)
+    cost = cost_model(profile, 4, memory=memory, bandwidth=7.0, latency_s=0.3)
     prices = MicrobatchPrices(
-        cost, size * count, size, (1, 2, 4)[: size.bit_length()], memory, (1, 2), True, 4
+        cost, size * count, size, (1, 2, 4)[: size.bit_length()], memory, True
     )
     schedules = Schedules((Configuration(size),), (prices,))
     parts = PartPrices(prices)
@@ -57,7 +57,7 @@ def test_tables_have_the_prices_of_parts(profile, size, count, memory):
     for start in range(len(cost.graph)):
         for stop in range(start + 1, len(cost.graph) + 1):
             for k, mode in enumerate(schedules.modes):
-                part = Part(row.mask(start, stop), mode.replicas, mode.recompute, mode.tensor)
+                part = Part(row.mask(start, stop), mode.replicas, mode.recompute)
                 seconds = float(tps[0, k, start, stop]) * size
                 assert seconds == pytest.approx(parts.period_s(part), rel=1e-12)
                 room, headroom = int(rooms[0, k, start, stop]), parts.headroom(part)

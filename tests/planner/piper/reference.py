@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +12,7 @@ from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.downsets import downsets
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Table, Value, bits
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
-from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.profile import OpCost, Profile
 from tests.strategies import planning_profiles
 
 NEVER = float("inf")
@@ -26,13 +25,13 @@ class Reference:
     cost: CostModel
     batch_size: int
     size: int
-    modes: Sequence[Mode]
+    degrees: tuple[int, ...] = ()
 
     @cached_property
     def prices(self) -> MicrobatchPrices:
-        """For the links alone."""
+        """With recomputation."""
         memory = self.cost.cluster.memory_bytes
-        return MicrobatchPrices(self.cost, self.batch_size, self.size, (), memory)
+        return MicrobatchPrices(self.cost, self.batch_size, self.size, self.degrees, memory, True)
 
     @cached_property
     def downsets(self) -> list[int]:
@@ -42,8 +41,8 @@ class Reference:
     def load_s(self, mask: int, mode: Mode) -> float:
         """Compute, all that crosses the border either way, and a share of the all-reduce."""
         n, ops = self.prices.samples(mode.replicas), list(bits(mask))
-        seconds = self.cost.forward_s(ops, n, tensor=mode.tensor)
-        seconds += self.cost.backward_s(ops, n, recompute=mode.recompute, tensor=mode.tensor)
+        seconds = self.cost.forward_s(ops, n)
+        seconds += self.cost.backward_s(ops, n, recompute=mode.recompute)
         nbytes = 0.0
         for value in self.cost.graph.values:
             made = value.producer != BATCH and mask >> value.producer & 1
@@ -51,9 +50,9 @@ class Reference:
             leaves = made and len(inside) < len(value.consumers)
             enters = not made and value.producer != BATCH and inside
             nbytes += value.size(n) * (1 + value.grad) * bool(leaves or enters)
-        seconds += nbytes * self.cost.border_price(mode.devices)
-        reduced = self.cost.stage_held_bytes(ops, mode.tensor).summed
-        reduce_s = all_reduce_s(reduced, *self.prices.ring(mode.replicas, mode.tensor))
+        seconds += nbytes * self.cost.border_price(mode.replicas)
+        reduced = self.cost.stage_held_bytes(ops).summed
+        reduce_s = all_reduce_s(reduced, *self.prices.ring(mode.replicas))
         return seconds + float(reduce_s) / self.prices.num_microbatches
 
     def fits(self, mask: int, mode: Mode, behind: int) -> bool:
@@ -64,7 +63,6 @@ class Reference:
             replicas=mode.replicas,
             in_flight=min(behind + 1, self.prices.num_microbatches),
             recompute=mode.recompute,
-            tensor=mode.tensor,
         )
         return need <= self.cost.cluster.memory_bytes
 
@@ -78,10 +76,10 @@ class Reference:
             for hi in self.downsets:
                 if hi == lo or hi & lo != lo:
                     continue
-                for mode in self.modes:
+                for mode in self.prices.modes:
                     load = self.load_s(hi & ~lo, mode)
                     for (devices, stages), known in best[hi].items():
-                        key = devices + mode.devices, stages + 1
+                        key = devices + mode.replicas, stages + 1
                         if key[0] <= total and self.fits(hi & ~lo, mode, stages):
                             here[key] = min(here.get(key, NEVER), max(load, known))
         return best[0]
@@ -90,8 +88,7 @@ class Reference:
 @st.composite
 def rich_profiles(draw: st.DrawFn, max_ops: int = 5) -> Profile:
     """With all that is allowed: shared and frozen parameters, values without a batch dimension,
-    tables that are looked up, operators that cost nothing, passes that take memory, and costs under
-    tensor parallelism.
+    tables that are looked up, operators that cost nothing, and passes that take memory.
     """
     profile = draw(planning_profiles(max_ops, series_parallel=False))
     graph = profile.graph
@@ -112,26 +109,8 @@ def rich_profiles(draw: st.DrawFn, max_ops: int = 5) -> Profile:
         free if draw(st.booleans()) and i % 2 else replace(c, working_bytes=draw(st.integers(0, 4)))
         for i, c in enumerate(profile.costs)
     )
-    sharded = tuple(
-        Sharded(
-            degree,
-            tuple(_scaled(c, draw(st.sampled_from([0.4, 0.75, 1.5]))) for c in costs),
-            tuple(draw(st.integers(0, 2)) for _ in costs),
-        )
-        for degree in (2, 4)
-        if draw(st.booleans())
-    )
     made = OpGraph(ops, values, parameters, name="drawn")
-    return replace(profile, graph=made, costs=costs, sharded=sharded)
-
-
-def _scaled(cost: OpCost, by: float) -> OpCost:
-    return OpCost(
-        tuple(by * s for s in cost.forward_s),
-        tuple(by * s for s in cost.backward_s),
-        cost.kept_bytes // 2,
-        cost.working_bytes,
-    )
+    return replace(profile, graph=made, costs=costs)
 
 
 def row(count: int, kept: int) -> Profile:

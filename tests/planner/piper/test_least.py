@@ -10,7 +10,6 @@ from anabranch.cost import CostModel
 from anabranch.planner.piper.planner import least
 from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
 from anabranch.planner.piper.search import ROUNDING, BoundedPlans
-from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 from tests.planner.helpers import cluster, cost_model
 from tests.planner.piper.reference import Reference, rich_profiles, row
 from tests.strategies import planning_profiles
@@ -22,10 +21,8 @@ def searched(
     reference: Reference, *, exact: bool = False, tolerance: float = 0.0
 ) -> tuple[DownsetPrices, BoundedPlans | None]:
     """What the search finds, and the prices it used."""
-    cost, size = reference.cost, reference.size
-    prices = MicrobatchPrices(cost, reference.batch_size, size, (), cost.cluster.memory_bytes)
-    space = DownsetPairs.of(cost, reference.downsets, EVERYTHING)
-    stages = DownsetPrices(prices, space.downsets, reference.modes)
+    space = DownsetPairs.of(reference.cost, reference.downsets, EVERYTHING)
+    stages = DownsetPrices(reference.prices, space.downsets)
     return stages, least(stages, space, tolerance, exact=exact)
 
 
@@ -42,14 +39,7 @@ def drawn_reference(
         latency_s=0.25,
     )
     cost = CostModel(profile, machines, optimizer_factor=1.0)
-    modes = [
-        Mode(replicas, recompute, tensor)
-        for tensor in cost.tensor_degrees
-        for replicas in (1, 2, 4)
-        for recompute in (False, True)
-        if replicas * tensor <= devices
-    ]
-    return Reference(cost, batch_size, 4, modes)
+    return Reference(cost, batch_size, 4, (1, 2, 4)[: devices.bit_length()])
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -62,7 +52,7 @@ def drawn_reference(
     batch_size=st.sampled_from([4, 8, 30]),
 )
 def test_finds_the_least_load(exact, profile, devices, memory, bandwidth, batch_size):
-    """Any graph, shared parameters, tensor degrees, tight memory: the least load over all chains of
+    """Any graph, shared parameters, tight memory: the least load over all chains of
     nested downsets; in it, the fewest stages.
     """
     reference = drawn_reference(profile, devices, memory, bandwidth, batch_size)
@@ -143,8 +133,7 @@ def test_memory_follows_the_place_in_the_line(memory, recompute):
     recomputation 12, 13, 14 and 10.
     """
     cost = cost_model(row(4, 10), 4, memory=memory)
-    modes = [Mode(1), Mode(1, recompute=True)]
-    reference = Reference(cost, 64, 1, modes)
+    reference = Reference(cost, 64, 1, (1,))
     stages, found = searched(reference)
     assert found is not None
     assert found.load_s == 3.0 + any(recompute)

@@ -18,7 +18,7 @@ from anabranch.planner.toolkit.prices import Mode
 from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.pipedream import read_profile
-from anabranch.profile.profile import OpCost, Profile, Sharded
+from anabranch.profile.profile import OpCost, Profile
 from tests.planner import shapes
 from tests.planner.helpers import cluster, cost_model
 from tests.planner.piper.reference import Reference, rich_profiles, row
@@ -28,11 +28,11 @@ from tests.shared_profiles import SHARED, needs_shared
 def loads(graph: StageGraph, cost: CostModel) -> list[float]:
     """The load of every stage."""
     size = graph.stages[0].microbatch_size
-    reference = Reference(cost, graph.batch_size, size, [])
+    reference = Reference(cost, graph.batch_size, size)
     return [
         reference.load_s(
             cost.graph.mask(stage.operators),
-            Mode(stage.replicas, stage.recompute, stage.tensor),
+            Mode(stage.replicas, stage.recompute),
         )
         for stage in graph.stages
     ]
@@ -49,7 +49,7 @@ def loads(graph: StageGraph, cost: CostModel) -> list[float]:
     ),
 )
 def test_plans_keep_to_the_options(profile, devices, batch_size, memory, options):
-    """Valid lines of stages, each once, with few enough replicas and those inside their nodes."""
+    """Valid lines of stages, each once, with few enough replicas."""
     node = devices // 2 if devices % 2 == 0 else None
     machines = cluster(devices, node=node, memory=memory, bandwidth=8.0)
     piper = Piper(**options)
@@ -65,11 +65,6 @@ def test_plans_keep_to_the_options(profile, devices, batch_size, memory, options
         for stage in graph.stages:
             assert stage.in_flight == 0
             assert stage.replicas <= options.get("max_replicas", 8)
-            groups = [
-                stage.devices[i : i + stage.tensor]
-                for i in range(0, len(stage.devices), stage.tensor)
-            ]
-            assert all(len({d // machines.group_sizes[0] for d in group}) == 1 for group in groups)
 
 
 @settings(max_examples=30, deadline=None)
@@ -78,13 +73,7 @@ def test_proposes_the_least_load_on_all_devices(profile, devices):
     """Nothing on exactly all devices has a smaller load than the best proposal."""
     cost = cost_model(profile, devices, memory=10**9, bandwidth=8.0)
     proposals = list(Piper(tolerance=0.0)(cost, batch_size=16, microbatch_size=4))
-    modes = [
-        Mode(replicas, recompute, tensor)
-        for tensor in cost.tensor_degrees
-        for replicas in (1, 2, 4)
-        for recompute in (False, True)
-    ]
-    best = Reference(cost, 16, 4, modes).best()
+    best = Reference(cost, 16, 4, (1, 2, 4)).best()
     least = min(load for (used, _), load in best.items() if used == devices)
     assert min(max(loads(graph, cost)) for graph in proposals) <= least * (1 + 2e-9) + 1e-12
 
@@ -115,40 +104,6 @@ def split(seconds: tuple[float, ...], **options: bool) -> list[float]:
     cost = cost_model(profile, 2)
     (planned,) = Piper(**options)(cost, batch_size=64, microbatch_size=1)
     return sorted(loads(planned, cost))
-
-
-def test_tensor_parallelism_where_it_wins():
-    """One operator cannot be cut, and a micro-batch of one sample cannot be split: two devices
-    together are the only way to less than 30 s.
-    """
-    one = shapes.towers("small", 1, 0, layers=1, top=0)
-    halved = tuple(
-        replace(
-            cost,
-            forward_s=tuple(s / 2 for s in cost.forward_s),
-            backward_s=tuple(s / 2 for s in cost.backward_s),
-        )
-        for cost in one.costs
-    )
-    nbytes = tuple(4 * 4096 * 4096 // 2 if op.parameters else 0 for op in one.graph.ops)
-    sharded = replace(one, sharded=(Sharded(2, halved, nbytes),))
-    cost = cost_model(sharded, 4, node=2, memory=2**40, bandwidth=1e15)
-    graphs = list(Piper()(cost, batch_size=4, microbatch_size=1))
-    assert any(stage.tensor == 2 for stage in graphs[0].stages)
-    plain = cost_model(one, 3, memory=2**40, bandwidth=1e15)
-    straight = next(iter(Piper()(plain, batch_size=4, microbatch_size=1)))
-    assert max(loads(graphs[0], cost)) < max(loads(straight, plain))
-
-
-def test_tensor_groups_need_their_node():
-    """Nodes of one device: no degree but 1, although the profile has the costs."""
-    one = shapes.towers("small", 1, 0, layers=2, top=0)
-    free = tuple(replace(c, forward_s=(0.0,) * 16, backward_s=(0.0,) * 16) for c in one.costs)
-    sharded = replace(one, sharded=(Sharded(2, free, (0,) * len(free)),))
-    apart = cost_model(sharded, 2, node=1, memory=2**40)
-    together = cost_model(sharded, 2, memory=2**40)
-    assert {s.tensor for g in Piper()(apart, batch_size=4) for s in g.stages} == {1}
-    assert 2 in {s.tensor for g in Piper()(together, batch_size=4) for s in g.stages}
 
 
 def test_recomputes_only_where_memory_asks_for_it():
@@ -252,19 +207,6 @@ def test_plans_its_own_profiles(name, machines, options):
     graphs = list(Piper(**options)(cost, batch_size=64, microbatch_size=1))
     assert graphs
     assert all(not check(graph, cost) for graph in graphs)
-
-
-@needs_shared
-def test_tensor_parallelism_of_its_bert():
-    """34 operators and one sample at a time have work for 64 devices only as groups of several."""
-    profile = read_profile(SHARED / "piper" / "bert32a100.json")
-    assert [sharded.degree for sharded in profile.sharded] == [2, 4, 8]
-    cost = CostModel(profile, Cluster.preset("dgx-h100:8x8"))
-    graphs = list(Piper()(cost, batch_size=64, microbatch_size=1))
-    assert graphs
-    for graph in graphs:
-        assert not check(graph, cost)
-        assert max(stage.tensor for stage in graph.stages) > 1
 
 
 @needs_shared

@@ -6,7 +6,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices
 from anabranch.planner.toolkit.problem import Problem
-from tests.planner.helpers import TWO_NODES, TWO_PROFILED, cost_model, sharded, two_priced
+from tests.planner.helpers import TWO_NODES, TWO_PROFILED, cost_model, two_priced
 
 SEALED = Border(*(Traffic(0.0, 0.0),) * 4)
 """Nothing crosses."""
@@ -45,18 +45,11 @@ def test_microbatch_sizes():
 
 
 def test_modes():
-    """Fewest devices first, the plainest first; groups of two on at most four devices."""
-    cost = CostModel(sharded(TWO_PROFILED), TWO_NODES)
-    some = MicrobatchPrices(cost, 16, 4, (1, 2, 4), 1e9, (1, 2), recompute=True, max_devices=4)
-    assert [(m.replicas, m.tensor, m.recompute) for m in some.modes] == [
-        (1, 1, False),
-        (1, 1, True),
-        (2, 1, False),
-        (1, 2, False),
-        (2, 1, True),
-        (1, 2, True),
-        (4, 1, False),
-        (2, 2, False),
-        (4, 1, True),
-        (2, 2, True),
+    """Fewest devices first, the plainest first."""
+    some = MicrobatchPrices(CostModel(TWO_PROFILED, TWO_NODES), 16, 4, (1, 2), 1e9, recompute=True)
+    assert [(mode.replicas, mode.recompute) for mode in some.modes] == [
+        (1, False),
+        (1, True),
+        (2, False),
+        (2, True),
     ]

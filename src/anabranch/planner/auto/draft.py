@@ -27,9 +27,9 @@ from anabranch.plans.stages import Stage, StageGraph
 
 Ints = NDArray[np.int32]
 
-SETUP = np.dtype([(name, np.int32) for name in ("microbatch", "k", "recompute", "tensor")])
+SETUP = np.dtype([(name, np.int32) for name in ("microbatch", "k", "recompute")])
 """How a stage runs: samples of one micro-batch, over all replicas; forwards and backwards alternate
-in groups of k (kFkB); whether it recomputes, see ``Stage``; devices of one replica.
+in groups of k (kFkB); whether it recomputes, see ``Stage``.
 """
 
 
@@ -89,7 +89,7 @@ def draft_of(graph: StageGraph, cost: CostModel) -> Draft:
             "plans that use all devices"
         )
     chain = {(s, s + 1) for s in range(len(graph) - 1)}
-    setups = [(s.microbatch_size, s.k, s.recompute, s.tensor) for s in graph.stages]
+    setups = [(s.microbatch_size, s.k, s.recompute) for s in graph.stages]
     return Draft(
         home,
         owner,
@@ -123,9 +123,8 @@ def stage_graph_of(draft: Draft, cost: CostModel, batch_size: int) -> StageGraph
             microbatch_size=microbatch,
             k=min(k, -(-batch_size // microbatch)),
             recompute=bool(recompute),
-            tensor=tensor,
         )
-        for s, (microbatch, k, recompute, tensor) in zip(order, setups, strict=True)
+        for s, (microbatch, k, recompute) in zip(order, setups, strict=True)
     )
     placed = {(place[x], place[y]) for x, y in edges}
     if draft.chained:

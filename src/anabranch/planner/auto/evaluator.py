@@ -77,8 +77,6 @@ class Evaluator:
             (group, link.bandwidth, link.latency_s)
             for group, link in zip(cluster.group_sizes, links, strict=True)
         ]
-        degree_of = np.full(max(cost.tensor_degrees) + 1, -1)
-        degree_of[list(cost.tensor_degrees)] = np.arange(len(cost.tensor_degrees))
         values, readers = _values(cost)
         nodes = -(-devices // cluster.group_sizes[0])
         edges = min(len(readers), devices * devices) + devices
@@ -86,7 +84,6 @@ class Evaluator:
         given = home, owner, np.zeros(devices, SETUP)
         problem = tables.Problem(
             np.array([numbers], tables.NUMBERS),
-            degree_of,
             *_seconds(cost),
             _bytes(cost, tables.OPERATOR_BYTES),
             np.array(values, tables.VALUE),
@@ -132,30 +129,26 @@ def _seconds(cost: CostModel) -> tuple[Any, Any]:
         measured = [0, measured[0]]
     elif len(measured) == 1:
         measured.append(measured[0] + 1)
-    seconds = np.zeros((len(cost.tensor_degrees), len(measured), len(cost.graph), 2))
-    for g, tensor in enumerate(cost.tensor_degrees):
-        for n, samples in enumerate(measured):
-            if cost.covers(samples):
-                seconds[g, n] = np.transpose(cost.op_seconds(samples, tensor))
+    seconds = np.zeros((len(measured), len(cost.graph), 2))
+    for n, samples in enumerate(measured):
+        if cost.covers(samples):
+            seconds[n] = np.transpose(cost.op_seconds(samples))
     return np.array(measured), seconds
 
 
 def _bytes(cost: CostModel, record: Any) -> Any:
-    """Bytes of every operator, [tensor degree, operator]; a parameter that several read counts for
-    the first of them.
-    """
-    tables = np.zeros((len(cost.tensor_degrees), len(cost.graph)), record)
-    for table, tensor in zip(tables, cost.tensor_degrees, strict=True):
-        held = Held(*(part.copy() for part in cost.own_parameter_bytes(tensor)))
-        for mask, parameter in cost.tied if tensor == 1 else ():
-            first = (mask & -mask).bit_length() - 1
-            for kind, nbytes in zip(held, cost.held_bytes(parameter), strict=True):
-                kind[first] += nbytes
-        for name, nbytes in held._asdict().items():
-            table[name] = nbytes
-        table["largest_gradient"] = cost.largest_gradients(tensor)
-        table["kept"], table["working"] = cost.kept_bytes(tensor), cost.working_bytes(tensor)
-    return tables
+    """Bytes of every operator; a parameter that several read counts for the first of them."""
+    table = np.zeros(len(cost.graph), record)
+    held = Held(*(part.copy() for part in cost.own_parameter_bytes))
+    for mask, parameter in cost.tied:
+        first = (mask & -mask).bit_length() - 1
+        for kind, nbytes in zip(held, cost.held_bytes(parameter), strict=True):
+            kind[first] += nbytes
+    for name, nbytes in held._asdict().items():
+        table[name] = nbytes
+    table["largest_gradient"] = cost.largest_gradients
+    table["kept"], table["working"] = cost.kept_bytes, cost.working_bytes
+    return table
 
 
 def _values(cost: CostModel) -> tuple[list[tuple[Any, ...]], Ints]:

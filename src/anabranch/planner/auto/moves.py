@@ -124,12 +124,11 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
     s = _below(draft.num_stages, rng)
     members = _where(draft.home == s)
     devices = _where(draft.owner == s)
-    tensor = int(draft.setups["tensor"][s])
-    if len(members) < 2 or len(devices) < 2 * tensor:
+    if len(members) < 2 or len(devices) < 2:
         return None
     if rng.random() < 0.75:
         members = members[np.argsort(space.place[members])]
-    taken = tensor * (1 + _below(len(devices) // tensor - 1, rng))
+    taken = 1 + _below(len(devices) - 1, rng)
     work = np.cumsum(space.work[members])
     point = (1 - taken / len(devices)) * work[-1]
     cut = int(np.searchsorted(work, point)) + _below(3, rng)
@@ -143,15 +142,14 @@ def split(draft: Draft, space: Space, rng: Random) -> Draft | None:
 
 
 def give_devices(draft: Draft, space: Space, rng: Random, *, half: bool = False) -> Draft | None:
-    """A stage gives the devices of a replica, or of half of them, to another: those next to what
-    that has or any others in a row.
+    """A stage gives a device, or half of its devices, to another: those next to what that has or
+    any others in a row.
     """
     if draft.num_stages == 1:
         return None
     s, t = _two(draft.num_stages, rng)
-    devices, tensor = _where(draft.owner == s), draft.setups["tensor"]
-    mine, theirs = int(tensor[s]), int(tensor[t])
-    given = len(devices) // mine // 2 * mine if half else max(mine, theirs)
+    devices = _where(draft.owner == s)
+    given = len(devices) // 2 if half else 1
     if not 0 < given < len(devices):
         return None
     first = _below(len(devices) - given + 1, rng)
@@ -261,14 +259,6 @@ def chain(draft: Draft, space: Space, rng: Random) -> Draft | None:
     return draft._replace(chained=not draft.chained)
 
 
-def cut_tensors(draft: Draft, space: Space, rng: Random) -> Draft | None:
-    """The replicas of a stage, or of all, have another number of devices."""
-    if len(space.cost.tensor_degrees) == 1:
-        return None
-    some = _stage_or_all(draft, rng)
-    return _set_up(draft, some, "tensor", _choice(space.cost.tensor_degrees, rng))
-
-
 MOVES: Mapping[str, tuple[Move, int]] = {
     "shift operator": (shift_operator, 10),
     "shift run": (shift_run, 10),
@@ -289,7 +279,6 @@ MOVES: Mapping[str, tuple[Move, int]] = {
     "recompute all": (recompute, 1),
     "warm-up": (warm_up, 1),
     "chain": (chain, 1),
-    "cut tensors": (cut_tensors, 1),
 }
 """Name -> a move, and how often it is tried in relation to others."""
 

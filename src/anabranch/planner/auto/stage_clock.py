@@ -324,8 +324,7 @@ def step_s(
     """
     stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
-    if not tables.count_devices(owner, setups, problem.levels, stages, state):
-        return np.inf
+    tables.count_devices(owner, setups, problem.levels, stages, state)
     if not tables.split_samples(problem, stages):
         return np.inf
     if not tables.sum_operators(home, problem, stages):

@@ -4,7 +4,7 @@ Every function fills fields of stages or edges and says whether the draft can ru
 looked.
 
 Letters: s, t stages; e stage edges; v values of the model; i operators; n sample counts that were
-measured; g tensor degrees; d devices; l levels of the cluster. A way is 0 for what goes ahead, from
+measured; d devices; l levels of the cluster. A way is 0 for what goes ahead, from
 end 0 of an edge to end 1, and 1 for what comes back.
 """
 
@@ -32,10 +32,9 @@ class Problem(NamedTuple):
     """A model on a cluster."""
 
     numbers: Table  # the only record
-    degree_of: Table  # [devices of a replica] its place among tensor degrees, or -1
     measured: Table  # [n] samples
-    op_seconds: Table  # [g, n, i, way]
-    op_bytes: Table  # [g, i]
+    op_seconds: Table  # [n, i, way]
+    op_bytes: Table  # [i]
     values: Table  # [v]
     readers: Table
     levels: Table  # [l]
@@ -110,8 +109,8 @@ NUMBERS = _record(
 # sample and whatever the samples; gradients that are summed, that are in pieces, and that
 # wait, in about so many buckets.
 STAGE = _record(
-    "microbatch k recompute tensor operators devices low high nodes replicas samples row:2 last "
-    "degree total least wanted in_flight ordered counted edges:2 done:2 way taken begun pieces "
+    "microbatch k recompute operators devices low high nodes replicas samples row:2 last "
+    "total least wanted in_flight ordered counted edges:2 done:2 way taken begun pieces "
     "pieces_done",
     "above:2 seconds:22 apart sums update before behind passed final summed passed_all ready until "
     "left pace asks parameters trainable tables rows largest_gradient kept passing enters "
@@ -134,29 +133,24 @@ def _clear_ports(ports: Table) -> None:
         ports[0, port] = ports[1, port] = 0.0
 
 
-def count_devices(owner: Table, setups: Table, levels: Table, stages: Table, state: State) -> bool:
-    """How every stage runs, how many devices it has, which, and on which nodes; whether the devices
-    of each replica lie inside a node.
-    """
+def count_devices(owner: Table, setups: Table, levels: Table, stages: Table, state: State) -> None:
+    """How every stage runs, how many devices it has, which, and on which nodes."""
     ports_of, node = state.ports_of, levels[0].devices
     for s in range(len(stages)):
         stage, setup = stages[s], setups[s]
         stages[s] = state.stages[-1]
         stage.microbatch, stage.k = setup.microbatch, setup.k
-        stage.recompute, stage.tensor = setup.recompute, setup.tensor
+        stage.recompute = setup.recompute
         ports_of[s, 0] = s
     for d in range(len(owner)):
         s, card = owner[d], len(owner) + d // node
         stage = stages[s]
         if ports_of[s, stage.nodes] != card:
-            if stage.devices % stage.tensor:
-                return False
             stage.nodes += 1
             ports_of[s, stage.nodes] = card
         stage.low, stage.high = d if stage.devices == 0 else stage.low, d
         state.devices[s, stage.devices] = d
         stage.devices += 1
-    return True
 
 
 def split_samples(problem: Problem, stages: Table) -> bool:
@@ -164,15 +158,11 @@ def split_samples(problem: Problem, stages: Table) -> bool:
     numbers, measured = problem.numbers[0], problem.measured
     for s in range(len(stages)):
         stage = stages[s]
-        b, tensor = stage.microbatch, stage.tensor
-        if stage.devices == 0 or stage.devices % tensor != 0 or tensor >= len(problem.degree_of):
+        b, replicas = stage.microbatch, stage.devices
+        if not 0 < replicas <= min(b, numbers.most_replicas) or b > numbers.batch_size:
             return False
-        replicas = stage.devices // tensor
         stage.replicas, stage.samples = replicas, -(-b // replicas)
-        stage.degree = problem.degree_of[tensor]
         stage.total = -(-numbers.batch_size // b)
-        if stage.degree < 0 or replicas > min(b, numbers.most_replicas) or b > numbers.batch_size:
-            return False
         stage.last = numbers.batch_size - (stage.total - 1) * b
         if max(stage.last // replicas, 1) < numbers.fewest or stage.samples > numbers.most:
             return False
@@ -195,7 +185,7 @@ def _place(samples: int, measured: Table) -> tuple[int, float]:
 def _operator_s(i: int, way: int, last: int, stage: Record, op_seconds: Table) -> float:
     """Seconds of an operator in a micro-batch of a stage, all or the last one."""
     row = stage.row[last]
-    low, high = op_seconds[stage.degree, row, i, way], op_seconds[stage.degree, row + 1, i, way]
+    low, high = op_seconds[row, i, way], op_seconds[row + 1, i, way]
     return float(low + (high - low) * stage.above[last])
 
 
@@ -208,7 +198,7 @@ def sum_operators(home: Table, problem: Problem, stages: Table) -> bool:
         for last in range(2):
             for way in range(2):
                 stage.seconds[last, way] += _operator_s(i, way, last, stage, problem.op_seconds)
-        held = problem.op_bytes[stage.degree, i]
+        held = problem.op_bytes[i]
         stage.parameters += held.parameters
         stage.trainable += held.trainable
         stage.tables += held.tables
@@ -428,18 +418,16 @@ def _route(edge: Record, levels: Table, state: State) -> None:
             start - start % b + b * (i + 1) // source.replicas,
             start - start % c + c * (j + 1) // target.replicas,
         )
-        for k in range(target.tensor):
-            sender = devices[s, i * source.tensor + k % source.tensor]
-            receiver = devices[t, j * target.tensor + k]
-            level = level_of(min(sender, receiver), max(sender, receiver), levels)
-            seconds = (stop - start) / levels[level].bandwidth
-            for end in range(2):
-                device = receiver if end else sender
-                for kind in range(2 if level > 0 else 1):
-                    port = len(devices) + device // node if kind else device
-                    loads[end, port] += seconds
-                    edge.port_s[end, kind] = max(edge.port_s[end, kind], loads[end, port])
-            farthest = max(farthest, level)
+        sender, receiver = devices[s, i], devices[t, j]
+        level = level_of(min(sender, receiver), max(sender, receiver), levels)
+        seconds = (stop - start) / levels[level].bandwidth
+        for end in range(2):
+            device = receiver if end else sender
+            for kind in range(2 if level > 0 else 1):
+                port = len(devices) + device // node if kind else device
+                loads[end, port] += seconds
+                edge.port_s[end, kind] = max(edge.port_s[end, kind], loads[end, port])
+        farthest = max(farthest, level)
         start = stop
         copies += start <= size
         if start == size:
@@ -477,7 +465,7 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
     for i in range(len(home) - 1, -1, -1):
         stage = stages[home[i]]
         if stage.replicas > 1:
-            held = problem.op_bytes[stage.degree, i]
+            held = problem.op_bytes[i]
             nbytes = summed_bytes(held.trainable, held.tables, held.rows)
             if stage.waiting > 0 and stage.waiting + nbytes > _piece(stage):
                 _cut_piece(stage, half, levels, pieces[home[i]])

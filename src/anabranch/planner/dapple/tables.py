@@ -71,7 +71,7 @@ class Tables:
     @cached_property
     def runs(self) -> Runs:
         """The tables of every run."""
-        cost, prices, weights = self.row.cost, self.prices, self.row.matrices()
+        cost, prices, weights = self.row.cost, self.prices, self.row.matrices
         degrees = np.array(prices.degrees)
         devices = np.arange(cost.cluster.num_devices + 1)
         at = np.searchsorted(degrees, devices, side="right") - 1
@@ -107,7 +107,7 @@ class Tables:
         )
 
     def _ring_s(self, link: Link, degree: int, done: Floats) -> Floats:
-        reduced, updates = self.row.matrices().summed, self.row.cost.updates
+        reduced, updates = self.row.matrices.summed, self.row.cost.updates
         per_byte, latency_s = ring_price(link.bandwidth, link.latency_s, degree, updates)
         if not self.overlap_allreduce:
             return np.asarray(transfer_s(reduced, per_byte, latency_s))

@@ -15,8 +15,7 @@ Where the paper is silent or leaves a choice, we decided:
 - Time per sample has the transfers over the border of a stage and its all-reduce, spread over the
   micro-batches (``cost.period``).
 - Where the devices of a stage are: all ways of ``toolkit.place`` are proposed.
-- Where nothing fits on powers of two of replicas, any number of them, recomputation, and tensor
-  parallelism where the profile has costs for it, may be used, and at last stages that are runs of
-  the model in one order; the paper has none of these.
+- Where nothing fits on powers of two of replicas, any number of them and recomputation may be
+  used, and at last stages that are runs of the model in one order; the paper has none of these.
 - Large models and clusters are made coarser (``planner.ITEMS``).
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import ClassVar
 
 from anabranch.cost import CostModel
@@ -114,7 +114,7 @@ def _unit(problem: Problem) -> int:
 def _prices(problem: Problem, microbatch_size: int, published: bool) -> MicrobatchPrices:
     """Replicas in powers of two, or whatever may help."""
     if published:
-        return replace(problem.prices(microbatch_size), tensors=(1,), recompute=False)
+        return replace(problem.prices(microbatch_size), recompute=False)
     return replace(problem, any_degree=True).prices(microbatch_size)
 
 
@@ -124,8 +124,9 @@ def _placed(
     """The stages on devices, in every way of ``toolkit.place``."""
     runs = {stage.mask: schedules.configurations[stage.configuration] for stage in stages}
     assembler = problem.assembler(schedules.prices[0])
+    modes = (schedules.modes[stage.mode] for stage in stages)
     parts, pairs = assembler.arrange(
-        [Part.in_mode(stage.mask, schedules.modes[stage.mode]) for stage in stages]
+        [Part(stage.mask, *astuple(mode)) for stage, mode in zip(stages, modes, strict=True)]
     )
     for graph in assembler.placed(parts, pairs):
         own = tuple(

@@ -8,7 +8,7 @@ enumerates (b, k) and the number of replicas; i follows from the stages after it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 import numpy as np
@@ -46,14 +46,14 @@ class Schedules:
     @cached_property
     def modes(self) -> tuple[Mode, ...]:
         """Ways to use devices that some configuration has, fewest devices first."""
-        found = {mode for size in self.prices for mode in size.modes}
-        usable = [mode for mode in found if mode.devices % self.unit == 0]
-        return tuple(sorted(usable, key=lambda m: (m.devices, m.recompute, m.tensor)))
+        modes = {mode for size in self.prices for mode in size.modes}
+        usable = [mode for mode in modes if mode.replicas % self.unit == 0]
+        return tuple(sorted(usable, key=lambda mode: (mode.replicas, mode.recompute)))
 
     @cached_property
     def devices(self) -> Ints:
         """Groups of devices of each mode."""
-        return np.array([mode.devices // self.unit for mode in self.modes], dtype=np.int64)
+        return np.array([mode.replicas // self.unit for mode in self.modes], dtype=np.int64)
 
     @cached_property
     def alone(self) -> tuple[int, ...]:
@@ -85,26 +85,27 @@ class Schedules:
         for x, prices in enumerate(self.prices):
             size = prices.microbatch_size
             usable = [(k, mode) for k, mode in enumerate(self.modes) if mode in prices.modes]
-            for tensor in {mode.tensor for _, mode in usable}:
-                ranges, weights = row.stages(tensor, starts)
-                at, modes = zip(*[(k, m) for k, m in usable if m.tensor == tensor], strict=True)
-                ways = [(*prices.rates(mode), mode.replicas, mode.recompute) for mode in modes]
-                *rates, replicas, recompute = np.transpose(ways)[..., None]
-                running = [row.compute_s(w[0], tensor, recompute=bool(w[-1])) for w in ways]
-                places = x, np.array(at)[:, None], ranges.lower, ranges.upper
-                compute_s = np.stack([ranges.difference(seconds) for seconds in running])
-                tps[places] = prices.period_s(weights, compute_s, rates) / size
-                height = prices.headroom(weights, replicas, recompute=recompute).astype(np.int64)
-                room[places] = np.where(height == UNBOUNDED, ENDLESS, (height + 1) * size)
+            if not usable:
+                continue
+            ranges, weights = row.stages(starts)
+            at, modes = zip(*usable, strict=True)
+            ways = [(*prices.rates(mode.replicas), *astuple(mode)) for mode in modes]
+            *rates, replicas, recompute = np.transpose(ways)[..., None]
+            running = [row.compute_s(w[0], recompute=bool(w[-1])) for w in ways]
+            places = x, np.array(at)[:, None], ranges.lower, ranges.upper
+            compute_s = np.stack([ranges.difference(seconds) for seconds in running])
+            tps[places] = prices.period_s(weights, compute_s, rates) / size
+            height = prices.headroom(weights, replicas, recompute=recompute).astype(np.int64)
+            room[places] = np.where(height == UNBOUNDED, ENDLESS, (height + 1) * size)
         return tps, room
 
     @remembered
     def tail_s(self, row: NestedSets) -> Floats:
         """Seconds of compute per sample of what a row has behind each cut, in the quickest mode."""
         running = [
-            row.compute_s(prices.samples(mode.replicas), mode.tensor) / prices.microbatch_size
+            row.compute_s(prices.samples(degree)) / prices.microbatch_size
             for prices in self.prices
-            for mode in prices.modes
+            for degree in prices.degrees
         ]
         return np.asarray(np.min([seconds[-1] - seconds[:-1] for seconds in running], axis=0))
 

@@ -91,7 +91,7 @@ class Terms:
             return 0.0
         every = self.prices.num_microbatches if self.accumulate else copies * m
         per_byte_s = 2 * (m - 1) / (self.tiers[level].bandwidth * every)
-        return np.asarray(self.states.matrices().summed * per_byte_s)
+        return np.asarray(self.states.matrices.summed * per_byte_s)
 
     def cut_s(self, level: int, copies: int) -> NDArray[np.float64]:
         """Seconds for what crosses each state and its gradients."""
@@ -102,7 +102,7 @@ class Terms:
     @remembered
     def headroom(self, replicas: int) -> NDArray[np.int16]:
         """Stages that may follow a span in memory; -1 where it fits nowhere or is none."""
-        height = np.minimum(self.prices.headroom(self.states.matrices(), replicas), LASTING)
+        height = np.minimum(self.prices.headroom(self.states.matrices, replicas), LASTING)
         return np.where(self.states.nested, height, -1).astype(np.int16)
 
     @property

@@ -1,4 +1,4 @@
-"""Piper: a chain of stages, each with its own replicas, tensor parallelism and recomputation.
+"""Piper: a chain of stages, each with its own replicas and recomputation.
 
 After Tarnawski, Narayanan and Phanishayee, "Piper: Multidimensional Planner for DNN
 Parallelization" (NeurIPS 2021). A stage is any convex set of operators: the difference of two
@@ -6,8 +6,8 @@ nested downsets, of which the plan is a chain::
 
     {}  <  D1  <  D2  <  all            stage 0 = D1, stage 1 = D2 - D1, stage 2 = all - D2
 
-    best(D, k, s) = min over D' > D, replicas d, tensor degree t, recomputation r of
-                    max( load(D' - D, d, t, r), best(D', k - d * t, s - 1) )
+    best(D, k, s) = min over D' > D, replicas d, recomputation r of
+                    max( load(D' - D, d, r), best(D', k - d, s - 1) )
                     as long as the stage D' - D fits with min(s, M) micro-batches in flight
 
 for s stages behind D on k devices. Only the largest load counts, not the depth of the pipeline.
@@ -21,7 +21,8 @@ them; option, a pair with a mode.
 
 What is not the paper's, or where it is silent:
 
-- Tensor degree and recomputation are one choice per stage, not one per layer by a knapsack.
+- No tensor parallelism: no runtime here has it.
+- Recomputation is one choice per stage, not one per layer by a knapsack.
 - Every micro-batch is split over the replicas, so a stage with s - 1 stages behind it holds s. The
   paper's replicas take whole micro-batches in turn.
 - Every power of two is planned as micro-batch size. The paper takes it as given.

@@ -82,12 +82,10 @@ class Piper:
             masks = downsets(cost.graph, self.budget)
             spaces.append(DownsetPairs.of(cost, masks, self.pairs))
         for prices in map(problem.prices, problem.sizes):
-            # A mode is followed by itself with recomputation.
-            modes = sorted(prices.modes, key=lambda mode: (mode.tensor, mode.replicas))
-            if modes:
+            if prices.modes:
                 yield from self._graphs(
                     problem,
-                    [(DownsetPrices(prices, space.downsets, modes), space) for space in spaces],
+                    [(DownsetPrices(prices, space.downsets), space) for space in spaces],
                 )
 
     def _graphs(
@@ -124,7 +122,8 @@ def _assembled(
     options, parts = found.options, []
     for i in found.chain(exact=exact):
         mask = stages.downsets.mask(int(options.lo[i]), int(options.hi[i]))
-        parts.append(Part.in_mode(mask, stages.modes[int(options.mode[i])]))
+        mode = stages.modes[int(options.mode[i])]
+        parts.append(Part(mask, mode.replicas, mode.recompute))
     order = tuple(op for part in parts for op in bits(part.mask))
     candidate = replace(problem.assembler(stages.prices), order=order).assemble(parts)
     return None if candidate is None else candidate.graph

@@ -1,11 +1,11 @@
 """Piper's prices of a stage: its load, and how many micro-batches it can keep in flight.
 
-For a stage on d replicas of t devices each, n = ceil(b / d) samples of a micro-batch on each
+For a stage on d replicas, n = ceil(b / d) samples of a micro-batch on each
 replica, M micro-batches:
 
-    load    compute                     forward and backward at n samples and tensor degree t,
+    load    compute                     forward and backward at n samples,
                                         the forward once more with recomputation
-          + (in + out) * price(d * t)   all that crosses its border: values and gradients, both ways
+          + (in + out) * price(d)       all that crosses its border: values and gradients, both ways
           + allreduce(d) / M            of its trainable parameters, once per step
 
 Nothing overlaps: a load is a sum. The price of a byte is ``border_price``; the paper has one
@@ -55,17 +55,15 @@ class DownsetPairs:
 class DownsetPrices:
     """Prices the stages between nested downsets at one micro-batch size."""
 
-    def __init__(
-        self, prices: MicrobatchPrices, downsets: NestedSets, modes: Sequence[Mode]
-    ) -> None:
+    def __init__(self, prices: MicrobatchPrices, downsets: NestedSets) -> None:
         self.prices = prices
         self.downsets = downsets
-        self.modes = modes
+        self.modes = prices.modes  # each followed by itself with recomputation
 
     @cached_property
     def floor_s(self) -> float:
         """No plan has a lesser load: all work, each operator run as is cheapest, shared evenly."""
-        work = [self._least_s[mode] * mode.devices for mode in self._plain]
+        work = [self._least_s[mode] * mode.replicas for mode in self._plain]
         return float(np.min(work, axis=0).sum()) / self.prices.cost.cluster.num_devices
 
     @property
@@ -78,16 +76,16 @@ class DownsetPrices:
         result, cost, count = {}, self.prices.cost, self.prices.num_microbatches
         for mode in self._plain:
             n = self.prices.samples(mode.replicas)
-            forward, backward = cost.op_seconds(n, mode.tensor)
-            ring = self.prices.ring(mode.replicas, mode.tensor)[0]
-            summed = cost.own_parameter_bytes(mode.tensor).summed
+            forward, backward = cost.op_seconds(n)
+            ring = self.prices.ring(mode.replicas)[0]
+            summed = cost.own_parameter_bytes.summed
             result[mode] = forward + backward + summed * ring / count
         return result
 
     def _least_bytes(self, mode: Mode) -> Floats:
         """Per downset; the difference of two is at most what the stage between them needs."""
-        held = self.downsets.parameter_bytes(mode.tensor)
-        kept = self.downsets.kept_bytes(mode.tensor)
+        held = self.downsets.parameter_bytes
+        kept = self.downsets.kept_bytes
         border = Border(*(Traffic(0.0, 0.0),) * 4)
         parameters, trainable, tables, rows = held
         weights = StageWeights(parameters, trainable, kept, border, tables=tables, rows=rows)
@@ -100,7 +98,7 @@ class DownsetPrices:
         """Indices of the pairs whose stage may be within a bound, however it runs."""
         floor = self.downsets.sums(np.min(list(self._least_s.values()), axis=0))
         crossing = min(
-            self.prices.cost.border_price(mode.devices) * self.prices.samples(mode.replicas)
+            self.prices.cost.border_price(mode.replicas) * self.prices.samples(mode.replicas)
             for mode in self._plain
         )
         found = []
@@ -117,11 +115,11 @@ class DownsetPrices:
             traffic: bytes per sample that cross the border of each stage, rounded downwards.
         """
         result = np.full(len(pairs), NEVER, dtype=np.int32)
-        for mode in sorted(self._plain, key=lambda mode: -mode.devices):
+        for mode in sorted(self._plain, key=lambda mode: -mode.replicas):
             for start in range(0, len(pairs), _AT_ONCE):
                 some = slice(start, start + _AT_ONCE)
                 enough = self._within(mode, pairs[some], traffic[some], bound_s)
-                result[some][enough] = mode.devices
+                result[some][enough] = mode.replicas
         return result
 
     def _within(
@@ -129,7 +127,7 @@ class DownsetPrices:
     ) -> NDArray[np.bool_]:
         """Which stages are within a bound on the load and in memory, as far as one sees at once."""
         n, nbytes = self.prices.samples(mode.replicas), self._least_bytes(mode)
-        crossing = self.prices.cost.border_price(mode.devices) * n
+        crossing = self.prices.cost.border_price(mode.replicas) * n
         least = pairs.difference(self.downsets.sums(self._least_s[mode])) + traffic * crossing
         enough = least <= bound_s * ROUNDING
         memory = self.prices.memory_bytes * ROUNDING
@@ -152,9 +150,9 @@ class DownsetPrices:
         border, kept = self.downsets.border(pairs), []
         for index, mode in enumerate(self.modes):
             if not mode.recompute:
-                some = np.flatnonzero(room >= mode.devices)
+                some = np.flatnonzero(room >= mode.replicas)
                 chosen, crossing = pairs[some], border[some]
-            weights = self.downsets.between(chosen, mode.tensor, crossing)
+            weights = self.downsets.between(chosen, crossing)
             load = self._load_s(chosen, weights, mode)
             some = np.flatnonzero(load <= bound_s)
             chosen, weights, load = chosen[some], weights[some], load[some]
@@ -163,7 +161,7 @@ class DownsetPrices:
             keep = held >= np.where(chosen.upper == len(self.downsets) - 1, 1, 2)
             records = np.zeros(np.count_nonzero(keep), OPTION).view(np.recarray)
             records.lo, records.hi = chosen.lower[keep], chosen.upper[keep]
-            records.devices, records.mode = mode.devices, index
+            records.devices, records.mode = mode.replicas, index
             records.load_s, records.held = load[keep], held[keep]
             kept.append(records)
             # Recomputation follows: never quicker, of use only to what cannot hold everything.
@@ -175,10 +173,10 @@ class DownsetPrices:
         """Seconds per micro-batch."""
         prices, border = self.prices, weights.border
         n = prices.samples(mode.replicas)
-        compute = self.downsets.compute_s(n, mode.tensor, recompute=mode.recompute)
+        compute = self.downsets.compute_s(n, recompute=mode.recompute)
         traffic = border.comes.at(n) + border.goes.at(n)
-        reduce_s = all_reduce_s(weights.summed, *prices.ring(mode.replicas, mode.tensor))
-        load = pairs.difference(compute) + traffic * prices.cost.border_price(mode.devices)
+        reduce_s = all_reduce_s(weights.summed, *prices.ring(mode.replicas))
+        load = pairs.difference(compute) + traffic * prices.cost.border_price(mode.replicas)
         return np.asarray(load + reduce_s / prices.num_microbatches)
 
     def _held(self, weights: StageWeights, mode: Mode) -> Ints:

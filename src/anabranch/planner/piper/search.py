@@ -36,7 +36,7 @@ StageOptions = Any
 """A ``numpy.recarray`` of stages that a plan may have, ascending by ``lo``."""
 
 # Indices of the downsets before and after it; devices; micro-batches that it can keep in flight;
-# place of its mode: replicas, tensor degree and recomputation. Seconds per micro-batch.
+# place of its mode: replicas and recomputation. Seconds per micro-batch.
 OPTION = np.dtype(
     [*((name, np.int32) for name in ("lo", "hi", "devices", "held", "mode")), ("load_s", float)]
 )

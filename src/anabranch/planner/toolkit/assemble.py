@@ -50,7 +50,7 @@ class Assembler:
 
     def assemblies(self, parts: Sequence[Part]) -> Iterator[Candidate]:
         """Stage graphs of these parts, one per placement; none if they do not fit."""
-        left = self.prices.cost.cluster.num_devices - sum(part.devices for part in parts)
+        left = self.prices.cost.cluster.num_devices - sum(part.replicas for part in parts)
         stages, pairs = self.arrange(self.shared_out(parts) if left else parts)
         stages = self._recomputing(stages, pairs)
         if stages and fits(self.prices, stages, pairs):
@@ -61,8 +61,8 @@ class Assembler:
     def placed(self, stages: Sequence[Part], pairs: set[tuple[int, int]]) -> Iterator[StageGraph]:
         """Parts in topological order as stages, in every way of ``toolkit.place``."""
         sizes = self.prices.cost.cluster.group_sizes
-        shapes = [(part.devices, part.tensor) for part in stages]
-        for devices in placements(shapes, heights(len(stages), pairs), sizes):
+        counts = [part.replicas for part in stages]
+        for devices in placements(counts, heights(len(stages), pairs), sizes):
             yield stage_graph(self.prices.microbatch, stages, devices, pairs)
 
     def _outline_s(self, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> float:
@@ -103,7 +103,7 @@ class Assembler:
             ways = [
                 [
                     way
-                    for way in self.prices.ways(part, most, self.max_replicas)
+                    for way in self.prices.ways(part, min(most, self.max_replicas))
                     if self.prices.headroom(way) >= h
                 ]
                 for part, h in zip(current, height, strict=True)
@@ -126,7 +126,7 @@ class Assembler:
         for stage in ways:
             if not stage:
                 return []
-            devices = np.array([way.devices for way in stage])
+            devices = np.array([way.replicas for way in stage])
             period_s = np.array([self.prices.period_s(way) for way in stage])
             before = np.arange(total + 1)[:, None] - devices
             longer = np.maximum(longest[before], period_s)
@@ -140,7 +140,7 @@ class Assembler:
         result: list[Part] = []
         for stage, chosen in zip(reversed(ways), reversed(taken), strict=True):
             result.append(stage[chosen[total]])
-            total -= result[-1].devices
+            total -= result[-1].replicas
         return result[::-1]
 
     @cached_property
@@ -176,7 +176,6 @@ def stage_graph(
                 tuple(where),
                 prices.microbatch_size,
                 recompute=part.recompute,
-                tensor=part.tensor,
             )
             for part, where in zip(parts, devices, strict=True)
         ),

@@ -48,14 +48,14 @@ def explain(problem: Problem) -> InfeasiblePlanError:
 
     def enough(memory: float) -> bool:
         prices = replace(problem.prices(size), memory_bytes=memory)
-        return bool(_runs_on_fewest_devices(problem, prices))
+        return bool(_runs_on_fewest_devices(problem, prices, total))
 
     memory = least_memory(enough, float(cluster.memory_bytes))
     # On all devices, pipelines are longer or micro-batches larger than on as few as will do.
     tried = (memory * ratio for ratio in _MORE_MEMORY)
     memory = next((more for more in tried if fit_in_a_row(problem, sizes, more)), memory)
-    few = _runs_on_fewest_devices(problem, problem.prices(size, _MOST_DEVICES))
-    count = sum(part.devices for part in few)
+    few = _runs_on_fewest_devices(problem, problem.prices(size, _MOST_DEVICES), _MOST_DEVICES)
+    count = sum(part.replicas for part in few)
     name = cost.graph.name or "the model"
     if memory <= cluster.memory_bytes:
         return InfeasiblePlanError(
@@ -87,15 +87,15 @@ def fit_in_a_row(problem: Problem, sizes: Sequence[int], memory: float) -> bool:
     """Whether runs of the operators as stages fit, with the least or most of the micro-batches."""
     for size in {sizes[0], sizes[-1]}:
         prices = replace(problem.prices(size), memory_bytes=memory)
-        parts = _runs_on_fewest_devices(problem, prices)
+        parts = _runs_on_fewest_devices(problem, prices, problem.devices)
         if parts and problem.assembler(prices).assemble(parts):
             return True
     return False
 
 
-def _runs_on_fewest_devices(problem: Problem, prices: MicrobatchPrices) -> list[Part]:
+def _runs_on_fewest_devices(problem: Problem, prices: MicrobatchPrices, most: int) -> list[Part]:
     """Stages that are runs of the operators in one order, on as few devices as memory allows at
-    some prices, none if all are too few: a dynamic programme over the cuts.
+    some prices, none if ``most`` are too few: a dynamic programme over the cuts.
 
     From the sink backwards, with height h the distance to it in stages::
 
@@ -104,10 +104,9 @@ def _runs_on_fewest_devices(problem: Problem, prices: MicrobatchPrices) -> list[
     row, size, modes = problem.row, len(problem.order), prices.modes
     # The largest height at which each run fits: [start, stop].
     headroom = [
-        prices.headroom(row.matrices(mode.tensor), mode.replicas, recompute=mode.recompute)
-        for mode in modes
+        prices.headroom(row.matrices, mode.replicas, recompute=mode.recompute) for mode in modes
     ]
-    top = min(size, prices.num_microbatches, prices.max_devices)
+    top = min(size, prices.num_microbatches, most)
     # The last height stands for all greater ones.
     levels = [*range(min(top, _MOST_HEIGHTS) - 1), top - 1]
     devices = np.full((len(levels), size + 1), np.inf)
@@ -116,13 +115,13 @@ def _runs_on_fewest_devices(problem: Problem, prices: MicrobatchPrices) -> list[
     for h, level in reversed(list(enumerate(levels))):
         need = np.full(headroom[0].shape, np.inf)
         for mode, room in zip(reversed(modes), reversed(headroom), strict=True):
-            need[room >= level] = mode.devices
+            need[room >= level] = mode.replicas
         above = devices[min(h + 1, len(levels) - 1)]
         for cut in range(1, size + 1):
             totals = need[:cut, cut] + above[:cut]
             starts[h, cut] = totals.argmin()
             devices[h, cut] = totals[starts[h, cut]]
-    if devices[0, -1] > prices.max_devices:
+    if devices[0, -1] > most:
         return []
     parts, cut, h = [], size, 0
     while cut:
@@ -130,9 +129,9 @@ def _runs_on_fewest_devices(problem: Problem, prices: MicrobatchPrices) -> list[
         mode = next(
             mode
             for mode, room in zip(modes, headroom, strict=True)
-            if mode.devices == devices[h, cut] - devices[above_h, start]
+            if mode.replicas == devices[h, cut] - devices[above_h, start]
             and room[start, cut] >= levels[h]
         )
-        parts.append(Part.in_mode(row.mask(start, cut), mode))
+        parts.append(Part(row.mask(start, cut), mode.replicas, mode.recompute))
         cut, h = start, above_h
     return parts

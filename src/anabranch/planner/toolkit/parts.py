@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.graph.opgraph import bits
-from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
+from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.remembered import remembered
 
 
@@ -23,22 +23,6 @@ class Part:
     mask: int
     replicas: int
     recompute: bool = False
-    tensor: int = 1
-
-    @staticmethod
-    def in_mode(mask: int, mode: Mode) -> Part:
-        """Operators with their devices used in a mode."""
-        return Part(mask, mode.replicas, mode.recompute, mode.tensor)
-
-    @property
-    def mode(self) -> Mode:
-        """How it uses its devices."""
-        return Mode(self.replicas, self.recompute, self.tensor)
-
-    @property
-    def devices(self) -> int:
-        """Number of devices."""
-        return self.replicas * self.tensor
 
 
 class PartPrices:
@@ -51,7 +35,7 @@ class PartPrices:
     def seconds(self, part: Part) -> NDArray[np.float64]:
         """Seconds of a micro-batch for every operator of the model, run as this part is."""
         n = self.microbatch.samples(part.replicas)
-        forward, backward = self.cost.op_seconds(n, part.tensor)
+        forward, backward = self.cost.op_seconds(n)
         return forward * (1 + part.recompute) + backward
 
     def compute_s(self, part: Part) -> float:
@@ -61,25 +45,22 @@ class PartPrices:
     @remembered
     def period_s(self, part: Part) -> float:
         """Seconds from one micro-batch to the next."""
-        weights = self.cost.weights(part.mask, part.tensor)
-        rates = self.microbatch.rates(part.mode)
+        weights = self.cost.weights(part.mask)
+        rates = self.microbatch.rates(part.replicas)
         return float(self.microbatch.period_s(weights, self.compute_s(part), rates))
 
     @remembered
     def headroom(self, part: Part) -> int:
         """The largest height at which the part fits; -1 if none."""
-        weights = self.cost.weights(part.mask, part.tensor)
+        weights = self.cost.weights(part.mask)
         return int(self.microbatch.headroom(weights, part.replicas, recompute=part.recompute))
 
-    def ways(self, part: Part, most: int, limit: int) -> Iterator[Part]:
-        """The part in every mode on up to ``most`` devices, with any number of replicas up to
-        ``limit``.
-        """
+    def ways(self, part: Part, most: int) -> Iterator[Part]:
+        """The part in every mode with up to ``most`` replicas."""
         prices = self.microbatch
-        for tensor in prices.tensors:
-            for replicas in filter(prices.may, range(1, min(most // tensor, limit) + 1)):
-                for recompute in (False, True)[: 1 + prices.recompute]:
-                    yield Part(part.mask, replicas, recompute, tensor)
+        for replicas in filter(prices.may, range(1, most + 1)):
+            for recompute in (False, True)[: 1 + prices.recompute]:
+                yield Part(part.mask, replicas, recompute)
 
 
 def heights(count: int, pairs: set[tuple[int, int]]) -> list[int]:

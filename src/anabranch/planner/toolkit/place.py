@@ -16,28 +16,23 @@ meet at the cards.
 """
 
 
-def place(
-    devices: Sequence[int], sizes: Sequence[int], groups: Sequence[int] | None = None
-) -> list[list[int]]:
+def place(devices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Device numbers for stages with these numbers of devices, in order; empty if there is no room.
 
     Args:
         sizes: devices in a group of each level, innermost first, as ``Cluster.group_sizes``.
-        groups: devices of each stage that must lie in one node together, in a row; by default 1.
     """
     total, node = sum(devices), sizes[0]
-    groups = groups or [1] * len(devices)
     free = [list(range(start, min(start + node, total))) for start in range(0, total, node)]
     result: list[list[int]] = [[] for _ in devices]
 
-    def rank(s: int) -> tuple[int, int, int]:
-        # Of those within a node large groups first: what is left of it holds smaller ones.
-        return -sum(devices[s] >= size for size in sizes), -groups[s], s
+    def rank(s: int) -> tuple[int, int]:
+        return -sum(devices[s] >= size for size in sizes), s
 
     for s in sorted(range(len(devices)), key=rank):
         wanted, taken = devices[s], []
-        for left in _room(free, wanted, groups[s], sizes):
-            some = min(wanted, len(left) // groups[s] * groups[s])
+        for left in _room(free, wanted, sizes):
+            some = min(wanted, len(left))
             taken.append(left[:some])
             left[:] = left[some:]
             wanted -= some
@@ -48,16 +43,14 @@ def place(
     return result
 
 
-def _room(
-    free: Sequence[list[int]], wanted: int, group: int, sizes: Sequence[int]
-) -> list[list[int]]:
+def _room(free: Sequence[list[int]], wanted: int, sizes: Sequence[int]) -> list[list[int]]:
     """Nodes with room for ``wanted`` devices, in the first of the smallest groups; or none."""
     for level, size in enumerate(sizes):
         if wanted > size:
             continue
         for _, members in groupby(free, key=lambda left: left[0] // size):
             nodes = list(members)
-            if sum(len(left) // group * group for left in nodes) >= wanted:
+            if sum(map(len, nodes)) >= wanted:
                 return _fullest_first(nodes, sizes[:level])
     return []
 
@@ -72,7 +65,7 @@ def _fullest_first(nodes: list[list[int]], sizes: Sequence[int]) -> list[list[in
 
 
 def placements(
-    shapes: Sequence[tuple[int, int]], height: Sequence[int], sizes: Sequence[int]
+    counts: Sequence[int], height: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[list[list[int]]]:
     """Devices of stages in topological order, in up to four ways, each once.
 
@@ -81,18 +74,17 @@ def placements(
     over all nodes or all racks, so that only all-reduces leave them (DAPPLE's "scatter first").
 
     Args:
-        shapes: devices of each stage, and those of a replica, which lie in one node.
+        counts: devices of each stage.
         height: of each stage, its longest distance to a sink.
         sizes: as for ``place``.
     """
-    forward = list(range(len(shapes)))
+    forward = list(range(len(counts)))
     ways: list[list[list[int]]] = []
     for order in (forward, sorted(forward, key=lambda s: (height[s], s))):
-        placed = place([shapes[s][0] for s in order], sizes, [shapes[s][1] for s in order])
+        placed = place([counts[s] for s in order], sizes)
         where = dict(zip(order, placed, strict=False))
         ways.append([where[s] for s in forward] if placed else [])
-    counts = [count for count, _ in shapes]
-    if len(shapes) <= FEW_STAGES and all(tensor == 1 for _, tensor in shapes):
+    if len(counts) <= FEW_STAGES:
         ways += [scatter(counts, size) for size in sizes[:-1]]
     for i, devices in enumerate(ways):
         if devices and devices not in ways[:i]:

@@ -31,16 +31,10 @@ UNBOUNDED = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a stage uses its devices: number of replicas, devices of each, recomputation."""
+    """How a stage uses its devices: number of replicas, recomputation."""
 
     replicas: int
     recompute: bool = False
-    tensor: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Number of devices."""
-        return self.replicas * self.tensor
 
 
 @dataclass(frozen=True)
@@ -49,8 +43,6 @@ class MicrobatchPrices:
 
     Attributes:
         degrees: numbers of replicas that may be used, ascending.
-        tensors: devices per replica that may be used, ascending.
-        max_devices: devices of one stage at most, where a replica has several.
     """
 
     cost: CostModel
@@ -58,21 +50,13 @@ class MicrobatchPrices:
     microbatch_size: int
     degrees: tuple[int, ...]
     memory_bytes: float
-    tensors: tuple[int, ...] = (1,)
     recompute: bool = False
-    max_devices: int = 0
 
     @cached_property
     def modes(self) -> tuple[Mode, ...]:
         """All modes that may be used, fewest devices first; of equals the plainest first."""
-        found = [
-            Mode(degree, recompute, tensor)
-            for tensor in self.tensors
-            for degree in self.degrees
-            if tensor == 1 or degree * tensor <= self.max_devices
-            for recompute in ((False, True) if self.recompute else (False,))
-        ]
-        return tuple(sorted(found, key=lambda mode: (mode.devices, mode.recompute, mode.tensor)))
+        recompute = (False, True) if self.recompute else (False,)
+        return tuple(Mode(degree, again) for degree in self.degrees for again in recompute)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -88,15 +72,14 @@ class MicrobatchPrices:
         size = self.microbatch_size
         return 1 <= replicas <= size and profile_covers(self.cost, self.batch_size, size, replicas)
 
-    def ring(self, degree: int, tensor: int = 1) -> tuple[float, float]:
+    def ring(self, degree: int) -> tuple[float, float]:
         """Seconds per byte and of latency of one all-reduce over replicas in a row."""
-        last = min(degree * tensor, self.cost.cluster.num_devices) - 1
+        last = min(degree, self.cost.cluster.num_devices) - 1
         return self.cost.ring_price((0, last), degree)
 
-    def rates(self, mode: Mode) -> tuple[float, float, float, float]:
+    def rates(self, replicas: int) -> tuple[float, float, float, float]:
         """Samples on the fullest replica, seconds per byte across the border, and ``ring``."""
-        ring = self.ring(mode.replicas, mode.tensor)
-        return self.samples(mode.replicas), self.cost.border_price(mode.devices), *ring
+        return self.samples(replicas), self.cost.border_price(replicas), *self.ring(replicas)
 
     def period_s(self, weights: StageWeights, compute_s: Number, rates: Iterable[Number]) -> Number:
         """Seconds from one micro-batch to the next of a stage, or of each of many.

@@ -56,15 +56,12 @@ class Problem:
                 f"{microbatch_size or f'1 to {batch_size}'} samples on up to "
                 f"{limit} replicas per stage; profile again at more sample counts"
             )
-        node = cost.cluster.group_sizes[0]
-        tensor = max(t for t in cost.tensor_degrees if node % t == 0)
         replicas = min(limit, self.sizes[-1])
-        usable = len(cost.graph) * replicas * tensor
+        usable = len(cost.graph) * replicas
         if usable < total:
-            wide = f" of {tensor} devices" if tensor > 1 else ""
             raise InfeasiblePlanError(
                 f"{cost.graph.name or 'the model'} has {len(cost.graph)} operators with at most "
-                f"{replicas} replicas{wide} each, so at most {usable} of the {total} devices of "
+                f"{replicas} replicas each, so at most {usable} of the {total} devices of "
                 f"{cost.cluster.name} can be used, and a plan leaves no device without a stage; "
                 f"use {usable} devices or fewer, capture the model in finer operators, or allow "
                 "more replicas or larger micro-batches"
@@ -110,8 +107,7 @@ class Problem:
         Args:
             devices: how many there are, if other than those of the cluster.
         """
-        devices = devices or self.devices
-        node, most = self.cost.cluster.group_sizes[0], min(devices, self.most_replicas)
+        most = min(devices or self.devices, self.most_replicas)
         powers = [1 << i for i in range(most.bit_length())]
         prices = MicrobatchPrices(
             self.cost,
@@ -119,9 +115,7 @@ class Problem:
             microbatch_size,
             (),
             self.cost.cluster.memory_bytes,
-            tensors=tuple(t for t in self.cost.tensor_degrees if t <= devices and node % t == 0),
             recompute=self.recompute,
-            max_devices=devices,
         )
         found = filter(prices.may, range(1, most + 1) if self.any_degree else powers)
         return replace(prices, degrees=tuple(found))

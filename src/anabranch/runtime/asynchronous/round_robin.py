@@ -34,7 +34,6 @@ from anabranch.plans.check import stage_bytes
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
-from anabranch.runtime.mesh import require_whole_replicas
 from anabranch.runtime.messages import tag_of
 from anabranch.runtime.transport import Channel
 from anabranch.weights import WeightPolicy, versions_held
@@ -56,7 +55,6 @@ class RoundRobin:
     in_flight: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        require_whole_replicas(self.graph)
         if len(self.in_flight) != len(self.graph) or min(self.in_flight) < 1:
             raise ValueError(f"{self.in_flight} are no counts for {len(self.graph)} stages")
         replicas, held = self.replicas, self.in_flight
