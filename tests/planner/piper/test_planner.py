@@ -17,8 +17,8 @@ from anabranch.planner.piper.planner import Piper
 from anabranch.planner.toolkit.prices import Mode
 from anabranch.plans.check import check
 from anabranch.plans.stages import StageGraph
-from anabranch.profile.pipedream import read_profile
 from anabranch.profile.profile import OpCost, Profile
+from benchmarks.planners.published import read_profile
 from tests.planner import shapes
 from tests.planner.helpers import cluster, cost_model
 from tests.planner.piper.reference import Reference, rich_profiles, row
