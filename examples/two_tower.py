@@ -8,13 +8,16 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import nn
 
 import anabranch
-from anabranch.data.digits import load_small_digits
 
 BATCH_SIZE, STEPS = 64, 600
-digits = load_small_digits()
+images, digit = load_digits(return_X_y=True)
+images, digit = torch.tensor(images / 16).float(), torch.tensor(digit)
+held_out = torch.arange(len(digit)) % 5 == 0
+TRAINING, HELD_OUT = (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
 
 
 class Adder(nn.Module):
@@ -22,8 +25,8 @@ class Adder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.left = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
-        self.right = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
+        self.left = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
+        self.right = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
         self.head = nn.Sequential(nn.ReLU(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 19))
 
     def forward(self, left, right, total):
@@ -37,21 +40,20 @@ def pairs(rows, seed):
     draw = torch.Generator().manual_seed(seed)
     while True:
         one, two = rows[torch.randint(len(rows), (2, BATCH_SIZE), generator=draw)]
-        total = digits.digit[one] + digits.digit[two]
-        yield {"left": digits.images[one], "right": digits.images[two], "total": total}
+        yield {"left": images[one], "right": images[two], "total": digit[one] + digit[two]}
 
 
 def train(plan):
     """Runs on every rank; each sees the same batches and takes the slices that it needs."""
     torch.manual_seed(0)
-    workload = anabranch.Workload(module=Adder(), example=next(pairs(digits.training, 0)))
+    workload = anabranch.Workload(module=Adder(), example=next(pairs(TRAINING, 0)))
     pipe = anabranch.Pipeline(workload, plan)
-    for _, batch in zip(range(STEPS), pairs(digits.training, 1), strict=False):
+    for _, batch in zip(range(STEPS), pairs(TRAINING, 1), strict=False):
         loss = pipe.step(batch)
         if pipe.rank == 0 and pipe.step_number % 100 == 0:
             print(f"step {pipe.step_number}: loss {loss:.3f}", flush=True)
-    held_out = (batch for _, batch in zip(range(8), pairs(digits.held_out, 2), strict=False))
-    accuracy = pipe.evaluate(held_out)["accuracy"]
+    batches = (batch for _, batch in zip(range(8), pairs(HELD_OUT, 2), strict=False))
+    accuracy = pipe.evaluate(batches)["accuracy"]
     if pipe.rank == 0:
         print(f"held-out accuracy {accuracy:.3f}, by chance about 0.1", flush=True)
     return accuracy
@@ -61,7 +63,7 @@ def main():
     if len(sys.argv) > 1:  # under torchrun, where every rank needs the same plan
         train(anabranch.load_plan(sys.argv[1]))
         return
-    captured = anabranch.capture(Adder(), next(pairs(digits.training, 0)))
+    captured = anabranch.capture(Adder(), next(pairs(TRAINING, 0)))
     profile = anabranch.measure(captured, [8, 16, 32, 64])
     plan = anabranch.plan(profile, anabranch.load_cluster("local:3"), BATCH_SIZE)
     print(plan.summary())

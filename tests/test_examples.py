@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.fakes import fake_data
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 pytestmark = pytest.mark.dist
@@ -31,12 +29,3 @@ def test_two_tower(tmp_path, monkeypatch, capfd):
     assert re.search(r"\d stages?, depth \d, on \d devices?", printed)
     assert re.search(r"held-out accuracy 0\.\d+, by chance about 0\.1", printed)
     assert (tmp_path / "plan.json").exists()
-
-
-def test_flights(tmp_path, monkeypatch, capfd):
-    """On a small made-up table here."""
-    fake_data(monkeypatch)
-    module = example("flights", monkeypatch, tmp_path)
-    monkeypatch.setattr(module, "BATCH_SIZE", 32)
-    module.main()
-    assert re.search(r"held-out accuracy \d\.\d+, by chance 0\.\d+", capfd.readouterr().out)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.data.batches import shuffled, whole_batches
-from anabranch.data.digits import Digits, load_mnist, load_small_digits
 from anabranch.graph.capture import Captured, capture
 from anabranch.workload import Batch
+from benchmarks.datasets.digits import Digits, load_mnist, load_small_digits
 
 LAYERS = 8
 

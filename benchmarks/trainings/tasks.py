@@ -12,16 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.data.batches import shuffled
-from anabranch.data.drugs import load_responses
-from anabranch.data.flights import load_flights
 from anabranch.data.glyphs import SIDE, WORDS, load_glyphs
 from anabranch.models import build
 from anabranch.models.glyphs import PRESETS, GlyphSizes, Patches, Tower, Words
 from anabranch.models.workload_builders import dataset_workload
 from anabranch.workload import Batch, Workload
-
-GENES, BITS = 2048, 512
-"""Genes per cell line and bits per fingerprint of ``drugs``: 2,048 genes tell more than 512 do."""
+from benchmarks.datasets import drugs, flights
 
 Score = Callable[[nn.Module], float]
 
@@ -107,14 +103,14 @@ def logistic_regression() -> Mapping[str, float]:
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
-    flights = load_flights()
-    rows = np.arange(len(flights.late))
+    table = flights.load_flights()
+    rows = np.arange(len(table.late))
     ones = np.ones(len(rows), dtype=np.float32)
-    columns = [csr_matrix(torch.cat([flights.schedule, flights.weather], 1).numpy())]
-    for column, size in zip(flights.sparse, flights.tables, strict=True):
+    columns = [csr_matrix(torch.cat([table.schedule, table.weather], 1).numpy())]
+    for column, size in zip(table.sparse, table.tables, strict=True):
         columns.append(csr_matrix((ones, (rows, column[:, 0].numpy())), (len(rows), size)))
-    inputs, late = hstack(columns, "csr"), flights.late.numpy()
-    seen, held_out = flights.training.numpy(), flights.held_out.numpy()
+    inputs, late = hstack(columns, "csr"), table.late.numpy()
+    seen, held_out = table.training.numpy(), table.held_out.numpy()
     model = LogisticRegression(max_iter=2000).fit(inputs[seen], late[seen])
     said = model.decision_function(inputs[held_out])
     return {"guessing": 0.5, "logistic regression": float(roc_auc_score(late[held_out], said))}
@@ -122,7 +118,8 @@ def logistic_regression() -> Mapping[str, float]:
 
 def mean_per_drug() -> Mapping[str, float]:
     """R2 of guessing each drug's mean over the training cell lines."""
-    table = load_responses(GENES, BITS)
+    sizes = drugs.DrugSizes()
+    table = drugs.load_responses(sizes.genes, sizes.bits)
     seen, held_out = table.training, table.held_out
     count = len(table.counts)
     sums = torch.zeros(count).index_add_(0, table.drug[seen], table.response[seen])
@@ -219,7 +216,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "flights": Task(
         metric="AUC",
-        make=partial(build, "flights", preset="small", options={"steps": "260"}),
+        make=flights.workload,
         score=area_under_curve,
         baselines=logistic_regression,
         batch_size=512,
@@ -230,12 +227,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "drugs": Task(
         metric="R2",
-        make=partial(
-            build,
-            "drugs",
-            preset="small",
-            options={"genes": str(GENES), "bits": str(BITS), "width": "128", "steps": "660"},
-        ),
+        make=drugs.workload,
         score=explained,
         baselines=mean_per_drug,
         batch_size=256,

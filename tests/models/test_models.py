@@ -8,7 +8,6 @@ import torch
 from anabranch import models
 from anabranch.data.glyphs import load_glyphs
 from anabranch.workload import Workload
-from tests.data.fakes import fake_data
 
 SYNTHETIC = ("mmt", "dlrm", "candle-uno", "two-branch", "transformer")
 
@@ -18,8 +17,7 @@ glyphs_once = cache(load_glyphs)
 
 @pytest.fixture(autouse=True)
 def _data(monkeypatch):
-    """No model here downloads anything, and the glyphs are drawn once."""
-    fake_data(monkeypatch)
+    """The glyphs are drawn once."""
     monkeypatch.setattr("anabranch.models.glyphs.load_glyphs", glyphs_once)
 
 

@@ -1,1 +1,1 @@
-"""Data sets on real data that install from the package registry, and batches of them."""
+"""The glyphs, drawn from a font, and batches of data sets."""

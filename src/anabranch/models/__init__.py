@@ -1,4 +1,4 @@
-"""The built-in models: those of the GraphPipe paper, and three on real data.
+"""The built-in models: those of the GraphPipe paper, and one on real data.
 
 A model is one file with ``PRESETS`` (preset -> sizes, a frozen dataclass whose fields are its
 options) and ``workload`` (sizes -> Workload), and one line in ``MODELS``.
@@ -22,8 +22,6 @@ MODELS: Mapping[str, str] = {
     "two-branch": "case study: 2 branches of 4 x (attention, linear, linear)",
     "transformer": "sequential language model, no branches",
     "glyphs": "does this name belong to this picture? image and text tower, real data",
-    "flights": "will this flight be late? DLRM, real data",
-    "drugs": "how does this cell line respond to this drug? CANDLE-Uno, real data",
 }
 """Name -> what it is, in one line."""
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from anabranch.data.flights import FLIGHT_COLUMNS, SPARSE, load_flights, read_columns
-from tests.data.fakes import fake_flights, flight_lines
+from benchmarks.datasets.flights import FLIGHT_COLUMNS, SPARSE, load_flights, read_columns
+from tests.benchmarks.datasets.fakes import fake_flights, flight_lines
 
 
 def test_half_of_the_flights_are_late():

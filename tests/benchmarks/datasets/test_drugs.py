@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from anabranch.data import drugs
 from anabranch.errors import DataError
-from tests.data.fakes import fake_responses
+from benchmarks.datasets import drugs
+from tests.benchmarks.datasets.fakes import fake_responses
 
 
 def test_names_that_differ_in_signs_are_one_cell_line():

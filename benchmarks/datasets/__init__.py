@@ -1,0 +1,1 @@
+"""Real data of the benchmarks, downloaded from the package registry, and models of it."""
