@@ -69,7 +69,7 @@ def test_what_is_left_of_so_many_epochs() -> None:
     workload = built("TwoBranch").workload
 
     def left(data: object) -> int | None:
-        feed = DataFeed(replace(workload, data=data), 4, lambda error: None)
+        feed = DataFeed(replace(workload, data=data), 4)
         feed.epoch, feed.position = 1, 1
         return feed.batches_left(2)
 
@@ -158,7 +158,9 @@ def test_a_batch_is_named_where_it_is_known() -> None:
 def a_feed(data: Any, told: list[BaseException]) -> DataFeed:
     """Of a workload that is nothing but its data."""
     workload = Workload(torch.nn.Identity(), torch.zeros(2, 1), data=data, eval_data=data)
-    return DataFeed(workload, 2, told.append)
+    feed = DataFeed(workload, 2)
+    feed.fail = told.append
+    return feed
 
 
 def test_the_feed_knows_which_batch_it_gave_last() -> None:
@@ -192,7 +194,7 @@ def test_a_position_behind_the_end_of_the_data_is_refused() -> None:
     """The checkpoint is of other data, or of another batch size: nothing would be right."""
     model = built("Chain")
     workload = Workload(model.module, batch(4), data=lambda size, epoch: [batch(size)] * 3)
-    feed = DataFeed(workload, 4, lambda error: None)
+    feed = DataFeed(workload, 4)
     feed.position = 4
     with pytest.raises(DataError, match="after batch 4 of epoch 0, which now has only 3; resume"):
         next(feed.batches(None))

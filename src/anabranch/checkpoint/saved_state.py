@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from anabranch.checkpoint.manifest import OptimizerState
+from anabranch.checkpoint.manifest import OptimizerState, Progress
 
 
 class SavedState(Protocol):
@@ -24,6 +24,10 @@ class SavedState(Protocol):
     @property
     def scheduler(self) -> Mapping[str, Any] | None:
         """The state of the scheduler, if there is one."""
+
+    @property
+    def progress(self) -> Progress:
+        """Where training was."""
 
     def keys(self, prefix: str) -> list[str]:
         """The rest of every key that begins with ``prefix/``."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.checkpoint import Progress
 from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
 from anabranch.graph.capture import Captured, sizes_of, told_type
 from anabranch.loaders import LeafTypes, Loader, is_unread
@@ -24,19 +25,20 @@ class DataFeed:
     """Batches of a workload from where training is.
 
     Attributes:
+        step_number: batches trained on, also those of the user's own loop.
         position: batches of the current epoch that were trained on.
         seed: of the run, from which ``loaders`` draw.
+        fail: called with an error of the data before it is raised.
         state: of a loader that tells its position, at ``position``; None where it is not known.
         reads: names of a batch's tensors that are needed here; None for all.
         types: what the others have to be like; None where all are needed.
     """
 
-    def __init__(
-        self, workload: Workload, batch_size: int, fail: Callable[[BaseException], None]
-    ) -> None:
-        self._workload, self._batch_size, self._fail = workload, batch_size, fail
+    def __init__(self, workload: Workload, batch_size: int) -> None:
+        self._workload, self._batch_size = workload, batch_size
         self._fetched: int | None = None
-        self.epoch = self.position = self.seed = 0
+        self.step_number = self.epoch = self.position = self.seed = 0
+        self.fail: Callable[[BaseException], None] = lambda _: None
         self.state: Mapping[str, Any] | None = None
         self.reads: Callable[[], Collection[str] | None] = lambda: None
         self.types: LeafTypes | None = None
@@ -86,9 +88,12 @@ class DataFeed:
         each = data.num_batches(self._batch_size) if isinstance(data, Loader) else None
         return None if each is None else max(0, (epochs - self.epoch) * each - self.position)
 
-    def report_to(self, fail: Callable[[BaseException], None]) -> None:
-        """Whom to tell of data that raises, from now on."""
-        self._fail = fail
+    def go_on_from(self, progress: Progress) -> None:
+        """Go to where training was."""
+        self.step_number, self.seed = progress.step, progress.seed
+        self.epoch, self.position = progress.epoch, progress.position
+        if progress.data is not None:
+            self.state = progress.data
 
     def _from_here(self, loader: Loader) -> partial[Iterator[Batch]]:
         """A loader passes over batches by itself."""
@@ -105,7 +110,8 @@ class DataFeed:
         )
 
     def trained(self) -> None:
-        """The batch that was fetched last has been trained on."""
+        """Note that the batch that was fetched last has been trained on."""
+        self.step_number += 1
         if self._fetched is not None:
             self.position, self._fetched = self._fetched, None
 
@@ -138,7 +144,7 @@ class DataFeed:
         wrapped = LoaderError(
             f"the {what} raised{when}, at {place_of(error)}: {type(error).__name__}: {said}"
         )
-        self._fail(wrapped)
+        self.fail(wrapped)
         return wrapped
 
     def read(self, loader: Iterable[Batch], what: str = HELD_OUT) -> Iterator[Batch]:

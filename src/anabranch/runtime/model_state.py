@@ -38,7 +38,7 @@ class ModelState:
         pieces: of parameters that are cut, what this rank's optimizer has in their place.
 
     Args:
-        goes_on: the state of a run of this module by other stages, in place of the module's own.
+        goes_on: values are to come from ``load``, so those of the module do not count.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class ModelState:
         place: torch.device,
         seed: int,
         *,
-        goes_on: SavedState | None = None,
+        goes_on: bool = False,
     ) -> None:
         module = workload.module
         self._module, self._holders, self._mesh = module, holders, mesh
         nothing = {*meta_names(module)}
-        if goes_on is None:
+        if not goes_on:
             _refuse_forgotten(module)
             same_start({n: t for n, t in self._everything().items() if n not in nothing}, mesh)
         mine = {name for name in nothing if self._is_held(name)}
@@ -93,8 +93,6 @@ class ModelState:
         self.pieces = hold(self.optimizer, self._rows, self.parameters) if self.optimizer else {}
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
-        if goes_on is not None:
-            self.load(goes_on)
 
     def _everything(self) -> dict[str, Tensor]:
         return dict((*self._module.named_parameters(), *self._module.named_buffers()))

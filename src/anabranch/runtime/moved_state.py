@@ -6,20 +6,19 @@ What a rank has, and what it needs, is what it would write into a checkpoint and
                 |          \\                  |         |
     plan B   rank 0  embed   `-------> rank 1  blocks.0  |  blocks.1
                                        rank 2                head
-
-So nothing is lost or changed that a checkpoint keeps: parameters, buffers, the optimizer's state.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint import RankPart
+from anabranch.checkpoint import Progress, RankPart
 from anabranch.checkpoint.manifest import OptimizerState
 from anabranch.checkpoint.writing import joined
 from anabranch.runtime import texts
@@ -32,66 +31,56 @@ more memory.
 _TAG = 0
 _CPU = torch.device("cpu")
 
-Takers = Callable[[str], Sequence[int]]
-"""Key, such as ``model/text.0.weight`` -> ranks that need the tensor."""
 
-
+@dataclass(frozen=True)
 class MovedState:
-    """What one rank needs of a run; a ``SavedState``."""
+    """The part of a run's state that one rank needs; a ``SavedState``."""
 
-    where = "the state that the ranks have sent each other"
-
-    def __init__(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        self._tensors, self._document = tensors, document
-
-    @property
-    def optimizer(self) -> OptimizerState | None:
-        """See ``SavedState``."""
-        found = self._document["optimizer"]
-        return None if found is None else OptimizerState.model_validate(found)
-
-    @property
-    def scheduler(self) -> Mapping[str, Any] | None:
-        """See ``SavedState``."""
-        found: Mapping[str, Any] | None = self._document["scheduler"]
-        return found
+    tensors: Mapping[str, Tensor]
+    optimizer: OptimizerState | None
+    scheduler: Mapping[str, Any] | None
+    progress: Progress
+    where: str = "the state that the ranks have sent each other"
 
     def keys(self, prefix: str) -> list[str]:
         """See ``SavedState``; of the tensors that this rank has."""
         start = f"{prefix}/"
-        return [key.removeprefix(start) for key in self._tensors if key.startswith(start)]
+        return [key.removeprefix(start) for key in self.tensors if key.startswith(start)]
 
     def require_model(self, names: Sequence[str]) -> None:
         """See ``SavedState``; it is the same module."""
 
     def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
         """See ``SavedState``."""
-        return self._tensors[key]
+        return self.tensors[key]
 
 
-def move(part: RankPart, takers: Takers, mesh: Mesh) -> MovedState:
-    """Send what this rank has to those who need it, and take what it needs; all ranks together.
+def move(
+    part: RankPart, readers: Mapping[str, Sequence[int]], progress: Progress, mesh: Mesh
+) -> MovedState:
+    """Send what this rank has to the ranks that need it, and take what it needs; all ranks call it.
 
     Args:
         part: what this rank would write into a checkpoint; together the ranks have everything once.
+        readers: ranks that need each tensor of the part.
+        progress: where training is, the same on every rank.
     """
-    told = [json.loads(text) for text in texts.gather(json.dumps(_described(part)))]
+    described = {**part.described(), "tensors": _listed(part, readers)}
+    documents = [json.loads(text) for text in texts.gather(json.dumps(described))]
     everything = sorted(
-        (key, rank, size, dtype)
-        for rank, theirs in enumerate(told)
-        for key, (size, dtype) in theirs["tensors"].items()
+        (key, owner, *entry)
+        for owner, document in enumerate(documents)
+        for key, entry in document["tensors"].items()
     )
-    taken: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     transport = mesh.transport(_CPU)
     flying = 0
-    for key, owner, size, dtype in everything:
-        ranks = takers(key)
+    for key, owner, size, dtype, ranks in everything:
         if owner == mesh.rank:
             tensor = part.tensors[key].detach()
             if mesh.rank in ranks:
-                taken[key] = tensor
-            others = [rank for rank in ranks if rank != owner]
-            if others:
+                tensors[key] = tensor
+            if others := [rank for rank in ranks if rank != owner]:
                 plain = tensor.cpu().contiguous()
                 for rank in others:
                     assert transport is not None
@@ -100,7 +89,7 @@ def move(part: RankPart, takers: Takers, mesh: Mesh) -> MovedState:
             assert transport is not None
             spec = torch.Size(size), getattr(torch, dtype)
             # A copy: what has arrived lies in the sender's memory, which is about to end.
-            taken[key] = transport.receive([spec], _CPU, owner, _TAG).wait()[0].clone()
+            tensors[key] = transport.receive([spec], _CPU, owner, _TAG).wait()[0].clone()
         flying += torch.Size(size).numel() * getattr(torch, dtype).itemsize * len(ranks)
         if flying > _BUNDLE_BYTES:
             mesh.barrier()  # what was sent has been taken
@@ -108,13 +97,15 @@ def move(part: RankPart, takers: Takers, mesh: Mesh) -> MovedState:
     mesh.barrier()
     if transport is not None:
         transport.close()
-    return MovedState(taken, joined(told))
+    whole = joined(documents)
+    optimizer = whole["optimizer"]
+    state = None if optimizer is None else OptimizerState.model_validate(optimizer)
+    return MovedState(tensors, state, whole["scheduler"], progress)
 
 
-def _described(part: RankPart) -> dict[str, Any]:
-    """As a checkpoint describes it, with size and type of each tensor."""
-    tensors = {
-        key: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+def _listed(part: RankPart, readers: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
+    """Size, type and readers of each tensor."""
+    return {
+        key: [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), list(readers[key])]
         for key, tensor in part.tensors.items()
     }
-    return {**part.described(), "tensors": tensors}

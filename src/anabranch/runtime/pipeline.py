@@ -39,6 +39,7 @@ from anabranch.errors import (
 )
 from anabranch.graph.capture import Captured, only_frozen
 from anabranch.plans.plan import Plan
+from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
@@ -49,7 +50,7 @@ from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.measurement.yardstick import yardstick_s
 from anabranch.runtime.numerics.nonfinite import Ran
 from anabranch.runtime.placement import fetched
-from anabranch.runtime.session import BasePipeline, Session
+from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Worker
 from anabranch.timeline import Timeline
@@ -588,18 +589,11 @@ class Pipeline(BasePipeline):
                 self._refuse_spoilt()
                 self._finish_share()
         self._refuse_between("checkpoint")
-        saving = self._session.save(folder, wait=wait, keep=keep)
-        if saving is None:
-            return
+        saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
         if self._unread is None:
             saving.confirm()
         else:
             self._unread.then(saving.confirm, saving.give_up)
-
-    @property
-    def gradient_verdict(self) -> str:
-        """What the comparison of gradients with one process said, once there was a step."""
-        return self._session.gradient_verdict
 
     @property
     def is_between_updates(self) -> bool:

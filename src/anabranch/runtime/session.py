@@ -1,4 +1,4 @@
-"""One rank's share of a run, which both pipelines hold: the other ranks, its stages, the data.
+"""One rank's part of a run, which both pipelines hold: other ranks, its stages, batches.
 
 The ranks compare what they were started with, connect, and take one set of weights; from then on
 they tell each other of failures. The order of passes and updates is the pipelines' own.
@@ -6,34 +6,26 @@ they tell each other of failures. The order of passes and updates is the pipelin
 
 from __future__ import annotations
 
-import hashlib
-import json
 import multiprocessing
 import secrets
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint import Checkpoint, Progress, RankPart
-from anabranch.checkpoint.plain import PlainWeights
-from anabranch.checkpoint.saving import Saving
-from anabranch.checkpoint.series import keep_newest
-from anabranch.checkpoint.writing import Target, abandon, begin, finish, write_part
+from anabranch.checkpoint import Checkpoint
 from anabranch.errors import TrainingError
-from anabranch.graph.capture import Captured
 from anabranch.plans.plan import TAKE_ROWS, Plan
-from anabranch.runtime.compute.options import ComputeOptions, require_exact
+from anabranch.runtime.assignment import assign
+from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.rows import SharedTable, shared_tables, takes_rows
 from anabranch.runtime.evaluation import Evaluation
-from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import lack, require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import (
@@ -44,16 +36,13 @@ from anabranch.runtime.guards.same_batch import (
 )
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.guards.store_watch import watch_ranks
-from anabranch.runtime.initialisation import SEEDS, meta_names, require_constants
+from anabranch.runtime.initialisation import SEEDS, meta_names
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
-from anabranch.runtime.moved_state import MovedState, move
+from anabranch.runtime.moved_state import MovedState
 from anabranch.runtime.numerics.nonfinite import Trace
-from anabranch.runtime.optimizer_facts import updates_by_element
-from anabranch.runtime.placement import claim, own_device, roomy_home, start_of
-from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
-from anabranch.runtime.process_groups import join
+from anabranch.runtime.placement import roomy_home
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch, Workload
@@ -62,10 +51,14 @@ from anabranch.workload import Batch, Workload
 class Session:
     """One rank of a run.
 
+    Attributes:
+        gradient_verdict: result of the comparison of gradients with one process.
+        batch_digest: of the batch that is under way.
+
     Args:
-        facts: options of the run that all ranks must have alike, besides ``compute``.
         further: channels that are used besides those of the plan's schedule.
         predecessor: a session of this run under another plan, which goes on here and ends there.
+        options: of ``assign``.
 
     Raises:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
@@ -79,27 +72,27 @@ class Session:
         workload: Workload,
         plan: Plan,
         *,
-        captured: Captured | None,
-        facts: Mapping[str, object],
-        compute: ComputeOptions,
-        exact: bool,
         check_gradients: bool,
         check_memory: bool,
         timeout: float,
         stall_timeout: float | None,
-        device: torch.device | str | None,
         further: Collection[Channel] = (),
         shard_optimizer: bool = False,
         predecessor: Session | None = None,
+        **options: Any,
     ) -> None:
-        graph = plan.stage_graph
         POSITION.begin(-1, Phase.START_UP)
-        self._plan, self._timeout = plan, timeout
-        if compute.sparse_embeddings is None:
-            compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
-        self.captured = captured or captured_for(workload, plan)
-        buckets_of(self.captured, workload)
-        self._examples = [workload.example, *workload.buckets] if workload.buckets else []
+        assignment = assign(
+            workload,
+            plan,
+            timeout=timeout,
+            shard_optimizer=shard_optimizer,
+            goes_on=predecessor is not None,
+            **options,
+        )
+        self.captured, self.parts = assignment.captured, assignment.parts
+        self.holders, self.place = assignment.holders, assignment.place
+        self._plan, self._home, compute = plan, assignment.home, assignment.compute
         module = self.captured.module
         self._frozen = {
             name: parameter
@@ -107,99 +100,73 @@ class Session:
             if name in self.captured.frozen or not parameter.requires_grad
         }
         # The self-check needs the whole model on one rank.
+        self._check_gradients = check_gradients and not meta_names(module)
         self.gradient_verdict = "not compared: nobody asked for it"
         if predecessor is not None:
             self.gradient_verdict = predecessor.gradient_verdict
-        if check_gradients and meta_names(module):
-            check_gradients = False
+        if check_gradients and not self._check_gradients:
             self.gradient_verdict = "not compared: no process has all values of the model"
-        self._home = start_of(module)
-        self.place = place = self._home if device is None else own_device(device)
-        claim(place)
-        join(timeout)
-        require_agreement(
-            facts_of(self.captured, plan, {**facts, **asdict(compute), "device": place.type})
-        )
-        if meta_names(module):
-            require_constants(self.captured, place)
-        self.parts = parts_of(self.captured, plan, exact=exact)
-        if exact:
-            require_exact(compute, self.parts)
-        self.holders = Holders.of(self.parts, graph)
-        if predecessor is not None:  # what other ranks have forgotten they get back row by row
-            for parameter in module.parameters():
-                if any(parameter.stride()):
-                    parameter.data = parameter.data.contiguous()
-        if shard_optimizer:
-            trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-            held = map(self.holders.held_by, range(len(graph.devices)))
-            given = {frozenset(names & trainable.keys()) for names in held}
-            job = replace(workload, module=module)
-            cut = all(updates_by_element(job, names) for names in given if names)
-            self.holders = self.holders.sharded(trainable, cut=cut)
-        self.mesh = Mesh(graph.devices, self.holders.sets, place=place, timeout=timeout)
+        self._examples = [workload.example, *workload.buckets] if workload.buckets else []
+        graph = plan.stage_graph
+        self.mesh = Mesh(graph.devices, self.holders.sets, place=self.place, timeout=timeout)
         self._watch = watch_ranks(
             self.mesh.rank, self.mesh.size, timeout if stall_timeout is None else stall_timeout
         )
         if self.mesh.rank == 0 and (said := plan.other_model(self.captured.graph)):
             warnings.warn(said, stacklevel=2)
         self.transport: Transport | None = None
-        self._saving: Saving | None = None
-        self._copies: dict[str, Tensor] = {}
-        self._num_saved = 0
-        with self.failing():
+        self._is_prepared = False
+        self._num_batches, self.batch_digest = 0, bytes(16)
+        feed = DataFeed(workload, graph.batch_size)
+        self.feed: DataFeed = feed if predecessor is None else predecessor.feed
+        with self.mesh.failure.reporting(self._disconnect, graph):
             if check_memory:
                 self.require_memory(plan)
-            wanted = sorted({*channels(graph), *further})
-            self.transport = self.mesh.transport(place, wanted)
+            self.transport = self.mesh.transport(self.place, sorted({*channels(graph), *further}))
             drawn = torch.tensor([torch.initial_seed() % SEEDS, secrets.randbits(62)])
             self.mesh.broadcast(drawn, 0)
-            seed, self._run_id = map(int, drawn)
+            self.feed.seed, self._run_id = map(int, drawn)
+            saved = None if predecessor is None else predecessor._end(self.holders)
             self.state = ModelState(
-                replace(workload, module=module),
+                assignment.workload,
                 self.holders,
                 self.mesh,
-                place,
-                seed,
-                goes_on=None if predecessor is None else predecessor._hand_over(self.holders),
+                self.place,
+                self.feed.seed,
+                goes_on=predecessor is not None,
             )
             if compute.sparse_embeddings:
                 self._require_sparse_updates()
-        self.workers = WorkerCache(
-            self.captured,
-            self.parts,
-            plan,
-            self.mesh,
-            self.transport,
-            place=place,
-            seed=seed,
-            options=compute,
-        )
-        self.feed: DataFeed = (
-            DataFeed(workload, graph.batch_size, self._fail)
-            if predecessor is None
-            else predecessor.feed
-        )
-        self.feed.report_to(self._fail)
-        self.feed.seed, self.feed.reads = seed, self._reads
+            self.workers = WorkerCache(
+                self.captured,
+                self.parts,
+                plan,
+                self.mesh,
+                self.transport,
+                place=self.place,
+                seed=self.feed.seed,
+                options=compute,
+            )
+            self.checkpoints = Checkpointing(
+                self.state,
+                self.workers,
+                self.feed,
+                run_id=self._run_id,
+                failing=self.failing,
+                timeout=timeout,
+            )
+            if saved is not None:
+                self.checkpoints.restore(saved)
+        self.feed.fail, self.feed.reads = self._fail, self._reads
         # Which bucket a batch is of, its tensors tell together, so none is left out.
         self.feed.types = None if workload.buckets else self.captured.leaf_types
         self.trace = Trace(self.captured, self.state.parameters, self.mesh)
         self._evaluation = Evaluation(self.workers, self._begin_batch)
-        self._check_gradients, self._is_prepared = check_gradients, False
-        self.step_number = self._num_batches = 0
-        self.batch_digest = bytes(16)
-        if predecessor is not None:
-            self._go_on_from(predecessor._progress())
         POSITION.leave()
 
-    def _hand_over(self, holders: Holders) -> MovedState:
+    def _end(self, holders: Holders) -> MovedState:
         """End here, and give other holders what they need; all ranks together."""
-        self.finish_saving()
-        with self.failing(), POSITION.doing(Phase.MOVE):
-            part = self.state.part({}, copies=None)
-            moved = move(part, lambda key: holders.readers(key, self.mesh.size), self.mesh)
-        self.state.forget_training()
+        moved = self.checkpoints.hand_over(holders)
         self.close()
         return moved
 
@@ -303,11 +270,8 @@ class Session:
     def count(self) -> None:
         """A step has been made with the batch that was fetched last."""
         POSITION.settle()
-        self.step_number += 1
         self.feed.trained()
-        if self._saving is not None:
-            with self.failing():
-                self._saving.check()
+        self.checkpoints.check()
 
     def require_same_copies(self) -> None:
         """Compare the copies of parameters that several ranks hold, all ranks together."""
@@ -341,157 +305,17 @@ class Session:
             reads = self._evaluation.needed_leaves
         with POSITION.doing(Phase.EVALUATION):
             chosen = self.feed.held_out(reads) if loader is None else loader
-            return self._evaluation.means(self.feed.read(chosen), self.step_number, self.failing)
-
-    def save(
-        self,
-        folder: str | Path,
-        further: Mapping[str, Tensor] | None = None,
-        *,
-        wait: bool = True,
-        keep: int | None = None,
-    ) -> Saving | None:
-        """Write a checkpoint; nothing may be under way.
-
-        Args:
-            wait: until it is on the disk. Otherwise it is written by a thread, and gets its name
-                once it is confirmed.
-            keep: how many checkpoints there may be in its parent folder.
-
-        Returns:
-            What is to be confirmed, unless it was waited for.
-        """
-        with POSITION.doing(Phase.SAVE):
-            return self._save(folder, further, wait=wait, keep=keep)
-
-    def _save(
-        self,
-        folder: str | Path,
-        further: Mapping[str, Tensor] | None,
-        *,
-        wait: bool,
-        keep: int | None,
-    ) -> Saving | None:
-        self.finish_saving()
-        with self.failing():
-            self.state.require_values()
-            target = Target(
-                Path(folder).absolute(), self._checkpoint_id(), self.mesh.size, self._progress()
+            return self._evaluation.means(
+                self.feed.read(chosen), self.feed.step_number, self.failing
             )
-            part = self.state.part(further or {}, copies=None if wait else self._copies)
-            described = part.described()
-            if wait:
-                self._write(target, part, described)
-                if keep is not None and self.mesh.rank == 0:
-                    keep_newest(target.folder.parent, keep)
-                return None
-            self._saving = Saving(
-                target, self.mesh.rank, part, described, keep=keep, timeout=self._timeout
-            )
-        return self._saving
-
-    def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            with self.failing(), POSITION.doing(Phase.SAVE):
-                saving.wait()
-
-    def _write(self, target: Target, part: RankPart, described: Mapping[str, object]) -> None:
-        mesh = self.mesh
-        lock: int | None = None
-        try:
-            if mesh.rank == 0:
-                lock = begin(target)
-            mesh.barrier()
-            write_part(target, mesh.rank, part, described)
-            mesh.barrier()
-            if lock is not None:
-                finish(target, lock)
-                lock = None
-            mesh.barrier()
-        except BaseException:
-            if lock is not None:
-                abandon(target, lock)
-            raise
-
-    def _checkpoint_id(self) -> str:
-        """Of the next checkpoint, which no other has, the same on every rank."""
-        self._num_saved += 1
-        return hashlib.sha256(f"{self._run_id} {self._num_saved}".encode()).hexdigest()[:16]
-
-    def _progress(self) -> Progress:
-        scale = self.workers.loss_scale
-        return Progress(
-            self.step_number,
-            self.feed.epoch,
-            self.feed.position,
-            self.workers.seed,
-            None if scale is None else scale.scale,
-            0 if scale is None else scale.streak,
-            self._loader_state(),
-            self._plan.stage_graph.batch_size,
-        )
-
-    def _loader_state(self) -> dict[str, Any] | None:
-        """What a loader tells of its position; None where it has nothing that JSON can hold."""
-        if self.mesh.rank != 0 or (state := self.feed.loader_state()) is None:
-            return None
-        try:
-            kept = json.loads(json.dumps(state, allow_nan=False))
-        except (TypeError, ValueError):
-            kept = None
-        if kept != state:
-            warnings.warn(
-                "the state_dict of the loader holds more than JSON can (numbers, texts, lists, and "
-                "mappings by texts), so the checkpoint has the number of batches alone: training "
-                "that resumes reads up to it",
-                stacklevel=6,
-            )
-            return None
-        return state
 
     def load(self, folder: str | Path) -> Checkpoint:
-        """Take a checkpoint over, before the first step."""
-        with self.failing(), POSITION.doing(Phase.START_UP):
-            saved = Checkpoint(folder)
-            saved.verify(self.mesh.rank, self.mesh.size)
-            self.mesh.barrier()  # nothing is taken over before all files are known to be whole
-            self.state.load(saved, everything=self._needs_all)
-        self._go_on_from(saved.progress)
-        self.feed.state = saved.progress.data
-        if self.mesh.rank == 0:
-            self._warn_of_other_batches(saved.progress)
-        return saved
-
-    def _warn_of_other_batches(self, progress: Progress) -> None:
-        """Say that batches are not as large as those before the checkpoint."""
-        before, now = progress.batch_size, self._plan.stage_graph.batch_size
-        if before in (0, now):
-            return
-        within = (
-            f"; {progress.position} batches of epoch {progress.epoch} are done, behind which as "
-            "many of the new size are left out, so some samples come twice or not at all"
-        )
-        warnings.warn(
-            f"the checkpoint was trained with batches of {before} samples, this run has {now}"
-            f"{within if progress.position else ''}; --batch-size {before}, or a plan for it, goes "
-            "on as before",
-            stacklevel=5,
-        )
-
-    def _go_on_from(self, progress: Progress) -> None:
-        scale = self.workers.loss_scale
-        self.step_number, self.workers.seed = progress.step, progress.seed
-        self.feed.epoch, self.feed.position = progress.epoch, progress.position
-        self.feed.seed = progress.seed
-        if scale is not None and progress.loss_scale is not None:
-            scale.scale, scale.streak = progress.loss_scale, progress.loss_streak
+        """Take over a checkpoint, before the first step."""
+        return self.checkpoints.load(folder, everything=self._needs_all)
 
     def load_weights(self, path: str | Path) -> None:
         """Begin with weights that something else saved."""
-        with self.failing(), POSITION.doing(Phase.START_UP):
-            self.state.load_weights(PlainWeights(path), everything=self._needs_all)
+        self.checkpoints.load_weights(path, everything=self._needs_all)
 
     @property
     def _needs_all(self) -> bool:
@@ -518,8 +342,10 @@ class Session:
 
     def abort(self) -> None:
         """As ``close``, after a failure: nothing that is under way is waited for."""
-        if self._saving is not None:
-            self._saving.give_up()
+        self.checkpoints.give_up()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         self.mesh.abort()
         self.close()
 
@@ -530,74 +356,3 @@ class Session:
         if self.transport is not None:
             self.transport.close()
         self.mesh.close()
-
-
-class BasePipeline:
-    """What both pipelines show of their session."""
-
-    _session: Session
-
-    @property
-    def rank(self) -> int:
-        """Of this process, from 0."""
-        return self._session.mesh.rank
-
-    @property
-    def step_number(self) -> int:
-        """Batches trained on; without a flush those put in, all of them learned after ``drain``."""
-        return self._session.step_number
-
-    @property
-    def epoch(self) -> int:
-        """Epochs done, as ``batches`` counts them."""
-        return self._session.feed.epoch
-
-    @property
-    def position(self) -> int:
-        """Batches of the current epoch that were trained on."""
-        return self._session.feed.position
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the model's metrics, besides its loss."""
-        return tuple(self._session.captured.metrics)
-
-    def from_first(self, value: float) -> float:
-        """The number that the first rank has; all ranks ask together."""
-        told = torch.tensor([value], dtype=torch.float64)
-        with self.failing():
-            self._session.mesh.broadcast(told, 0)
-        return float(told)
-
-    def failing(self) -> AbstractContextManager[None]:
-        """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
-        return self._session.failing()
-
-    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
-        """The workload's batches from where training is, epoch after epoch; those trained on count.
-
-        Args:
-            epochs: how many epochs there are in all; by default there is no end.
-
-        Raises:
-            DataError: if the workload has no data, or reading it raised.
-        """
-        return self._session.feed.batches(epochs)
-
-    def batches_left(self, epochs: int) -> int | None:
-        """How many batches so many epochs in all have from where training is; None where the data
-        does not say.
-        """
-        return self._session.feed.batches_left(epochs)
-
-    def finish_saving(self) -> None:
-        """Wait until a checkpoint of ``save(wait=False)`` is on the disk.
-
-        Raises:
-            TrainingError: if it could not be written.
-        """
-        self._session.finish_saving()
-
-    def close(self) -> None:
-        """Break this rank's connections; the others find out when they next wait for it."""
-        self._session.close()

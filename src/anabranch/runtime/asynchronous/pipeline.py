@@ -42,6 +42,7 @@ from anabranch.runtime.asynchronous.round_robin import budgeted
 from anabranch.runtime.asynchronous.round_robin_stream import RoundRobinStream
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.asynchronous.versions import VersionedWeights
+from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
@@ -51,7 +52,7 @@ from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
 from anabranch.runtime.optimizer_facts import facts_of
-from anabranch.runtime.session import BasePipeline, Session
+from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Flight
 from anabranch.timeline import Timeline
@@ -458,14 +459,8 @@ class AsyncPipeline(BasePipeline):
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
         self.drain()
-        saving = self._session.save(folder, self._weights.entries(), wait=wait, keep=keep)
-        if saving is not None:
-            saving.confirm()
-
-    @property
-    def gradient_verdict(self) -> str:
-        """What the comparison of gradients with one process said, once there was a step."""
-        return self._session.gradient_verdict
+        entries = self._weights.entries()
+        self._session.checkpoints.save(folder, entries, wait=wait, keep=keep).confirm()
 
     @property
     def is_between_updates(self) -> bool:

@@ -1,0 +1,94 @@
+"""Assignment of a model to the ranks of a plan; the same on every rank, which compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from anabranch.graph.capture import Captured
+from anabranch.graph.split import Split
+from anabranch.plans.plan import Plan
+from anabranch.runtime.compute.options import ComputeOptions, require_exact
+from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.runtime.guards.agreement import facts_of, require_agreement
+from anabranch.runtime.initialisation import meta_names, require_constants
+from anabranch.runtime.optimizer_facts import updates_by_element
+from anabranch.runtime.placement import claim, own_device, start_of
+from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
+from anabranch.runtime.process_groups import join
+from anabranch.workload import Workload
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Stages of a model and the ranks that hold their parameters.
+
+    Attributes:
+        workload: with the module that was captured.
+        home: where the module was.
+        place: where this rank computes.
+    """
+
+    workload: Workload
+    plan: Plan
+    captured: Captured
+    parts: Split
+    holders: Holders
+    compute: ComputeOptions
+    home: torch.device
+    place: torch.device
+
+
+def assign(
+    workload: Workload,
+    plan: Plan,
+    *,
+    captured: Captured | None,
+    facts: Mapping[str, object],
+    compute: ComputeOptions,
+    exact: bool,
+    device: torch.device | str | None,
+    timeout: float,
+    shard_optimizer: bool,
+    goes_on: bool,
+) -> Assignment:
+    """Cut the model by a plan, once all ranks are known to have the same model, plan and options.
+
+    Args:
+        facts: options of the run that all ranks must have alike, besides ``compute``.
+        goes_on: from another plan, under which ranks have forgotten tensors of others.
+
+    Raises:
+        InvalidPlanError: if the plan is for another model, or ranks disagree.
+        CaptureError: if the module cannot be captured.
+    """
+    graph = plan.stage_graph
+    if compute.sparse_embeddings is None:
+        compute = replace(compute, sparse_embeddings=plan.sparse_embeddings)
+    captured = captured or captured_for(workload, plan)
+    buckets_of(captured, workload)
+    module = captured.module
+    home = start_of(module)
+    place = home if device is None else own_device(device)
+    claim(place)
+    join(timeout)
+    require_agreement(facts_of(captured, plan, {**facts, **asdict(compute), "device": place.type}))
+    if meta_names(module):
+        require_constants(captured, place)
+    parts = parts_of(captured, plan, exact=exact)
+    if exact:
+        require_exact(compute, parts)
+    job, holders = replace(workload, module=module), Holders.of(parts, graph)
+    if goes_on:  # ranks get back row by row what they have forgotten
+        for parameter in module.parameters():
+            if any(parameter.stride()):
+                parameter.data = parameter.data.contiguous()
+    if shard_optimizer:
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        held = map(holders.held_by, range(len(graph.devices)))
+        groups = {frozenset(names & trainable.keys()) for names in held}
+        cut = all(updates_by_element(job, names) for names in groups if names)
+        holders = holders.sharded(trainable, cut=cut)
+    return Assignment(job, plan, captured, parts, holders, compute, home, place)

@@ -1,0 +1,87 @@
+"""Members that ``Pipeline`` and ``AsyncPipeline`` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from anabranch.runtime.session import Session
+from anabranch.workload import Batch
+
+
+class BasePipeline:
+    """A pipeline around one rank's ``Session``."""
+
+    _session: Session
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+        return self._session.mesh.rank
+
+    @property
+    def step_number(self) -> int:
+        """Batches trained on; without a flush those put in, all of them learned after ``drain``."""
+        return self._session.feed.step_number
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done, as ``batches`` counts them."""
+        return self._session.feed.epoch
+
+    @property
+    def position(self) -> int:
+        """Batches of the current epoch that were trained on."""
+        return self._session.feed.position
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the model's metrics, besides its loss."""
+        return tuple(self._session.captured.metrics)
+
+    @property
+    def gradient_verdict(self) -> str:
+        """Result of the comparison of gradients with one process, once there was a step."""
+        return self._session.gradient_verdict
+
+    def from_first(self, value: float) -> float:
+        """Return the number that the first rank has; all ranks call it together."""
+        shared = torch.tensor([value], dtype=torch.float64)
+        with self.failing():
+            self._session.mesh.broadcast(shared, 0)
+        return float(shared)
+
+    def failing(self) -> AbstractContextManager[None]:
+        """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
+        return self._session.failing()
+
+    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
+        """The workload's batches from where training is, epoch after epoch; those trained on count.
+
+        Args:
+            epochs: how many epochs there are in all; by default there is no end.
+
+        Raises:
+            DataError: if the workload has no data, or reading it raised.
+        """
+        return self._session.feed.batches(epochs)
+
+    def batches_left(self, epochs: int) -> int | None:
+        """Count the batches that so many epochs in all have from where training is; None where the
+        data does not say.
+        """
+        return self._session.feed.batches_left(epochs)
+
+    def finish_saving(self) -> None:
+        """Wait until a checkpoint of ``save(wait=False)`` is on the disk.
+
+        Raises:
+            TrainingError: if it could not be written.
+        """
+        self._session.checkpoints.finish()
+
+    def close(self) -> None:
+        """Break this rank's connections; the others find out when they next wait for it."""
+        self._session.close()
