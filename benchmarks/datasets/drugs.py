@@ -35,8 +35,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anabranch.data.batches import shuffled
 from anabranch.errors import DataError
+from anabranch.models.batches import shuffled
 from anabranch.models.candle_uno import CandleUno
 from anabranch.models.workload_builders import dataset_workload
 from anabranch.workload import Batch, Workload

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.data.batches import shuffled
 from anabranch.errors import DataError
+from anabranch.models.batches import shuffled
 from anabranch.models.dlrm import DLRM
 from anabranch.models.workload_builders import dataset_workload
 from anabranch.workload import Batch, Workload

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.data.batches import shuffled
 from anabranch.data.glyphs import SIDE, WORDS, load_glyphs
 from anabranch.models import build
+from anabranch.models.batches import shuffled
 from anabranch.models.glyphs import PRESETS, GlyphSizes, Patches, Tower, Words
 from anabranch.models.workload_builders import dataset_workload
 from anabranch.workload import Batch, Workload

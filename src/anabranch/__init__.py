@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from anabranch.checkpoint import load_state_dict as load_state_dict
     from anabranch.checkpoint.export import export as export
     from anabranch.cluster import Cluster as Cluster
+    from anabranch.data.columns import Columns as Columns
+    from anabranch.data.padding import pad_to_bucket as pad_to_bucket
     from anabranch.errors import AnabranchError as AnabranchError
     from anabranch.files import load_cluster as load_cluster
     from anabranch.files import load_plan as load_plan
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from anabranch.files import save_profile as save_profile
     from anabranch.graph.capture import capture as capture
     from anabranch.launch import run as run
-    from anabranch.loaders import Columns as Columns
-    from anabranch.loaders import pad_to_bucket as pad_to_bucket
     from anabranch.plans.plan import Plan as Plan
     from anabranch.profile.estimate import estimate as estimate
     from anabranch.profile.measure import measure as measure
@@ -48,7 +48,7 @@ _HOME = {
     "AnabranchError": "errors",
     "AsyncPipeline": "runtime.asynchronous.pipeline",
     "Cluster": "cluster",
-    "Columns": "loaders",
+    "Columns": "data.columns",
     "ComputeOptions": "runtime.compute.options",
     "Pipeline": "runtime.pipeline",
     "Plan": "plans.plan",
@@ -67,7 +67,7 @@ _HOME = {
     "load_state_dict": "checkpoint",
     "measure": "profile.measure",
     "measure_workload": "runtime.measurement.workload",
-    "pad_to_bucket": "loaders",
+    "pad_to_bucket": "data.padding",
     "plan": "solve",
     "read_profile": "profile.pipedream",
     "run": "launch",

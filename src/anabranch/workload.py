@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from anabranch.data.loaders import Loader, loader_of
 from anabranch.errors import WorkloadError, naming_place
-from anabranch.loaders import Loader, loader_of
 
 Batch = Any
 """A tensor, or a tuple, list or dict (also nested) of tensors; dimension 0 of each is samples. A

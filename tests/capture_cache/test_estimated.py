@@ -15,7 +15,7 @@ from anabranch.capture_cache import estimated as home
 from anabranch.capture_cache import store
 from anabranch.capture_cache.estimated import estimated
 from anabranch.graph import capture as capturing
-from anabranch.model_names import resolve
+from anabranch.models.names import resolve
 from anabranch.workload import Workload
 
 BRANCHES = {"branches": "2"}

@@ -44,7 +44,7 @@ def test_our_own_code_counts(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_all_code_that_captures_is_in_the_key() -> None:
     """Whatever building, capturing and tracing import of this package is hashed."""
-    roots = ("anabranch.graph.capture", "anabranch.profile.estimate", "anabranch.model_names")
+    roots = ("anabranch.graph.capture", "anabranch.profile.estimate", "anabranch.models.names")
     reached = {"anabranch.models.mmt"}
     todo = [*roots, *(name for name in modules() if name.startswith("anabranch.models."))]
     while todo:

@@ -28,7 +28,7 @@ from anabranch.cli import app
 from anabranch.cost import CostModel
 from anabranch.errors import OutputError
 from anabranch.files import load_plan
-from anabranch.model_names import resolve
+from anabranch.models.names import resolve
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.space import Space
 from anabranch.plans.plan import Plan

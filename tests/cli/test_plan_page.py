@@ -15,7 +15,7 @@ from anabranch.errors import FileFormatError
 from anabranch.files import load_plan, plan_to_dict, save_plan
 from anabranch.files.plans import _PlanFile, _Prediction, _Stage
 from anabranch.graph.capture import capture
-from anabranch.model_names import resolve
+from anabranch.models.names import resolve
 from anabranch.plans.plan import NOT_PREDICTED, Plan
 from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile

@@ -12,7 +12,7 @@ import sys, torch
 from torch.nn.functional import layer_norm
 from anabranch.graph.capture import capture
 from anabranch.graph.without_dynamo import without_dynamo
-from anabranch.model_names import resolve
+from anabranch.models.names import resolve
 
 workload = resolve("mmt", preset="small", options={}, meta=True)
 capture(workload.module, workload.example)

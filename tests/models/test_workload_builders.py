@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from anabranch.data.batches import shuffled
+from anabranch.models.batches import shuffled
 from anabranch.models.workload_builders import dataset_workload, warm_up_then_cosine
 
 

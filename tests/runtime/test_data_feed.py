@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from anabranch import launch
+from anabranch.data.columns import Columns
+from anabranch.data.loaders import Loader
 from anabranch.errors import DataError, LoaderError
-from anabranch.loaders import Columns, Loader
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from anabranch import launch
 from anabranch.checkpoint import Checkpoint, load_state_dict
+from anabranch.data.columns import Columns
 from anabranch.graph.capture import capture
-from anabranch.loaders import Columns
 from anabranch.training import train, train_async
 from anabranch.workload import Workload
 from tests.runtime.small import Built, Chain, batch, built, plan, with_options

@@ -30,8 +30,8 @@ _PROGRAM = ("__main__", "__mp_main__")
 _PACKAGE = Path(__file__).parents[1]
 
 CAPTURING = (
-    *("errors.py", "remembered.py", "jsonfile.py", "workload.py", "loaders.py", "cluster.py"),
-    *("model_names.py", "graph", "data", "profile", "models"),
+    *("errors.py", "remembered.py", "jsonfile.py", "workload.py", "cluster.py"),
+    *("graph", "data", "profile", "models"),
 )
 """The files and folders of this package that take part in building, capturing and tracing."""
 

@@ -188,7 +188,7 @@ def require_trainable(
     """
     from anabranch.checkpoint import Checkpoint
     from anabranch.checkpoint.plain import PlainWeights
-    from anabranch.loaders import Loader
+    from anabranch.data.loaders import Loader
     from anabranch.training import require_place
     from anabranch.training.loop import nothing_left, require_evaluation
 

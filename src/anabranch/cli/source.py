@@ -110,7 +110,7 @@ class ModelSource:
 
     def workload(self, *, meta: bool = False) -> Workload:
         """The workload; ``meta`` builds it without memory for its parameters, for planning."""
-        from anabranch.model_names import resolve
+        from anabranch.models.names import resolve
 
         if self.model.endswith(".toml"):
             raise typer.BadParameter(

@@ -1,1 +1,1 @@
-"""The glyphs, drawn from a font, and batches of data sets."""
+"""Batches of DataLoaders and data sets, and the glyphs, which are drawn from a font."""

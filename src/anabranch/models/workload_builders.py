@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anabranch.data.batches import Gather, batches, whole_batches
+from anabranch.models.batches import Gather, batches, whole_batches
 from anabranch.models.synthetic_data import Draw, held_out_stream, seeded, training_stream
 from anabranch.workload import Batch, NamedParameters, Workload, to_meta
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Progress
+from anabranch.data.loaders import Loader, TensorTypes, is_unread
 from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
 from anabranch.graph.capture import Captured, sizes_of, told_type
-from anabranch.loaders import LeafTypes, Loader, is_unread
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import uploaded
 from anabranch.workload import Batch, Workload
@@ -41,7 +41,7 @@ class DataFeed:
         self.fail: Callable[[BaseException], None] = lambda _: None
         self.state: Mapping[str, Any] | None = None
         self.reads: Callable[[], Collection[str] | None] = lambda: None
-        self.types: LeafTypes | None = None
+        self.types: TensorTypes | None = None
 
     def loader_state(self) -> dict[str, Any] | None:
         """The state of a loader at ``position``, for a checkpoint."""

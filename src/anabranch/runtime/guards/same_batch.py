@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from anabranch.data.loaders import samples_digest
 from anabranch.errors import DataError, TrainingError
-from anabranch.loaders import samples_digest
 
 if TYPE_CHECKING:
     from anabranch.runtime.mesh import Mesh

@@ -15,7 +15,6 @@ by their ``state_dict``, if they have one, or are read up to the position.
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import (
     Callable,
     Collection,
@@ -25,19 +24,20 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import count, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from anabranch.data.columns import Columns
+from anabranch.data.random_state import mixed, seeded
 from anabranch.errors import DataError
 
-LeafTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+TensorTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name of a batch's tensor -> the shape of a sample, and the type."""
 
 _SAMPLES: MutableMapping[Tensor, tuple[bytes, bool]] = WeakTensorKeyDictionary()
@@ -54,65 +54,6 @@ def is_unread(tensor: Tensor) -> bool:
     """Whether a tensor of a batch stands for a column that was not needed here."""
     found = _SAMPLES.get(tensor)
     return found is not None and not found[1]
-
-
-class Columns:
-    """A data set by columns: a rank reads those alone that its own stages need.
-
-    Args:
-        columns: name -> values of all samples: a tensor, an array (also one that lies on disk, such
-            as ``numpy.load(..., mmap_mode="r")``), or a function of sample numbers, a 1-D tensor,
-            that returns the tensor of their values.
-        length: number of samples; needed where all columns are functions.
-
-    Raises:
-        ValueError: if there is no column, or they differ in length.
-    """
-
-    def __init__(self, columns: Mapping[str, Any], *, length: int | None = None) -> None:
-        lengths = {name: len(column) for name, column in columns.items() if not callable(column)}
-        sizes = {*lengths.values(), *(() if length is None else (length,))}
-        if not columns or len(sizes) != 1:
-            told = ", ".join(f"{name} {size}" for name, size in lengths.items())
-            raise ValueError(
-                f"the columns of a data set have one length: {told or 'give it as length'}"
-            )
-        self._columns = dict(columns)
-        self._length: int = sizes.pop()
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, sample: int) -> dict[str, Tensor]:
-        return {name: values[0] for name, values in self.gather([sample]).items()}
-
-    @property
-    def column_names(self) -> list[str]:
-        """Names of the columns."""
-        return list(self._columns)
-
-    def select_columns(self, names: Collection[str]) -> Columns:
-        """The same samples with some of the columns."""
-        chosen = {name: column for name, column in self._columns.items() if name in names}
-        return Columns(chosen, length=self._length)
-
-    def gather(self, samples: Sequence[int]) -> dict[str, Tensor]:
-        """The batch of some samples."""
-        numbers = torch.as_tensor(samples)
-        # What a function draws must not depend on which other columns are read: every rank that
-        # reads it gets the same values.
-        seed = int(torch.randint(2**62, ())) if any(map(callable, self._columns.values())) else 0
-        return {name: _values(c, numbers, seed, name) for name, c in self._columns.items()}
-
-
-def _values(column: Any, numbers: Tensor, seed: int, name: str) -> Tensor:
-    if callable(column):
-        with _seeded(seed, name):
-            found: Tensor = column(numbers)
-        return found
-    if isinstance(column, Tensor):
-        return column[numbers]
-    return torch.from_numpy(np.ascontiguousarray(column[numbers.numpy()]))
 
 
 class Loader:
@@ -192,7 +133,7 @@ class Loader:
         seed: int = 0,
         state: Mapping[str, Any] | None = None,
         reads: Callable[[], Collection[str] | None] = lambda: None,
-        types: LeafTypes | None = None,
+        types: TensorTypes | None = None,
     ) -> Iterator[Any]:
         """The batches of an epoch from a position on.
 
@@ -211,7 +152,7 @@ class Loader:
         """
         self.require_batch_size(batch_size)
         for generator, initial in self._generators.items():
-            generator.manual_seed(_mixed(initial, epoch))
+            generator.manual_seed(mixed(initial, epoch))
         for part in (*self._samplers, self.source, getattr(self.source, "dataset", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -233,7 +174,7 @@ class Loader:
             return None
         numbers = torch.arange(len(source))
         if self._shuffle:
-            generator = torch.Generator().manual_seed(_mixed(seed, epoch))
+            generator = torch.Generator().manual_seed(mixed(seed, epoch))
             numbers = torch.randperm(len(source), generator=generator)
         starts = range(0, len(numbers), batch_size)
         return (numbers[start : start + batch_size].tolist() for start in starts)
@@ -245,7 +186,7 @@ class Loader:
         start: int,
         seed: int,
         reads: Callable[[], Collection[str] | None],
-        types: LeafTypes | None,
+        types: TensorTypes | None,
     ) -> Iterator[Any]:
         passed = sum(1 for _ in islice(order, start))
         if passed < start:
@@ -263,7 +204,7 @@ class Loader:
         )
         for number, samples in enumerate(order, start):
             names = reads() if by_column else None
-            with _seeded(seed, epoch, number):
+            with seeded(seed, epoch, number):
                 if names is None or columns <= set(names):
                     batch = _fetched(dataset, samples, collate)
                 elif columns.isdisjoint(names):
@@ -293,10 +234,10 @@ class Loader:
         if state is not None and start:
             self.source.load_state_dict(state)
             passed = start
-        with _seeded(seed, epoch, -1):
+        with seeded(seed, epoch, -1):
             iterator = iter(source)
         for number in count(passed):
-            with _seeded(seed, epoch, number):
+            with seeded(seed, epoch, number):
                 batch = next(iterator, iterator)
             if batch is iterator:
                 if number < start:
@@ -304,34 +245,6 @@ class Loader:
                 return
             if number >= start:
                 yield batch
-
-
-def pad_to_bucket(
-    batch: Mapping[str, Tensor], lengths: Collection[int], fill: Mapping[str, float]
-) -> dict[str, Tensor]:
-    """A batch whose sequences are padded to the least of some lengths that holds them.
-
-    Args:
-        lengths: of the sequences in ``Workload.example`` and ``Workload.buckets``.
-        fill: name of each tensor with sequences in dimension 1 -> what it is padded with, such as
-            0 for a mask and -100 for labels; other tensors stay as they are.
-
-    Raises:
-        DataError: if a sequence is longer than all lengths.
-    """
-    longest = max(batch[name].shape[1] for name in fill)
-    length = min((n for n in lengths if n >= longest), default=0)
-    if not length:
-        raise DataError(
-            f"a batch has sequences of {longest}, longer than every bucket "
-            f"({', '.join(map(str, sorted(lengths)))}): cut them, or add a bucket that holds them"
-        )
-    padded = dict(batch)
-    for name, value in fill.items():
-        leaf = batch[name]
-        rest = leaf.new_full((leaf.shape[0], length - leaf.shape[1], *leaf.shape[2:]), value)
-        padded[name] = torch.cat([leaf, rest], 1)
-    return padded
 
 
 def loader_of(data: Any, *, shuffle: bool) -> Any:
@@ -363,10 +276,10 @@ def loader_of(data: Any, *, shuffle: bool) -> Any:
 
 def _drawn(sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> Iterator[Sequence[int]]:
     """Sample numbers of a sampler, which may draw them at any of its steps."""
-    with _seeded(seed, epoch, -1):
+    with seeded(seed, epoch, -1):
         iterator = iter(sampler)
     for number in count():
-        with _seeded(seed, epoch, number):
+        with seeded(seed, epoch, number):
             samples = next(iterator, None)
         if samples is None:
             return
@@ -381,7 +294,7 @@ def _fetched(dataset: Any, samples: Sequence[int], collate: Callable[[Any], Any]
     return collate([dataset[sample] for sample in samples])
 
 
-def _filled(batch: Mapping[str, Tensor], samples: int, types: LeafTypes) -> dict[str, Tensor]:
+def _filled(batch: Mapping[str, Tensor], samples: int, types: TensorTypes) -> dict[str, Tensor]:
     """A batch with zeros for what was not read, in the order of the example."""
     return {
         name: batch[name] if name in batch else torch.zeros((), dtype=dtype).expand(samples, *shape)
@@ -400,26 +313,3 @@ def _too_short(start: int, epoch: int, passed: int) -> DataError:
         f"training was after batch {start} of epoch {epoch}, which now has only {passed}; resume "
         "with the data and the batch size that it was trained on"
     )
-
-
-def _mixed(*parts: int | str) -> int:
-    text = " ".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-@contextmanager
-def _seeded(*parts: int | str) -> Iterator[None]:
-    """Inside, random numbers of torch, numpy and Python on the CPU depend on these parts alone;
-    outside they are what they would have been.
-    """
-    seed, ours = _mixed(*parts), torch.default_generator
-    before, pythons, numpys = ours.get_state(), random.getstate(), np.random.get_state()
-    ours.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        ours.set_state(before)
-        random.setstate(pythons)
-        np.random.set_state(numpys)

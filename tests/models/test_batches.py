@@ -2,7 +2,7 @@
 
 import torch
 
-from anabranch.data.batches import batches, shuffled, whole_batches
+from anabranch.models.batches import batches, shuffled, whole_batches
 
 
 def lists(iterator):

@@ -20,8 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from anabranch.data.columns import Columns
+from anabranch.data.loaders import Loader, is_unread, loader_of, samples_digest
 from anabranch.errors import DataError
-from anabranch.loaders import Columns, Loader, is_unread, loader_of, samples_digest
 
 NUMBERS = torch.arange(10)
 

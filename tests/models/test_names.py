@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anabranch.errors import DataError, WorkloadError
-from anabranch.model_names import resolve
+from anabranch.models.names import resolve
 from anabranch.workload import Workload
 
 MODULE = """
