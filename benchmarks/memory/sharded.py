@@ -28,7 +28,8 @@ from torch import Tensor
 
 import anabranch
 from anabranch import launch
-from anabranch.calibration.measure import Calibrated, calibrate
+from anabranch.calibration.measure import calibrate
+from anabranch.cluster import Cluster
 from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
@@ -51,7 +52,7 @@ class Trained:
     row_s: list[float] = field(default_factory=list)
 
 
-def rows(model: str, counts: list[int], machine: Calibrated) -> list[Row]:
+def rows(model: str, counts: list[int], machine: Cluster) -> list[Row]:
     """One row per number of ranks."""
     workload = build(model, preset="small")
     captured = anabranch.capture(workload.module, workload.example)

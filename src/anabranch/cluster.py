@@ -65,7 +65,7 @@ class Machine:
     torch: str
 
 
-CALIBRATION_VERSION = 4
+CALIBRATION_VERSION = 5
 """Version of what is measured for a calibration, raised whenever a figure of it becomes another.
 Files without one have the first.
 """
@@ -86,39 +86,26 @@ class Calibration:
         slowdown: how many times as long the slowest computes while 1, 2, ... ranks of a host do
             so side by side; with more than there are entries, as many times longer than the last as
             they are more.
-        send_s: of a message, at its sender, and ``send_byte_s`` per byte.
-        receive_s: likewise at its receiver, and ``receive_byte_s`` per byte.
-        microbatch_s: of a forward or backward, besides its operators, and ``value_s`` for each
-            value that enters or leaves its stage, or gradient of one, besides its message.
-        step_s: of each rank in a step, besides its actions, sums and update, and ``leaf_s`` for
-            each tensor of its batch besides the first.
-        sum_tensor_s: of summing gradients, for each parameter that other ranks hold as well, and
-            ``sum_byte_s`` per byte of it and other rank.
+        message_s: of a message at each end, and ``message_byte_s`` per byte.
+        pass_s: of a forward or backward, besides its operators.
+        step_s: of each rank in a step, besides its actions, all-reduces and update.
+        all_reduce_byte_s: of an all-reduce besides its messages, per byte and other rank.
         memory_bandwidth: bytes/s at which an optimizer goes through its tensors.
         lost_share: what other processes took meanwhile, in times of one core.
-        share_tensor_s: where ranks share an optimizer's state, of sending and taking what they have
-            updated, for each parameter, and ``share_byte_s`` per byte that a rank sends or takes.
         version: of the way it was measured, see ``CALIBRATION_VERSION``.
     """
 
     machine: Machine
     date: str
     slowdown: tuple[float, ...]
-    send_s: float
-    send_byte_s: float
-    receive_s: float
-    receive_byte_s: float
-    microbatch_s: float
+    message_s: float
+    message_byte_s: float
+    pass_s: float
     step_s: float
-    sum_tensor_s: float
-    sum_byte_s: float
+    all_reduce_byte_s: float
     memory_bandwidth: float
     lost_share: float = 0.0
-    share_tensor_s: float = 0.0
-    share_byte_s: float = 0.0
-    value_s: float = 0.0
     version: int = CALIBRATION_VERSION
-    leaf_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.slowdown or self.slowdown[0] != 1 or any(s < 1 for s in self.slowdown):

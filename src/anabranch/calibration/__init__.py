@@ -1,12 +1,13 @@
-"""Calibration of a machine: what its links, messages, updates and shared processors cost.
+"""Calibration of a machine: the few numbers by which its ranks are predicted.
 
 ::
 
     anabranch cluster --calibrate
-        ranks --+-- side_by_side   ranks that compute at a time  -> slowdown
-                +-- messages       between pairs of ranks        -> links, processor time per byte
-                +-- overheads      a pipeline of two ranks       -> message, micro-batch, step
+        pipelines      steps of a model on one and two ranks    -> pass, step, message, all-reduce
+        side_by_side   ranks that compute at the same time      -> slowdown
+        messages       back and forth between two ranks         -> links, message per byte
         kept: in the user's cache, which ``local:N`` reads, or as a cluster file
 
-Measuring imports torch; reading what was measured (``machine``, ``kept``) does not.
+Pipelines and work side by side are measured in processor seconds, which others who use the machine
+change little. Measuring imports torch; reading what was measured (``machine``, ``kept``) does not.
 """

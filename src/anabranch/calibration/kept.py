@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from anabranch.calibration.machine import OtherLoad, difference, this_machine
-from anabranch.cluster import BUSY, CALIBRATION_VERSION, Cluster
+from anabranch.cluster import BUSY, CALIBRATION_VERSION, Calibration, Cluster
 from anabranch.errors import FileFormatError
 from anabranch.files import load_cluster, save_cluster
 from anabranch.files.cache_folder import cache_folder
@@ -42,8 +42,13 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
         empty where the question does not arise.
     """
     if not is_local(cluster):
-        remark = cluster.calibration.remark if cluster.calibration is not None else ""
-        return cluster, foreign(cluster) or outdated(cluster) or remark
+        calibration = cluster.calibration
+        if calibration is None or not (doubt := _doubt(calibration)):
+            return cluster, "" if calibration is None else calibration.remark
+        return cluster, (
+            f"the calibration of {cluster.name} {doubt}, so predictions for this machine are off; "
+            "calibrate it again, and plan anew"
+        )
     file = cache_file()
     if not file.exists():
         return cluster, (
@@ -51,41 +56,19 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
             f"other on this machine; {COMMAND} measures that once"
         )
     try:
-        kept = load_cluster(file)
+        measured = load_cluster(file)
     except FileFormatError as error:
         return cluster, f"the calibration is not used: {error}; {COMMAND} makes a new one"
-    if kept.calibration is None:
+    calibration = measured.calibration
+    if calibration is None:
         return cluster, f"{file} has no calibration, so none is used; {COMMAND} makes one"
-    if kept.calibration.version != CALIBRATION_VERSION:
-        return cluster, (
-            f"the calibration of {kept.calibration.date} was measured in another way than "
-            f"anabranch does now, so it is not used; {COMMAND} makes a new one"
-        )
-    if wrong := difference(kept.calibration.machine, this_machine()):
-        return cluster, (
-            f"the calibration of {kept.calibration.date} is of another machine ({wrong}), so it is "
-            f"not used; {COMMAND} makes a new one"
-        )
-    links = replace(kept.levels[0], size=cluster.num_devices)
-    found = replace(cluster, levels=(links,), calibration=kept.calibration)
-    said = f"{cluster.name} as calibrated on {kept.calibration.date} ({file})"
-    remark = kept.calibration.remark
-    return found, f"{said}; {remark}" if remark else said
-
-
-def load_remark(cluster: Cluster, seconds: float = 0.1) -> str:
-    """A sentence where others compute on this machine beside local ranks; a look takes a moment."""
-    if cluster.calibration is None or not cluster.name.startswith("local:"):
-        return ""
-    load = OtherLoad()
-    time.sleep(seconds)
-    cores = load.cores()
-    if cores <= BUSY * cluster.calibration.machine.cores:
-        return ""
-    return (
-        f"others keep {cores:.1f} of the {cluster.calibration.machine.cores} processor cores busy "
-        "at the moment; while they do, steps take longer than is predicted"
-    )
+    if doubt := _doubt(calibration):
+        return cluster, f"the calibration {doubt}, so it is not used; {COMMAND} makes a new one"
+    links = replace(measured.levels[0], size=cluster.num_devices)
+    said = f"{cluster.name} as calibrated on {calibration.date} ({file})"
+    if calibration.remark:
+        said += f"; {calibration.remark}"
+    return replace(cluster, levels=(links,), calibration=calibration), said
 
 
 def is_calibrated(cluster: Cluster) -> bool:
@@ -99,23 +82,33 @@ def is_local(cluster: Cluster) -> bool:
     return is_preset and cluster.calibration is None
 
 
-def outdated(cluster: Cluster) -> str:
-    """A sentence where a cluster was calibrated in another way than it would be now."""
-    calibration = cluster.calibration
-    if calibration is None or calibration.version == CALIBRATION_VERSION:
-        return ""
-    return (
-        f"{cluster.name} was calibrated on {calibration.date} in another way than anabranch does "
-        "now, so predictions are further off; calibrate it again, and plan anew"
-    )
+def remarks(cluster: Cluster, seconds: float = 0.1) -> list[str]:
+    """Sentences about predictions for local ranks: where they are rough because ranks share cores,
+    and where others compute on this machine at the moment, at which a look takes so many seconds.
+    """
+    if not cluster.name.startswith("local:"):
+        return []
+    sentences = []
+    if cores := cluster.shared_cores:
+        sentences.append(
+            f"{cluster.num_devices} ranks take turns on {cores} processor cores, which makes "
+            "predictions rough: steps may take a third more or less"
+        )
+    if cluster.calibration is not None:
+        load = OtherLoad()
+        time.sleep(seconds)
+        if (busy := load.cores()) > BUSY * cluster.calibration.machine.cores:
+            sentences.append(
+                f"others keep {busy:.1f} of the {cluster.calibration.machine.cores} processor "
+                "cores busy at the moment; while they do, steps take longer than is predicted"
+            )
+    return sentences
 
 
-def foreign(cluster: Cluster) -> str:
-    """A sentence where a cluster of processes was calibrated on another machine than this one."""
-    calibration = cluster.calibration
-    if calibration is None or not (wrong := difference(calibration.machine, this_machine())):
-        return ""
-    return (
-        f"{cluster.name} was calibrated on {calibration.date} on another machine than this one "
-        f"({wrong}); its predictions are for that machine"
-    )
+def _doubt(calibration: Calibration) -> str:
+    """Why a calibration does not hold here, behind its name; empty if it does."""
+    if calibration.version != CALIBRATION_VERSION:
+        return f"of {calibration.date} was measured in another way than anabranch does now"
+    if wrong := difference(calibration.machine, this_machine()):
+        return f"of {calibration.date} is of another machine ({wrong})"
+    return ""

@@ -1,152 +1,108 @@
-"""Calibration of the machine, or of all hosts of a torchrun job: one cluster with its figures."""
+"""Calibration of the machine, or of the hosts of a torchrun job: one cluster with its figures."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import socket
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
+from torch import nn
 
 from anabranch import launch
-from anabranch.calibration import messages, overheads, side_by_side, sums
 from anabranch.calibration.machine import OtherLoad, this_machine
-from anabranch.calibration.messages import Exchange, Line
-from anabranch.calibration.overheads import Overheads
-from anabranch.calibration.side_by_side import Paces
-from anabranch.calibration.sums import Sums
+from anabranch.calibration.messages import Exchange, exchange
+from anabranch.calibration.pipelines import measure_overheads
+from anabranch.calibration.side_by_side import measure_slowdown
 from anabranch.cluster import Calibration, Cluster, Level
 from anabranch.runtime import texts
-from anabranch.runtime.guards.loop_ends import await_all
+from anabranch.runtime.measurement.update import measure_update
 from anabranch.runtime.mesh import Mesh
+from anabranch.workload import Workload, adamw
 
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """What was measured.
-
-    Attributes:
-        cluster: as many devices as there were ranks, or cores on one machine.
-        links: pair of ranks -> its exchanges; of a sample where there are many.
-    """
-
-    cluster: Cluster
-    links: dict[tuple[int, int], list[Exchange]]
+_PEERS = 8
+"""Ranks of a host, and other hosts, to which links are measured at most."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What one rank has to tell.
-
-    Attributes:
-        cores: of the first host, for which all figures of a host are measured.
-        paces: see ``side_by_side.measure_paces``.
-        links: exchanges with other ranks, by rank.
-        alone: what it costs without others; of the first rank.
-    """
-
-    host: str
-    cores: int
-    paces: tuple[Paces, ...]
-    links: dict[int, list[Exchange]]
-    sums: Sums | None = None
-    alone: Overheads | None = None
-
-
-def calibrate(progress: Progress | None = None) -> Calibrated:
-    """Measure links, messages, bookkeeping, updates, and how ranks slow each other down; the
+def calibrate() -> Cluster:
+    """Calibrate this machine on local ranks, in less than 10 s where there are few cores; the
     caller's random numbers go on as if nothing had been.
 
-    Under torchrun between all of its ranks, and call it on all of them; elsewhere on local ranks,
-    on as many as twice the cores, in some 15 s on a machine of few cores.
-
-    Args:
-        progress: called on the first rank with (windows done, windows in all).
-
     Returns:
-        The same on every rank.
+        As many devices as there are cores.
     """
     with torch.random.fork_rng(devices=[]):
-        return _of_job(progress) if "RANK" in os.environ else _of_machine(progress)
+        calibration = _calibration()
+        cores = calibration.machine.cores
+        hosts, links = launch.run(_links, 2)[0]
+        return joined(calibration, f"local:{cores}", hosts[:1] * cores, links)
 
 
-def _of_machine(progress: Progress | None) -> Calibrated:
-    """On local ranks."""
-    load = OtherLoad()
-    alone = overheads.measure_overheads()
-    machine = this_machine()
-    ks = side_by_side.counts(machine.cores, 2 * machine.cores)
-    first, *others = launch.run(_rank, max(2, ks[-1]), ks, progress or _silent)
-    seen = [replace(first, alone=alone), *others]
-    name = f"local:{machine.cores}"
-    return joined(seen, name, machine.cores, others=load.cores())
+def calibrate_job() -> Cluster | None:
+    """Calibrate the hosts of a torchrun job: links from the first rank to others, and the rest on
+    local ranks of its host. Call it on all ranks.
+
+    Returns:
+        As many devices as there are ranks; None on other ranks than the first.
+    """
+    with torch.random.fork_rng(devices=[]):
+        is_first = os.environ["RANK"] == "0"
+        calibration = _calibration() if is_first else None
+        hosts, links = _links()
+        if calibration is None:
+            return None
+        return joined(calibration, f"calibrated on {platform.node()}", hosts, links)
 
 
-def _of_job(progress: Progress | None) -> Calibrated:
-    """As a rank of torchrun."""
-    is_first = int(os.environ["RANK"]) == 0
-    alone = overheads.measure_overheads() if is_first else None
-    torch.set_num_threads(1)
-    cores = os.cpu_count() or 1
-    most = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    mine = _rank(side_by_side.counts(cores, most), progress or _silent)
-    seen = gathered(replace(mine, alone=alone))
-    return joined(seen, f"calibrated on {platform.node()}", len(seen))
+def _calibration() -> Calibration:
+    """What local ranks tell; nothing of a message's bytes."""
+    load, machine = OtherLoad(), this_machine()
+    overheads, slowdown = measure_overheads(), measure_slowdown(machine.cores)
+    return Calibration(
+        machine,
+        datetime.now(UTC).date().isoformat(),
+        slowdown,
+        message_s=overheads.message_s,
+        message_byte_s=0.0,
+        pass_s=overheads.pass_s,
+        step_s=overheads.step_s,
+        all_reduce_byte_s=overheads.all_reduce_byte_s,
+        memory_bandwidth=_memory_bandwidth(),
+        lost_share=load.cores(),
+    )
 
 
-def gathered(mine: Seen) -> list[Seen]:
-    """What all ranks have seen, by rank."""
-    found = TypeAdapter(Seen)
-    told = texts.gather(found.dump_json(mine).decode())
-    return [found.validate_json(text) for text in told]
+def _memory_bandwidth() -> float:
+    """Bytes/s of an update that reads weight, gradient and two moments and writes all but the
+    gradient.
+    """
+    layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    return 7 / measure_update(Workload(layers, (torch.zeros(1, 1024),), optimizer=adamw)).byte_s
 
 
-def _silent(done: int, total: int) -> None:
-    pass
-
-
-def _rank(ks: Sequence[int], progress: Progress) -> Seen:
-    """One rank's measurements: side by side, then with each other rank in turn."""
+def _links() -> tuple[list[str], dict[int, Exchange]]:
+    """Hosts by rank, and on the first rank its exchanges with some others; call it on all ranks."""
     size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
-    mesh = Mesh(range(size), {sums.RANKS} if size > 1 else ())
-    hosts = texts.gather(_host())
-    local = sum(host == hosts[mesh.rank] for host in hosts[: mesh.rank])
-    chosen = messages.pairs(hosts)
-    # Hosts may differ: all of them wait as often as the first one does.
-    cores, ks = json.loads(texts.gather(json.dumps((os.cpu_count() or 1, ks)))[0])
-    windows = side_by_side.num_windows(ks, cores)
-    total = windows + len(chosen)
-
-    def told(done: int) -> None:
-        if mesh.rank == 0:
-            progress(done, total)
-
-    paces = side_by_side.measure_paces(local, ks, cores, mesh.barrier, told)
-    transport = mesh.transport()
-    links: dict[int, list[Exchange]] = {}
-    for tag, (a, b) in enumerate(chosen):
+    mesh = Mesh(range(size))
+    hosts, transport = texts.gather(_host()), mesh.transport()
+    near = [rank for rank in range(1, size) if hosts[rank] == hosts[0]]
+    far = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
+    links: dict[int, Exchange] = {}
+    for peer in (*near[:_PEERS], *far[:_PEERS]):
         mesh.barrier()
-        if transport is not None and mesh.rank in (a, b):
-            peer = b if mesh.rank == a else a
-            links[peer] = messages.exchange(transport, peer, first=mesh.rank == a, tag=tag)
-        told(windows + tag + 1)
-    mesh.barrier()
-    summing = sums.measure_sums(mesh) if size > 1 and mesh.rank in sums.RANKS else None
-    mesh.barrier()
+        if transport is not None and mesh.rank in (0, peer):
+            other, is_first = (peer, True) if mesh.rank == 0 else (0, False)
+            links[peer] = exchange(transport, other, first=is_first, tag=peer)
     if transport is not None:
         transport.flush()
         await_all(mesh, "calibration", 10.0)
         transport.close()
-    return Seen(hosts[mesh.rank], cores, paces, links, summing)
+    return hosts, links
 
 
 def _host() -> str:
@@ -158,70 +114,34 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def joined(seen: Sequence[Seen], name: str, devices: int, *, others: float = 0.0) -> Calibrated:
-    """What all ranks have seen, as one cluster.
+def joined(
+    calibration: Calibration, name: str, hosts: Sequence[str], links: dict[int, Exchange]
+) -> Cluster:
+    """The cluster of these ranks, by the median of the links inside a host and between hosts.
 
     Args:
-        others: cores that other processes took meanwhile, where the kernel says so.
+        hosts: of each rank.
+        links: from the first rank to others.
     """
-    alone, cores = seen[0].alone, seen[0].cores
-    assert alone is not None
-    hosts = list(dict.fromkeys(one.host for one in seen))
-    on_host = [one.paces for one in seen if one.host == hosts[0]]
-    slowdown = side_by_side.slowdown(on_host, cores)
-    links: dict[tuple[int, int], list[Exchange]] = {}
-    ends: list[list[Exchange]] = []
-    for rank, one in enumerate(seen):
-        for peer, exchanges in one.links.items():
-            ends.append(exchanges)
-            if rank < peer:
-                links[rank, peer] = exchanges
-    near = {p: found for p, found in links.items() if seen[p[0]].host == seen[p[1]].host}
-    far = {p: found for p, found in links.items() if p not in near}
-    preset = Cluster.preset(f"local:{devices // len(hosts)}")
-    levels = [_level("host", devices // len(hosts), near) if near else preset.levels[0]]
+    count = len(set(hosts))
+    preset = Cluster.preset(f"local:{len(hosts) // count}")
+    near = [link for rank, link in links.items() if hosts[rank] == hosts[0]]
+    far = [link for rank, link in links.items() if hosts[rank] != hosts[0]]
+    levels = [_level("host", len(hosts) // count, near) if near else preset.levels[0]]
     if far:
-        levels.append(_level("network", len(hosts), far))
-    send = _line([[x.send_s for x in exchanges] for exchanges in ends])
-    receive = _line([[x.receive_s for x in exchanges] for exchanges in ends])
-    send_s, receive_s = _in_a_step(send, alone.send_s), _in_a_step(receive, alone.receive_s)
-    message_s = send_s + receive_s + 2 * alone.value_s
-    summed = [one.sums.sum for one in seen if one.sums is not None]
-    shared = [one.sums.share for one in seen if one.sums is not None]
-    calibration = Calibration(
-        this_machine(),
-        datetime.now(UTC).date().isoformat(),
-        slowdown,
-        send_s=send_s,
-        send_byte_s=send.byte_s,
-        receive_s=receive_s,
-        receive_byte_s=receive.byte_s,
-        microbatch_s=alone.microbatch_s,
-        step_s=alone.step_s,
-        sum_tensor_s=sums.per_tensor_s(summed, message_s),
-        sum_byte_s=sums.per_byte_s(summed),
-        memory_bandwidth=alone.memory_bandwidth,
-        lost_share=max(side_by_side.lost_share(on_host), others),
-        share_tensor_s=sums.per_tensor_s(shared, message_s),
-        share_byte_s=sums.per_byte_s(shared),
-        value_s=alone.value_s,
-        leaf_s=alone.leaf_s,
+        levels.append(_level("network", count, far))
+    byte_s = statistics.median(link.end.byte_s for link in links.values()) if links else 0.0
+    return Cluster(
+        name,
+        "cpu",
+        preset.memory_bytes,
+        tuple(levels),
+        calibration.machine.cores,
+        replace(calibration, message_byte_s=byte_s),
     )
-    cluster = Cluster(name, "cpu", preset.memory_bytes, tuple(levels), cores, calibration)
-    return Calibrated(cluster, links)
 
 
-def _level(name: str, size: int, links: dict[tuple[int, int], list[Exchange]]) -> Level:
-    """The typical link among some pairs."""
-    fitted = _line([[x.one_way_s for x in exchanges] for exchanges in links.values()])
-    return Level(name, size, 1 / max(fitted.byte_s, 1e-15), fitted.fixed_s)
-
-
-def _in_a_step(seconds: Line, measured_s: float) -> float:
-    """The fixed seconds of a message among computes: as measured, or what it has at least."""
-    return max(seconds.fixed_s, measured_s - seconds.byte_s * overheads.MESSAGE_BYTES)
-
-
-def _line(seconds: Sequence[Sequence[float]]) -> Line:
-    """The line through the medians by size."""
-    return messages.line(messages.SIZES, [statistics.median(s) for s in zip(*seconds, strict=True)])
+def _level(name: str, size: int, exchanges: Sequence[Exchange]) -> Level:
+    byte_s = statistics.median(exchange.link.byte_s for exchange in exchanges)
+    latency_s = statistics.median(exchange.link.fixed_s for exchange in exchanges)
+    return Level(name, size, 1 / max(byte_s, 1e-15), latency_s)

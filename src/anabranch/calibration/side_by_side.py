@@ -1,17 +1,11 @@
 """How much longer computing takes while other ranks of the host compute as well.
 
 Memory, caches and, behind some "cores", the arithmetic itself are shared. The work is what a stage
-does with a small micro-batch: it goes through layers whose weights and gradients are more than a
-core's own cache holds, so that its numbers come from what cores share. (On an AMD EPYC with 1 MiB
-for each of two cores, the slower of two ranks took 1.08 to 1.18 times the processor time of one
-alone, the slowest of four 1.07 to 1.26.)
+does with a small micro-batch. Its layers have more weights and gradients than a core's own cache
+holds, so that its numbers come from what cores share. Ranks wait for each other, so what counts is
+the slowest of them::
 
-What counts is processor time per piece of work, so that other users of the machine do not look
-like a slow processor; that ranks beyond the cores have to take turns comes on top. And ranks wait
-for each other, so it is that of the slowest, for as long as a step may take: the mean of two ranks
-is 3 to 5 % less::
-
-    slowdown(k) = processor seconds of the slowest of k / of 1 alone  *  max(1, k / cores)
+    slowdown(k) = processor seconds of the slowest of k / of 1 alone
 """
 
 from __future__ import annotations
@@ -19,138 +13,66 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
-_ROUNDS = 20
-_WINDOW_S = 0.03
-"""Long enough for ranks to be preempted, no longer than what they do between waits."""
+from anabranch import launch
 
-_LAYERS = 4, 1
-"""Of the work, with 2 MiB of weights and gradients each: of ranks with a core each, and of more.
-With four layers those would hold as much as the caches that cores share, and slow each other twice
-as much as they do in steps.
-"""
+_ROUNDS, _WINDOW_S = 20, 0.03
+"""Looks at each number of ranks, and seconds of one: about what ranks compute between waits."""
+
+_LAYERS = 4
+"""Of the work, with 2 MiB of weights and gradients each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """What one rank did in one window: processor and wall seconds per piece of work."""
-
-    processor_s: float
-    wall_s: float
-
-
-Paces = dict[int, list[Pace]]
-"""Those of one rank with one kind of work, by number of ranks that compute."""
-
-
-def work(layers: int = _LAYERS[0]) -> Callable[[], object]:
-    """One piece of work, of half a millisecond per layer: a forward and a backward."""
-    torch.manual_seed(0)
-    stage = nn.Sequential(
-        *(
-            nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256))
-            for _ in range(layers)
-        )
+def work() -> Callable[[], object]:
+    """A forward and a backward that take about two milliseconds."""
+    layers = (
+        nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256))
+        for _ in range(_LAYERS)
     )
-    values = torch.randn(16, 256)
-
-    def piece() -> None:
-        torch.autograd.backward(stage(values).sum())
-
-    piece()
-    return piece
+    stage, values = nn.Sequential(*layers), torch.randn(16, 256)
+    return lambda: torch.autograd.backward(stage(values).sum())
 
 
-def pace(piece: Callable[[], object], window_s: float = _WINDOW_S) -> Pace:
-    """Do pieces of work for a while."""
-    done, begun, used = 0, time.perf_counter(), time.thread_time()
-    while True:
+def pace_s(piece: Callable[[], object]) -> float:
+    """Processor seconds of one piece of work, done again and again for a while."""
+    count, begun, used = 0, time.perf_counter(), time.thread_time()
+    while time.perf_counter() - begun < _WINDOW_S:
         piece()
-        done += 1
-        wall = time.perf_counter() - begun
-        if wall >= window_s:
-            return Pace((time.thread_time() - used) / done, wall / done)
+        count += 1
+    return (time.thread_time() - used) / count
 
 
-def counts(cores: int, most: int) -> tuple[int, ...]:
-    """Numbers of ranks to measure: powers of two up to the cores, the cores, one more, twice them;
-    at most ``most``.
-    """
-    powers = {1 << i for i in range(cores.bit_length())}
-    return tuple(sorted(k for k in powers | {cores, cores + 1, 2 * cores} if k <= most))
+def measure_slowdown(cores: int) -> tuple[float, ...]:
+    """The slowdown of 1, 2, ... up to so many ranks; interpolated between powers of two."""
+    counts = sorted({1 << i for i in range(cores.bit_length())} | {cores})
+    return slowdown(launch.run(_paces, cores, counts))
 
 
-def measure_paces(
-    local_rank: int,
-    ks: Sequence[int],
-    cores: int,
-    meet: Callable[[], None],
-    told: Callable[[int], None],
-) -> tuple[Paces, ...]:
-    """This rank's paces: of up to as many ranks as there are cores, then those of more, if there
-    are; both beside the first one's alone. Call it on all ranks of a host.
-
-    Args:
-        ks: numbers of ranks.
-        meet: waits for all ranks.
-        told: called with the number of windows done.
-    """
-    found: tuple[Paces, ...] = tuple({k: [] for k in ks} for ks in _split(ks, cores))
-    pieces = [work(layers) for layers in _LAYERS[: len(found)]]
-    done = 0
+def _paces(counts: Sequence[int]) -> dict[int, list[float]]:
+    """This rank's paces, round after round, by the number of ranks that compute."""
+    piece, rank = work(), dist.get_rank()
+    piece()
+    found: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(_ROUNDS):
-        for piece, paces in zip(pieces, found, strict=True):
-            for k, mine in paces.items():
-                meet()
-                if local_rank < k:
-                    mine.append(pace(piece))
-                done += 1
-                told(done)
-    meet()
+        for count, seconds in found.items():
+            dist.barrier()
+            if rank < count:
+                seconds.append(pace_s(piece))
     return found
 
 
-def _split(ks: Sequence[int], cores: int) -> list[list[int]]:
-    """Numbers of ranks that have a core each; those of more, behind a single one."""
-    more = [k for k in ks if k > cores]
-    return [[k for k in ks if k <= cores], *([[1, *more]] if more else [])]
-
-
-def num_windows(ks: Sequence[int], cores: int) -> int:
-    """Windows that ``measure_paces`` has."""
-    return _ROUNDS * sum(map(len, _split(ks, cores)))
-
-
-def slowdown(paces: Sequence[Sequence[Paces]], cores: int) -> tuple[float, ...]:
-    """The table of a host from the paces of its ranks: an entry for 1, 2, ... ranks.
-
-    Between numbers that were measured it is interpolated; it never falls.
-    """
-    ratio = {1: 1.0}
-    for alike in zip(*paces, strict=True):
-        alone = alike[0][1]
-        for k in alike[0]:
-            # Turn by turn, so that a slow moment of the machine hits both.
-            ratio[k] = statistics.median(
-                max(mine[k][turn].processor_s for mine in alike if mine[k])
-                / alone[turn].processor_s
-                for turn in range(len(alone))
-            )
-    table = [1.0]
-    for low, high in pairwise(sorted(ratio)):
-        for k in range(low + 1, high + 1):
-            share = (k - low) / (high - low)
-            shared = ratio[low] * (1 - share) + ratio[high] * share
-            table.append(max(table[-1], max(1.0, shared) * max(1.0, k / cores)))
-    return tuple(table)
-
-
-def lost_share(paces: Sequence[Sequence[Paces]]) -> float:
-    """Share of the time of ranks alone that went to other processes."""
-    alone = [pace for alike in paces[0] for pace in alike[1]]
-    return max(0.0, 1 - sum(p.processor_s for p in alone) / sum(p.wall_s for p in alone))
+def slowdown(paces: Sequence[dict[int, list[float]]]) -> tuple[float, ...]:
+    """The slowdown from the paces of all ranks; it never falls."""
+    counts, ratios = [*paces[0]], list[float]()
+    for count in paces[0]:
+        rounds = zip(*(rank[count] for rank in paces if rank[count]), strict=True)
+        # Round by round, so that a slow moment of the machine hits both.
+        slower = (max(s) / alone for s, alone in zip(rounds, paces[0][1], strict=True))
+        ratios.append(statistics.median(slower))
+    rising = np.maximum.accumulate([1.0, *ratios[1:]])
+    return tuple(np.interp(range(1, counts[-1] + 1), counts, rising).tolist())

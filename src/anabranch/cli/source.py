@@ -286,11 +286,11 @@ def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
         return replace(cluster, calibration=None)
     from anabranch.calibration import kept
 
-    found, why = kept.calibrated(cluster)
-    for said in (why, kept.load_remark(found)):
+    cluster, sentence = kept.calibrated(cluster)
+    for said in (sentence, *kept.remarks(cluster)):
         if said:
             note(said)
-    return found
+    return cluster
 
 
 def note_other_model(plan: Plan, graph: OpGraph) -> None:

@@ -19,16 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.cluster import Cluster
+from anabranch.cost import overheads
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
 from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, device_memory
-from anabranch.cost.overheads import (
-    Agreement,
-    agreement_of,
-    message_s,
-    share_s,
-    sum_s,
-    update_cost,
-)
+from anabranch.cost.overheads import Agreement, update_cost
 from anabranch.cost.passes import StagePasses
 from anabranch.cost.sparse import message_bytes
 from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
@@ -224,53 +218,35 @@ class CostModel:
         """What updates cost on a device."""
         return update_cost(self.profile, self.cluster, self.optimizer_factor)
 
-    def message_s(self, nbytes: float) -> tuple[float, float]:
-        """Processor seconds of a message at its sender and at its receiver."""
-        return message_s(self.cluster.calibration, nbytes)
+    def message_s(self, nbytes: float) -> float:
+        """Processor seconds of a message at each end."""
+        return overheads.message_s(self.cluster.calibration, nbytes)
 
-    def sum_s(self, tensors: int, nbytes: float, devices: int, *, buckets: int = 1) -> float:
-        """Processor seconds of a device for the sums of so many gradients."""
+    def all_reduce_work_s(self, nbytes: float, devices: int, *, buckets: int = 1) -> float:
+        """Processor seconds of a device for the all-reduce of gradients."""
         calibration, shares = self.cluster.calibration, self.shard_optimizer
-        return sum_s(calibration, tensors, nbytes, devices, buckets=buckets, shares=shares)
+        return overheads.all_reduce_work_s(
+            calibration, nbytes, devices, buckets=buckets, shares=shares
+        )
 
-    def share_s(self, tensors: int, nbytes: float, devices: int, *, buckets: int = 1) -> float:
+    def all_gather_work_s(self, nbytes: float, devices: int, *, buckets: int = 1) -> float:
         """Processor seconds of a device for sending what it has updated and taking the rest."""
-        return share_s(self.cluster.calibration, tensors, nbytes, devices, buckets=buckets)
+        calibration = self.cluster.calibration
+        return overheads.all_gather_work_s(calibration, nbytes, devices, buckets=buckets)
 
     def agreement(self, devices: int) -> Agreement:
         """What it takes of so many devices that all have the totals of a step."""
-        return agreement_of(self.cluster, devices)
+        return overheads.agreement(self.cluster, devices)
 
     @property
-    def microbatch_s(self) -> float:
-        """Seconds of a forward or backward of a stage besides its operators, and its values."""
-        return self.cluster.calibration.microbatch_s if self.cluster.calibration else 0.0
-
-    def pass_s(self, mask: int) -> tuple[float, float]:
-        """Seconds of a forward and of a backward of the stage with these operators besides them."""
-        calibration = self.cluster.calibration
-        if calibration is None:
-            return 0.0, 0.0
-        crossing = self._crossing(mask)
-        gradients = sum(self.graph.values[i].grad for i in crossing)
-        each_s, value_s = calibration.microbatch_s, calibration.value_s
-        return each_s + value_s * len(crossing), each_s + value_s * gradients
-
-    def _crossing(self, mask: int) -> list[int]:
-        """Values that enter or leave a set of operators."""
-        ops = list(bits(mask))
-        read = {i for op in ops for i in self.read[op]}
-        entering = [i for i in read if not mask >> self.graph.values[i].producer & 1]
-        return entering + [i for op in ops for i in self.made[op] if self.readers[i] & ~mask]
+    def pass_s(self) -> float:
+        """Seconds of a forward or backward of a stage besides its operators."""
+        return self.cluster.calibration.pass_s if self.cluster.calibration else 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds of each device in a step besides its actions, sums and updates."""
-        calibration = self.cluster.calibration
-        if calibration is None:
-            return 0.0
-        leaves = sum(value.producer == BATCH for value in self.graph.values)
-        return calibration.step_s + calibration.leaf_s * max(leaves - 1, 0)
+        """Seconds of each device in a step besides its actions, all-reduces and update."""
+        return self.cluster.calibration.step_s if self.cluster.calibration else 0.0
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:

@@ -1,26 +1,23 @@
 """Seconds of a step that are neither compute of operators nor a link's.
 
-    message     fixed + per byte, of the processors at both ends; the link's time is in
-                ``communication``
-    update      fixed + per tensor + per byte of a device's trainable parameters, as measured for
-                the workload's optimizer; otherwise bytes moved / bandwidth of the memory, where
-                weights and optimizer state are read and written and gradients read:
+::
 
-                    bytes moved = (3 + 2 * optimizer state per weight) * bytes of weights
+    message      fixed + per byte, of the processors at both ends alike
+    pass         fixed, of each forward and backward besides its operators
+    step         fixed, of each device
+    all-reduce   per byte and other rank + messages per bucket, of the processors
+    agreement    of loss and metrics: every rank sends its totals to all others and takes theirs
+    update       fixed + per tensor + per byte of a device's trainable parameters, as measured for
+                 the workload's optimizer; otherwise bytes moved / bandwidth of the memory, where
+                 weights and optimizer state are read and written and gradients read:
 
-    pass        fixed + per value that enters or leaves the stage, or gradient of one, besides its
-                operators (``CostModel.pass_s``)
-    sums        per gradient + per byte and other rank + per bucket a message to and from each of
-                them, of the processors; the links' time is in ``communication``. Where ranks share
-                the optimizer's state each byte is added up on one of them, and what that has
-                updated goes to the others
-    reading     of a batch, by its samples, as measured for the workload's data; a step alone is
-                given its batch
-    agreement   of loss and metrics: every rank sends its totals to all others and takes theirs
+                     bytes moved = (3 + 2 * optimizer state per weight) * bytes of weights
 
-    slowdown    of devices that share processors and caches, by how many of them compute
+    reading      of a batch, by its samples, as measured for the workload's data
+    slowdown     of devices that share processors and caches, by how many of them compute
 
-What a cluster was not calibrated for costs nothing.
+The links' time for messages and all-reduces is in ``communication``. A cluster without a
+calibration has none of these but updates and reading.
 """
 
 from __future__ import annotations
@@ -36,79 +33,68 @@ from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import Profile, UpdateCost
 
 
-def message_s(calibration: Calibration | None, nbytes: float) -> tuple[float, float]:
-    """Processor seconds of a message at its sender and at its receiver; none for no bytes."""
+def message_s(calibration: Calibration | None, nbytes: float) -> float:
+    """Processor seconds of a message at each end; none for no bytes."""
     if calibration is None or not nbytes:
-        return 0.0, 0.0
-    return (
-        calibration.send_s + calibration.send_byte_s * nbytes,
-        calibration.receive_s + calibration.receive_byte_s * nbytes,
-    )
+        return 0.0
+    return calibration.message_s + calibration.message_byte_s * nbytes
 
 
-def _to_others_s(calibration: Calibration, ranks: int) -> tuple[float, float]:
-    """Processor seconds of a rank that sends a small message to each of the others, and of taking
-    theirs.
-    """
-    send_s, receive_s = message_s(calibration, 1)
-    others = ranks - 1
-    return others * (send_s + calibration.value_s), others * (receive_s + calibration.value_s)
-
-
-def sum_s(
+def all_reduce_work_s(
     calibration: Calibration | None,
-    tensors: int,
     nbytes: float,
     ranks: int,
     *,
     buckets: int = 1,
     shares: bool = False,
 ) -> float:
-    """Processor seconds of a rank for the sums of so many gradients.
+    """Processor seconds of a rank for the all-reduce of gradients.
 
     Args:
         shares: whether the ranks share the optimizer's state, so that one of them adds a gradient.
     """
     if calibration is None or ranks < 2:
         return 0.0
-    terms = (ranks - 1) / ranks if shares else ranks - 1
-    seconds = calibration.sum_tensor_s * tensors + calibration.sum_byte_s * nbytes * terms
-    return seconds + buckets * sum(_to_others_s(calibration, ranks))
+    added = (ranks - 1) / ranks if shares else ranks - 1
+    seconds = calibration.all_reduce_byte_s * nbytes * added
+    return seconds + _bucket_messages_s(calibration, ranks, buckets)
 
 
-def share_s(
-    calibration: Calibration | None, tensors: int, nbytes: float, ranks: int, *, buckets: int = 1
+def all_gather_work_s(
+    calibration: Calibration | None, nbytes: float, ranks: int, *, buckets: int = 1
 ) -> float:
-    """Processor seconds of a rank that sends its part of so many parameters to all others, and
+    """Processor seconds of a rank that sends the parameters it has updated to all others, and
     takes theirs.
     """
     if calibration is None or ranks < 2:
         return 0.0
     moved = 2 * (ranks - 1) / ranks * nbytes
-    seconds = calibration.share_tensor_s * tensors + calibration.share_byte_s * moved
-    return seconds + buckets * sum(_to_others_s(calibration, ranks))
+    return calibration.message_byte_s * moved + _bucket_messages_s(calibration, ranks, buckets)
+
+
+def _bucket_messages_s(calibration: Calibration, ranks: int, buckets: int) -> float:
+    """Fixed processor seconds of a rank's messages to and from all others."""
+    return 2 * (ranks - 1) * buckets * calibration.message_s
 
 
 class Agreement(NamedTuple):
-    """Processor seconds of a rank that sends its totals to all others, seconds on their way, and
-    processor seconds of a rank that takes those of all others.
+    """Processor seconds of a rank that sends its totals to all others, which it takes again for
+    theirs, and the latency in between.
     """
 
-    send_s: float = 0.0
+    device_s: float = 0.0
     latency_s: float = 0.0
-    receive_s: float = 0.0
 
 
-NOTHING_TOLD = Agreement()
+NO_AGREEMENT = Agreement()
 
 
-def agreement_of(cluster: Cluster, ranks: int) -> Agreement:
-    """What it takes of so many ranks; nothing of a single one."""
-    calibration = cluster.calibration
-    if calibration is None or ranks < 2:
-        return NOTHING_TOLD
-    send_s, receive_s = _to_others_s(calibration, ranks)
-    return Agreement(send_s, cluster.slowest_link((0, ranks - 1)).latency_s, receive_s)
+def agreement(cluster: Cluster, ranks: int) -> Agreement:
+    """The agreement of so many ranks; nothing for a single one."""
+    if cluster.calibration is None or ranks < 2:
+        return NO_AGREEMENT
+    device_s = (ranks - 1) * message_s(cluster.calibration, 1)
+    return Agreement(device_s, cluster.slowest_link((0, ranks - 1)).latency_s)
 
 
 def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> UpdateCost:

@@ -81,17 +81,26 @@ class _Machine(Strict):
     torch: Text
 
 
-_FORMER = frozenset(
-    ["small_slowdown", "restarts", "restart_work_s", "crowded_s", "crowded_work_s", "cold_messages"]
-)
-"""Keys of older calibrations that are ignored."""
+_RENAMED = {
+    "send_s": "message_s",
+    "send_byte_s": "message_byte_s",
+    "microbatch_s": "pass_s",
+    "sum_byte_s": "all_reduce_byte_s",
+}
+_DROPPED = {
+    *("receive_s", "receive_byte_s", "value_s", "leaf_s", "share_tensor_s", "share_byte_s"),
+    *("restarts", "restart_work_s", "crowded_s", "crowded_work_s", "cold_messages"),
+    *("small_slowdown", "sum_tensor_s"),
+}
+"""Keys of calibrations up to version 4. Predictions say that those are outdated."""
 
 
-def _without_former(document: Any) -> Any:
-    """The document without the keys that only older calibrations have."""
-    if not isinstance(document, dict):
+def _from_former(document: Any) -> Any:
+    """The document of a calibration of any version, with the keys of today."""
+    if not isinstance(document, dict) or "send_s" not in document:
         return document
-    return {key: value for key, value in document.items() if key not in _FORMER}
+    kept = {key: value for key, value in document.items() if key not in _DROPPED}
+    return {_RENAMED.get(key, key): value for key, value in kept.items()}
 
 
 class _Calibration(Strict):
@@ -100,21 +109,14 @@ class _Calibration(Strict):
     slowdown: Annotated[
         list[Annotated[float, Field(ge=1, le=1e6)]], Field(min_length=1, max_length=10**4)
     ]
-    send_s: Seconds
-    send_byte_s: Seconds
-    receive_s: Seconds
-    receive_byte_s: Seconds
-    microbatch_s: Seconds
+    message_s: Seconds
+    message_byte_s: Seconds
+    pass_s: Seconds
     step_s: Seconds
-    sum_tensor_s: Seconds
-    sum_byte_s: Seconds
+    all_reduce_byte_s: Seconds
     memory_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     lost_share: Annotated[float, Field(ge=0)] = 0.0
-    share_tensor_s: Seconds = 0.0
-    share_byte_s: Seconds = 0.0
-    value_s: Seconds = 0.0
     version: Annotated[int, Field(ge=1, le=10**4)] = 1
-    leaf_s: Seconds = 0.0
 
 
 class ClusterFile(Strict):
@@ -126,7 +128,7 @@ class ClusterFile(Strict):
     memory_bytes: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
     cores: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
     levels: Annotated[list[_Level], Field(min_length=1, max_length=100)]
-    calibration: Annotated[_Calibration | None, BeforeValidator(_without_former)] = None
+    calibration: Annotated[_Calibration | None, BeforeValidator(_from_former)] = None
 
 
 def _exists(path: Path) -> bool:

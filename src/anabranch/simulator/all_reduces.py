@@ -43,7 +43,7 @@ class AllReduce(NamedTuple):
         device_s: what all of it takes of each device's own time.
         gather_s: where the devices share the optimizer's state, seconds in which they send each
             other what they have updated, after the update.
-        share_s: what that takes of each device's own time.
+        gather_work_s: what that takes of each device's own time.
     """
 
     stages: tuple[int, ...]
@@ -52,7 +52,7 @@ class AllReduce(NamedTuple):
     ports: tuple[int, ...]
     device_s: float = 0.0
     gather_s: float = 0.0
-    share_s: float = 0.0
+    gather_work_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -96,12 +96,12 @@ def all_reduce_of(
         for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
     ]
     total = sum(gradient.nbytes for gradient in whole + by_rows)
-    own_s = cost.sum_s(len(owned), total, len(ring), buckets=len(buckets))
+    own_s = cost.all_reduce_work_s(total, len(ring), buckets=len(buckets))
     stages, ports = tuple(range(len(holders))), _ring_ports(cost, ring)
     work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
     if not cost.shard_optimizer:
         return work
-    return _sharded(work, cost.share_s(len(owned), total, len(ring), buckets=len(buckets)))
+    return _sharded(work, cost.all_gather_work_s(total, len(ring), buckets=len(buckets)))
 
 
 def _summed_bytes(cost: CostModel, samples: int, devices: int, parameter: Parameter) -> int:
@@ -127,10 +127,10 @@ def _ring_ports(cost: CostModel, devices: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ports))
 
 
-def _sharded(work: AllReduce, share_s: float) -> AllReduce:
+def _sharded(work: AllReduce, gather_work_s: float) -> AllReduce:
     """A sum that one device of the ring has, and its way to the others: half of the ring each."""
     pieces = tuple(piece._replace(seconds=piece.seconds / 2) for piece in work.pieces)
-    return work._replace(pieces=pieces, gather_s=work.seconds / 2, share_s=share_s)
+    return work._replace(pieces=pieces, gather_s=work.seconds / 2, gather_work_s=gather_work_s)
 
 
 def _pieces(buckets: Sequence[Piece]) -> tuple[Piece, ...]:

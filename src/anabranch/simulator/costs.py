@@ -15,7 +15,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.buckets import turn
 from anabranch.cost.communication import Route
 from anabranch.cost.memory import DeviceMemory
-from anabranch.cost.overheads import NOTHING_TOLD, Agreement
+from anabranch.cost.overheads import NO_AGREEMENT, Agreement
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.stages import StageGraph
@@ -38,7 +38,7 @@ class Overheads:
     slowdown: Sequence[float] = ()
     step_s: float = 0.0
     read_s: float = 0.0
-    agreement: Agreement = NOTHING_TOLD
+    agreement: Agreement = NO_AGREEMENT
 
 
 class StepCosts(Protocol):
@@ -93,9 +93,9 @@ class StepCosts(Protocol):
         """Seconds of the update of a stage's parameters, on each of its devices."""
         return 0.0
 
-    def message_s(self, nbytes: float) -> tuple[float, float]:
-        """Seconds of the devices at both ends of a message: its sender and its receiver."""
-        return 0.0, 0.0
+    def message_s(self, nbytes: float) -> float:
+        """Seconds of the devices at both ends of a message, on each of them."""
+        return 0.0
 
     def base_bytes(self, stage: int, device: int) -> float:
         """Memory of a device of a stage with nothing in flight."""
@@ -236,7 +236,7 @@ class ModelCosts:
         """See ``StageCosts``."""
         return self._stages[stage].update_s
 
-    def message_s(self, nbytes: float) -> tuple[float, float]:
+    def message_s(self, nbytes: float) -> float:
         """As calibrated."""
         return self.cost.message_s(nbytes)
 

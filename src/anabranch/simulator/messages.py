@@ -30,7 +30,7 @@ class Messages:
         stop: where they end.
         occupies_s: seconds that it occupies these ports.
         latency_s: seconds from then until it has arrived.
-        ends_s: seconds of the devices at both ends, its sender's in row 0.
+        end_s: seconds of each of the devices at both ends.
         opener: the message with which its receive is posted, -1 for none.
         is_posted: whether its receive is posted before anything has been received.
     """
@@ -40,7 +40,7 @@ class Messages:
     stop: Ints
     occupies_s: Floats
     latency_s: Floats
-    ends_s: Floats
+    end_s: Floats
     opener: Ints
     is_posted: NDArray[np.bool_]
 
@@ -74,7 +74,7 @@ class Messages:
             stop=np.tile(self.stop, count),
             occupies_s=np.tile(self.occupies_s, count),
             latency_s=np.tile(self.latency_s, count),
-            ends_s=np.tile(self.ends_s, count),
+            end_s=np.tile(self.end_s, count),
             opener=np.where(self.opener >= 0, self.opener + later, -1).ravel(),
             is_posted=np.append(self.is_posted, np.zeros((count - 1) * len(self), np.bool_)),
         )
@@ -90,7 +90,7 @@ def _priced(
     routes = [costs.route(a, b) for a, b in ends]
     per_byte_s, latency_s = np.array([route[:2] for route in routes]).reshape(-1, 2).T
     sizes, size = np.unique(nbytes, return_inverse=True)
-    ends_s = np.array([costs.message_s(float(n)) for n in sizes]).reshape(-1, 2).T
+    end_s = np.array([costs.message_s(float(n)) for n in sizes])
     bounds = np.array([0, *accumulate(len(route.ports) for route in routes)])
     return Messages(
         np.array([port for route in routes for port in route.ports], np.int64),
@@ -98,7 +98,7 @@ def _priced(
         bounds[1:][way],
         nbytes * per_byte_s[way],
         latency_s[way],
-        ends_s[:, size],
+        end_s[size],
         opener,
         opener < 0,
     )

@@ -131,7 +131,7 @@ def compile_schedule(
             behind_all = place(np.full_like(numbers, len(orders[device])), UPDATE)
             lists.put(index[device], behind_all, ~(first_unit + numbers))
     entries, first = lists.joined()
-    if messages.ends_s.any():
+    if messages.end_s.any():
         entries, first = _with_overheads(entries, first, messages, units)
     return Program(
         devices,
@@ -152,8 +152,7 @@ def _with_overheads(
     """Insert the seconds that a message takes of its device behind each send and receive."""
     at = np.flatnonzero(entries >= -len(messages))
     x = entries[at]
-    sends = x < 0
-    taken = messages.ends_s[(~sends).astype(int), np.where(sends, ~x, x)]
+    taken = messages.end_s[np.where(x < 0, ~x, x)]
     at, taken = at[taken > 0], taken[taken > 0]
     seconds, which = np.unique(taken, return_inverse=True)
     numbers = np.array([units.overhead(s) for s in seconds.tolist()])

@@ -51,12 +51,12 @@ class StageCosts:
     @remembered
     def compute_s(self, samples: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward, with recomputation where the stage asks for it,
-        and the bookkeeping of a micro-batch.
+        and what a pass takes besides its operators.
         """
         stage = self.stage
-        besides = self.cost.pass_s(self.mask) if samples else (0.0, 0.0)
+        besides_s = self.cost.pass_s if samples else 0.0
         forward, backward = self.cost.stage_s(stage.operators, samples, recompute=stage.recompute)
-        return forward + besides[0], backward + besides[1]
+        return forward + besides_s, backward + besides_s
 
     def gradient_share(self, samples: int, operator: int) -> float:
         """Share of a backward after which an operator has been passed: from the last operator to

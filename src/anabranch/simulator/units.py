@@ -123,10 +123,8 @@ class ComputeUnits:
         """Those in which a device tells all others its totals and waits for theirs."""
         lost = self._costs.overheads.agreement
         meeting = self.number(ComputeUnit(-1, 0.0, role=Role.AGREEMENT))
-        sending, taking = (
-            [self.overhead(seconds)] * (seconds > 0) for seconds in (lost.send_s, lost.receive_s)
-        )
-        return [*sending, meeting, *taking]
+        messages = [self.overhead(lost.device_s)] * (lost.device_s > 0)
+        return [*messages, meeting, *messages]
 
     def gathers(self, work: AllReduce) -> list[int]:
         """Those in which the devices of an all-reduce send each other what they have updated."""
@@ -135,7 +133,7 @@ class ComputeUnits:
         unit = ComputeUnit(
             -1, work.gather_s, group=group, role=Role.GATHER, ports=work.ports, stages=work.stages
         )
-        return [self.overhead(work.share_s)] * (work.share_s > 0) + [self.number(unit)]
+        return [self.overhead(work.gather_work_s)] * (work.gather_work_s > 0) + [self.number(unit)]
 
     @remembered
     def _priced(self, stage: int, kind: Kind, samples: int, is_last: bool) -> int:

@@ -131,7 +131,7 @@ def _work(
     again = _recomputed_s(graph, cost)
     summing = sum(s * len(graph.stages[at].devices) for at, s in summing_s(costs).items())
     besides = sum(
-        sum(cost.pass_s(cost.graph.mask(stage.operators)))
+        2 * cost.pass_s
         for s, stage in enumerate(graph.stages)
         for i in range(graph.num_microbatches(s))
         for replica in range(stage.replicas)

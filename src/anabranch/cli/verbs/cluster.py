@@ -78,22 +78,22 @@ def cluster(
 def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None]:
     """What was measured, and where it is kept; nothing but on the first rank."""
     from anabranch.calibration.kept import keep
-    from anabranch.calibration.measure import calibrate
+    from anabranch.calibration.measure import calibrate, calibrate_job
     from anabranch.files import save_cluster
 
     is_job = "RANK" in os.environ
     if is_job and output is None:
         raise typer.BadParameter("what torchrun's ranks measure is written to a file: add -o FILE")
-    with progress_bar("calibrating") as progress:
-        found = calibrate(progress)
-    if int(os.environ.get("RANK", "0")):
+    with progress_bar("calibrating"):
+        measured = calibrate_job() if is_job else calibrate()
+    if measured is None:
         return None, None
     if output is not None:
-        save_cluster(found.cluster, output)
-    kept = None if is_job else keep(found.cluster)
-    if found.cluster.calibration is not None and found.cluster.calibration.remark:
-        note(found.cluster.calibration.remark)
-    return found.cluster, kept
+        save_cluster(measured, output)
+    kept = None if is_job else keep(measured)
+    if measured.calibration is not None and measured.calibration.remark:
+        note(measured.calibration.remark)
+    return measured, kept
 
 
 def _document(shown: Cluster, output: Path | None, kept: Path | None) -> dict[str, object]:
@@ -103,9 +103,7 @@ def _document(shown: Cluster, output: Path | None, kept: Path | None) -> dict[st
     return {
         **cluster_to_dict(shown),
         "devices": shown.num_devices,
-        "message_s": None
-        if calibration is None
-        else {"send": calibration.send_s, "receive": calibration.receive_s},
+        "message_s": None if calibration is None else calibration.message_s,
         "slowdown": list(shown.slowdown),
         "remark": "" if calibration is None else calibration.remark,
         "file": str(output) if output else None,
@@ -134,9 +132,8 @@ def _show(cluster: Cluster) -> None:
         say(row)
 
 
-def _slower(slowdown: Sequence[float], cores: int) -> str:
-    shown = {1, 2, cores, cores + 1, len(slowdown)}
-    return ", ".join(f"{k}: {slowdown[k - 1]:.2f}x" for k in sorted(shown) if k <= len(slowdown))
+def _slower(slowdown: Sequence[float]) -> str:
+    return ", ".join(f"{k}: {slowdown[k - 1]:.2f}x" for k in sorted({1, 2, len(slowdown)}))
 
 
 def calibration_rows(cluster: Cluster) -> list[str]:
@@ -148,19 +145,12 @@ def calibration_rows(cluster: Cluster) -> list[str]:
     return [
         f"calibrated on {calibration.date}: {machine.processor}, {machine.cores} cores, "
         f"torch {machine.torch}",
-        "ranks that compute side by side take longer: "
-        f"{_slower(calibration.slowdown, machine.cores)}",
-        f"a message takes its sender {calibration.send_s * 1e6:.0f} us and "
-        f"{calibration.send_byte_s * 2**20 * 1e6:.0f} us per MiB, its receiver "
-        f"{calibration.receive_s * 1e6:.0f} us and "
-        f"{calibration.receive_byte_s * 2**20 * 1e6:.0f} us per MiB",
-        f"besides its operators a forward or backward takes {calibration.microbatch_s * 1e6:.0f} "
-        f"us and {calibration.value_s * 1e6:.0f} us per value that enters or leaves its stage, "
-        f"a step {calibration.step_s * 1e3:.2f} ms and {calibration.leaf_s * 1e6:.0f} us per "
-        "tensor of its batch",
-        f"summing gradients takes {calibration.sum_tensor_s * 1e6:.0f} us per parameter and "
-        f"{calibration.sum_byte_s * 2**20 * 1e6:.0f} us per MiB and other rank",
-        f"sharing what was updated takes {calibration.share_tensor_s * 1e6:.0f} us per parameter "
-        f"and {calibration.share_byte_s * 2**20 * 1e6:.0f} us per MiB sent or taken",
+        f"ranks that compute side by side take longer: {_slower(calibration.slowdown)}",
+        f"a message takes {calibration.message_s * 1e6:.0f} us at each end and "
+        f"{calibration.message_byte_s * 2**20 * 1e6:.0f} us per MiB",
+        f"besides its operators a forward or backward takes {calibration.pass_s * 1e6:.0f} us, a "
+        f"step {calibration.step_s * 1e3:.2f} ms",
+        f"an all-reduce takes {calibration.all_reduce_byte_s * 2**20 * 1e6:.0f} us per MiB and "
+        "other rank",
         f"an update goes through memory at {calibration.memory_bandwidth / 1e9:.1f} GB/s",
     ]

@@ -111,11 +111,11 @@ def _calibrate(story: _Story, devices: int) -> None:
     from anabranch.calibration.measure import calibrate
 
     with story.chapter("Calibrate this machine, once"):
-        found = calibrate()
-        story.say("\n".join(calibration_rows(found.cluster)))
-        assert found.cluster.calibration is not None
-        story.say(found.cluster.calibration.remark)
-        story.say(f"kept in {keep(found.cluster)}")
+        measured = calibrate()
+        story.say("\n".join(calibration_rows(measured)))
+        assert measured.calibration is not None
+        story.say(measured.calibration.remark)
+        story.say(f"kept in {keep(measured)}")
 
 
 def _times(plan: Plan, shared_s: float, run: Run) -> str:

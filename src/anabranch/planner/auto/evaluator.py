@@ -18,8 +18,7 @@ of two drafts is the quicker one:
 
 It is no judge: what it likes is simulated (``simulator``). Left out are how replicas wait for each
 other on the cards of nodes where stages differ in micro-batch size (8 to 25 % of the step in
-candle-uno's drafts on 32 devices); parameters that stages share; and what a message costs for more
-than one value.
+candle-uno's drafts on 32 devices); and parameters that stages share.
 """
 
 from __future__ import annotations
@@ -64,11 +63,13 @@ class Evaluator:
         cluster, devices = cost.cluster, cost.cluster.num_devices
         covered = (1, batch_size) if cost.profile.proportional else cost.profile.samples
         paces = _paces(cost)
+        message_s = cost.message_s(1)
+        message_byte_s = (cost.message_s(1 + 2**20) - message_s) / 2**20
         numbers = (
             *(batch_size, max_replicas or devices, versions is None),
             *(covered[0], covered[-1]),
             *(cost.receive_slots, cluster.memory_bytes, cost.optimizer_factor),
-            *(cost.update.byte_s, cost.microbatch_s, *_message(cost)),
+            *(cost.update.byte_s, cost.pass_s, message_s, message_byte_s),
             computed_at_once(cluster) if len(paces) else 0.0,
             *(versions or (0.0, 0.0)),
         )
@@ -163,14 +164,6 @@ def _values(cost: CostModel) -> tuple[list[tuple[Any, ...]], Ints]:
             sizes = ways * value.batched, ways * (not value.batched)
             values.append((value.producer, first, len(readers), *sizes))
     return values, np.array(readers, np.int64)
-
-
-def _message(cost: CostModel) -> tuple[float, float]:
-    """Processor seconds of a message of one value, half at either end, and for each byte of it."""
-    calibration = cost.cluster.calibration
-    value_s = calibration.value_s if calibration else 0.0
-    one, many = sum(cost.message_s(1)) / 2, sum(cost.message_s(1 + 2**20)) / 2
-    return one + value_s, (many - one) / 2**20
 
 
 def _paces(cost: CostModel) -> NDArray[np.float64]:
