@@ -5,11 +5,10 @@
 The machine is calibrated, and plans are made. Then models take turns, one after the other, and all
 of them again: the machine is calibrated anew, and the plans of a model are trained. For each plan
 there are rounds: one rank times operators and update of the model some times, another one in every
-round, while the others wait; then ranks compute alone and side by side, as in the calibration; then
-the plan is trained for some steps. A turn's prediction is by the mean of its calibration, the one
-before and the one behind, and by the medians of all times, as a mean of the ranks. So a machine
-whose speed drifts, as that of shared ones does from second to second and from core to core, is
-predicted at the speed that it has.
+round, while the others wait; then the plan is trained for some steps. A turn's prediction is by its
+calibration and by the medians of all times, as a mean of the ranks. So a machine whose speed
+drifts, as that of shared ones does from second to second and from core to core, is predicted at the
+speed that it has.
 
 What a user sees is another figure: the step that was predicted when the plan was made, by a profile
 of the whole model alone and by the calibration, minutes before.
@@ -29,7 +28,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -39,11 +38,9 @@ import torch
 import torch.distributed as dist
 
 from anabranch import launch
-from anabranch.calibration import side_by_side
 from anabranch.calibration.machine import OtherLoad
-from anabranch.calibration.measure import Calibrated, calibrate
-from anabranch.calibration.side_by_side import Paces
-from anabranch.cluster import Calibration, Cluster
+from anabranch.calibration.measure import calibrate
+from anabranch.cluster import Cluster
 from anabranch.graph.capture import Captured, capture
 from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
@@ -90,27 +87,19 @@ def main() -> None:
     ]
     found = [turn for _ in range(arguments.turns) for turn in turns(cases)]
     rows = [row_of(case, predicted_turns(case, found)) for case in cases]
-    off, planned = (
-        [abs(row[name] / row["step_s"] - 1) for row in rows]
-        for name in ("predicted_s", "planned_s")
-    )
+    cores = os.cpu_count() or 1
     summary = {
-        "median": statistics.median(off),
-        "worst": max(off),
-        "within_15": sum(one <= 0.15 for one in off),
-        "steps": len(off),
-        "planned_median": statistics.median(planned),
-        "planned_worst": max(planned),
-        "planned_within_15": sum(one <= 0.15 for one in planned),
-        "apart_median": statistics.median(row["apart"] for row in rows),
-        "apart_worst": max(row["apart"] for row in rows),
+        what: errors(
+            [row for row in rows if (row["ranks"] <= cores) == (what == "with a core per rank")]
+        )
+        for what in ("with a core per rank", "with more ranks than cores")
     }
     if arguments.json:
-        calibration = machine.cluster.calibration
+        calibration = machine.calibration
         document = {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "cores": os.cpu_count(),
+            "cores": cores,
             "calibration": None if calibration is None else asdict(calibration),
             "rows": rows,
             "error": summary,
@@ -118,16 +107,23 @@ def main() -> None:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return
     show(rows, actions=arguments.actions)
-    remark = machine.cluster.calibration.remark if machine.cluster.calibration else ""
-    sys.stdout.write(
-        f"\n{remark}\n"
-        f"error of the prediction: median {summary['median']:.1%}, worst {summary['worst']:.1%}, "
-        f"{summary['within_15']} of {len(off)} steps within 15%\n"
-        f"of the one that a plan was made with: median {summary['planned_median']:.1%}, worst "
-        f"{summary['planned_worst']:.1%}, {summary['planned_within_15']} within 15%\n"
-        f"the same step, measured again: apart by {summary['apart_median']:.1%} in the median, "
-        f"{summary['apart_worst']:.1%} at most\n"
-    )
+    sys.stdout.write(f"\n{machine.calibration.remark if machine.calibration else ''}\n")
+    for what, error in summary.items():
+        sys.stdout.write(f"{what}, error in the median and at most: {error}\n")
+
+
+def errors(rows: Sequence[Row]) -> dict[str, str]:
+    """Median and largest error of predictions, and of those that plans were made with; how far the
+    same steps were apart when they were measured again.
+    """
+    if not rows:
+        return {}
+    off = {
+        name: [abs(row[key] / row["step_s"] - 1) for row in rows]
+        for name, key in (("prediction", "predicted_s"), ("as planned", "planned_s"))
+    }
+    off["apart"] = [row["apart"] for row in rows]
+    return {name: f"{statistics.median(e):.1%}, {max(e):.1%}" for name, e in off.items()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ class Case:
     whole: Captured
 
 
-def cases_of(model: str, ranks: list[int], machine: Calibrated) -> list[Case]:
+def cases_of(model: str, ranks: list[int], machine: Cluster) -> list[Case]:
     """One for every number of ranks and kind of plan."""
     workload, spare = (build(model, preset="small") for _ in range(2))
     captured, whole = (capture(one.module, one.example) for one in (workload, spare))
@@ -174,7 +170,7 @@ class Turn:
     others computed.
     """
 
-    machine: Calibrated
+    machine: Cluster
     seen: Mapping[int, tuple[list[Trained], float]]
 
 
@@ -191,15 +187,12 @@ def turns(cases: Sequence[Case]) -> Iterator[Turn]:
 def predicted_turns(case: Case, found: Sequence[Turn]) -> list[Row]:
     """The turns of a case beside its predictions."""
     rows = []
-    for i, turn in enumerate(found):
+    for turn in found:
         if id(case) not in turn.seen:
             continue
         by_rank, others = turn.seen[id(case)]
         seen_by_all = mean_profile([rank.profile for rank in by_rank])
-        near = mean_calibration([near.machine for near in found[max(0, i - 1) : i + 2]])
-        cluster = replace(local(turn.machine, case.ranks), calibration=near)
-        cluster = at_present(cluster, by_rank, os.cpu_count() or 1)
-        timeline = simulate(case.chosen, seen_by_all, cluster)
+        timeline = simulate(case.chosen, seen_by_all, local(turn.machine, case.ranks))
         assert case.chosen.predicted is not None
         rows.append(
             {
@@ -212,19 +205,6 @@ def predicted_turns(case: Case, found: Sequence[Turn]) -> list[Row]:
             }
         )
     return rows
-
-
-def mean_calibration(machines: Sequence[Calibrated]) -> Calibration:
-    """The mean of several: the machine's speed changes from one to the next."""
-    found = [m.cluster.calibration for m in machines if m.cluster.calibration is not None]
-
-    def mean(values: Sequence[Any]) -> Any:
-        if isinstance(values[0], tuple):
-            return tuple(mean(alike) for alike in zip(*values, strict=True))
-        return statistics.fmean(values) if isinstance(values[0], float) else values[0]
-
-    names = [field.name for field in fields(Calibration)]
-    return replace(found[0], **{n: mean([getattr(one, n) for one in found]) for n in names})
 
 
 def row_of(case: Case, turns: Sequence[Row]) -> Row:
@@ -267,24 +247,11 @@ def sizes_of(chosen: Plan) -> tuple[int, ...]:
     return tuple(sorted(sizes | {2 * max(sizes)}))
 
 
-def local(machine: Calibrated, count: int) -> Cluster:
+def local(machine: Cluster, count: int) -> Cluster:
     """So many local ranks with the calibration."""
     preset = Cluster.preset(f"local:{count}")
-    levels = (replace(machine.cluster.levels[0], size=count),)
-    return replace(preset, levels=levels, calibration=machine.cluster.calibration)
-
-
-def at_present(cluster: Cluster, by_rank: Sequence[Trained], cores: int) -> Cluster:
-    """With ranks that slow each other down as they did in a turn; beyond the cores, where a window
-    would have to be long, as much more than the calibration says as up to them.
-    """
-    calibration = cluster.calibration
-    assert calibration is not None
-    now = side_by_side.slowdown([(rank.paces,) for rank in by_rank], cores)
-    known = calibration.slowdown
-    more = now[-1] / known[min(len(now), len(known)) - 1]
-    beyond = [max(now[-1], times * more) for times in known[len(now) :]]
-    return replace(cluster, calibration=replace(calibration, slowdown=(*now, *beyond)))
+    levels = (replace(machine.levels[0], size=count),)
+    return replace(preset, levels=levels, calibration=machine.calibration)
 
 
 def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
@@ -294,14 +261,11 @@ def uncalibrated(chosen: Plan, profile: Profile, count: int) -> float:
 
 @dataclass(frozen=True)
 class Trained:
-    """Seconds of steps on one rank, some more of them recorded, its profile between them, and its
-    paces alone and side by side.
-    """
+    """Seconds of steps on one rank, some more of them recorded, and its profile between them."""
 
     steps: list[float]
     timelines: list[Timeline]
     profile: Profile
-    paces: Paces
 
 
 def trained(case: Case) -> Trained:
@@ -309,10 +273,7 @@ def trained(case: Case) -> Trained:
     prepare(case.captured, case.chosen.stage_graph)
     pipe = Pipeline(case.workload, case.chosen, captured=case.captured, check_gradients=False)
     measurement = Measurement(case.whole, sizes_of(case.chosen))
-    piece = side_by_side.work()
     ranks = dist.get_world_size()
-    ks = 1, min(ranks, os.cpu_count() or 1)
-    paces: Paces = {k: [] for k in ks}
     updates: list[UpdateCost] = []
     steps: list[float] = []
     timelines: list[Timeline] = []
@@ -321,10 +282,6 @@ def trained(case: Case) -> Trained:
         if turn % ranks == pipe.rank:
             measurement.turn()
             updates.append(measure_update(case.spare))
-        for k in ks:
-            dist.barrier()
-            if pipe.rank < k:
-                paces[k].append(side_by_side.pace(piece))
         # A step is given its batch: reading them is no part of it, nor of the ranks beside it.
         given = [next(batches) for _ in range(SETTLING + STEPS + RECORDED)]
         dist.barrier()
@@ -339,7 +296,7 @@ def trained(case: Case) -> Trained:
             timelines.append(pipe.timeline)
     update = UpdateCost(*_means([astuple(update) for update in updates]))
     profile = replace(measurement.profile(), update=update)
-    return Trained(steps, timelines, profile, paces)
+    return Trained(steps, timelines, profile)
 
 
 def mean_profile(profiles: list[Profile]) -> Profile:

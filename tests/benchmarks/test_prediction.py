@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from anabranch.calibration.measure import Calibrated
-from anabranch.calibration.side_by_side import Pace
 from anabranch.cluster import Cluster
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
@@ -21,15 +17,11 @@ from anabranch.timeline import Span, Timeline
 from benchmarks.prediction import __main__ as prediction
 from benchmarks.prediction.__main__ import (
     Case,
-    Trained,
-    at_present,
     beside,
-    mean_calibration,
     mean_profile,
     row_of,
     sizes_of,
 )
-from tests.calibration.examples import cluster as calibrated
 from tests.simulator.helpers import cost_model
 
 
@@ -71,30 +63,6 @@ def test_a_row_is_the_mean_of_its_turns():
     row = row_of(case, turns)
     assert (row["step_s"], row["predicted_s"], row["apart"]) == (4.5, 9.0, 0.25)
     assert row["actions"] == {"0 forward": (4.5, 1.0)}
-
-
-def test_ranks_slow_each_other_down_as_they_do_at_present():
-    """Calibrated, two ranks take 1.2 times as long and four 2.4 times; now two take 1.5 times."""
-    known = calibrated(4, slowdown=(1.0, 1.2, 1.8, 2.4))
-    paces = [{1: [Pace(2.0, 2.0)], 2: [Pace(3.0, 3.0)]}, {1: [], 2: [Pace(3.0, 3.0)]}]
-    ranks = [SimpleNamespace(paces=mine) for mine in paces]
-    found = at_present(known, cast(Sequence[Trained], ranks), cores=2).calibration
-    assert found is not None
-    assert found.slowdown == pytest.approx((1.0, 1.5, 2.25, 3.0))
-
-
-def test_calibrations_have_a_mean():
-    """Number by number, in tables too; the machine is that of the first."""
-    tables: list[dict[str, Any]] = [
-        {"send_s": 1.0, "slowdown": (1.0, 1.2), "restarts": ((1.0, 2.0),)},
-        {"send_s": 2.0, "slowdown": (1.0, 1.6), "restarts": ((1.0, 4.0),)},
-    ]
-    machines = [Calibrated(calibrated(2, **table), {}) for table in tables]
-    found = mean_calibration(machines)
-    known = machines[0].cluster.calibration
-    assert known is not None
-    expected = replace(known, send_s=1.5, slowdown=(1.0, 1.4), restarts=((1.0, 3.0),))
-    assert found == expected
 
 
 def test_profiles_have_the_sample_counts_of_the_plan():

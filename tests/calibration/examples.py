@@ -9,19 +9,16 @@ from anabranch.cluster import Calibration, Cluster, Level
 
 
 def calibration(**changed: Any) -> Calibration:
-    """Two cores, ranks that slow each other by a half; messages of 1 s and 2 s."""
+    """Two cores, ranks that slow each other by a half; messages of 2 s at each end."""
     fields: dict[str, Any] = {
         "machine": this_machine(),
         "date": "2026-01-31",
         "slowdown": (1.0, 1.5, 2.25),
-        "send_s": 1.0,
-        "send_byte_s": 0.25,
-        "receive_s": 2.0,
-        "receive_byte_s": 0.5,
-        "microbatch_s": 0.125,
+        "message_s": 2.0,
+        "message_byte_s": 0.25,
+        "pass_s": 0.125,
         "step_s": 4.0,
-        "sum_tensor_s": 0.25,
-        "sum_byte_s": 0.125,
+        "all_reduce_byte_s": 0.125,
         "memory_bandwidth": 100.0,
     }
     return Calibration(**{**fields, **changed})

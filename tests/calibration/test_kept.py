@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.calibration import kept
-from anabranch.calibration.kept import cache_file, calibrated, keep, load_remark
+from anabranch.calibration.kept import cache_file, calibrated, keep, remarks
 from anabranch.calibration.machine import this_machine
 from anabranch.cluster import Cluster
 from tests.calibration.examples import calibration, cluster
@@ -67,7 +67,6 @@ def test_a_calibration_that_was_measured_otherwise_is_not_used():
     file = keep(older)
     document = json.loads(file.read_text())
     del document["calibration"]["version"]
-    document["calibration"]["small_slowdown"] = [1.0]
     file.write_text(json.dumps(document))
     found, said = calibrated(Cluster.preset("local:4"))
     assert found == Cluster.preset("local:4")
@@ -75,7 +74,7 @@ def test_a_calibration_that_was_measured_otherwise_is_not_used():
     assert "anabranch cluster --calibrate" in said
     found, said = calibrated(older)
     assert found == older
-    assert "in another way than anabranch does now, so predictions are further off" in said
+    assert "in another way than anabranch does now, so predictions for this machine are off" in said
 
 
 def test_a_damaged_file_is_said_and_left():
@@ -98,17 +97,20 @@ def test_other_clusters_are_left_alone():
     found, said = calibrated(theirs)
     assert found == theirs
     assert "its processor is Z80" in said
-    assert "its predictions are for that machine" in said
+    assert "so predictions for this machine are off" in said
 
 
-def test_a_machine_that_others_use_is_said(monkeypatch: pytest.MonkeyPatch):
-    """Of two cores others have 1.5, for which no prediction holds; .1 of a core is nothing, and a
-    cluster that is not this machine does not care.
+def test_remarks_on_predictions(monkeypatch: pytest.MonkeyPatch):
+    """Of two cores others have 1.5, for which no prediction holds; .1 of a core is nothing. Three
+    ranks on two cores are hard to predict. A cluster that is not this machine does not care.
     """
     busy = [1.5]
     monkeypatch.setattr(kept.OtherLoad, "cores", lambda self: busy[0])
     local = cluster(2, machine=replace(this_machine(), cores=2))
-    assert "others keep 1.5 of the 2 processor cores busy" in load_remark(local, 0.0)
-    assert load_remark(replace(local, name="summit:1x2"), 0.0) == ""
+    (said,) = remarks(local, 0.0)
+    assert "others keep 1.5 of the 2 processor cores busy" in said
+    assert remarks(replace(local, name="summit:1x2"), 0.0) == []
     busy[0] = 0.1
-    assert load_remark(local, 0.0) == ""
+    assert remarks(local, 0.0) == []
+    (said,) = remarks(cluster(3, machine=this_machine()), 0.0)
+    assert said.startswith("3 ranks take turns on 2 processor cores, which makes predictions rough")

@@ -8,9 +8,10 @@ import pytest
 
 from anabranch.cluster import Cluster
 from anabranch.cost.overheads import (
-    agreement_of,
+    agreement,
+    all_gather_work_s,
+    all_reduce_work_s,
     message_s,
-    sum_s,
     update_cost,
 )
 from anabranch.profile.data_sheets import DATA_SHEETS
@@ -22,30 +23,36 @@ PLAIN = Cluster.preset("local:2")
 
 
 def test_a_message_takes_both_processors():
-    """Of 8 bytes: 1 + 8 / 4 s at the sender, 2 + 8 / 2 s at the receiver; nothing for no bytes, or
-    where nothing was measured.
-    """
-    assert message_s(calibration(), 8) == (3.0, 6.0)
-    assert message_s(calibration(), 0) == (0.0, 0.0)
-    assert message_s(None, 8) == (0.0, 0.0)
+    """Of 8 bytes: 2 + 8 / 4 s at each end; nothing for no bytes, or where nothing was measured."""
+    assert message_s(calibration(), 8) == 4.0
+    assert message_s(calibration(), 0) == 0.0
+    assert message_s(None, 8) == 0.0
 
 
-def test_sums_by_number_bytes_and_ranks():
-    """4 gradients of 8 bytes in all over 3 ranks: 4 / 4 s, and 8 / 8 s for each of two others; per
-    bucket a message to each of these (1.25 s) and from them (2.5 s).
+def test_all_reduces_by_bytes_and_ranks():
+    """8 bytes over 3 ranks: 8 / 8 s for each of two others, and per bucket a message of 2 s to and
+    from each. Ranks that share the optimizer's state add two thirds of a term each.
     """
-    assert sum_s(calibration(), 4, 8, 3, buckets=0) == 3.0
-    assert sum_s(calibration(), 4, 8, 3, buckets=2) == 3.0 + 2 * 2 * (1.25 + 2.5)
-    assert sum_s(calibration(), 4, 8, 1) == 0.0
-    assert sum_s(None, 4, 8, 3) == 0.0
+    assert all_reduce_work_s(calibration(), 8, 3, buckets=0) == 2.0
+    assert all_reduce_work_s(calibration(), 8, 3, buckets=2) == 2.0 + 2 * 2 * 4.0
+    assert all_reduce_work_s(calibration(), 12, 3, buckets=0, shares=True) == 1.0
+    assert all_reduce_work_s(calibration(), 8, 1) == 0.0
+    assert all_reduce_work_s(None, 8, 3) == 0.0
+
+
+def test_all_gathers_are_messages():
+    """Of 12 bytes over 3 ranks each sends 8 and takes 8, at a quarter of a second each; and a
+    message of 2 s to and from each other rank.
+    """
+    assert all_gather_work_s(calibration(), 12, 3) == 4.0 + 2 * 4.0
+    assert all_gather_work_s(calibration(), 12, 1) == 0.0
 
 
 def test_everybody_tells_everybody():
-    """Of 4 ranks each sends three messages (1.25 s) and takes three (2.5 s), after a latency."""
-    assert agreement_of(cluster(4), 4) == (3 * 1.25, 8, 3 * 2.5)
-    assert agreement_of(cluster(4, value_s=0.5), 4) == (3 * 1.75, 8, 3 * 3.0)
-    assert agreement_of(cluster(4), 1) == (0, 0, 0)
-    assert agreement_of(PLAIN, 2) == (0, 0, 0)
+    """Of 4 ranks each sends three messages (2.25 s), and takes three after a latency."""
+    assert agreement(cluster(4), 4) == (3 * 2.25, 8)
+    assert agreement(cluster(4), 1) == (0, 0)
+    assert agreement(PLAIN, 2) == (0, 0)
 
 
 def test_a_measured_update_goes_first():

@@ -9,7 +9,6 @@ import pytest
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
-from anabranch.graph.opgraph import BATCH, Value
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES
@@ -22,14 +21,11 @@ from tests.simulator.helpers import chain, cost_model
 
 NOTHING: dict[str, Any] = {
     "slowdown": (1.0, 1.0),
-    "send_s": 0.0,
-    "send_byte_s": 0.0,
-    "receive_s": 0.0,
-    "receive_byte_s": 0.0,
-    "microbatch_s": 0.0,
+    "message_s": 0.0,
+    "message_byte_s": 0.0,
+    "pass_s": 0.0,
     "step_s": 0.0,
-    "sum_tensor_s": 0.0,
-    "sum_byte_s": 0.0,
+    "all_reduce_byte_s": 0.0,
     "memory_bandwidth": 1e30,
 }
 ROW = StageGraph((Stage(("op0",), (0,), 1), Stage(("op1",), (1,), 1)), ((0, 1),), 1)
@@ -62,62 +58,41 @@ def starts(found: Timeline) -> dict[str, float]:
 
 
 def test_both_ends_take_time_for_a_message():
-    """A message arrives at once, which takes its sender 3 s and its receiver 5 s; the exchange of
-    totals takes as much, once for each end::
+    """A message arrives at once, which takes both of its ends 3 s; the exchange of totals takes as
+    much, once for each end::
 
-        device 0   0F sss                      rrrrr 0B | 8 s
-        device 1      rrrrr 1F 1B sss                   |
+        device 0   0F sss               rrr 0B | 6 s
+        device 1      rrr 1F 1B sss            |
     """
-    cost = costs(machine(send_s=3.0, receive_s=5.0), 1.0, 1.0)
+    cost = costs(machine(message_s=3.0), 1.0, 1.0)
     found = timeline(ROW, cost)
-    assert starts(found) == pytest.approx({"0F0": 0.0, "1F0": 6.0, "1B0": 7.0, "0B0": 13.0})
-    assert found.step_s == pytest.approx(14.0 + 8.0)
+    assert starts(found) == pytest.approx({"0F0": 0.0, "1F0": 4.0, "1B0": 5.0, "0B0": 9.0})
+    assert found.step_s == pytest.approx(10.0 + 6.0)
 
 
 def test_telling_totals_takes_turns_on_shared_cores():
     """Four devices on two cores, so all takes twice as long: passes of 2 s, three messages to
-    others of 1 s each, and three from them of 5 s each.
+    others of 3 s each, and three from them.
     """
     graph = StageGraph(tuple(Stage((f"op{i}",), (i,), 1) for i in range(4)), (), 1)
-    cluster = machine(4, send_s=1.0, receive_s=5.0, slowdown=(1.0, 1.0, 1.5, 2.0))
+    cluster = machine(4, message_s=3.0, slowdown=(1.0, 1.0, 1.5, 2.0))
     cost = cost_model((), [1.0] * 4, [1.0] * 4, cluster)
-    assert timeline(graph, cost).step_s == pytest.approx(2 * (2 + 3 * 1 + 3 * 5))
+    assert timeline(graph, cost).step_s == pytest.approx(2 * (2 + 6 * 3))
 
 
 def test_sends_follow_each_other():
     """The second message of a device leaves when the first is handed over, 2 s later."""
     graph = StageGraph(tuple(Stage((f"op{i}",), (i,), 1) for i in range(3)), ((0, 1), (0, 2)), 1)
-    cluster = machine(3, send_s=2.0, slowdown=(1.0, 1.0, 1.0))
+    cluster = machine(3, message_s=2.0, slowdown=(1.0, 1.0, 1.0))
     cost = cost_model(((0, 1), (0, 2)), [1.0] * 3, [1.0] * 3, cluster, value_bytes=8)
     found = starts(timeline(graph, cost))
-    assert (found["1F0"], found["2F0"]) == pytest.approx((1.0, 3.0))
+    assert (found["1F0"], found["2F0"]) == pytest.approx((3.0, 5.0))
 
 
 def test_passes_and_steps_have_their_bookkeeping():
     """4 passes of 1 s with .25 each besides, and half a second of the step."""
-    cost = costs(machine(microbatch_s=0.25, step_s=0.5), 1.0, 1.0)
+    cost = costs(machine(pass_s=0.25, step_s=0.5), 1.0, 1.0)
     assert timeline(ROW, cost).step_s == pytest.approx(4 * 1.25 + 0.5)
-
-
-def test_steps_have_time_for_every_tensor_of_their_batch():
-    """Half a second for the first of three, and .25 for each of the others."""
-    cost = costs(machine(step_s=0.5, leaf_s=0.25), 1.0, 1.0)
-    leaf = Value(BATCH, (0,), 8, True, False, "x")
-    graph = replace(cost.graph, values=(*cost.graph.values, leaf, leaf, leaf))
-    cost = replace(cost, profile=replace(cost.profile, graph=graph))
-    assert timeline(ROW, cost).step_s == pytest.approx(4.0 + 0.5 + 2 * 0.25)
-
-
-def test_passes_have_time_for_every_value_of_their_border():
-    """One value leaves stage 0 and enters stage 1, so each of 4 passes of 1 s takes .25 more;
-    without a gradient of it the 2 forwards do. Totals are a value as well, at both ends.
-    """
-    cost = costs(machine(value_s=0.25), 1.0, 1.0)
-    assert timeline(ROW, cost).step_s == pytest.approx(4 * 1.25 + 2 * 0.25)
-    given = replace(cost.graph, values=(replace(cost.graph.values[0], grad=False),))
-    forward_only = replace(cost, profile=replace(cost.profile, graph=given))
-    assert forward_only.pass_s(0b01) == forward_only.pass_s(0b10) == (0.25, 0.0)
-    assert forward_only.pass_s(0b11) == (0.0, 0.0)
 
 
 def test_ranks_of_a_host_slow_each_other():
@@ -148,12 +123,12 @@ def test_replicas_update_when_they_have_summed():
 
 
 def test_sums_take_time_of_the_backward():
-    """Two replicas of 1 + 1 s, whose links are free: a parameter of 4 bytes costs 1 + 4 / 4 s."""
+    """Two replicas of 1 + 1 s, whose links are free: a parameter of 4 bytes costs 4 / 4 s."""
     graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 2)
-    cost = costs(machine(sum_tensor_s=1.0, sum_byte_s=0.25), 1.0)
+    cost = costs(machine(all_reduce_byte_s=0.25), 1.0)
     found = timeline(graph, cost)
-    assert found.step_s == pytest.approx(2.0 + 2.0)
-    assert [span.end - span.start for span in found.spans] == pytest.approx([1.0, 3.0] * 2)
+    assert found.step_s == pytest.approx(2.0 + 1.0)
+    assert [span.end - span.start for span in found.spans] == pytest.approx([1.0, 2.0] * 2)
 
 
 def test_several_stages_of_a_device_update_one_after_the_other():
@@ -166,9 +141,7 @@ def test_several_stages_of_a_device_update_one_after_the_other():
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 def test_messages_that_were_put_in_cost_the_same(microbatch_size: int):
     """A schedule that has its messages already gives the same step, with everything priced."""
-    cluster = machine(
-        slowdown=(1.0, 1.25), send_s=0.5, receive_s=0.25, microbatch_s=0.125, step_s=1.0
-    )
+    cluster = machine(slowdown=(1.0, 1.25), message_s=0.5, pass_s=0.125, step_s=1.0)
     cost = costs(cluster, 1.0, 2.0, update=UpdateCost(1.0, 0.0, 0.0))
     stages = Stage(("op0",), (0,), 1), Stage(("op1",), (1,), microbatch_size)
     rule = SCHEDULES["1f1b"]()

@@ -100,7 +100,7 @@ def _links() -> tuple[list[str], dict[int, Exchange]]:
             links[peer] = exchange(transport, other, first=is_first, tag=peer)
     if transport is not None:
         transport.flush()
-        await_all(mesh, "calibration", 10.0)
+        mesh.barrier()
         transport.close()
     return hosts, links
 
