@@ -3,11 +3,12 @@
 A step takes longer the more micro-batches it has. Where that line begins and how steep it is tells
 what a step and a micro-batch cost besides operators, on one rank or on each of two::
 
-    one rank     step_s + update              +  2 * pass_s * micro-batches
+    one rank     step_s                       +  2 * pass_s * micro-batches
     two ranks    ... + 2 * message_s (totals) + (2 * pass_s + 2 * message_s) * micro-batches
     replicas     ... + 2 * message_s (totals) +  2 * pass_s * micro-batches + all-reduce
 
-Operators are timed between these steps, for the speed of a machine changes; and so is the update.
+Operators are timed between these steps, for the speed of a machine changes. The optimizer does
+nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,9 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan
 from anabranch.profile.estimate import estimate
 from anabranch.profile.measure import Measurement
-from anabranch.runtime.measurement.update import measure_update
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.solve import plan
-from anabranch.workload import Batch, Workload
+from anabranch.workload import Batch, NamedParameters, Workload
 
 _LAYERS, _WIDTH, _SAMPLES = 2, 256, 16
 """Layers of a rank, and samples of a micro-batch: half a millisecond of operators, so messages meet
@@ -57,18 +57,16 @@ class Overheads(NamedTuple):
 def measure_overheads() -> Overheads:
     """Measure them on local ranks."""
     workload = _workload(_LAYERS)
-    parameters = list(workload.module.parameters())
-    nbytes = sum(parameter.nbytes for parameter in parameters)
+    nbytes = sum(parameter.nbytes for parameter in workload.module.parameters())
     one, two = _steps(workload, 1), _steps(_workload(2 * _LAYERS), 2)
     replicas = _steps(workload, 2, replicas=2)
     message_s = max(0.0, (two.microbatch_s - one.microbatch_s) / 2)
     # Its messages are one each way, as those of the totals.
     all_reduce_s = replicas.few_s - one.few_s - 4 * message_s
-    update_s = measure_update(workload).seconds(len(parameters), nbytes)
     return Overheads(
         message_s,
         max(0.0, one.microbatch_s / 2),
-        max(0.0, one.few_s - _FEW * one.microbatch_s - update_s),
+        max(0.0, one.few_s - _FEW * one.microbatch_s),
         max(0.0, all_reduce_s / nbytes),
     )
 
@@ -94,8 +92,16 @@ class _Chain(nn.Module):
         return loss
 
 
+class _Idle(torch.optim.Optimizer):
+    def __init__(self, parameters: NamedParameters) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Change nothing."""
+
+
 def _workload(layers: int) -> Workload:
-    return Workload(_Chain(layers), _batch(1))
+    return Workload(_Chain(layers), _batch(1), optimizer=_Idle)
 
 
 def _batch(microbatches: int) -> Batch:
