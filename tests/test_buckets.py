@@ -134,7 +134,7 @@ def test_the_first_check_compares_every_bucket(monkeypatch: pytest.MonkeyPatch) 
     model, compared = built(), []
 
     def compare(steps: WorkerCache, *_: Any) -> str:
-        compared.append(steps.captured.sizes[0])
+        compared.append(steps.captured.layout.sizes[0])
         return "right"
 
     monkeypatch.setattr(session, "compare_with_eager", compare)

@@ -54,8 +54,8 @@ def distance(ours: dict[str, Tensor], theirs: Reference) -> float:
 def test_the_kind_is_found_in_the_graph(name: str) -> None:
     """Coupled losses name the operators that need the whole batch, others need none."""
     captured = built(name).captured
-    assert captured.loss_kind == MODELS[name][1]
-    assert bool(captured.graph.whole_batch) == (captured.loss_kind == "coupled")
+    assert captured.graph.loss_kind == MODELS[name][1]
+    assert bool(captured.graph.whole_batch) == (captured.graph.loss_kind == "coupled")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -208,7 +208,7 @@ def test_batch_normalisation_in_a_tower_stays_per_micro_batch() -> None:
     is zero but for rounding, is no difference.
     """
     captured = capture(Normed(), batch(4))
-    assert captured.normalised == ("right.1",)
+    assert captured.graph.normalised == ("right.1",)
     assert [op.name for op in captured.graph.ops if op.whole_batch] == ["matmul"]
     result = verify(
         Workload(captured.module, batch(4)), 1, batch=batch(8), captured=captured, timeout=LIMIT_S

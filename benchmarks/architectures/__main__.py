@@ -35,7 +35,7 @@ def examined(name: str) -> dict[str, Any]:
             captured = capture(module, batch)
             found |= {
                 "operators": len(captured.graph),
-                "loss": captured.loss_kind,
+                "loss": captured.graph.loss_kind,
                 "capture_s": round(time.perf_counter() - started, 2),
             }
             return found | _compared(captured, Workload(module, batch), batch)
@@ -63,7 +63,7 @@ def _compared(captured: Captured, workload: Workload, batch: Batch) -> dict[str,
         "stages": len(graph),
         "loss_error": abs(loss - expected.loss) / abs(expected.loss),
         "gradient_error": error / largest,
-        "normalised": list(captured.normalised),
+        "normalised": list(captured.graph.normalised),
     }
 
 

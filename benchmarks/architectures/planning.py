@@ -38,7 +38,7 @@ def planned(name: str) -> dict[str, Any]:
             profile = anabranch.estimate(captured, device, samples)
             found |= {
                 "operators": len(captured.graph),
-                "loss": captured.loss_kind,
+                "loss": captured.graph.loss_kind,
                 "capture_s": round(time.process_time() - started, 1),
             }
             return found | _plans(profile, anabranch.Cluster.preset(CLUSTERS[device]))

@@ -96,7 +96,7 @@ def examine(
         return replace(start, error=str(error))
     found = replace(
         start,
-        loss=captured.loss_kind,
+        loss=captured.graph.loss_kind,
         findings=(*start.findings, *_of_graph(captured)),
         parameter_bytes=sum(captured.graph.parameter_bytes.values()),
     )
@@ -165,7 +165,8 @@ def _of_recipes(workload: Workload) -> list[str]:
 
 def _of_graph(captured: Captured) -> list[str]:
     """What the captured program tells."""
-    found = [f"the loss is {SENTENCES[captured.loss_kind]}"] if captured.loss_kind else []
+    kind = captured.graph.loss_kind
+    found = [f"the loss is {SENTENCES[kind]}"] if kind else []
     coupled = {c.operator for c in captured.coupling}
     operators = [op.name for op in captured.graph.ops if op.name in coupled]
     if operators:
@@ -176,15 +177,15 @@ def _of_graph(captured: Captured) -> list[str]:
             f"{_some(operators)} will have the whole batch, on one replica"
         )
     untold = [name for name, degree in captured.degrees.items() if degree is None]
-    if captured.loss_kind != "coupled" and (metrics := [n for n in untold if n != "loss"]):
+    if captured.graph.loss_kind != "coupled" and (metrics := [n for n in untold if n != "loss"]):
         found.append(
             f"the metric {_some(metrics)} is no sum or mean over samples: what is shown is the "
             "mean of what the micro-batches have"
         )
-    if captured.normalised:
-        found.append(told_normalised(captured.normalised))
+    if captured.graph.normalised:
+        found.append(told_normalised(captured.graph.normalised))
     whole = split(captured, [[op.name for op in captured.graph.ops]])
-    if is_random(whole.program(0, captured.samples).module):
+    if is_random(whole.program(0, captured.programs.samples).module):
         found.append(
             "random numbers are drawn, as by dropout: another plan draws other ones, unless "
             "--dropout sample makes them the same under any plan"

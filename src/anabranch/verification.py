@@ -208,7 +208,7 @@ def verify(
     exact = exact and steps.can_be_exact(plan.stage_graph)
     steps.prepare(captured, plan.stage_graph)
     parts = steps.parts_of(captured, plan, exact=False)
-    programs = [parts.program(s, captured.samples) for s in range(len(plan.stage_graph))]
+    programs = [parts.program(s, captured.programs.samples) for s in range(len(plan.stage_graph))]
     slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
     is_random = any(_draws(program.module, dropout) for program in programs)
@@ -216,7 +216,7 @@ def verify(
     options = ComputeOptions(dropout=dropout)
     seed = torch.initial_seed()
     against = _against(captured, batch, slices, by_sample=by_sample)
-    has_whole = not (is_random or captured.normalised)
+    has_whole = not (is_random or captured.graph.normalised)
     alone = _one_after_the_other(plan)
     if against == CAPTURED:
         alone = _on_one_device(captured, plan, slices[0][1])
@@ -266,7 +266,7 @@ def verify(
         result,
         is_random=is_random and not by_sample,
         by_sample=by_sample,
-        loss_kind=captured.loss_kind,
+        loss_kind=captured.graph.loss_kind or "mean",
         against=against,
         whole_batch_error=_error(gradients, whole)[0] if whole is not None else None,
         notes=(*notes, *_traits(captured)),
@@ -279,11 +279,12 @@ def _against(
     """What one process has to run to have the same numbers."""
     if by_sample:
         return CAPTURED
-    if slices == [(0, num_samples(batch))] and not captured.normalised:
-        return WHOLE if captured.loss_kind == "coupled" else SLICES
-    if captured.loss_kind != "coupled" and captured.is_even(batch, slices):
+    if slices == [(0, num_samples(batch))] and not captured.graph.normalised:
+        return WHOLE if captured.graph.loss_kind == "coupled" else SLICES
+    tensors = captured.layout.flatten(batch)
+    if captured.graph.loss_kind != "coupled" and captured.programs.is_even(tensors, slices):
         return SLICES
-    return SAME_STAGES if captured.normalised else WHOLE
+    return SAME_STAGES if captured.graph.normalised else WHOLE
 
 
 def _draws(module: fx.GraphModule, dropout: Dropout) -> bool:
@@ -293,8 +294,8 @@ def _draws(module: fx.GraphModule, dropout: Dropout) -> bool:
 
 def _traits(captured: Captured) -> Iterator[str]:
     """What a user has to know of the model to read the comparison."""
-    if captured.normalised:
-        yield told_normalised(captured.normalised)
+    if captured.graph.normalised:
+        yield told_normalised(captured.graph.normalised)
 
 
 def _several(captured: Captured, plan: Plan) -> Plan:

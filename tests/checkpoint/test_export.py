@@ -29,7 +29,7 @@ pytestmark = pytest.mark.dist
 
 def trained(model: Built, example: Any, folder: Path, num_stages: int = 2) -> None:
     """A checkpoint after a step as a pipeline, which changes every weight."""
-    samples = len(model.captured.flatten_batch(example).popitem()[1])
+    samples = len(model.captured.layout.flatten(example).popitem()[1])
     chosen = plan(model, num_stages, batch_size=samples, microbatch_size=samples // 2)
 
     def rank() -> None:

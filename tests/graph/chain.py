@@ -48,7 +48,7 @@ def run_stages(
     parameters.
     """
     captured = parts.captured
-    leaves = captured.with_statistics(captured.flatten_batch(batch))
+    leaves = captured.programs.with_statistics(captured.layout.flatten(batch))
     samples = next(iter(leaves.values())).shape[0]
     programs = [parts.program(s, samples) for s in range(parts.num_stages)]
     parameters = dict(captured.module.named_parameters())

@@ -31,8 +31,8 @@ def test_batches(example: Any, names: list[str]) -> None:
     module = Anything()
     captured = capture(module, example)
     from_batch = [v.name for v in captured.graph.values if v.producer == BATCH]
-    own = [name for name in from_batch if name not in captured.statistics]
-    assert own == names == list(captured.flatten_batch(example))
+    own = [name for name in from_batch if name not in captured.programs.statistics]
+    assert own == names == list(captured.layout.flatten(example))
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     args = args if isinstance(args, tuple | list) else (args,)
     loss, _ = run_stages(split(captured, one_stage(captured)), example)
@@ -67,4 +67,4 @@ def test_batch_of_another_form_is_refused() -> None:
     """Later batches have to be built like the example."""
     captured = capture(Anything(), (torch.ones(4), torch.ones(4)))
     with pytest.raises(ValueError, match=r"example holds 0, 1: it lacks 1;"):
-        captured.flatten_batch((torch.ones(4),))
+        captured.layout.flatten((torch.ones(4),))

@@ -28,7 +28,7 @@ class Diamond(nn.Module):
 
 def diamond() -> CallGroups:
     captured = capture(Diamond(), torch.randn(4, 5))
-    groups = CallGroups(CallTraits(captured.at(4), captured.at(8)))
+    groups = CallGroups(CallTraits(captured.programs.at(4), captured.programs.at(8)))
     groups.rank_ancestors()
     return groups
 

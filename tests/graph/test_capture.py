@@ -20,7 +20,7 @@ from tests.graph.nets import Net, batch, one_stage, stage_each
 def test_example_of_one_sample_serves() -> None:
     """The example is repeated, so that the samples can be told from sizes of 1."""
     captured = capture(Net(), batch(1))
-    assert captured.samples == 2
+    assert captured.programs.samples == 2
     assert all(value.batched for value in captured.graph.values)
     loss, _ = run_stages(split(captured, one_stage(captured)), batch(5))
     assert torch.equal(loss, Net()(*batch(5)).detach())
@@ -32,7 +32,7 @@ def test_model_that_refuses_a_symbolic_batch_is_exported_for_each_size() -> None
     captured = capture(Net(halves), batch(4))
     assert check_split(captured, batch(6), stage_each(captured), exact=True) == 0.0
     with pytest.raises(CaptureError, match=r"with 5 samples: .*test_capture.py:\d+ .*view"):
-        captured.at(5)
+        captured.programs.at(5)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_model_that_refuses_a_symbolic_batch_is_exported_for_each_size() -> None
 def test_operations_that_depend_on_the_number_of_samples_are_refused(body: Any) -> None:
     """A Python loop or branch over the samples gives other operators for other micro-batches."""
     with pytest.raises(CaptureError, match=r"Net runs other operations for \d sample"):
-        capture(Net(body), batch(4)).at(5)
+        capture(Net(body), batch(4)).programs.at(5)
 
 
 def test_meta_module_can_be_captured() -> None:
@@ -99,7 +99,7 @@ def test_evaluation_has_the_operators_of_training() -> None:
     assert module.training
     assert [op.name for op in evaluation.graph.ops] == [op.name for op in captured.graph.ops]
     assert not any(value.grad for value in evaluation.graph.values)
-    dropout = [node for node in evaluation.at(4).calls if "dropout" in str(node.target)]
+    dropout = [node for node in evaluation.programs.at(4).calls if "dropout" in str(node.target)]
     assert [node.args[1:] for node in dropout] == [(0.5, False)]
     module.norm.running_mean += 1
     loss, _ = run_stages(split(evaluation, stage_each(captured)), batch(3), backward=False)

@@ -40,7 +40,7 @@ def test_tables_are_what_is_only_looked_up_by_the_batch() -> None:
 def test_lookups_are_made_sparse() -> None:
     """All that can be, which are those besides the maximum; one argument is changed."""
     captured = capture(Lookups(), {"x": torch.zeros(2, 3, dtype=torch.long)})
-    graph = captured.at(2).graph
+    graph = captured.programs.at(2).graph
     assert make_sparse(graph) == 2
     bags = [n.args[4:6] for n in graph.nodes if "embedding_bag" in str(n.target)]
     assert bags == [(1, True), (2, False)]

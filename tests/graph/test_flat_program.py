@@ -30,21 +30,21 @@ def test_programs_of_any_size_have_fixed_shapes_and_the_loss_of_the_module(sampl
     """No symbol is left, not even for one sample, which tracers treat as a size of its own."""
     module = Net(lambda _, h: h.view(h.shape[0], 2, 4).flatten(1))
     captured = capture(module, batch(4))
-    program = captured.at(samples)
+    program = captured.programs.at(samples)
     assert all(type(n) is int for value in values_of(program) for n in value.shape)
     loss, _ = run_stages(split(captured, one_stage(captured)), batch(samples))
     assert torch.equal(loss, module(*batch(samples)).detach())
-    assert captured.at(samples) is program
+    assert captured.programs.at(samples) is program
 
 
 def test_constructed_tensors_follow_the_device() -> None:
     """Devices are constants in an exported program; a program for another device has none left."""
     positions = lambda _, h: h + torch.arange(8, device=h.device) + torch.tensor(2.0)  # noqa: E731
     captured = capture(Net(positions), batch())
-    program = captured.at(4, device="meta")
+    program = captured.programs.at(4, device="meta")
     assert {value.device.type for value in values_of(program)} == {"meta"}
     assert devices_of(program) == {torch.device("meta")}
-    assert devices_of(captured.at(4)) == {torch.device("cpu")}
+    assert devices_of(captured.programs.at(4)) == {torch.device("cpu")}
 
 
 @pytest.mark.parametrize(

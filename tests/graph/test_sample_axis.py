@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 def axis(function: Callable[[Tensor], Tensor]) -> SampleAxis:
     captured = capture(Net(function), {"x": torch.randn(N, L, H * E)})
-    axes = sample_axes(captured.at(N), captured.at(2 * N))
+    axes = sample_axes(captured.programs.at(N), captured.programs.at(2 * N))
     return next(axes[node] for node in axes if base_name(node) == "sin")
 
 

@@ -131,9 +131,8 @@ def test_traces_at_every_count_agree_with_the_line(
 def test_any_sample_count_from_two(towers: Captured) -> None:
     """Seconds at 6 samples, derived from traces at 2 and 4, are those of a trace at 6."""
     from anabranch.profile.estimate import _kernels
-    from anabranch.profile.kernels import KnownKernels
 
-    trace = _kernels(towers, 6, KnownKernels())
+    trace = _kernels(towers, 6)
     forward, backward = trace.seconds(DATA_SHEETS["a100"], "float32")
     profile = estimate(towers, "a100", (6,))
     assert [c.forward_s[0] for c in profile.costs] == pytest.approx(list(forward))

@@ -194,7 +194,7 @@ def with_programs(model: Built, *samples: int, evaluation: bool = False) -> Buil
     """
     for captured in (model.captured, *([model.captured.evaluation()] if evaluation else [])):
         for count in samples:
-            captured.at(count)
+            captured.programs.at(count)
     return model
 
 

@@ -52,7 +52,7 @@ def test_what_was_not_read_is_never_taken_for_values() -> None:
     captured = built("TwoBranch").captured
     loader = Loader(Columns(batch(4)), shuffle=False)
     reads = {"x", "word"}
-    (given,) = loader.batches(4, 0, reads=lambda: reads, types=captured.leaf_types)
+    (given,) = loader.batches(4, 0, reads=lambda: reads, types=captured.layout.types)
     assert leaves_of(captured, given, CPU, read=reads).keys() == given.keys()
     with pytest.raises(DataError, match="a batch was read without label"):
         leaves_of(captured, given, CPU)

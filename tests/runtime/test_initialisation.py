@@ -97,7 +97,7 @@ def plan_for(module: nn.Module, devices: int) -> tuple[Any, Plan]:
     """The captured module and an even plan for it."""
     captured = capture(module, batch())
     for samples in (4, 8):
-        captured.at(samples, device="cpu")  # once, rather than by every rank
+        captured.programs.at(samples, device="cpu")  # once, rather than by every rank
     chosen = even_plan(captured.graph, devices, 8)
     stages = tuple(replace(s, microbatch_size=4) for s in chosen.stage_graph.stages)
     graph = SCHEDULES["1f1b"]().warm_up(replace(chosen.stage_graph, stages=stages))
@@ -177,7 +177,7 @@ def test_a_rank_has_values_of_its_own_stages_and_no_others(devices: int) -> None
     the bytes of a rank are those of its stages, before and after it has trained.
     """
     captured, chosen = plan_for(on_meta(), devices)
-    captured.evaluation().at(4, device="cpu")
+    captured.evaluation().programs.at(4, device="cpu")
 
     def work() -> tuple[dict[str, Tensor], set[str], set[str], set[str]]:
         torch.manual_seed(5)

@@ -71,7 +71,7 @@ def estimated(
         )
         traced = None
         with suppress(CaptureError):  # a model that refuses one sample is told what to do each time
-            captured.at(1, device="meta")
+            captured.programs.at(1, device="meta")
             traced = trace(captured)
     for warning in told:
         warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)

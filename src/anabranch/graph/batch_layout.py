@@ -1,9 +1,10 @@
-"""Layout of a batch: flat, named tensors here, nested ones for the user's forward."""
+"""Layout of a batch: named tensors in a flat dict here, nested ones in the user's forward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,10 +13,20 @@ from torch.utils import _pytree as pytree
 from anabranch.errors import CaptureError
 from anabranch.workload import Batch
 
+Sizes = tuple[tuple[int, ...], ...]
+"""Shapes of a batch's tensors without the samples, in their order."""
+
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Leaves of a batch, with an example of each, and how they are nested."""
+    """An example of a batch, flattened, and how it is nested.
+
+    Attributes:
+        names: of the tensors, by their path in the batch.
+        positions: of the tensors among the leaves.
+        leaves: tensors and whatever else the example holds.
+        keywords: whether the module takes the batch as keyword arguments.
+    """
 
     names: tuple[str, ...]
     positions: tuple[int, ...]
@@ -25,6 +36,7 @@ class BatchLayout:
 
     @staticmethod
     def of(example: Batch) -> BatchLayout:
+        """The layout of batches like an example; CaptureError for one without samples."""
         paths, spec = pytree.tree_flatten_with_path(example)
         leaves = tuple(leaf for _, leaf in paths)
         positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
@@ -47,8 +59,37 @@ class BatchLayout:
             )
         return BatchLayout(names, positions, spec, leaves, isinstance(example, Mapping))
 
+    @cached_property
+    def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Tensor of a batch -> its shape without the samples, and its type."""
+        tensors = [self.leaves[i] for i in self.positions]
+        pairs = zip(self.names, tensors, strict=True)
+        return {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in pairs}
+
+    @property
+    def sizes(self) -> Sizes:
+        """Shapes of the tensors without the samples."""
+        return tuple(shape for shape, _ in self.types.values())
+
+    def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The tensors of a batch by name; ValueError if it is built otherwise than the example."""
+        paths, _ = pytree.tree_flatten_with_path(batch)
+        tensors = {leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
+        if len(paths) != len(self.leaves) or tuple(tensors) != self.names:
+            missing = [name for name in self.names if name not in tensors]
+            extra = [name for name in tensors if name not in self.names]
+            wrong = [f"lacks {', '.join(missing)}"] if missing else []
+            wrong += [f"has {', '.join(extra)} besides"] if extra else []
+            raise ValueError(
+                f"the batch holds {', '.join(tensors) or 'no tensors'}, but the workload's example "
+                f"holds {', '.join(self.names)}: it {' and '.join(wrong) or 'differs'}; "
+                "every batch has to be built as the example is"
+            )
+        return tensors
+
     @property
     def samples(self) -> int:
+        """Number of samples of the example."""
         return int(self.leaves[self.positions[0]].shape[0])
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -62,7 +103,7 @@ class BatchLayout:
         return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
 
     def resized(self, samples: int, device: torch.device | None) -> list[torch.Tensor]:
-        """The example's leaves with that many samples, repeated as needed."""
+        """The example's tensors with that many samples, repeated as needed."""
         rows = torch.arange(samples) % self.samples
         result = []
         for i in self.positions:
@@ -76,7 +117,7 @@ class BatchLayout:
 
 
 def _packed(sizes: Mapping[str, tuple[int, ...]]) -> str:
-    """A way on where the parts of all samples are packed into dimension 0, such as patches."""
+    """Advice for a batch that has the parts of all samples, such as patches, in dimension 0."""
     samples = min((size[0] for size in sizes.values() if size), default=0)
     for name, size in sizes.items():
         if samples > 0 and size and size[0] > samples and size[0] % samples == 0:
@@ -88,6 +129,17 @@ def _packed(sizes: Mapping[str, tuple[int, ...]]) -> str:
     return ""
 
 
+def sizes_of(tensors: Mapping[str, torch.Tensor]) -> Sizes:
+    """Shapes of a batch's tensors without the samples."""
+    return tuple(tuple(tensor.shape[1:]) for tensor in tensors.values())
+
+
+def type_text(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """``[samples, 64] int64``."""
+    return f"[{', '.join(['samples', *map(str, shape)])}] {str(dtype).removeprefix('torch.')}"
+
+
 def leaf_name(path: tuple[Any, ...]) -> str:
+    """Name of a tensor of a batch, such as ``image.pixels``."""
     keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
     return ".".join(map(str, keys)) or "batch"

@@ -25,11 +25,9 @@ import torch
 from torch import fx, nn
 from torch._functorch import eager_transforms, vmap
 from torch.distributions import Distribution
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError, shadowed
-from anabranch.graph.meta_trace import NotPlainError
 from anabranch.graph.raising_guards import without_raising_guards
 
 _SYMBOLS = "fx.experimental.symbolic_shapes"
@@ -150,8 +148,7 @@ def export(
             if strict:
                 _try_functions(module, leaves)
             watched = contextlib.nullcontext() if strict else _traced(checkpoints, checks)
-            # The full analysis does not work with lazy modules, which a caller may have asked for.
-            with _quiet(), _use_lazy_graph_module(False), watched:
+            with _quiet(), watched:
                 exported = torch.export.export(
                     module, tuple(leaves), dynamic_shapes=shapes, strict=strict
                 )
@@ -261,21 +258,6 @@ def _traced(checkpoints: set[str], checks: set[str]) -> Iterator[None]:
     """Inside, what tracing would lose or stop at is watched for."""
     with _watched(checkpoints), without_raising_guards(checks):
         yield
-
-
-@contextlib.contextmanager
-def plain_calls() -> Iterator[None]:
-    """Inside, custom gradients and checkpoints raise NotPlainError: the export has a word to say
-    about them.
-    """
-    checkpoints: set[str] = set()
-    with _quiet(), _watched(checkpoints):
-        try:
-            yield
-        except CaptureError as error:
-            raise NotPlainError(str(error)) from error
-    if checkpoints:
-        raise NotPlainError("a part of the forward is computed again in the backward")
 
 
 def _try_functions(module: ReturnsLoss, leaves: list[torch.Tensor]) -> None:

@@ -162,7 +162,7 @@ def lower(
     samples: int,
     *,
     names: Mapping[str, str],
-    batch_names: list[str],
+    batch_names: Sequence[str],
     device: torch.device | None = None,
 ) -> FlatProgram:
     """Flatten an exported program for a number of samples.

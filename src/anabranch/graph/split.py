@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
@@ -127,7 +126,8 @@ class Split:
         self.num_stages = num_stages
         self.exact = exact
         self._cache: dict[tuple[int, int, torch.device], StageProgram] = {}
-        program = captured.at(captured.samples, device=captured.capture_device)
+        programs = captured.programs
+        program = programs.at(programs.samples, device=programs.capture_device)
         self._uses = PortMap(captured, program, stage_of, exact)
 
     @property
@@ -160,7 +160,7 @@ class Split:
         return self._sources(stage, BATCH_LEAF)
 
     def _sources(self, stage: int, kind: str) -> set[str]:
-        whole = self._program(self.captured.samples, self.captured.capture_device)
+        whole = self._program(self.captured.programs.samples, self.captured.programs.capture_device)
         known = whole.program.sources
         read = [known[node] for node in whole.needed(self.stage_of, stage) if node in known]
         return {source.name for source in read if source.kind == kind}
@@ -169,7 +169,7 @@ class Split:
         self, stage: int, samples: int, *, device: torch.device | str | None = None
     ) -> StageProgram:
         """A stage for a number of samples, its tensors made on ``device`` or by the parameters."""
-        place = torch.device(device) if device is not None else self.captured.device
+        place = torch.device(device) if device is not None else self.captured.programs.device
         key = (stage, samples, place)
         if key not in self._cache:
             self._cache[key] = _Cutter(self, self._program(samples, place), stage).cut()
@@ -177,9 +177,9 @@ class Split:
 
     @remembered
     def _program(self, samples: int, place: torch.device) -> _WholeProgram:
-        program = self.captured.at(samples, device=place)
+        program = self.captured.programs.at(samples, device=place)
         sent = {self.captured.value_calls[p.value] for p in self.ports if p.grad and self.exact}
-        return _WholeProgram(program, self.captured.owners(program), sent)
+        return _WholeProgram(program, self.captured.programs.owners(program), sent)
 
 
 class _WholeProgram:
@@ -263,7 +263,7 @@ class _Cutter:
             self.graph.call_function(torch.ops.aten.detach.default, (self.env[n],)) for _, n in made
         ]
         self.graph.output(tuple(returned))
-        module = _make_graph_module(self.attributes, self.graph, class_name=f"Stage{self.stage}")
+        module = fx.GraphModule(self.attributes, self.graph, f"Stage{self.stage}")
         for target in self.transient:
             owner, _, name = target.rpartition(".")
             module.get_submodule(owner)._non_persistent_buffers_set.add(name)

@@ -19,7 +19,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anabranch import models
 from anabranch.errors import WorkloadError, naming_place
-from anabranch.graph.without_dynamo import without_dynamo
 from anabranch.workload import Workload, to_meta, with_article
 
 
@@ -54,8 +53,7 @@ def resolve(
             f"A model of your own is written package.module:function, where the function returns "
             f"an anabranch.Workload"
         )
-    with without_dynamo() if meta else nullcontext():  # which making weights on meta would import
-        return models.build(text, preset=preset, options=options, meta=meta)
+    return models.build(text, preset=preset, options=options, meta=meta)
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -14,11 +14,9 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
-from anabranch.graph.without_dynamo import without_dynamo
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.kept_bytes import KeptBytes
 from anabranch.profile.kernel_trace import (
@@ -30,7 +28,7 @@ from anabranch.profile.kernel_trace import (
     TracedModel,
     checked_counts,
 )
-from anabranch.profile.kernels import KnownKernels, MetaRun, Recorder
+from anabranch.profile.kernels import MetaRun, Recorder
 from anabranch.profile.operator_runner import (
     example_batch,
     operator_programs,
@@ -68,30 +66,26 @@ def estimate(
     traced = trace(captured)
     if traced.is_affine:
         return traced.profile(device, counts, precision)
-    known = KnownKernels()
     sheet = DATA_SHEETS[device]  # the model does something else for other sample counts
-    seconds = [_kernels(captured, n, known).seconds(sheet, precision) for n in counts]
+    seconds = [_kernels(captured, n).seconds(sheet, precision) for n in counts]
     return traced.with_seconds(counts, seconds, device, precision)
 
 
 def trace(captured: Captured) -> TracedModel:
     """The kernels of a captured model, also one on the meta device."""
-    known = KnownKernels()
-    with without_dynamo():
-        few, many = (_kernels(captured, samples, known) for samples in (FEW, MANY))
+    few, many = (_kernels(captured, samples) for samples in (FEW, MANY))
     return TracedModel(captured.graph, few, many)
 
 
-def _kernels(captured: Captured, samples: int, known: KnownKernels) -> KernelTrace:
+def _kernels(captured: Captured, samples: int) -> KernelTrace:
     """What a step with that many samples launches."""
     meta = torch.device("meta")
-    with _use_lazy_graph_module(True):  # they are interpreted: no code is needed
-        program = operator_programs(captured, samples, meta)
+    program = operator_programs(captured, samples, meta)
     batch = example_batch(captured, samples, meta)
     tensors = _meta_tensors(program)
     at_hand = [t for named in tensors for t in named.values()]
     at_hand += [t.grad for t in at_hand if t.grad is not None]
-    watch = _Watch(len(program), [*at_hand, *batch.values()], known)
+    watch = _Watch(len(program), [*at_hand, *batch.values()])
 
     def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)
@@ -110,15 +104,14 @@ def _kernels(captured: Captured, samples: int, known: KnownKernels) -> KernelTra
 class _Watch:
     """Observes kernels, what is kept, and what a pass takes besides."""
 
-    def __init__(self, num_ops: int, at_hand: Sequence[Tensor], known: KnownKernels) -> None:
+    def __init__(self, num_ops: int, at_hand: Sequence[Tensor]) -> None:
         self.kept = KeptBytes(num_ops, at_hand)
         self.working = WorkingBytes(num_ops, at_hand)
-        self.known = known
         self.seen: list[tuple[int, int, Kernel]] = []
 
     @contextmanager
     def _recorded(self, which: int, op: int) -> Iterator[None]:
-        with Recorder(self.known, self.working.see) as recorder:
+        with Recorder(self.working.see) as recorder:
             yield
         self.seen += [(which, op, kernel) for kernel in recorder.kernels]
 

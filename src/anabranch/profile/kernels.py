@@ -6,7 +6,7 @@ dropout are replaced by PyTorch's fused kernels for GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,28 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.call_traits import words
-from anabranch.graph.meta_kernels import MetaKernels
 from anabranch.profile.kernel_trace import Kernel
 
 aten = torch.ops.aten
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the kernels of whatever runs under it; ``known`` has those of equal calls, ``see``
-    is shown what is made.
-    """
+    """Collects the kernels of all operations inside; ``see`` is called with each tensor made."""
 
-    def __init__(
-        self, known: KnownKernels | None = None, see: Callable[[Tensor], None] | None = None
-    ) -> None:
+    def __init__(self, see: Callable[[Tensor], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = known or KnownKernels()
         self.see = see
         self.kernels: list[Kernel] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # whose wrapper takes longer than what it wraps
 
     def __torch_dispatch__(
         self,
@@ -46,29 +36,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result, key = self.known.results.call(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if not _is_free(func):
-            kernel = self.known.kernels.get(key)
-            if kernel is None:
-                inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-                outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-                kernel = _kernel(func, args, inputs, outputs)
-                if key is not None:
-                    self.known.kernels[key] = kernel
-            self.kernels.append(kernel)
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self.kernels.append(_kernel(func, args, inputs, outputs))
         if self.see is not None:
-            for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(tensor, Tensor):
-                    self.see(tensor)
+            for tensor in outputs:
+                self.see(tensor)
         return result
-
-
-class KnownKernels:
-    """What operations on meta tensors return and launch, once for equal calls."""
-
-    def __init__(self) -> None:
-        self.results = MetaKernels()
-        self.kernels: dict[Hashable, Kernel] = {}
 
 
 class MetaRun(fx.Interpreter):

@@ -25,7 +25,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -360,7 +359,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
         forward, backward = zip(*(bench.cost(alike) for bench in benches), strict=True)
         costs |= {i: OpCost(forward, backward, kept[i], working[i]) for i in alike}
     return Profile(
-        replace(captured.graph, granularity=captured.granularity),
+        captured.graph,
         tuple(b.samples for b in benches),
         tuple(costs[i] for i in range(len(captured.graph))),
         device=device,

@@ -63,7 +63,7 @@ def workable_counts(
     failure: CaptureError | None = None
     for i, count in enumerate(counts):
         try:
-            captured.at(count, device=device)
+            captured.programs.at(count, device=device)
         except CaptureError as error:
             failure = failure or error
             continue
@@ -85,10 +85,9 @@ def workable_counts(
 
 def example_batch(captured: Captured, samples: int, device: torch.device) -> dict[str, Tensor]:
     """The example that the model was captured with, repeated or cut to that many samples."""
-    layout = captured._layout
-    tensors = layout.resized(samples, device)
-    leaves = {name: t.to(device) for name, t in zip(layout.names, tensors, strict=True)}
-    return captured.with_statistics(leaves)
+    layout = captured.layout
+    tensors = zip(layout.names, layout.resized(samples, device), strict=True)
+    return captured.programs.with_statistics({name: t.to(device) for name, t in tensors})
 
 
 def run_operators(

@@ -12,7 +12,8 @@ from torch import Tensor
 from anabranch.checkpoint import Progress
 from anabranch.data.loaders import Loader, TensorTypes, is_unread
 from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
-from anabranch.graph.capture import Captured, sizes_of, told_type
+from anabranch.graph.batch_layout import sizes_of, type_text
+from anabranch.graph.capture import Captured
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import uploaded
 from anabranch.workload import Batch, Workload
@@ -181,7 +182,7 @@ def leaves_of(
             other types, or of other sizes besides the number of samples.
     """
     try:
-        leaves = captured.flatten_batch(batch)
+        leaves = captured.layout.flatten(batch)
     except ValueError as error:
         raise DataError(f"{which}: {error}" if which else str(error)) from error
     sizes = {name: leaf.shape[0] if leaf.dim() else 0 for name, leaf in leaves.items()}
@@ -190,7 +191,7 @@ def leaves_of(
         raise DataError(
             f"the tensors of {which or 'a batch'} need one number of samples, at least 1: {listed}"
         )
-    types = captured.for_batch(leaves).leaf_types
+    types = captured.for_batch(leaves).layout.types
     if any((leaf.shape[1:], leaf.dtype) != types[name] for name, leaf in leaves.items()):
         raise DataError(_differs(captured, leaves, which or "a batch"))
     mine = leaves.keys() if read is None else read
@@ -204,15 +205,15 @@ def leaves_of(
 
 def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
     """Leaves of a batch beside those of the example."""
-    buckets = [captured.alike[sizes] for sizes in sorted(captured.alike)]
+    buckets = [captured.variants[sizes] for sizes in sorted(captured.variants)]
     told, has = [], []
     for name, leaf in leaves.items():
-        known = [told_type(*bucket.leaf_types[name]) for bucket in buckets]
-        has.append(f"{name} {(here := told_type(leaf.shape[1:], leaf.dtype))}")
+        known = [type_text(*bucket.layout.types[name]) for bucket in buckets]
+        has.append(f"{name} {(here := type_text(leaf.shape[1:], leaf.dtype))}")
         if here not in known:
             told.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
-    if len(buckets) > 1 and sizes_of(leaves) in captured.alike:
-        types = {name: dtype for name, (_, dtype) in captured.leaf_types.items()}
+    if len(buckets) > 1 and sizes_of(leaves) in captured.variants:
+        types = {name: dtype for name, (_, dtype) in captured.layout.types.items()}
         other = [
             f"{name} is {str(leaf.dtype).removeprefix('torch.')}, not "
             f"{str(types[name]).removeprefix('torch.')}"

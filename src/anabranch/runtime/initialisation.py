@@ -109,7 +109,8 @@ def require_constants(captured: Captured, place: torch.device) -> None:
     """Raise a TrainingError where the forward reads tensors that are neither parameters nor buffers
     and were made on the meta device.
     """
-    for name, value in captured.at(captured.samples, device=place).constants.items():
+    programs = captured.programs
+    for name, value in programs.at(programs.samples, device=place).constants.items():
         if value.is_meta:
             raise TrainingError(
                 f"the model was built on the meta device, and its forward reads a tensor of shape "

@@ -37,7 +37,8 @@ from anabranch.errors import (
     NonFiniteError,
     TrainingError,
 )
-from anabranch.graph.capture import Captured, only_frozen
+from anabranch.graph.capture import Captured
+from anabranch.graph.module_state import only_frozen
 from anabranch.plans.plan import Plan
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions

@@ -97,7 +97,7 @@ class Session:
         self._frozen = {
             name: parameter
             for name, parameter in module.named_parameters()
-            if name in self.captured.frozen or not parameter.requires_grad
+            if name in self.captured.programs.frozen or not parameter.requires_grad
         }
         # The self-check needs the whole model on one rank.
         self._check_gradients = check_gradients and not meta_names(module)
@@ -159,7 +159,7 @@ class Session:
                 self.checkpoints.restore(saved)
         self.feed.fail, self.feed.reads = self._fail, self._reads
         # Which bucket a batch is of, its tensors tell together, so none is left out.
-        self.feed.types = None if workload.buckets else self.captured.leaf_types
+        self.feed.types = None if workload.buckets else self.captured.layout.types
         self.trace = Trace(self.captured, self.state.parameters, self.mesh)
         self._evaluation = Evaluation(self.workers, self._begin_batch)
         POSITION.leave()
@@ -237,7 +237,7 @@ class Session:
     def _begin_batch(self, batch: Batch) -> None:
         """Let others know which batch is the next here."""
         if self.mesh.size > 1:
-            self.batch_digest = batch_digest(self.captured.flatten_batch(batch))
+            self.batch_digest = batch_digest(self.captured.layout.flatten(batch))
             RECENT_BATCHES.note(self._run_id, self._num_batches, self.batch_digest)
             self._num_batches += 1
 

@@ -86,12 +86,12 @@ class WorkerCache:
     @cached_property
     def leaves(self) -> frozenset[str]:
         """Names of the tensors of a batch that this rank's stages read."""
-        return self._read - self.captured.statistics
+        return self._read - self.captured.programs.statistics
 
     @cached_property
     def needed_leaves(self) -> frozenset[str]:
         """Also those of which it makes what its stages read of a batch besides its tensors."""
-        return self.captured.tensors_for(self._read)
+        return self.captured.programs.tensors_for(self._read)
 
     @cached_property
     def _read(self) -> frozenset[str]:

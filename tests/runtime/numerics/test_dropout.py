@@ -126,7 +126,7 @@ def test_models_of_others_draw_the_same() -> None:
     module, example = build("T5", torch.float64)
     set_dropout(module, 0.1)
     model = Built(capture(module, example), Workload(module, example))
-    leaves = model.captured.flatten_batch(example)
+    leaves = model.captured.layout.flatten(example)
     whole = plan(model, 1, batch_size=4, microbatch_size=4)
     parts = plan(model, 3, batch_size=4, microbatch_size=[2, 1, 4], replicas=[1, 2, 1])
     expected, reference = step(model, whole, leaves, BY_SAMPLE)

@@ -120,7 +120,7 @@ def train(
         note_crowded(shown)
     if is_first and not as_json:
         say_lines(shown.summary())
-        for sentence in told(job.captured.loss_kind, job.captured.normalised):
+        for sentence in told(job.captured.graph.loss_kind, job.captured.graph.normalised):
             say_lines(sentence)
         if training.resume is not None:
             say_lines(f"goes on from {training.resume}, after step {first_step(training):,}")

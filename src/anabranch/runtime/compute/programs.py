@@ -71,7 +71,7 @@ class StagePrograms:
 
     def with_statistics(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a whole batch, and what stages read of it besides."""
-        return self._captured.with_statistics(leaves, self.place)
+        return self._captured.programs.with_statistics(leaves, self.place)
 
     @remembered
     def runnable(self, stage: int, samples: int) -> StageCall:

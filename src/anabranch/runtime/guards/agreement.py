@@ -85,7 +85,7 @@ def facts_of(captured: Captured, plan: Plan, options: Mapping[str, object]) -> d
         "version": version(),
         "model": f"{type(captured.module).__name__} with {len(graph)} operators and "
         f"{numbers} parameters ({_short(model)})",
-        "sizes of batches": " or ".join(map(repr, captured.alike)),
+        "sizes of batches": " or ".join(map(repr, captured.variants)),
         "weights": f"{len(without)} tensors on the meta device ({_short(repr(without))})",
         "plan": f"{len(stages)} stages on {len(stages.devices)} devices, {plan.schedule}, batch "
         f"{stages.batch_size} ({_short(repr((stages, plan.schedule)))})",

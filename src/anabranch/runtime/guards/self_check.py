@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import TrainingError
-from anabranch.graph.capture import Captured, on_one_device
+from anabranch.graph.capture import Captured
+from anabranch.graph.module_state import on_one_device
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.programs import is_random
@@ -138,7 +139,7 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
     """
     available = int(next(iter(leaves.values())).shape[0])
     size = max(1, min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages))
-    if steps.captured.normalised or available < 2 * size:
+    if steps.captured.graph.normalised or available < 2 * size:
         return [(0, min(available, max(size, 2)))]
     return [(0, size), (size, 2 * size)]
 
@@ -203,10 +204,10 @@ def _sliced(
     return TrainingError(
         f"micro-batches change what {type(captured.module).__name__} is trained on: for {size} "
         f"samples at once its loss is {theirs:.6g}, for {len(cuts)} micro-batches "
-        f"{ours:.6g}, although the graph says that the loss is a {captured.loss_kind} over the "
-        "samples; something computes across samples, such as an index along them: train with one "
-        "micro-batch of the whole batch and no replicas (--microbatch-size, --max-replicas 1), or "
-        f"compute it per sample; {_ALL_THE_SAME}"
+        f"{ours:.6g}, although the graph says that the loss is a {captured.graph.loss_kind} over "
+        "the samples; something computes across samples, such as an index along them: train with "
+        "one micro-batch of the whole batch and no replicas (--microbatch-size, --max-replicas 1), "
+        f"or compute it per sample; {_ALL_THE_SAME}"
     )
 
 

@@ -48,9 +48,9 @@ class BySample:
     @cached_property
     def _axes(self) -> list[tuple[fx.Node, SampleAxis | None]]:
         """Per call of the model, the node that has the samples of its numbers, and where."""
-        samples = self._captured.samples
-        program = self._captured.at(samples)
-        axes = sample_axes(program, self._captured.at(2 * samples))
+        samples = self._captured.programs.samples
+        program = self._captured.programs.at(samples)
+        axes = sample_axes(program, self._captured.programs.at(2 * samples))
         result = []
         for node in program.calls:
             source = node.all_input_nodes[0] if schema_name(node) in _BY_INPUT else node
@@ -106,7 +106,7 @@ class BySample:
             raise _refusal(old, "its numbers cannot be told apart by sample")
         if axis is None or axis.trouble:
             raise _refusal(old, axis.trouble if axis else "it is not one tensor")
-        shape = _shape(self._captured.at(samples).calls[old.meta[CALL]])
+        shape = _shape(self._captured.programs.at(samples).calls[old.meta[CALL]])
         if name.startswith("aten::feature") and axis.dim > 1:
             raise _refusal(old, f"its samples are in dimension {axis.dim}, within a feature")
         if name == "aten::scaled_dot_product_attention" and axis.dim >= len(shape) - 2:

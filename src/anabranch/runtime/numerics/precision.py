@@ -32,7 +32,7 @@ def value_types(
     """Types of values under autocast on the device, by index, where they differ."""
     if half is None:
         return {}
-    program = captured.at(captured.samples, device=place)
+    program = captured.programs.at(captured.programs.samples, device=place)
     env: dict[fx.Node, Any] = {}
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with mode, torch.no_grad(), autocast(half, place):

@@ -1,0 +1,152 @@
+"""Exported programs of one module, lowered to flat programs for any number of samples.
+
+One export with a symbol for the number of samples serves them all. A module that refuses the symbol
+is exported again for each number.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+from torch import fx, nn
+
+from anabranch.errors import CaptureError
+from anabranch.graph.batch_layout import BatchLayout
+from anabranch.graph.batch_norms import in_one_process
+from anabranch.graph.export import ReturnsLoss, export, user_line
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    BUFFER,
+    PARAMETER,
+    FlatProgram,
+    PlaceholderSource,
+    RefusedError,
+    batch_sizes,
+    frame,
+    lower,
+    propagate,
+)
+from anabranch.graph.module_state import in_mode, on_meta, on_one_device
+from anabranch.graph.number_metrics import numbers_as_tensors
+from anabranch.graph.whole_batch import counted_means
+
+
+class Exporter:
+    """Flat programs of one module, in training or in evaluation mode.
+
+    Attributes:
+        samples: number of samples of the first export.
+        device: where the module is exported.
+        frozen: names of the parameters that are not trainable.
+        outputs: names of the loss and the metrics, once there is a program.
+    """
+
+    def __init__(
+        self, module: nn.Module, layout: BatchLayout, training: bool, device: torch.device
+    ) -> None:
+        # A module without values stays one here, whatever values it is given later.
+        self.module = module = on_meta(module) if device.type == "meta" else module
+        self.layout = layout
+        self.training = training
+        self.device = device
+        self.samples = max(2, layout.samples)
+        self.frozen = frozenset(n for n, p in module.named_parameters() if not p.requires_grad)
+        self.outputs: tuple[str, ...] = ()
+        self._wrapped = ReturnsLoss(module, layout.rebuild)
+        self._names = _first_names(module)
+        self._tensors: dict[PlaceholderSource, torch.Tensor] = {
+            **{PlaceholderSource(PARAMETER, n): p for n, p in module.named_parameters()},
+            **{PlaceholderSource(BUFFER, n): b for n, b in module.named_buffers()},
+        }
+        self._fixed: dict[int, torch.export.ExportedProgram] = {}
+        self._dynamic: torch.export.ExportedProgram | None = None
+
+    def program(self, samples: int, device: torch.device | None = None) -> FlatProgram:
+        """The flat program for a number of samples; it constructs its tensors on the device.
+
+        Raises:
+            CaptureError: if the module cannot be captured, or not with that many samples.
+        """
+        if not self.outputs:
+            self._export()
+        if self._dynamic is not None:
+            with suppress(RefusedError):
+                return self._lowered(self._dynamic, samples, device)
+        if samples not in self._fixed:
+            self._fixed[samples] = self._run(samples, dynamic=False, works_with=self.samples)
+        return self._lowered(self._fixed[samples], samples, device)
+
+    def _export(self) -> None:
+        """Export the module, if possible for any number of samples."""
+        try:
+            self._dynamic = self._run(self.samples, dynamic=True)
+        except CaptureError as error:
+            if error.__cause__ is None:
+                raise  # what is wrong does not depend on how the module is exported
+        if self._dynamic is None or _is_fixed(self._dynamic):
+            self._dynamic = None
+            self._fixed[self.samples] = self._run(self.samples, dynamic=False)
+        chosen = self._dynamic or self._fixed[self.samples]
+        self.outputs = tuple(chosen.call_spec.out_spec.context)
+
+    def _run(
+        self, samples: int, *, dynamic: bool, works_with: int | None = None
+    ) -> torch.export.ExportedProgram:
+        leaves = self.layout.resized(samples, self.device)
+        mode, place = in_mode(self.module, self.training), on_one_device(self.module, self.device)
+        with mode, in_one_process(), place:
+            return export(self._wrapped, leaves, dynamic=dynamic, works_with=works_with)
+
+    def _lowered(
+        self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
+    ) -> FlatProgram:
+        program = lower(
+            exported, samples, names=self._names, batch_names=self.layout.names, device=device
+        )
+        program = numbers_as_tensors(program, self.outputs)
+
+        def find(source: PlaceholderSource) -> torch.Tensor:
+            if source.kind == BATCH_LEAF:
+                shape, dtype = self.layout.types[source.name]
+                return torch.empty((samples, *shape), dtype=dtype, device=device or self.device)
+            known = self._tensors.get(source)
+            return program.constants[source.name] if known is None else known
+
+        try:
+            propagate(program, find, device)
+        except Exception as error:
+            if exported is self._dynamic:
+                raise RefusedError from error
+            raise
+        for node, source in program.writes_to(BATCH_LEAF):
+            raise CaptureError(
+                f"{type(self.module).__name__} changes {source.name}, a tensor of the batch, in "
+                f"place ({node.target}, {place_of(self.module, node)}); other stages read the same "
+                "batch, which may find it changed or not: work on a copy of it (clone), or take "
+                "the operation that returns a new tensor"
+            )
+        return counted_means(program)
+
+
+def place_of(module: nn.Module, node: fx.Node) -> str:
+    """The module that an operation is called in, with its class, and the line."""
+    path = frame(node)
+    owner = type(module.get_submodule(path)).__name__
+    return f"in {path} ({owner}), {user_line(node)}" if path else f"in {owner}, {user_line(node)}"
+
+
+def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
+    """Whether the tracer met a line that needs the number of samples as a constant."""
+    sizes = batch_sizes(exported)
+    return any(isinstance(size, int) or size.node.expr.is_number for size in sizes)
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer in the wrapped module -> its first in the user's."""
+    result = {}
+    for named in (module.named_parameters, module.named_buffers):
+        first: dict[int, str] = {}
+        for name, tensor in named(remove_duplicate=False):
+            result[f"module.{name}"] = first.setdefault(id(tensor), name)
+    return result
