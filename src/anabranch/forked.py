@@ -29,7 +29,7 @@ def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[
     if count < 2:
         return [function(item) for item in items]
     shares = [items[first::count] for first in range(count)]
-    others: list[_Worker[Result] | None] = []
+    others: list[Worker[Result] | None] = []
     try:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # the others leave an interrupt to this process, which ends them
@@ -47,6 +47,15 @@ def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[
     return [found[i % count][i // count] for i in range(len(items))]
 
 
+def start(task: Callable[[], object]) -> Worker[None] | None:
+    """A process that does something beside this one; None where there can be none."""
+
+    def run(_: None) -> None:
+        task()
+
+    return _forked(run, [None]) if cores() > 1 else None
+
+
 def cores() -> int:
     """Cores that this process may use; 1 where it cannot be forked, or has threads, which may hold
     a lock just then.
@@ -56,7 +65,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class _Worker(Generic[Result]):
+class Worker(Generic[Result]):
     """A process that was forked, and the pipe that its results come by."""
 
     def __init__(self, process: int, pipe: BinaryIO) -> None:
@@ -77,7 +86,7 @@ class _Worker(Generic[Result]):
             os.waitpid(self._process, 0)
 
 
-def _forked(function: Callable[[Item], Result], items: Sequence[Item]) -> _Worker[Result] | None:
+def _forked(function: Callable[[Item], Result], items: Sequence[Item]) -> Worker[Result] | None:
     """A process that works on some items; None where no more can be had."""
     try:
         reading, writing = os.pipe()
@@ -93,7 +102,7 @@ def _forked(function: Callable[[Item], Result], items: Sequence[Item]) -> _Worke
         return None
     if process:
         os.close(writing)
-        return _Worker(process, os.fdopen(reading, "rb"))
+        return Worker(process, os.fdopen(reading, "rb"))
     try:
         sent = pickle.dumps([function(item) for item in items])
         with os.fdopen(writing, "wb") as pipe:

@@ -1,23 +1,25 @@
 """Sums of gradients in a simulated step: when they begin, what they wait for, what they hold up."""
 
-import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch import jit
 from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES, asynchronous
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
-from anabranch.simulator import step, stream
+from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
+from anabranch.simulator.events import play
+from anabranch.simulator.in_a_row import in_a_row
 from anabranch.simulator.program import compile_schedule
+from anabranch.simulator.records import Tables
 from anabranch.simulator.run import run, step_seconds
-from anabranch.simulator.tables import empty_tables, tables_of
+from anabranch.simulator.tables import tables_of
 from anabranch.timeline import Timeline
 from tests.simulator.helpers import (
     chain,
@@ -260,40 +262,16 @@ def test_steps_in_a_row_read_their_batches():
     assert (timeline.step_s, timeline.period_s) == (4.0, 4.5)
 
 
-@given(priced_stage_graphs())
-@settings(max_examples=30, deadline=None)
-def test_one_machine_code_is_for_all_steps(example):
-    """What is compiled before there is a step is what every step asks for."""
-    graph, cost, schedule = example
-    costs = ModelCosts(graph, cost)
-    program = compile_schedule(SCHEDULES[schedule]().order(graph), graph, costs)
-    before, needed = empty_tables(), tables_of(program, costs)
-    assert [(t.dtype, t.ndim) for t in before] == [(t.dtype, t.ndim) for t in needed]
-
-
 @given(priced_stage_graphs(), st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_machine_code_does_the_same_as_python(example, shard):
-    """To the last bit: a plan does not depend on whether code has been compiled by then."""
+    """To the last bit."""
     graph, cost, schedule = example
-    cost = replace(cost, shard_optimizer=shard)
-    order = SCHEDULES[schedule]().order(graph)
-    timelines = []
-    for fetched in (math.inf, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "FETCHED", fetched)
-            patch.setattr(jit, "is_there", lambda *_: True)
-            timelines.append(run(graph, order, cost, period=True))
-    assert timelines[0] == timelines[1]
-
-
-def test_python_does_it_where_nothing_can_be_compiled(monkeypatch):
-    """No process is to be had for it; a step is simulated all the same."""
-
-    def begin(*_: object) -> None:
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(step, "COMPILED", 0)
-    monkeypatch.setattr(jit, "is_there", lambda *_: False)
-    monkeypatch.setattr(jit, "begin", begin)
-    assert simulate(replicated(), three_buckets(1.0)).step_s == 13
+    costs = ModelCosts(graph, replace(cost, shard_optimizer=shard))
+    program = compile_schedule(SCHEDULES[schedule]().order(graph), graph, costs)
+    program = in_a_row(program, 3, 0.0)
+    compiled, plain = tables_of(program, costs), tables_of(program, costs)
+    play(compiled)
+    play.py_func(Tables(*(table.view(np.recarray) for table in plain)))
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert ours.tobytes() == theirs.tobytes()

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from anabranch.compiled import compiled
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import Floats, Ints
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import bits
-from anabranch.jit import entry
 from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.infeasible import explain, fit_in_a_row
 from anabranch.planner.toolkit.parts import Part
@@ -112,7 +112,7 @@ def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
     return [*pairwise([0, *reversed(stops)])]
 
 
-@entry
+@compiled
 def _cut_evenly(sums: Floats, longest: Floats, starts: Ints) -> None:
     """Of the first ``stop`` of a row, in so many runs and one: the longest, and where the last one
     starts: [runs, stop].

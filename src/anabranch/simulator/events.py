@@ -4,8 +4,6 @@
 it: its arrival is known as soon as it starts to move. Events are those of devices (a message that
 one waits for has arrived, a part of its unit has ended), then of queues of sums, of groups (what
 they have updated is shared), of hosts whose devices share cores (a job has ended).
-
-The same functions run as plain Python on lists (``simulator.step``).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 
-from anabranch.jit import entry
+from anabranch.compiled import compiled
 from anabranch.simulator.engine import begin_job, end_job, expect, expect_at, next_event
 from anabranch.simulator.records import Record, Table, Tables
 
@@ -43,7 +41,7 @@ AGREEMENT, UPDATE, GATHER = int(Role.AGREEMENT), int(Role.UPDATE), int(Role.GATH
 SHARE, SHARED, BEGIN = int(Role.SHARE), int(Role.SHARED), int(Role.BEGIN)
 
 
-@entry
+@compiled
 def play(step: Tables) -> None:
     """Start every device and go on until nothing happens."""
     clock = step.clock[0]

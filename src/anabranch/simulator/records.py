@@ -1,4 +1,4 @@
-"""Tables of a simulated step: what compiled code reads and writes, and plain Python as well.
+"""Tables of a simulated step: what compiled code reads and writes.
 
 A table has one record per device, message and so on, with what is known before the clock runs and
 what changes while it does. ``first`` and ``stop`` are where a record's part of ``Tables.lists``
@@ -7,16 +7,12 @@ begins and ends, unless another table is named; indices are -1 for none, flags 0
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import make_dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 Table = Any
-"""An array, or a list: of records or of numbers."""
+"""An array of records or of numbers."""
 
 Record = Any
 """An entry of a table of records: what is assigned to a field is in the table."""
@@ -106,16 +102,3 @@ class Tables(NamedTuple):
     free: Table
     speeds: Table
     runs: Table
-
-
-def listed(table: NDArray[Any]) -> list[Any]:
-    """A table for plain Python."""
-    rows: list[Any] = table.tolist()
-    return rows if table.dtype.names is None else [_row(table.dtype)(*row) for row in rows]
-
-
-@cache
-def _row(record: np.dtype[Any]) -> Callable[..., Any]:
-    """What a record is there."""
-    assert record.names is not None
-    return make_dataclass("Row", record.names, slots=True)

@@ -1,29 +1,19 @@
-"""One simulated step: what has happened when the clock has run.
-
-The clock runs as machine code where there is some by now, else as plain Python on lists: that takes
-as long for a small step as to fetch the code, and nobody waits for its compilation. Both do the
-same to the last bit.
-"""
+"""One simulated step: what has happened when the clock has run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch import jit
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.events import Role, play
 from anabranch.simulator.program import Program
-from anabranch.simulator.records import Tables, listed
-from anabranch.simulator.tables import empty_tables, tables_of
+from anabranch.simulator.tables import tables_of
 from anabranch.simulator.units import ComputeUnit
 from anabranch.timeline import OverheadSpan, Span, SumSpan
 
@@ -33,29 +23,6 @@ _WHAT = {
     Role.UPDATE: "update",
     Role.GATHER: "gather",
 }
-
-FETCHED, COMPILED = 5_000, 100_000
-"""Entries of lists that a process simulates in plain Python before it fetches the machine code, as
-long as that takes; and where none is kept, before it begins to compile it: a second or two.
-"""
-
-_played = 0
-
-
-def to_compile() -> tuple[Any, tuple[Any, ...]]:
-    """What is compiled; see ``jit.begin``."""
-    return play, (empty_tables(),)
-
-
-def _is_compiled(tables: Tables) -> bool:
-    """Whether there is machine code by now; otherwise its compilation has begun, if it pays."""
-    # A machine that has no room for files or processes has plain Python.
-    with suppress(OSError):
-        if _played > FETCHED and jit.is_there(play, tables):
-            return True
-        if _played > COMPILED:
-            jit.begin((play, (tables,)))
-    return False
 
 
 class Step:
@@ -67,16 +34,7 @@ class Step:
 
     def run(self) -> None:
         """Start every device and go on until nothing happens."""
-        global _played
-        _played += len(self.program.entries)
-        if _is_compiled(self._tables):
-            play(self._tables)
-            return
-        lists = Tables(*map(listed, self._tables))
-        jit.plain(play)(lists)
-        for table, rows in zip(self._tables, lists, strict=True):
-            names = table.dtype.names
-            table[:] = rows if names is None else [attrgetter(*names)(row) for row in rows]
+        play(self._tables)
 
     @property
     def end(self) -> float:

@@ -53,12 +53,6 @@ class SharedLists:
         return self._known[key]
 
 
-def empty_tables() -> Tables:
-    """Tables without a row."""
-    kinds = *(CLOCK, np.int64, NODE, DEVICE, UNIT, PART, MESSAGE, BARRIER, SUM, QUEUE, PIECE), HOST
-    return Tables(*(np.zeros(0, kind) for kind in (*kinds, *(float,) * 2, RUN)))
-
-
 def tables_of(program: Program, costs: StepCosts) -> Tables:
     """Everything before the clock runs."""
     messages, lists = _messages(program)

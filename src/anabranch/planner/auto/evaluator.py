@@ -29,16 +29,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.cost.overheads import computed_at_once, slowdown_of
 from anabranch.cost.stage_weights import Held
-from anabranch.graph.opgraph import BATCH, Op, OpGraph
-from anabranch.jit import bound
+from anabranch.graph.opgraph import BATCH
 from anabranch.planner.auto import stage_tables as tables
 from anabranch.planner.auto.draft import SETUP, Draft
 from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
-from anabranch.profile.profile import OpCost, Profile
 
 Ints = NDArray[np.int64]
 
@@ -104,23 +101,14 @@ class Evaluator:
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
         self._given = tuple(table.data.cast("B") for table in given)
-        self.example = *given, 1, False, False, False, 0.0, problem, state
-        self._step_s = bound(step_s, *self.example)
+        self._tables = given, problem, state
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """About how many seconds; infinity where it cannot run or takes longer than the limit."""
         for memory, values in zip(self._given, draft[:3], strict=True):
             memory[: values.nbytes] = values.tobytes()  # quicker than arrays of records
-        seconds: float = self._step_s(draft.num_stages, *draft[3:], limit)
-        return seconds
-
-
-def to_compile() -> tuple[Any, tuple[Any, ...]]:
-    """What is compiled, which is the same for all models; see ``jit.begin``."""
-    graph, costs = OpGraph((Op("any"),), ()), (OpCost((1.0,), (1.0,), 0),)
-    profile = Profile(graph, (1,), costs, device="any", source="estimated")
-    evaluator = Evaluator(CostModel(profile, Cluster.preset("local:1")), batch_size=1)
-    return step_s, evaluator.example
+        given, problem, state = self._tables
+        return step_s(*given, draft.num_stages, *draft[3:], limit, problem, state)
 
 
 def _seconds(cost: CostModel) -> tuple[Any, Any]:

@@ -9,9 +9,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from anabranch.jit import entry
-from anabranch.planner.auto import stage_tables as tables
-from anabranch.planner.auto.stage_tables import Problem, Record, State, Table
+from anabranch.compiled import compiled
+from anabranch.planner.auto.stage_tables import (
+    Problem,
+    Record,
+    State,
+    Table,
+    chain_stages,
+    count_devices,
+    count_in_flight,
+    fit_memory,
+    join_stages,
+    message_bytes,
+    order_edges,
+    price_messages,
+    price_sums,
+    sort_stages,
+    split_samples,
+    sum_operators,
+)
 
 SHOWN = 96
 """Micro-batches that are run; the others take as long each as those in the middle of these."""
@@ -64,7 +80,7 @@ def _period_s(stage: Record) -> float:
 
 def _message_s(edge: Record, way: int, samples: int) -> float:
     """Seconds of a message that waits for nothing."""
-    nbytes = tables.message_bytes(edge, way, samples)
+    nbytes = message_bytes(edge, way, samples)
     return float(nbytes * edge.byte_s + edge.latency) if nbytes > 0 else 0.0
 
 
@@ -76,7 +92,7 @@ def _busiest_port_s(batch_size: int, state: State) -> float:
         source, target = state.stages[edge.ends[0]], state.stages[edge.ends[1]]
         size = min(source.microbatch, target.microbatch)
         for way in range(2):
-            nbytes = tables.message_bytes(edge, way, size) * batch_size / size
+            nbytes = message_bytes(edge, way, size) * batch_size / size
             for end in range(2):
                 x, inward = edge.ends[end], int(end != way)
                 _occupy(edge, way, end, _free_at(inward, x, edge.far, state), nbytes, state)
@@ -105,7 +121,7 @@ def _send(e: int, way: int, number: int, samples: int, start: float, state: Stat
     soon as they are free.
     """
     edge = state.edges[e]
-    nbytes = tables.message_bytes(edge, way, samples)
+    nbytes = message_bytes(edge, way, samples)
     if nbytes > 0:
         for end in range(2):
             start = max(start, _free_at(int(end != way), edge.ends[end], edge.far, state))
@@ -306,7 +322,7 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
     return step + apart + update + hidden * period
 
 
-@entry
+@compiled
 def step_s(
     home: Table,
     owner: Table,
@@ -324,22 +340,22 @@ def step_s(
     """
     stages, numbers = state.stages[:count], problem.numbers[0]
     batch_size, flush = numbers.batch_size, numbers.flush > 0
-    tables.count_devices(owner, setups, problem.levels, stages, state)
-    if not tables.split_samples(problem, stages):
+    count_devices(owner, setups, problem.levels, stages, state)
+    if not split_samples(problem, stages):
         return np.inf
-    if not tables.sum_operators(home, problem, stages):
+    if not sum_operators(home, problem, stages):
         return np.inf
-    tables.join_stages(home, problem, stages, state)
-    if not tables.sort_stages(stages, state):
+    join_stages(home, problem, stages, state)
+    if not sort_stages(stages, state):
         return np.inf
     if chained:
-        tables.chain_stages(stages, state)
-    tables.order_edges(stages, state)
-    tables.count_in_flight(deep, flush, stages, state)
-    if not tables.fit_memory(sharded, numbers, stages, state):
+        chain_stages(stages, state)
+    order_edges(stages, state)
+    count_in_flight(deep, flush, stages, state)
+    if not fit_memory(sharded, numbers, stages, state):
         return np.inf
-    tables.price_messages(problem, stages, state)
-    tables.price_sums(home, sharded, problem, stages, state.pieces)
+    price_messages(problem, stages, state)
+    price_sums(home, sharded, problem, stages, state.pieces)
     least = _least_s(numbers, stages, state)
     if not flush:
         least = max(least, _busiest_port_s(batch_size, state))

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from anabranch.compiled import compiled
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.nested_weights import Ints
-from anabranch.jit import entry
 from anabranch.planner.dapple.links import Links, hop_price, links
 from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepended
 from anabranch.planner.dapple.placement import Machines
@@ -206,7 +206,7 @@ def _key(label: Any, ranking: int) -> tuple[float, float]:
     return (label.hoped_s, label.closed_s) if ranking == 1 else (label.stages, label.hoped_s)
 
 
-@entry
+@compiled
 def _rank(labels: Labels, group: Ints, ranked: Ints, kept: Ints) -> None:
     """Mark the best; ``ranked`` has each group's best by the three rankings, -1 where none is."""
     columns = ranked.shape[1]
@@ -246,7 +246,7 @@ def _linked(
     return prepended(suffix, there, back, 0.0, num_microbatches)
 
 
-@entry
+@compiled
 def extend(
     behind: Labels,
     parts: Ints,

@@ -27,11 +27,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from anabranch import jit
+from anabranch.compiled import compiled
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.graphpipe.chains import Block, Chain
 from anabranch.planner.graphpipe.schedules import ENDLESS, Schedules
@@ -73,17 +73,6 @@ class Strategies(NamedTuple):
 
 CALL = 20_000
 """Steps that the loops around the innermost ones take as long as, per configuration."""
-
-
-def to_compile() -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-    """What is compiled; see ``jit.begin``."""
-    seconds, ranges = np.zeros((1,) * 4), np.zeros((1,) * 4, dtype=np.int64)
-    row, table, devices = ranges[0], ranges[0, 0], ranges[0, 0, 0]
-    return (
-        (_hold_fewest, (seconds, ranges, 0, row, table, devices, 0.0, row, row)),
-        (_share_devices, (table,) * 4),
-        (_put_beside, (row, seconds, ranges, 0, devices, table, devices, 0.0, row, ranges)),
-    )
 
 
 def partition(
@@ -336,7 +325,7 @@ def _side_by_side(a: Strategies, b: Strategies) -> Strategies:
     return Strategies(least, stages)
 
 
-@jit.entry
+@compiled
 def _hold_fewest(
     tps: Floats,
     room: Ints,
@@ -375,7 +364,7 @@ def _hold_fewest(
                     needs[i, x, d] = min(needs[i, x, d], held[j, y, d] + more[x, y])
 
 
-@jit.entry
+@compiled
 def _share_devices(a: Ints, b: Ints, least: Ints, chosen: Ints) -> None:
     """min over d1 of max(a[x, d1], b[x, d - d1]), and that d1: [x, d]."""
     for x in range(a.shape[0]):
@@ -388,7 +377,7 @@ def _share_devices(a: Ints, b: Ints, least: Ints, chosen: Ints) -> None:
                         chosen[x, d1 + d2] = d1
 
 
-@jit.entry
+@compiled
 def _put_beside(
     branches: Ints,
     tps: Floats,

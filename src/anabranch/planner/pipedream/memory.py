@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.jit import entry
+from anabranch.compiled import compiled
 from anabranch.planner.pipedream.terms import INFINITE, Matrix, Piece, Terms
 from anabranch.planner.toolkit.budget import Budget
 
@@ -53,7 +53,7 @@ def solve(terms: Terms, budget: Budget) -> tuple[Piece, ...] | None:
     return tuple(pieces)
 
 
-@entry
+@compiled
 def _prepend(stage: Matrix, after: Matrix, m: int, best: Matrix, choice: NDArray[np.int64]) -> int:
     """Put a stage on m devices in front of what comes after: ``best`` and its ``choice`` of m and
     s, [u, devices]; returns the steps that it took.

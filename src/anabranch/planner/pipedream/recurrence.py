@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.jit import entry
+from anabranch.compiled import compiled
 from anabranch.planner.pipedream.terms import INFINITE, Matrix, Piece, Terms
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.remembered import remembered
@@ -106,7 +106,7 @@ class LevelTable(NamedTuple):
     best: NDArray[np.float64]
 
 
-@entry
+@compiled
 def _join(
     stage: NDArray[np.float64],
     cut: NDArray[np.float64],

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from anabranch.compiled import compiled
 from anabranch.cost.nested_weights import Floats, Ints
-from anabranch.jit import entry
 
 NEVER = 1 << 24
 """More devices or stages than there are."""
@@ -168,7 +168,7 @@ def _between(loads: Floats, low: float, high: float) -> float | None:
     return float(below.max() if len(below) else inside.min())
 
 
-@entry
+@compiled
 def _pass_devices(lo: Ints, hi: Ints, devices: Ints, before: Ints, after: Ints) -> None:
     """The first two passes; what has no stage on a side is ``NEVER``."""
     for i in range(len(lo)):
@@ -177,7 +177,7 @@ def _pass_devices(lo: Ints, hi: Ints, devices: Ints, before: Ints, after: Ints) 
         after[lo[i]] = min(after[lo[i]], after[hi[i]] + devices[i])
 
 
-@entry
+@compiled
 def _pass_stages(lo: Ints, hi: Ints, wasted: Ints, held: Ints, stages: Ints) -> None:
     """The table of ``BoundedPlans.stages``, by the devices beyond the fewest that each option uses
     up.

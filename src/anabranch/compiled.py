@@ -1,0 +1,157 @@
+"""Inner loops as machine code, by numba.
+
+A ``compiled`` function is written in the part of Python that numba knows, and so is all that it
+calls. Numba is imported and compiles when such a function is called first: training alone does not
+load it. Machine code is kept in the user's own cache folder, under a digest of all functions in it.
+Plain Python does the same, with ``NUMBA_DISABLE_JIT=1`` or as ``function.py_func``.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, update_wrapper
+from hashlib import sha256
+from pathlib import Path
+from pickle import UnpicklingError
+from shutil import rmtree
+from types import CodeType, FunctionType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from anabranch import forked
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class Compiled(Generic[_Arguments, _Result]):
+    """A function that is compiled for each list of types of arguments that it is called with.
+
+    Attributes:
+        py_func: the function in plain Python.
+    """
+
+    def __init__(self, function: Callable[_Arguments, _Result]) -> None:
+        update_wrapper(self, function)
+        self.py_func: Any = function
+        self._machine_code: Any = None
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if self._machine_code is None:
+            if worker := _begun.pop(self, None):
+                worker.results()
+                worker.end()
+            self._machine_code = self._made(self.folder)
+        try:
+            result: _Result = self._machine_code(*args, **kwargs)
+        except (OSError, EOFError, UnpicklingError):  # from the cache: a full disk, a damaged file
+            rmtree(str(self.folder), ignore_errors=True)
+            self._machine_code = self._made(None)
+            result = self._machine_code(*args, **kwargs)
+        return result
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """Where machine code is kept, by what the function and all that it calls consist of."""
+        parent, digest = private_folder(), sha256(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
+        for words in _contents(self.py_func):
+            digest.update(repr(words).encode())
+        return parent and parent / f"{self.py_func.__name__}-{digest.hexdigest()[:16]}"
+
+    def _made(self, folder: Path | None) -> Any:
+        from numba import config, njit
+
+        settings: Any = config
+        linked = _linked(self.py_func, {})
+        if folder is None:
+            return njit(**_OPTIONS)(linked)
+        before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
+        try:
+            return njit(cache=True, **_OPTIONS)(linked)
+        finally:
+            settings.CACHE_DIR = before
+
+
+_OPTIONS: Any = {"error_model": "numpy", "_nrt": False}
+"""Without checks for divisors of zero, and without counts of references to arrays, as none is made:
+a quarter of the time to compile.
+"""
+
+_INSIDE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
+"""What only compiled code calls: no way to it from Python; inline, or a search takes 1.5 times as
+long.
+"""
+
+
+def compiled(function: Callable[_Arguments, _Result]) -> Compiled[_Arguments, _Result]:
+    """Decorator: compile a function, with all that it calls, when it is called first."""
+    return Compiled(function)
+
+
+_begun: dict[Compiled[..., Any], forked.Worker[None]] = {}
+
+
+def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
+    """Compile functions that are not kept yet in processes beside this one, by tasks that call
+    them; their first call here waits for that.
+    """
+    for function, task in tasks.items():
+        if function.folder and not function.folder.exists() and (worker := forked.start(task)):
+            _begun[function] = worker
+
+
+def _called(function: FunctionType) -> dict[str, FunctionType]:
+    """Functions of this package or others that a function calls by name."""
+    names = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
+    parts = ((name, getattr(value, "py_func", value)) for name, value in names)
+    return {name: part for name, part in parts if isinstance(part, FunctionType)}
+
+
+def _contents(function: FunctionType) -> Iterator[object]:
+    """What decides the machine code of a function, and of those that it calls."""
+    code, names = function.__code__, function.__globals__
+    constants = [value for value in code.co_consts if not isinstance(value, CodeType)]
+    yield code.co_code, code.co_varnames, code.co_names, constants, function.__defaults__
+    yield [value for name in code.co_names if isinstance(value := names.get(name), (int, float))]
+    for part in _called(function).values():
+        yield from _contents(part)
+
+
+def _linked(function: FunctionType, known: dict[FunctionType, Any]) -> FunctionType:
+    """A copy of a function that calls compiled ones."""
+    from numba import njit
+
+    names = dict(function.__globals__)
+    for name, part in _called(function).items():
+        if part not in known:
+            known[part] = njit(**_INSIDE, **_OPTIONS)(_linked(part, known))
+        names[name] = known[part]
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+
+
+def private_folder() -> Path | None:
+    """The folder for machine code in the user's cache; None where another user could write to it,
+    or nobody can.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    try:
+        # The specification of XDG has relative paths ignored.
+        folder = (given if given.is_absolute() else Path.home() / ".cache") / "anabranch"
+        folder.mkdir(parents=True, exist_ok=True)
+        folder = folder.resolve() / "compiled"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        state = folder.lstat()
+        is_private = stat.S_ISDIR(state.st_mode) and not state.st_mode & 0o077
+        if is_private and state.st_uid == os.geteuid() and all(map(_is_safe, folder.parents)):
+            return folder if os.access(folder, os.W_OK) else None
+    except (OSError, RuntimeError):  # a user without a home
+        pass
+    return None
+
+
+def _is_safe(folder: Path) -> bool:
+    """Whether no other user but root can replace what is in a folder."""
+    state = folder.stat()
+    is_shared = state.st_mode & 0o022 and not state.st_mode & stat.S_ISVTX
+    return state.st_uid in (0, os.geteuid()) and not is_shared

@@ -1,0 +1,190 @@
+"""Compiled functions do what plain Python does; only their own user's machine code is trusted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from anabranch import compiled as module
+from anabranch.compiled import Compiled, begin, compiled, private_folder
+
+FACTOR = 2.0
+
+
+def scaled(x: float) -> float:
+    return x * FACTOR
+
+
+def add_scaled(table: np.ndarray, places: np.ndarray, x: float, count: int) -> int:
+    for i in range(count):
+        table[places[i], 1] += scaled(x)
+    return len(table)
+
+
+def arguments() -> tuple[np.ndarray, np.ndarray, float, int]:
+    return np.zeros((3, 2)), np.array([2, 0]), 1.5, 2
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "anabranch" / "compiled"
+
+
+def require_right(function: Compiled) -> None:
+    args = arguments()
+    assert function(*args) == 3
+    assert args[0].tolist() == [[0, 3], [0, 0], [0, 3]]
+
+
+def test_machine_code_is_kept_for_the_next_process(cache):
+    """The same function made again compiles nothing."""
+    require_right(compiled(add_scaled))
+    files = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")}
+    assert len(files) == 2
+    again = compiled(add_scaled)
+    require_right(again)
+    assert sum(again._machine_code.stats.cache_hits.values()) == 1
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")} == files
+
+
+def test_python_does_the_same():
+    """What numba is given is what a test can compare with."""
+    args = arguments()
+    assert compiled(add_scaled).py_func(*args) == 3
+    assert args[0].tolist() == [[0, 3], [0, 0], [0, 3]]
+
+
+def test_it_is_compiled_again_where_what_it_calls_has_changed(cache, monkeypatch):
+    """Numba looks at the file of the function alone."""
+    folders = [compiled(add_scaled).folder]
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    folders.append(compiled(add_scaled).folder)
+    monkeypatch.setitem(globals(), "scaled", lambda x: x + 1)
+    folders.append(compiled(add_scaled).folder)
+    monkeypatch.setenv("NUMBA_BOUNDSCHECK", "1")
+    folders.append(compiled(add_scaled).folder)
+    assert len({*folders}) == 4
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(cache):
+    """Neither the folder itself nor one above it, such as a shared cache; what is open for all but
+    sticky, as ``/tmp``, keeps what is whose.
+    """
+    assert private_folder() == cache
+    cache.chmod(0o777)
+    assert private_folder() is None
+    cache.chmod(0o700)
+    cache.parent.chmod(0o777)
+    assert private_folder() is None
+    require_right(compiled(add_scaled))
+    assert not any(cache.iterdir())
+    cache.parent.chmod(0o1777)
+    assert private_folder() == cache
+
+
+def test_a_folder_of_another_user_is_not_trusted(cache, monkeypatch):
+    """Nor a link that leads to one."""
+    cache.mkdir(mode=0o700, parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
+    assert private_folder() is None
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(cache, tmp_path):
+    """Whoever owns the place it leads to may change it."""
+    cache.parent.mkdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / "elsewhere")
+    assert private_folder() is None
+
+
+def test_a_relative_cache_is_ignored(tmp_path, monkeypatch):
+    """The working directory may be anybody's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert private_folder() == tmp_path / "home" / ".cache" / "anabranch" / "compiled"
+    assert not Path("relative").exists()
+
+
+def test_without_a_folder_nothing_is_kept(monkeypatch):
+    """A home that cannot be written to, or none."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    assert private_folder() is None
+    require_right(compiled(add_scaled))
+
+
+def test_a_full_disk_is_no_error(cache, monkeypatch):
+    """The machine code is there, though it cannot be kept."""
+    from numba.core import caching
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
+    require_right(compiled(add_scaled))
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_damaged_file_is_compiled_anew(cache, kind):
+    """And replaced by the next process."""
+    require_right(compiled(add_scaled))
+    (path,) = cache.rglob(f"*.{kind}")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    require_right(compiled(add_scaled))
+    assert not path.exists()
+
+
+def test_processes_beside_this_one_compile(cache):
+    """The first call waits for them and takes what they have kept."""
+    function = compiled(add_scaled)
+    begin({function: lambda: function(*arguments())})
+    assert (function in module._begun) == (module.forked.cores() > 1)
+    require_right(function)
+    begin({compiled(add_scaled): pytest.fail})  # it is kept
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import anabranch.solve, anabranch.training, anabranch.cli",
+        "from anabranch.files import load_plan",
+    ],
+)
+def test_numba_is_loaded_only_where_something_is_compiled(statement):
+    """It takes half a second, which nobody waits for who only trains or reads a file."""
+    code = f"import sys; {statement}; sys.exit('numba' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PLAN_SMALL = """
+from anabranch.solve import plan
+from tests.planner import shapes
+from tests.planner.helpers import cost_model
+import anabranch.planner.auto.settings as settings
+from dataclasses import replace
+settings.SETTINGS = replace(settings.SETTINGS, evaluations=300, neighbours=50)
+cost = cost_model(shapes.towers("towers", 2, 1, layers=3, top=2), 4, node=2, memory=2**40)
+found = plan(cost.profile, cost.cluster, 16)
+print(found.prediction.step_s.hex())
+"""
+
+
+def test_no_index_of_a_search_is_out_of_bounds(tmp_path):
+    """Compiled with checks of every index, planner and simulator say the same; elsewhere an index
+    too large would read what lies behind an array.
+    """
+    found = []
+    for checked in ("0", "1"):
+        environment = {**os.environ, "NUMBA_BOUNDSCHECK": checked}
+        command = [sys.executable, "-W", "ignore", "-c", PLAN_SMALL]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found.append(run.stdout)
+    assert found[0] == found[1]
