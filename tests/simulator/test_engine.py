@@ -15,7 +15,7 @@ from anabranch.simulator.engine import (
     next_event,
     tournament,
 )
-from anabranch.simulator.records import CLOCK, DEVICE, HOST, NODE, Tables, listed
+from anabranch.simulator.records import CLOCK, DEVICE, HOST, NODE, Tables
 
 
 def tables(slots: int, speeds: tuple[float, ...] = ()) -> Tables:
@@ -24,7 +24,7 @@ def tables(slots: int, speeds: tuple[float, ...] = ()) -> Tables:
     made["clock"], made["devices"] = np.zeros(1, CLOCK), np.zeros(slots, DEVICE)
     made["nodes"] = np.array(tournament(slots), NODE)
     made["hosts"], made["speeds"] = np.array([(0, -1, 0.0, 0.0)], HOST), np.array(speeds)
-    return Tables(*(listed(table) for table in made.values()))
+    return Tables(*(table.view(np.recarray) for table in made.values()))
 
 
 @dataclass
