@@ -41,6 +41,7 @@ def _others(count: int, core: int) -> Iterator[None]:
         for process in spinning:
             process.kill()
             process.join()
+            process.close()
 
 
 def unequal(count: int) -> dict[str, Any]:

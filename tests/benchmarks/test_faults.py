@@ -1,0 +1,43 @@
+"""The benchmark of faults: every part counts one or two drawn cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anabranch.models import build
+from benchmarks.faults import __main__, processes, unequal
+from benchmarks.faults.damage import DAMAGES
+
+EXPECTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "damage": (len(DAMAGES), {"refused, file named": len(DAMAGES), "silent": []}),
+    "saves": (2, {}),
+    "kills": (1, {"restarted and reached the last step": 1, "rank and phase named": 1}),
+    "hangs": (1, {"rank named first": 1}),
+    "alive": (1, {"went on to their end": 1, "false alarms": []}),
+    "schedules": (20, {"drawn": 20, "deadlocks among them": 0}),
+    "cut": (1, {"cuts": 1}),
+    "unequal": (1, {}),
+}
+"""Part -> number of cases, and some of its figures."""
+
+
+def test_every_part_is_expected():
+    """A new one would otherwise never be run here."""
+    assert EXPECTED.keys() == __main__.PARTS.keys()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_part_counts(name: str, monkeypatch: pytest.MonkeyPatch):
+    """With the figures that a large number of cases would have; those of time are not asserted."""
+    monkeypatch.setattr(processes, "STEPS", 12)
+    monkeypatch.setattr(unequal, "STEPS", 6)
+    monkeypatch.setattr(unequal, "build", lambda name, **options: build("two-branch", **options))
+    count, expected = EXPECTED[name]
+    figures = __main__.PARTS[name](count)
+    if why := figures.get("skipped"):
+        pytest.skip(why)
+    assert figures
+    assert {what: figures[what] for what in expected} == expected

@@ -1,0 +1,18 @@
+"""The benchmark of host input: ranks read fewer bytes than the whole data."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.host_input import __main__
+
+
+@pytest.mark.dist
+def test_it_measures_and_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Two steps: a table for each number of ranks, with the share of all together."""
+    monkeypatch.setattr(__main__, "STEPS", 2)
+    __main__.main()
+    shown = capsys.readouterr().out
+    shares = [line.split()[3] for line in shown.splitlines() if line.startswith(" all ranks")]
+    assert len(shares) == 3
+    assert all(0 < float(share.rstrip("%")) < 100 for share in shares)

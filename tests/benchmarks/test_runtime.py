@@ -1,0 +1,63 @@
+"""The benchmark of the runtime: every section measures something small, and shows it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from benchmarks.planners.common import Row
+from benchmarks.runtime import (
+    __main__,
+    checks,
+    emulated,
+    memory,
+    messages,
+    profile,
+    race,
+    sleeps,
+    towers,
+    transformer,
+)
+
+
+def raced_once(sides: Any, ranks: int, **options: Any) -> dict[str, list[float]]:
+    """A race of one step by each side."""
+    return race.race(sides, ranks, **options | {"turns": 1, "steps": 1, "warm": 1})
+
+
+SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "sleeps": ({}, (((2, 4, 1e-4, 2e-4),),)),
+    "messages": ({}, (((4 << 10, 4),),)),
+    "transformer": ({"LAYERS": 4, "BATCH": 8, "SIZES": transformer.SIZES | {"layers": "4"}}, ()),
+    "towers": ({"CASES": ((2, 2),), "FORWARD_S": 1e-4, "BACKWARD_S": 2e-4}, ()),
+    "memory": ({"COUNTS": (4,), "SAMPLES": 64, "OURS": ("1f1b",), "THEIRS": ("1f1b",)}, ()),
+    "emulated": ({"DEVICES": 4, "DATA_PARALLEL": {}, "GRAPHS": {"candle-uno": 4096}}, ()),
+    "profile": ({"MICROBATCHES": 4, "STEPS": 2}, ()),
+    "checks": ({"MODELS": ("two-branch",), "REPEATS": 1}, ()),
+}
+"""Section -> constants of its module, and arguments, with which it takes seconds."""
+
+
+def test_every_section_is_among_the_small_ones():
+    """A new one would otherwise never be run here."""
+    assert SMALL.keys() == __main__.SECTIONS.keys()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", SMALL)
+def test_a_section_measures_and_shows(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Every measured number is finite, and every row is in the table."""
+    modules = sleeps, messages, transformer, towers, memory, emulated, profile, checks
+    module = dict(zip(SMALL, modules, strict=True))[name]
+    constants, arguments = SMALL[name]
+    for constant, value in constants.items():
+        monkeypatch.setattr(module, constant, value)
+    if hasattr(module, "race"):
+        monkeypatch.setattr(module, "race", raced_once)
+    measure, show = __main__.SECTIONS[name]
+    rows: list[Row] = list(measure(*arguments))
+    assert rows
+    assert all(math.isfinite(v) for row in rows for v in row.values() if isinstance(v, float))
+    assert len(show(rows).splitlines()) > 2
