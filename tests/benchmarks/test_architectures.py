@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from benchmarks.architectures import planning
 from benchmarks.architectures.__main__ import examined
 
 
@@ -37,3 +38,12 @@ def test_what_has_no_graph_is_refused_with_class_line_and_a_way_on(name: str, sa
     error = examined(name)["error"]
     assert error.startswith("CaptureError")
     assert re.search(says, error), error
+
+
+def test_published_sizes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, for a few devices."""
+    monkeypatch.setattr(planning, "CLUSTERS", {"v100": "summit:1x4", "h100": "dgx-h100:1x8"})
+    monkeypatch.setattr(planning, "BATCH", 8)
+    found = planning.planned("Siglip")
+    assert found["step_s"] > 0
+    assert found["devices"] == 4

@@ -12,7 +12,7 @@ import torch
 from anabranch.weights import TwoBuffers
 from anabranch.workload import Workload
 from benchmarks.convergence import curves, study, tables
-from benchmarks.convergence.__main__ import seeds_of
+from benchmarks.convergence.__main__ import SECTIONS, main, seeds_of
 from benchmarks.convergence.contenders import CONTENDERS, OPTIMIZERS
 from benchmarks.convergence.tasks import LAYERS, TASKS, Task
 from benchmarks.convergence.training import Run, train
@@ -117,6 +117,22 @@ def test_goes_on_from_a_file(tmp_path, monkeypatch):
     assert len(trained_runs) == len(SHORT.contenders) * (3 * 2 + 2)
     assert study.searched(SHORT, study.Runs(tmp_path / "runs.jsonl"), range(2), CONTENDERS) == first
     assert len(trained_runs) == len(SHORT.contenders) * (3 * 2 + 2)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_trains_and_shows(section, tmp_path, monkeypatch, capsys):
+    """A short case with two seeds: a row per contender, and a page of curves."""
+    pytest.importorskip("sklearn")
+    whole, page = Task.batches, tmp_path / "page.svg"
+    monkeypatch.setattr(Task, "batches", lambda *at: itertools.islice(whole(*at), 2))
+    monkeypatch.setattr(study, "CASES", {str(SHORT): SHORT})
+    command = f"convergence --only {section} --seeds 0-1 --policies synchronous stash --curves"
+    monkeypatch.setattr("sys.argv", [*command.split(), str(page)])
+    main()
+    shown = capsys.readouterr().out
+    assert f"## {section}: digits-4-sgdm" in shown
+    assert "| stash | 0.0" in shown
+    assert page.exists()
 
 
 def test_seeds_by_name():

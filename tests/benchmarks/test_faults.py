@@ -33,7 +33,7 @@ def test_every_part_is_expected():
 def test_a_part_counts(name: str, monkeypatch: pytest.MonkeyPatch):
     """With the figures that a large number of cases would have; those of time are not asserted."""
     monkeypatch.setattr(processes, "STEPS", 12)
-    monkeypatch.setattr(unequal, "STEPS", 6)
+    monkeypatch.setattr(unequal, "STEPS", 2)
     monkeypatch.setattr(unequal, "build", lambda name, **options: build("two-branch", **options))
     count, expected = EXPECTED[name]
     figures = __main__.PARTS[name](count)

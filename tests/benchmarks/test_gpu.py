@@ -39,6 +39,19 @@ def test_unknown_sections_are_refused(name: str, monkeypatch, capsys):
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("name", ["one-rank/plain", "operators/two-branch", "transformer/race"])
+def test_a_section_is_rehearsed(name: str, tmp_path: Path, monkeypatch, capsys):
+    """The sections that run on a CPU; that of shared GPUs is rehearsed below."""
+    command = ["gpu", "--rehearse", "--only", name, "--out", str(tmp_path / "found.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    gpu.main()
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert rows
+    assert not [row for row in rows if "failed" in row]
+    assert f"## {name.partition('/')[0]}" in capsys.readouterr().out
+
+
+@pytest.mark.dist
 def test_a_rehearsal_writes_a_document_and_a_table(tmp_path: Path, monkeypatch, capsys):
     """Two ranks with stages on the CPU equal one process, and each says so in a row."""
     out = tmp_path / "found.json"

@@ -1,10 +1,35 @@
-"""The table of shared optimizer state."""
+"""The benchmark of memory: predicted peaks, and the table of shared optimizer state."""
 
 from __future__ import annotations
 
 import pytest
 
+from anabranch.calibration.measure import Calibrated
+from benchmarks.memory import __main__ as peaks
+from benchmarks.memory import sharded
 from benchmarks.memory.sharded import compared, show
+from tests.calibration.examples import cluster
+
+
+@pytest.mark.dist
+def test_peaks_are_measured_and_shown(monkeypatch, capsys):
+    """One model on two ranks, as pipeline and as data parallelism; all are near predictions."""
+    monkeypatch.setattr("sys.argv", ["memory", "--models", "two-branch", "--ranks", "2"])
+    peaks.main()
+    shown = capsys.readouterr().out
+    assert all(f"| two-branch | 2 | {way} |" in shown for way in peaks.WAYS)
+    assert "predicted / measured: lowest" in shown
+
+
+@pytest.mark.dist
+def test_shared_state_is_measured_and_shown(monkeypatch):
+    """Two ranks have half of the optimizer's state each."""
+    for name, value in (("TURNS", 2), ("SETTLING", 0), ("STEPS", 1), ("BATCH", 4)):
+        monkeypatch.setattr(sharded, name, value)
+    (row,) = sharded.rows("two-branch", [2], Calibrated(cluster(2), {}))
+    whole, shared = row["state_bytes"]
+    assert sum(shared) == whole[0] == whole[1]
+    assert "| two-branch | 2 |" in show([row])
 
 
 def test_state_and_steps_are_told_without_and_with_sharing():

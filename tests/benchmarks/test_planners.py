@@ -10,6 +10,7 @@ import pytest
 
 from anabranch.cluster import Cluster
 from benchmarks.planners import results, tables
+from benchmarks.planners.__main__ import GROUPS, main
 from benchmarks.planners.cases import CHANGES, Case, cases, changed
 from benchmarks.planners.contestants import measure
 from benchmarks.planners.evaluator import population_steps
@@ -104,6 +105,24 @@ def test_a_planner_is_measured_against_the_best():
         "even": [("map", 2.0)],
         "new (someone)": [("map", 1.0)],
     }
+
+
+@pytest.mark.parametrize("group", [group for group in GROUPS if group != "table4"])
+def test_a_group_is_measured_and_shown(group, tmp_path, monkeypatch, capsys):
+    """Its first case by data parallelism, a second time from the file, and a picture. Those
+    of Table 4 need public profiles.
+    """
+    file, picture = tmp_path / "results.json", tmp_path / "page.svg"
+    command = f"planners --groups {group} --planners data-parallel --first 1 --detail {group}"
+    paths = ["--results", str(file), "--picture", str(picture)]
+    monkeypatch.setattr("sys.argv", [*command.split(), *paths])
+    main()
+    (first,) = results.load(file)
+    assert first["group"] == group
+    assert f"## {group}" in capsys.readouterr().out
+    assert picture.exists()
+    main()
+    assert results.load(file) == [first]
 
 
 def test_measures_a_small_case():
