@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.calibration.measure import Calibrated
 from benchmarks.memory import __main__ as peaks
 from benchmarks.memory import sharded
 from benchmarks.memory.sharded import compared, show
@@ -26,7 +25,7 @@ def test_shared_state_is_measured_and_shown(monkeypatch):
     """Two ranks have half of the optimizer's state each."""
     for name, value in (("TURNS", 2), ("SETTLING", 0), ("STEPS", 1), ("BATCH", 4)):
         monkeypatch.setattr(sharded, name, value)
-    (row,) = sharded.rows("two-branch", [2], Calibrated(cluster(2), {}))
+    (row,) = sharded.rows("two-branch", [2], cluster(2))
     whole, shared = row["state_bytes"]
     assert sum(shared) == whole[0] == whole[1]
     assert "| two-branch | 2 |" in show([row])
