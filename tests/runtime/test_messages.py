@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.messages import Item, Layout, assemble, channels, gradient_ports
 from anabranch.runtime.plan_parts import parts_of
+from anabranch.runtime.transport import Channel
 from anabranch.schedule import SCHEDULES
+from anabranch.schedule.asynchronous import round_robin
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Kind
 from tests.runtime.small import WIDTH, Built, built, plan
+from tests.strategies import stage_graphs
 
 FLOAT = torch.float32
 
@@ -138,3 +144,20 @@ def test_channels_are_those_of_the_lowered_schedule() -> None:
             if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 used.add((rank_of[device], rank_of[action.peer], layout.tag(action)))
     assert set(channels(graph)) == used
+
+
+@given(stage_graphs(max_replicas=4), st.integers(0, 60))
+def test_every_message_has_its_channel(graph: StageGraph, turn: int) -> None:
+    """What the stages of a mini-batch send to each other goes through channels that are known
+    beforehand, and there are no others.
+    """
+    rounds = round_robin(graph)
+
+    def used(turn: int) -> set[Channel]:
+        """Channels of one mini-batch, between ranks of the whole plan."""
+        one = rounds.for_turn(turn, 3)
+        rank = [graph.rank_of[device] for device in one.devices]
+        return {Channel(rank[c.sender], rank[c.receiver], c.tag) for c in channels(one)}
+
+    assert used(turn) <= set(channels(rounds.graph))
+    assert set().union(*(used(i) for i in range(12))) == set(channels(rounds.graph))

@@ -193,7 +193,7 @@ class Job:
         prepare(self.captured, plan.stage_graph, self.workload)
         rounds = round_robin_of(plan) if options.get("round_robin") else None
         if rounds is not None:
-            prepare(self.captured, rounds.one(0, plan.stage_graph.batch_size), self.workload)
+            prepare(self.captured, rounds.for_turn(0, plan.stage_graph.batch_size), self.workload)
         if not is_async and (looks := self._looks(replans=training.replan)) is not None:
             options["looks"] = looks
 

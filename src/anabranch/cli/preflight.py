@@ -158,15 +158,11 @@ def require_runs(
     parts = parts_of(captured, plan, exact=False)
     if not is_async:
         return
+    order = requirements.order_of(plan, graph, round_robin=round_robin)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told where training begins
-        chosen, _ = requirements.choose(
-            policy, plan, requirements.num_microbatches(graph), workload
-        )
-        is_round_robin = round_robin and requirements.round_robin_of(plan) is not None
-        requirements.require_asynchronous(
-            plan, graph, parts, chosen, workload, compute, round_robin=is_round_robin
-        )
+        chosen, _ = requirements.choose(policy, plan, order.per_update, workload)
+        requirements.require_asynchronous(graph, order, parts, chosen, workload, compute)
 
 
 def require_trainable(

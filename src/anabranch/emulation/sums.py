@@ -15,7 +15,6 @@ import torch
 from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.emulation import Emulation
 from anabranch.runtime.collectives import Pending
-from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.mesh import Mesh
 from anabranch.simulator.sums import gradient_marks
 
@@ -32,12 +31,6 @@ class EmulatedSums:
         self._host = _HostSums(emulation, self._mine, mesh) if emulation.links == "host" else None
         self._last = -1
         self._final: tuple[int, ...] = ()
-
-    def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
-        """See ``Watcher``."""
-
-    def waits(self) -> None:
-        """See ``Watcher``."""
 
     def before_forward(self, stage: int) -> None:
         """See ``Watcher``."""

@@ -376,8 +376,8 @@ class Pipeline(BasePipeline):
             self._refuse_between("gradients of one batch")
             self._session.prepare(batch, leaves)
             while True:
-                _, outcome = self._run(leaves, alone=True)
-                self._updates.finish()
+                worker, outcome = self._run(leaves, alone=True)
+                self._updates.finish(worker, outcome)
                 finite = [] if scale is None else scale.unscale(self._state.gradients())
                 overflow = not all(fetched(finite))
                 sums = torch.tensor([outcome.loss, float(overflow)], dtype=torch.float64)
@@ -389,16 +389,13 @@ class Pipeline(BasePipeline):
         found = {n: p.grad for n, p in self._state.parameters.items() if p.grad is not None}
         return loss, found
 
-    def _run(
-        self, leaves: dict[str, Tensor], *, at_once: bool = False, alone: bool = False
-    ) -> tuple[Worker, Outcome]:
+    def _run(self, leaves: dict[str, Tensor], *, alone: bool = False) -> tuple[Worker, Outcome]:
         """Run one batch; sums of gradients may still be on their way."""
         POSITION.begin(self.step_number)
         samples = samples_of(leaves)
-        self._updates.prepare(samples, at_once=at_once, alone=alone)
         worker = self._workers.for_batch(leaves).worker(samples)
-        outcome = worker.run(leaves, self.step_number, watcher=self._updates)
-        self._updates.collect(worker, outcome)
+        self._updates.prepare(worker, samples, alone=alone)
+        outcome = worker.run(leaves, self.step_number, watcher=self._updates.reducer)
         self._ran = worker, leaves, outcome
         return worker, outcome
 
@@ -410,10 +407,10 @@ class Pipeline(BasePipeline):
     def _agree(self, outcome: Outcome) -> float:
         """Wait for all ranks, then let the optimizer have the gradients."""
         POSITION.begin(self.step_number, Phase.SUMS)
-        self._updates.finish()
+        self._updates.finish(self._ran[0], outcome)
         scaled = self._workers.loss_scale is not None  # an overflow is no error then
         if not scaled and (self.workload.clip_norm is None or not self._updates.is_last):
-            self._updates.check()  # otherwise their norm tells
+            self._updates.check(outcome)  # otherwise their norm tells
         try:
             return self._apply(outcome)
         except NonFiniteError:
@@ -429,7 +426,7 @@ class Pipeline(BasePipeline):
         overflow = not all(numbers[: len(finite)])
         squares = 0.0 if overflow else sum(numbers[len(finite) :])
         if not math.isfinite(squares):
-            self._updates.check()
+            self._updates.check(outcome)
         tally = self._tally(outcome, squares=squares, overflow=overflow)
         tally.read()
         POSITION.begin(self.step_number, Phase.UPDATE)
@@ -475,9 +472,9 @@ class Pipeline(BasePipeline):
         leaves = self._session.leaves(batch)
         with self._session.failing():
             self._refuse_spoilt()
-            _, outcome = self._run(leaves, at_once=True)
+            worker, outcome = self._run(leaves)
             POSITION.begin(self.step_number, Phase.SUMS)
-            self._updates.finish()
+            self._updates.finish(worker, outcome)
             POSITION.begin(self.step_number, Phase.UPDATE)
             self._update_alone(outcome)
             self._updates.start_share()
@@ -502,7 +499,7 @@ class Pipeline(BasePipeline):
             if not any(fetched([guard])):
                 self._updates.end_guarded()
                 return
-        self._updates.check()
+        self._updates.check(outcome)
         self._is_bad |= outcome.is_bad
         if self._is_bad:
             self._updates.drop()

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,26 +46,20 @@ def executed(schedule: Schedule, graph: StageGraph, device: int) -> tuple[Action
 
 
 class Watcher(Protocol):
-    """Who is told how far a training step is."""
-
-    def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
-        """A step begins; stages with a backward here come in the order of their last ones."""
+    """Callbacks on the progress of a training step."""
 
     def before_forward(self, stage: int) -> None:
-        """A forward begins, which reads the parameters of its stage."""
+        """Called before a forward, which reads the parameters of its stage."""
 
     def before_last(self, stage: int) -> None:
-        """The last backward of a stage on this device begins: gradients are final from here on."""
+        """Called before the last backward of a stage here, in which gradients become final."""
 
     def after_last(self, stage: int) -> None:
-        """It has ended."""
-
-    def waits(self) -> None:
-        """The device is about to wait for a message."""
+        """Called after the last backward of a stage on this device."""
 
 
 class Worker:
-    """One device's part of one batch size; ``transport`` is None where there are no other ranks."""
+    """One device's part of batches of one size; ``transport`` is None without other ranks."""
 
     def __init__(
         self,
@@ -94,92 +88,44 @@ class Worker:
         train: bool = True,
         watcher: Watcher | None = None,
     ) -> Outcome:
-        """Execute all actions once; what was sent may still be on its way afterwards.
+        """Execute all actions once; messages may still be on their way afterwards.
 
-        Without ``train`` there are no backwards, and the watcher is told nothing.
+        Without ``train`` there are no backwards, and the watcher is not called.
         """
-        outcome = self._compute.begin(leaves, step, train=train)
         tasks = self._training if train else self._evaluation
-        if train and watcher is not None:
-            watcher.begins(tasks.last_backwards, outcome)
-            return _Run(self, tasks, watcher).execute(step, outcome)
-        return _Run(self, tasks, None).execute(step, outcome)
+        run = Run(self, self._compute, tasks, leaves, step, watcher if train else None, train=train)
+        run.expect(Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+        run.execute(tasks.tasks)
+        POSITION.begin(step)
+        return run.outcome
+
+    def begin(self, leaves: Mapping[str, Tensor], number: int, watcher: Watcher) -> Run:
+        """Begin to train on a batch whose passes the caller orders, beside others in flight.
+
+        Messages of one channel come in the order in which batches ``expect`` them.
+        """
+        # ``Compute.begin`` sets all that belongs to one batch, so a copy serves another batch.
+        compute = copy.copy(self._compute)
+        return Run(self, compute, self._training, leaves, number, watcher, train=True)
 
     def through(self, wrap: Callable[[Compute], Compute]) -> Worker:
-        """The same worker, with something around its compute."""
+        """Return the same worker with its compute wrapped."""
         other = copy.copy(self)
         other._compute = wrap(self._compute)
         return other
+
+    @property
+    def last_backwards(self) -> tuple[int, ...]:
+        """Stages with a backward here, in the order of their last ones."""
+        return self._training.last_backwards
 
     @cached_property
     def _training(self) -> _Tasks:
         return _tasks(self, self.actions)
 
     @cached_property
-    def _passes(self) -> Mapping[tuple[Kind, int], Sequence[_Task]]:
-        """The training actions of each pass of a micro-batch, with their messages."""
-        found: defaultdict[tuple[Kind, int], list[_Task]] = defaultdict(list)
-        for task in self._training.tasks:
-            kind = Kind.FORWARD if task.action.kind.is_forward else Kind.BACKWARD
-            found[kind, task.action.microbatch].append(task)
-        return found
-
-    @cached_property
     def _evaluation(self) -> _Tasks:
         return _tasks(self, [a for a in self.actions if a.kind.is_forward])
-
-
-class Flight:
-    """One batch whose passes the caller orders, while others of this rank are in flight.
-
-    It has its own leaves, random numbers, stashes and receipts. Messages of one channel come in the
-    order in which flights ``expect`` them.
-
-    Attributes:
-        last_backwards: stages with a backward here, in the order of their last ones; none where
-            this rank's slice is empty.
-        spans: actions so far, with marks of the clock when they began and when they ended.
-    """
-
-    def __init__(
-        self, worker: Worker, leaves: Mapping[str, Tensor], number: int, watcher: Watcher
-    ) -> None:
-        # ``begin`` sets all of a compute that belongs to one batch, so a copy is another batch.
-        mine = worker.through(copy.copy)
-        self.number, self.leaves = number, leaves
-        self.spans: list[tuple[Action, Any, Any]] = []
-        self.clock = worker.clock
-        self.outcome = mine._compute.begin(leaves, number, train=True)
-        tasks, self._passes = worker._training, worker._passes
-        self.last_backwards = tasks.last_backwards
-        self._run, self._stages = _Run(mine, tasks, watcher), worker.graph.stages
-
-    def expect(self, *, back: bool) -> None:
-        """Post the first receives of every channel: activations, or gradients on their way back."""
-        wanted = Kind.RECEIVE_BACKWARD if back else Kind.RECEIVE_FORWARD
-        for channel, microbatches in enumerate(self._run.tasks.channels):
-            if microbatches[0][0].action.kind is wanted:
-                for _ in range(self._run.slots):
-                    self._run.post(channel)
-
-    def forward(self, microbatch: int) -> None:
-        """Receive, compute, send; nothing where this rank's slice is empty."""
-        self._execute((Kind.FORWARD, microbatch))
-        for stage in self.last_backwards:
-            if self._stages[stage].recompute:
-                self._run.made.pop(stage, None)  # such a stage keeps what enters it, nothing else
-
-    def backward(self, microbatch: int) -> None:
-        """See ``forward``."""
-        self._execute((Kind.BACKWARD, microbatch))
-
-    def _execute(self, which: tuple[Kind, int]) -> None:
-        for task in self._passes.get(which, ()):
-            POSITION.enter(self.number, task.action)
-            start = self.clock.mark()
-            task.do(self._run, task)
-            self.spans.append((task.action, start, self.clock.mark()))
-        self._run.push()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +147,7 @@ class _Task:
     """
 
     action: Action
-    do: Callable[[_Run, _Task], None]
+    do: Callable[[Run, _Task], None]
     key: Key
     is_last: bool = False
     handovers: tuple[_Handover, ...] = ()
@@ -220,6 +166,7 @@ class _Tasks:
     tasks: tuple[_Task, ...]
     channels: tuple[tuple[tuple[_Task, ...], ...], ...]
     last_backwards: tuple[int, ...]
+    passes: Mapping[tuple[Kind, int], Sequence[_Task]]
 
 
 def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
@@ -244,10 +191,15 @@ def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
             messages[-1].completes = True
             for task in messages:
                 task.channel = index
+    passes: defaultdict[tuple[Kind, int], list[_Task]] = defaultdict(list)
+    for task in tasks:
+        kind = Kind.FORWARD if task.action.kind.is_forward else Kind.BACKWARD
+        passes[kind, task.action.microbatch].append(task)
     return _Tasks(
         tuple(tasks),
         tuple(tuple(map(tuple, channel.values())) for channel in receives.values()),
         tuple(t.action.stage for t in tasks if t.is_last),
+        passes,
     )
 
 
@@ -274,12 +226,28 @@ def _handovers(worker: Worker) -> Mapping[Action, Sequence[_Handover]]:
     return found
 
 
-class _Run:
-    """The mutable state of one execution: receipts, and parts that have arrived."""
+class Run:
+    """One batch on its way through a device: its random numbers, activations and receives.
 
-    def __init__(self, worker: Worker, tasks: _Tasks, watcher: Watcher | None) -> None:
-        self.compute, self.transport, self.place = worker._compute, worker._transport, worker._place
-        self.clock = worker.clock
+    Attributes:
+        actions: those done so far; ``outcome.times`` has when each began and ended.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        compute: Compute,
+        tasks: _Tasks,
+        leaves: Mapping[str, Tensor],
+        number: int,
+        watcher: Watcher | None,
+        *,
+        train: bool,
+    ) -> None:
+        self.number, self.leaves, self.actions = number, leaves, list[Action]()
+        self.outcome = compute.begin(leaves, number, train=train)
+        self.compute, self.transport, self.place = compute, worker._transport, worker._place
+        self.clock, self.stages = worker.clock, worker.graph.stages
         self.tasks, self.slots, self.watcher = tasks, worker.schedule.slots, watcher
         self.receipts: dict[_Task, Receipt] = {}
         self.posted = [0] * len(tasks.channels)
@@ -288,23 +256,39 @@ class _Run:
         self.made: dict[int, dict[int, Tensor]] = {}
         self.returned: dict[int, dict[Port, Tensor]] = {}
 
-    def execute(self, step: int, outcome: Outcome) -> Outcome:
-        for channel in range(len(self.posted)):
-            for _ in range(self.slots):
-                self.post(channel)
-        times, mark = outcome.times, self.clock.mark
-        for task in self.tasks.tasks:
-            POSITION.enter(step, task.action)
+    @property
+    def last_backwards(self) -> tuple[int, ...]:
+        """See ``Worker``."""
+        return self.tasks.last_backwards
+
+    def expect(self, *kinds: Kind) -> None:
+        """Post the first receives of every channel of such receives."""
+        for channel, microbatches in enumerate(self.tasks.channels):
+            if microbatches[0][0].action.kind in kinds:
+                for _ in range(self.slots):
+                    self.post(channel)
+
+    def do(self, kind: Kind, microbatch: int) -> bool:
+        """Do a forward or a backward with its messages; return False if there is none here."""
+        tasks = self.tasks.passes.get((kind, microbatch), ())
+        self.execute(tasks)
+        if kind is Kind.FORWARD:
+            for stage in self.last_backwards:
+                if self.stages[stage].recompute:
+                    self.made.pop(stage, None)  # such a stage keeps only what enters it
+        return bool(tasks)
+
+    def execute(self, tasks: Sequence[_Task]) -> None:
+        """Do actions in order."""
+        times, mark = self.outcome.times, self.clock.mark
+        for task in tasks:
+            POSITION.enter(self.number, task.action)
             start = mark()
             task.do(self, task)
             times.append((start, mark()))
-        self.push()
-        POSITION.begin(step)
-        return outcome
-
-    def push(self) -> None:
-        """After the last action: the host may wait for others elsewhere, who need what was sent."""
+            self.actions.append(task.action)
         if self.transport is not None:
+            # The host may wait for others elsewhere next, who need what was sent.
             self.transport.push()
 
     def post(self, channel: int) -> None:
@@ -322,8 +306,6 @@ class _Run:
     def receive(self, task: _Task) -> None:
         # Nothing travels where all values of an edge are whole and went with an earlier message.
         if task.items:
-            if self.watcher is not None:
-                self.watcher.waits()
             self.take(task.key, task.items, self.receipts.pop(task).wait())
         if task.completes:
             self.post(task.channel)
@@ -393,11 +375,11 @@ def _nothing(kind: str) -> Tensor:
     return torch.zeros(TOKEN.shape, dtype=TOKEN.dtype, pin_memory=kind == "cuda")
 
 
-_DO: dict[Kind, Callable[[_Run, _Task], None]] = {
-    Kind.FORWARD: _Run.forward,
-    Kind.BACKWARD: _Run.backward,
-    Kind.SEND_FORWARD: _Run.send,
-    Kind.SEND_BACKWARD: _Run.send,
-    Kind.RECEIVE_FORWARD: _Run.receive,
-    Kind.RECEIVE_BACKWARD: _Run.receive,
+_DO: dict[Kind, Callable[[Run, _Task], None]] = {
+    Kind.FORWARD: Run.forward,
+    Kind.BACKWARD: Run.backward,
+    Kind.SEND_FORWARD: Run.send,
+    Kind.SEND_BACKWARD: Run.send,
+    Kind.RECEIVE_FORWARD: Run.receive,
+    Kind.RECEIVE_BACKWARD: Run.receive,
 }

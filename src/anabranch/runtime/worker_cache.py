@@ -55,7 +55,7 @@ class WorkerCache:
         self._prepared: dict[ComputeOptions, StagePrograms] = {}
         self._data = {(port.source, port.target) for port in parts.ports}
         self._gradients = {(port.source, port.target) for port in parts.ports if port.grad}
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int | StageGraph, Worker] = {}
         self._alike: dict[Captured, WorkerCache] = {captured: self}
 
     @property
@@ -109,6 +109,12 @@ class WorkerCache:
                 graph = rule_named(self._plan.schedule).warm_up(graph)
             self._workers[samples] = self.build(graph, self.options)
         return self._workers[samples]
+
+    def worker_of(self, graph: StageGraph) -> Worker:
+        """What this rank does for a variation of the plan's stage graph."""
+        if graph not in self._workers:
+            self._workers[graph] = self.build(graph, self.options)
+        return self._workers[graph]
 
     def build(self, graph: StageGraph, options: ComputeOptions = PLAIN) -> Worker:
         """A worker for a variation of the plan's stage graph, and of the options."""

@@ -1,17 +1,41 @@
-"""Stages that take mini-batch after mini-batch without a flush.
+"""Schedules of asynchronous training: 1F1B over mini-batches without a flush.
 
-The order of N mini-batches of B samples is that of one synchronous 1F1B step of N * B samples on
-the same stages. What differs are the in-flight counts: no batch ends, so none is cut to the
-micro-batches of one.
+A stage fills the pipeline, then alternates a backward and a forward; ``U`` updates its weights
+after the last backward of a mini-batch. Depth 3, one micro-batch per mini-batch::
+
+    stage 0    F0 F1 F2 B0 U0 F3 B1 U1 F4 B2 U2 ...      in flight 3
+    stage 1    F0 F1 B0 U0 F2 B1 U1 F3 B2 U2 F4 ...      in flight 2
+    stage 2    F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 ...      in flight 1
+
+In-flight counts are those of a batch without end: the longest distance to a sink plus 1.
+
+Round robin (PipeDream, section 3: 1F1B-RR) is the same order over rounds. Replica r of R takes
+mini-batches r, R + r, 2R + r, ... whole; R of them in a row are a round, which makes one update.
+So a round is one micro-batch of R mini-batches, of which each replica holds one as its slice::
+
+    stage 0, replica 0   F0 F2 B0 U0 F4 B2 U1 F6      numbers of F and B are those of mini-batches,
+             replica 1   F1 F3 B1 U0 F5 B3 U1 F7      of U those of rounds
+    stage 1              F0 B0 U0 F1 B1 U1 F2 B2
+
+Let M be the devices on the path from a stage to a sink that has most of them, its own included. A
+replica holds ceil(M / R) rounds, at the input stage of a chain the NOAM of the paper.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
+from math import lcm
 
 from anabranch.errors import InvalidPlanError
+from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import StageGraph
+from anabranch.schedule.check import check
+from anabranch.schedule.lower import lower
+from anabranch.schedule.schedule import Action, Kind, Schedule
 
 ORDER = "1f1b"
 """The only order there is without a flush: a deeper warm-up would make weights more stale."""
@@ -59,3 +83,109 @@ def warm_up(graph: StageGraph) -> StageGraph:
                 "alternates single ones: make k 1 in the plan"
             )
     return full_pipeline(graph)
+
+
+@dataclass(frozen=True)
+class AsynchronousOrder:
+    """Order of forwards, backwards and updates of a stage graph without a flush.
+
+    Attributes:
+        graph: stages with in-flight counts, in micro-batches. With round robin a micro-batch of a
+            stage is a round, and the batch is the shortest with whole rounds at all stages.
+        per_update: micro-batches of an update.
+        round_robin: replicas take mini-batches in turn instead of splitting each one.
+    """
+
+    graph: StageGraph
+    per_update: int
+    round_robin: bool = False
+
+    @cached_property
+    def turns(self) -> tuple[int, ...]:
+        """Per stage, mini-batches of an update."""
+        return tuple(stage.replicas if self.round_robin else 1 for stage in self.graph.stages)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Per stage, updates of which a device holds a part between forward and backward."""
+        return tuple(-(-(s.in_flight - 1) // self.per_update) + 1 for s in self.graph.stages)
+
+    @cached_property
+    def late(self) -> int:
+        """Number of later mini-batches after which every stage has learned from a mini-batch."""
+        return max((w + 1) * r - 1 for w, r in zip(self.in_flight, self.turns, strict=True))
+
+    def deepest(self, stage: int) -> int:
+        """Return the mini-batches in flight where there are most, in updates of a stage."""
+        held = max(w * r for w, r in zip(self.in_flight, self.turns, strict=True))
+        return held // self.turns[stage]
+
+    def actions(self, stage: int, microbatches: int | None = None) -> Iterator[Action]:
+        """Generate the computes and updates of a stage, without end by default."""
+        held = self.graph.stages[stage].in_flight
+        steps = count() if microbatches is None else range(microbatches + held - 1)
+        for i in steps:
+            if microbatches is None or i < microbatches:
+                yield Action(stage, Kind.FORWARD, i)
+            done = i - held + 1
+            if done >= 0 and (microbatches is None or done < microbatches):
+                yield Action(stage, Kind.BACKWARD, done)
+                if (done + 1) % self.per_update == 0:
+                    yield Action(stage, Kind.UPDATE, done // self.per_update)
+
+    def schedule(
+        self, batches: int | None = None, edges: MessageEdges = EVERY_EDGE
+    ) -> tuple[StageGraph, Schedule]:
+        """Return the schedule of so many batches of ``graph``, which has been checked.
+
+        By default these are a fill, more of the full pipeline than any stage holds, and a drain.
+
+        Raises:
+            InvalidScheduleError: if it is out of order.
+            DeadlockError: if devices would wait for each other.
+        """
+        samples = self.graph.batch_size
+        most = max(stage.in_flight * stage.microbatch_size for stage in self.graph.stages)
+        whole = repeated(self.graph, batches or 2 * -(-most // samples) + 1)
+        orders = [tuple(self.actions(s, whole.num_microbatches(s))) for s in range(len(whole))]
+        by_device = {d: orders[s] for s, stage in enumerate(whole.stages) for d in stage.devices}
+        schedule = lower(Schedule(by_device), whole, edges)
+        check(schedule, whole, edges)
+        return whole, schedule
+
+    def for_turn(self, turn: int, samples: int) -> StageGraph:
+        """Return the stages of one mini-batch of a round, each with the replica that takes it."""
+        stages = tuple(
+            replace(
+                stage,
+                devices=(stage.devices[turn % stage.replicas],),
+                microbatch_size=samples,
+                in_flight=1,
+            )
+            for stage in self.graph.stages
+        )
+        return replace(self.graph, stages=stages, batch_size=samples)
+
+
+def round_robin(graph: StageGraph, *, per_hop: int = 1) -> AsynchronousOrder:
+    """Return the order in which replicas take mini-batches of ``graph`` in turn.
+
+    Args:
+        per_hop: 2 holds more in flight, which hides transfers.
+    """
+    paths = [0] * len(graph)  # mini-batches on the longest way to a sink
+    for s in reversed(range(len(graph))):
+        replicas = graph.stages[s].replicas
+        after = (paths[t] + per_hop * replicas for t in graph.successors[s])
+        paths[s] = max(after, default=replicas)
+    stages = tuple(
+        replace(
+            stage,
+            microbatch_size=graph.batch_size * stage.replicas,
+            in_flight=-(-path // stage.replicas),
+        )
+        for stage, path in zip(graph.stages, paths, strict=True)
+    )
+    batch_size = graph.batch_size * lcm(*(stage.replicas for stage in stages))
+    rounds = replace(graph, stages=stages, batch_size=batch_size)
+    return AsynchronousOrder(rounds, per_update=1, round_robin=True)

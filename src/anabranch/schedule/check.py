@@ -8,7 +8,8 @@ The check assumes this transport:
 - receives are posted ahead, for the next ``slots`` micro-batches of the receiver, and a message
   moves once it has been sent and its receive is posted;
 - a device with several stages passes values and gradients between them in memory, so its list has
-  to compute them before it uses them.
+  to compute them before it uses them;
+- the replicas of a stage sum gradients before an update, so they start it together.
 
 With at least one slot every message that was sent arrives, so a deadlock is a cycle of devices that
 wait for each other. Running the lists once, without a clock, finds it: every order of running them
@@ -248,6 +249,8 @@ def _compute_problem(
     action: Action, done: Counter[tuple[int, Kind]], split: set[int], graph: StageGraph
 ) -> str | None:
     s, kind, i = action.stage, action.kind, action.microbatch
+    if kind is Kind.UPDATE:
+        return None if i == done[s, kind] else f"update {i} where update {done[s, kind]} is next"
     order = _stage_kinds(s in split)
     if kind not in order:
         return f"stage {s} has its backwards both whole and in two halves"
@@ -337,6 +340,8 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
     sent: dict[Channel, int] = defaultdict(int)
     received: dict[Channel, int] = defaultdict(int)
     waiting: dict[Channel, int] = {}
+    arrived: dict[int, list[int]] = defaultdict(list)  # stage -> devices at its next update
+    ready = dict.fromkeys(schedule.actions, -1)
     positions = dict.fromkeys(schedule.actions, 0)
     runnable = list(schedule.actions)
     while runnable:
@@ -356,6 +361,13 @@ def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
                 else:
                     waiting[key] = device
                     break
+            elif action.kind is Kind.UPDATE and ready[device] != at:
+                # All replicas continue when the last one has arrived.
+                ready[device] = at
+                arrived[action.stage].append(device)
+                if len(arrived[action.stage]) < len(graph.stages[action.stage].devices):
+                    break
+                runnable += (other for other in arrived.pop(action.stage) if other != device)
             at += 1
         positions[device] = at
     if any(at < len(schedule.actions[device]) for device, at in positions.items()):

@@ -43,11 +43,12 @@ class Kind(StrEnum):
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
+    UPDATE = "U"
 
     @cached_property
     def is_compute(self) -> bool:
-        """True for computes, False for sends and receives."""
-        return len(self.value) == 1
+        """True for forwards and backwards, False for messages and updates."""
+        return self.value in ("F", "B", "I", "W")
 
     @cached_property
     def is_send(self) -> bool:
@@ -77,11 +78,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One compute, send or receive of a device.
+    """One compute, send, receive or update of a device.
 
     Attributes:
-        peer_stage: the stage at the other end of a message, -1 for compute.
-        peer: the device at the other end of a message, -1 for compute.
+        microbatch: its number; of an update the number of the update.
+        peer_stage: the stage at the other end of a message, -1 otherwise.
+        peer: the device at the other end of a message, -1 otherwise.
     """
 
     stage: int
@@ -94,7 +96,7 @@ class Action:
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.kind}{self.microbatch}"
-        if self.kind.is_compute:
+        if self.peer < 0:
             return text
         arrow = ">" if self.kind.value[0] == "S" else "<"
         return f"{text}{arrow}{self.peer_stage}@{self.peer}[{self.start}:{self.stop}]"
@@ -106,7 +108,7 @@ class Action:
         if match is None:
             raise InvalidScheduleError(f"{text!r} is no action; write one as 2F0 or 0SF0>1@1[0:4]")
         stage, kind, microbatch, peer_stage, peer, start, stop = match.groups()
-        if Kind(kind).is_compute != (peer is None):
+        if (Kind(kind).is_send or Kind(kind).is_receive) == (peer is None):
             raise InvalidScheduleError(f"{text!r}: a message names its peer, compute does not")
         head = int(stage), Kind(kind), int(microbatch)
         if peer is None:
@@ -114,7 +116,7 @@ class Action:
         return Action(*head, int(peer_stage), int(peer), int(start), int(stop))
 
 
-_PATTERN = re.compile(r"(\d+)(F|B|I|W|SF|RF|SB|RB)(\d+)(?:[<>](\d+)@(\d+)\[(\d+):(\d+)\])?")
+_PATTERN = re.compile(r"(\d+)(F|B|I|W|U|SF|RF|SB|RB)(\d+)(?:[<>](\d+)@(\d+)\[(\d+):(\d+)\])?")
 
 
 class Order(tuple[Action, ...]):

@@ -13,18 +13,21 @@ import torch
 from anabranch import launch
 from anabranch.errors import (
     AnabranchError,
+    InfeasiblePlanError,
     InvalidPlanError,
     PolicyError,
 )
-from anabranch.plans.plan import Plan
+from anabranch.plans.plan import Plan, Prediction
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import (
     asynchronous_stages,
+    budgeted,
     choose,
     require_recipes,
+    round_robin_of,
 )
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
-from anabranch.weights import PredictStash
+from anabranch.weights import PredictStash, Stash
 from tests.runtime import small
 from tests.runtime.asynchronous.models import Cut, batches, cut
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
@@ -34,6 +37,9 @@ from tests.runtime.asynchronous.running import (
     pipeline,
     plan_of,
     start_of,
+)
+from tests.runtime.asynchronous.running import (
+    refusal as refusal_in_turn,
 )
 from tests.runtime.small import built, num_ranks, plan, with_options
 
@@ -210,3 +216,25 @@ def test_auto_follows_the_recommendation_and_says_why() -> None:
     assert "Adam" in reason
     assert several == "2bw"
     assert (mine, none) == ("PredictStash(ramp=0, clip=4.0)", "")
+
+
+@pytest.mark.dist
+def test_memory_is_that_of_whole_minibatches() -> None:
+    """The plan's own prediction is for halves of them; memory for the wholes is asked for first."""
+    model = cut("chain 2")
+
+    def expected(samples: int) -> Plan:
+        chosen = plan_of(model, samples, replicas=(2, 1))
+        known = replace(chosen, predicted=Prediction(1.0, 1.0, 0.0, (1, 1, 1)))
+        rounds = round_robin_of(known)
+        assert rounds is not None
+        return budgeted(known, rounds, model.captured, Stash())
+
+    peaks, twice = (expected(n).predicted.device_peak_bytes for n in (1 << 12, 1 << 13))
+    assert peaks[0] == peaks[1] > peaks[2]
+    # Of two mini-batches in flight: what enters the layer norm and what leaves tanh is one tensor,
+    # which leaves the linear layer another; 6 numbers of 4 bytes for each of 4096 samples.
+    assert twice[0] - peaks[0] > 2 * (1 << 12) * 6 * 4
+    assert twice[0] < 2 * peaks[0]  # weights do not grow
+    text = refusal_in_turn(model, expected(1 << 40), InfeasiblePlanError)
+    assert "by the plan's prediction" in text

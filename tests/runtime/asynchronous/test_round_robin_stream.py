@@ -20,9 +20,7 @@ from anabranch.errors import (
     PolicyError,
     StageFailedError,
 )
-from anabranch.runtime.asynchronous import stream as module
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.worker import Flight
 from anabranch.weights import PredictStash
 from anabranch.workload import Batch
 from tests.runtime.asynchronous.models import batches, cut, halving
@@ -42,6 +40,7 @@ from tests.runtime.asynchronous.running import (
     until_not_finite,
     whole,
 )
+from tests.runtime.asynchronous.test_stream import logged
 
 pytestmark = pytest.mark.dist
 
@@ -55,29 +54,11 @@ def orders(name: str, replicas: Sequence[int], count: int) -> list[str]:
     chosen = plan_of(model, replicas=replicas)
 
     def work() -> str:
-        pipe: Any = in_turn(model, chosen)
-        log: list[str] = []
-
-        class Noted(Flight):
-            def forward(self, microbatch: int) -> None:
-                log.append(f"F{self.number}")
-                super().forward(microbatch)
-
-            def backward(self, microbatch: int) -> None:
-                log.append(f"B{self.number}")
-                super().backward(microbatch)
-
-        update = pipe._stream._update
-
-        def learn(flight: Flight | None, blame: bool, count: int) -> None:
-            update(flight, blame, count)
-            log.append("-*") if flight is None else log.append(f"{log.pop()}*")
-
-        pipe._stream._update = learn
-        module.Flight = Noted  # type: ignore[misc]  # in this rank, which ends with the test
+        pipe = in_turn(model, chosen)
+        log = logged(pipe)
         list(pipe.steps(batches(count)))
         assert pipe._stream.is_empty
-        return " ".join(log)
+        return " ".join(log).replace(".0", "")
 
     return on_ranks(chosen, work)
 

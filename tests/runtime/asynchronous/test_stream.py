@@ -1,4 +1,4 @@
-"""The endless 1F1B on local ranks: its order, and bit for bit the plain loop of the definitions."""
+"""The asynchronous schedule on local ranks: its order; bit for bit the loop of the definitions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from anabranch.runtime.asynchronous import stream as module
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.worker import Flight
+from anabranch.runtime.worker import Run
+from anabranch.schedule.schedule import Kind
 from anabranch.weights import POLICIES
 from tests.runtime.asynchronous.models import batches, cut, halving
 from tests.runtime.asynchronous.reference import train
@@ -28,27 +28,25 @@ from tests.runtime.asynchronous.running import (
 pytestmark = pytest.mark.dist
 
 
-def logged(pipe: AsyncPipeline, pulled: list[str]) -> list[str]:
+def logged(pipe: AsyncPipeline) -> list[str]:
     """Lets a pipeline write down what its rank does; ``*`` is an update."""
-    stream: Any = pipe._stream
-    update = stream._update
+    log: list[str] = []
+    update: Any = pipe._stream._learn
 
-    class Noted(Flight):
-        def forward(self, microbatch: int) -> None:
-            pulled.append(f"F{self.number}.{microbatch}")
-            super().forward(microbatch)
+    def do(run: Run, kind: Kind, microbatch: int) -> bool:
+        has_any = passes(run, kind, microbatch)
+        if has_any:
+            log.append(f"{kind}{run.number}.{microbatch}")
+        return has_any
 
-        def backward(self, microbatch: int) -> None:
-            pulled.append(f"B{self.number}.{microbatch}")
-            super().backward(microbatch)
+    def learn(run: Run | None, blame: bool, minibatches: int) -> None:
+        update(run, blame, minibatches)
+        log.append("-*" if run is None else f"{log.pop()}*")
 
-    def learn(flight: Flight) -> None:
-        update(flight)
-        pulled[-1] += "*"
-
-    stream._update = learn
-    module.Flight = Noted  # type: ignore[misc]  # in this rank, which ends with the test
-    return pulled
+    passes = Run.do
+    Run.do = do  # type: ignore[method-assign]  # in this rank, which ends with the test
+    pipe._stream._learn = learn
+    return log
 
 
 def orders(name: str, sizes: Sequence[int], microbatches: int = 1) -> list[str]:
@@ -60,7 +58,7 @@ def orders(name: str, sizes: Sequence[int], microbatches: int = 1) -> list[str]:
 
     def work() -> str:
         pipe = pipeline(model, chosen, "2bw" if microbatches > 1 else "stash")
-        log = logged(pipe, [])
+        log = logged(pipe)
         list(pipe.steps(data))
         assert pipe._stream.is_empty
         return " ".join(log)

@@ -64,7 +64,7 @@ def test_sums_are_those_of_afterwards(
     def work(pipeline: Pipeline) -> tuple[list[str], list[str]]:
         _, found = pipeline.gradients(leaves)
         found = {key: value.clone() for key, value in found.items()}
-        pipeline._updates.prepare(16, alone=True)
+        pipeline._state.forget_gradients()
         worker = pipeline._session.workers.worker(samples)
         worker.run(leaves_of(model.captured, leaves, CPU), 0)
         parameters = pipeline._state.parameters
@@ -104,7 +104,7 @@ def test_sums_start_during_the_backward_in_one_order(small_buckets: None) -> Non
 
     def work(pipeline: Pipeline) -> list[tuple[str, int]]:
         log = []
-        mesh, reducer = pipeline._mesh, pipeline._updates._reducer
+        mesh, reducer = pipeline._mesh, pipeline._updates.reducer
         start = mesh.start_all_reduce
         names = {b.named[0][0]: b for queue in reducer._queues for b in queue.buckets}
 
@@ -131,7 +131,7 @@ def test_buffers_are_kept_and_one_holder_has_none() -> None:
     chosen = plan(model, 2, replicas=[2, 1])
 
     def work(pipeline: Pipeline) -> tuple[bool, int]:
-        places = pipeline._updates._reducer._places
+        places = pipeline._updates.reducer._places
         pointers = []
         for seed in range(2):
             pipeline.gradients(batch(16, seed))
@@ -152,7 +152,7 @@ def test_gradients_grow_where_they_are_summed() -> None:
     def work(pipeline: Pipeline) -> bool:
         pipeline._updates.accumulate = 2
         pipeline.step(batch(16))
-        flats = {flat.untyped_storage().data_ptr() for flat in pipeline._updates._reducer.buffers}
+        flats = {flat.untyped_storage().data_ptr() for flat in pipeline._updates.reducer.buffers}
         gradients = pipeline._state.gradients()
         return {g.untyped_storage().data_ptr() for g in gradients} == flats != set()
 
@@ -166,7 +166,7 @@ def test_after_an_interrupted_batch_sums_are_whole(small_buckets: None) -> None:
 
     def work(pipeline: Pipeline) -> bool:
         expected = {k: g.clone() for k, g in pipeline.gradients(batch(16))[1].items()}
-        reducer = pipeline._updates._reducer
+        reducer = pipeline._updates.reducer
         final, left = reducer._is_final, [2]
 
         def interrupted(name: str) -> None:
@@ -176,10 +176,10 @@ def test_after_an_interrupted_batch_sums_are_whole(small_buckets: None) -> None:
             final(name)
 
         reducer._is_final = interrupted  # type: ignore[method-assign]
-        pipeline._updates.prepare(16, alone=True)
         worker = pipeline._session.workers.worker(16)
+        pipeline._updates.prepare(worker, 16, alone=True)
         with pytest.raises(KeyboardInterrupt):
-            worker.run(leaves_of(model.captured, batch(16, 5), CPU), 0, watcher=pipeline._updates)
+            worker.run(leaves_of(model.captured, batch(16, 5), CPU), 0, watcher=reducer)
         del reducer._is_final
         found = pipeline.gradients(batch(16))[1]
         return all(torch.equal(found[key], value) for key, value in expected.items())
@@ -202,7 +202,7 @@ def test_hooks_count_in_batches_and_go_with_the_reducer() -> None:
 
     reducer.begin((0,), is_last=False)
     assert is_moved(reducer)
-    reducer.complete(0)
+    reducer.after_last(0)
     assert not is_moved(reducer)
     reducer.begin((0,), is_last=False)
     assert is_moved(reducer)

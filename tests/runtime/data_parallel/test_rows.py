@@ -121,7 +121,7 @@ def on_ranks(
 
 def row_tables(pipeline: Pipeline) -> list[str]:
     """The tables whose rows are exchanged."""
-    buckets = [b for queue in pipeline._updates._reducer._queues for b in queue.buckets]
+    buckets = [b for queue in pipeline._updates.reducer._queues for b in queue.buckets]
     tables = [b for b in buckets if isinstance(b, RowBucket)]
     # Nothing is kept of earlier steps, also where this rank updates them.
     assert all(len(b._updated) <= len(b.named) * max(len(b.pieces), 1) for b in tables)

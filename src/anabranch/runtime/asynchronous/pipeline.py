@@ -33,13 +33,11 @@ from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
 from anabranch.runtime.asynchronous.recording import Recording
 from anabranch.runtime.asynchronous.requirements import (
     asynchronous_stages,
+    budgeted,
     choose,
-    num_microbatches,
+    order_of,
     require_asynchronous,
-    round_robin_of,
 )
-from anabranch.runtime.asynchronous.round_robin import budgeted
-from anabranch.runtime.asynchronous.round_robin_stream import RoundRobinStream
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.base_pipeline import BasePipeline
@@ -47,16 +45,18 @@ from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
+from anabranch.runtime.data_parallel.gradients import divide
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.messages import channels
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
 from anabranch.runtime.optimizer_facts import facts_of
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
-from anabranch.runtime.worker import Flight
+from anabranch.runtime.worker import Run, Worker
 from anabranch.timeline import Timeline
-from anabranch.weights import WeightPolicy, units_in_flight
+from anabranch.weights import WeightPolicy
 from anabranch.workload import Batch, Workload
 
 
@@ -125,10 +125,9 @@ class AsyncPipeline(BasePipeline):
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
-        self._graph = graph = asynchronous_stages(plan)
-        self._rounds = rounds = round_robin_of(plan) if round_robin else None
-        self._microbatches = microbatches = num_microbatches(graph)
-        self.policy, self.reason = choose(policy, plan, microbatches, workload)
+        graph = asynchronous_stages(plan)
+        self._order = order = order_of(plan, graph, round_robin=round_robin)
+        self.policy, self.reason = choose(policy, plan, order.per_update, workload)
         self.workload, self.plan = workload, plan
         self._session = session = Session(
             workload,
@@ -144,36 +143,22 @@ class AsyncPipeline(BasePipeline):
             compute=compute,
             exact=False,
             check_gradients=check_gradients,
-            check_memory=check_memory and plan.mode == "async" and rounds is None,
+            check_memory=check_memory and plan.mode == "async" and not order.round_robin,
             timeout=timeout,
             stall_timeout=stall_timeout,
             device=device,
-            further=rounds.channels() if rounds is not None else (),
+            further=channels(order.graph),
         )
         self._mesh, self._state = session.mesh, session.state
         self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
-        require_asynchronous(
-            plan,
-            graph,
-            session.parts,
-            self.policy,
-            workload,
-            compute,
-            round_robin=self.is_round_robin,
-        )
-        if rounds is not None and check_memory:
+        require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
+        if order.round_robin and check_memory:
             with session.failing():
                 keeps = self.optimizer is not None and facts_of(self.optimizer).keeps_last_update
-                expected = budgeted(plan, rounds, session.captured, self.policy, last_update=keeps)
+                expected = budgeted(plan, order, session.captured, self.policy, last_update=keeps)
                 session.require_memory(expected)
-        mine = self._mesh.device
-        self._stage = next(s for s, st in enumerate(graph.stages) if mine in st.devices)
-        units = tuple(units_in_flight(stage.in_flight, microbatches) for stage in graph.stages)
-        # After so many more mini-batches all stages have learned from one, and have told.
-        self._late = max(units)
-        if rounds is not None:
-            self._late, units = rounds.late, rounds.in_flight
-        self._behind = tuple(held - 1 for held in units)
+        stages = enumerate(graph.stages)
+        self._stage = next(s for s, stage in stages if self._mesh.device in stage.devices)
         self._outcomes = MinibatchTotals(
             self._mesh, session.captured.metrics, self._why, self._spoil
         )
@@ -196,49 +181,38 @@ class AsyncPipeline(BasePipeline):
     @property
     def is_round_robin(self) -> bool:
         """Whether a stage has replicas, and they take mini-batches in turn."""
-        return self._rounds is not None
+        return self._order.round_robin
 
     def _start(self) -> None:
         """Weights and an empty stream, for the optimizer as it is."""
-        graph, s, rounds = self._graph, self._stage, self._rounds
-        held = [behind + 1 for behind in self._behind]
-        deepest = max(held) if rounds is None else rounds.deepest(s)
+        s, order = self._stage, self._order
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rank 0 has told of the optimizer for all (choose)
             self._weights = VersionedWeights(
                 self._state.parameters,
                 self.optimizer,
                 self.policy,
-                in_flight=held[s],
-                deepest=deepest,
+                in_flight=order.in_flight[s],
+                deepest=order.deepest(s),
                 scheduler=self.scheduler,
             )
-        parameters, workers = self._state.parameters, self._session.workers
-        reducer = Reducer(parameters, self._session.holders, self._mesh, notes=self.is_round_robin)
-        self._stream: Stream | RoundRobinStream
-        if rounds is not None:
-            self._stream = RoundRobinStream(
-                workers,
-                rounds,
-                s,
-                self._mesh.device,
-                self._weights,
-                reducer,
-                parameters=parameters,
-                update=self._learn,
-                tell=self._outcomes.tell,
-            )
-            return
+        parameters, holders = self._state.parameters, self._session.holders
         self._stream = Stream(
-            lambda leaves: workers.for_batch(leaves).worker(samples_of(leaves)),
+            order,
             s,
+            self._mesh.device,
+            self._worker,
             self._weights,
-            reducer,
-            in_flight=graph.stages[s].in_flight,
-            microbatches=self._microbatches,
+            Reducer(parameters, holders, self._mesh, notes=order.round_robin),
             update=self._learn,
             tell=self._outcomes.tell,
         )
+
+    def _worker(self, leaves: Mapping[str, Tensor], turn: int) -> Worker:
+        workers, samples = self._session.workers.for_batch(leaves), samples_of(leaves)
+        if not self._order.round_robin:
+            return workers.worker(samples)
+        return workers.worker_of(self._order.for_turn(turn, samples))
 
     # Training
 
@@ -270,7 +244,7 @@ class AsyncPipeline(BasePipeline):
                 with self._session.failing():
                     begin_unit(self._mesh, loop, self.step_number - first)
                 self._put(batch)
-                yield from self._known(first, self.step_number - self._late)
+                yield from self._known(first, self.step_number - self._order.late)
             with self._session.failing():
                 end_loop(self._mesh, loop, self.step_number - first)
             with suppress(NonFiniteError):  # its turn comes after the losses before it
@@ -342,34 +316,35 @@ class AsyncPipeline(BasePipeline):
         self._recent_s.append(time.perf_counter() - started)
         self._session.count()
 
-    def _learn(self, flight: Flight | None, blame: bool = True, minibatches: int = 1) -> None:
+    def _learn(self, run: Run | None, blame: bool, minibatches: int) -> None:
         """Take the gradients of a mini-batch, or of a round in which this rank may have none."""
         parameters = self._state.parameters
+        divide(parameters, minibatches)
         gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
         bad = bad_names(gradients)
         if not self._has_warned:
             self._has_warned = True
             self._session.warn_without_gradient()
         self._has_stopped |= bool(bad)
-        if flight is not None:
-            self._note(flight, bad if blame else [])
+        if run is not None:
+            self._note(run, bad if blame else [])
         if self._clip is not None:
             with_gradient = [p for p in parameters.values() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm([entries(g) for g in gradients.values()])
             torch.nn.utils.clip_grads_with_norm_(with_gradient, self._clip, norm)
         self._weights.update(skip=self._has_stopped, minibatches=minibatches)
 
-    def _note(self, flight: Flight, bad: list[str]) -> None:
+    def _note(self, run: Run, bad: list[str]) -> None:
         """Of a mini-batch that has been learned."""
-        outcome = flight.outcome
+        outcome = run.outcome
         outcome.bad_parameters.extend(bad)
         if outcome.is_bad and self._first_bad is None:
             self._has_stopped = True
             seen = self._session.trace.seen(self._stage, outcome)
-            self._first_bad = flight.number, seen
-        self._outcomes.note(flight.number, outcome)
+            self._first_bad = run.number, seen
+        self._outcomes.note(run.number, outcome)
         if self._recording is not None:
-            self._recording.note(flight)
+            self._recording.note(run)
 
     # What mini-batches came to
 
@@ -390,7 +365,8 @@ class AsyncPipeline(BasePipeline):
         return loss
 
     def _advice(self) -> str:
-        return circumstances(self.policy.name, self._behind, self.optimizer)
+        behind = [held - 1 for held in self._order.in_flight]
+        return circumstances(self.policy.name, behind, self.optimizer)
 
     def _spoil(self) -> None:
         """A mini-batch was a bad one: all ranks hear of it at the same one, though not at the same
@@ -427,10 +403,10 @@ class AsyncPipeline(BasePipeline):
             minibatches: that every device does something for, beyond those that fill the pipeline.
         """
         first, size = self.step_number, self.plan.stage_graph.batch_size
-        last = first + minibatches + 2 * self._late
+        last = first + minibatches + 2 * self._order.late
         clock = self._session.workers.clock
         clock.begin()
-        self._recording = Recording(first, last, size, self._microbatches, clock)
+        self._recording = Recording(first, last, size, self._order.per_update, clock)
 
     def _measure(self) -> None:
         """Tell each other how many versions there were, and what was recorded."""
@@ -443,7 +419,7 @@ class AsyncPipeline(BasePipeline):
         self.peak_versions = tuple(row[0] for row in rows)
         self.weight_bytes = tuple(row[1] for row in rows)
         self.version_difference = tuple(
-            max(row[2] for row in rows if row[3] == s) for s in range(len(self._graph))
+            max(row[2] for row in rows if row[3] == s) for s in range(len(self._order.graph))
         )
         if self._recording is not None and self._recording.last < self.step_number:
             self._session.workers.clock.end()

@@ -20,7 +20,7 @@ import torch
 
 from anabranch.runtime.measurement.clocks import Clock
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.worker import Flight
+from anabranch.runtime.worker import Run
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
 
@@ -43,12 +43,12 @@ class Recording:
         self._clock = clock
         self._rows: list[list[Any]] = []
 
-    def note(self, flight: Flight) -> None:
+    def note(self, run: Run) -> None:
         """A mini-batch has been learned here."""
-        if not self.first <= flight.number <= self.last:
+        if not self.first <= run.number <= self.last:
             return
-        past = flight.number - self.first
-        for action, start, end in flight.spans:
+        past = run.number - self.first
+        for action, (start, end) in zip(run.actions, run.outcome.times, strict=True):
             microbatch = action.microbatch + past * self._microbatches
             samples = past * self._batch_size if not action.kind.is_compute else 0
             self._rows.append(

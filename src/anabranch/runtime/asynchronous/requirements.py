@@ -9,20 +9,30 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, PolicyError
+from anabranch.graph.capture import Captured
 from anabranch.graph.split import Split
+from anabranch.plans.check import stage_bytes
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.asynchronous.round_robin import RoundRobin
+from anabranch.profile.estimate import estimate
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.optimizer_facts import facts_of, require_rule
 from anabranch.schedule import rule_named
-from anabranch.schedule.asynchronous import full_pipeline, repeated
+from anabranch.schedule.asynchronous import (
+    AsynchronousOrder,
+    full_pipeline,
+    repeated,
+    round_robin,
+)
 from anabranch.schedule.kfkb import require_in_flight
 from anabranch.weights import (
     OptimizerFacts,
@@ -30,6 +40,7 @@ from anabranch.weights import (
     policy_named,
     recommend,
     require_fits,
+    versions_held,
 )
 from anabranch.workload import Workload
 
@@ -66,12 +77,49 @@ def _per_hop(plan: Plan) -> int:
     return per_hop
 
 
-def round_robin_of(plan: Plan) -> RoundRobin | None:
-    """The stages whose replicas take mini-batches in turn; None if none has replicas."""
+def round_robin_of(plan: Plan) -> AsynchronousOrder | None:
+    """The order in which replicas take mini-batches in turn; None if no stage has replicas."""
     per_hop = _per_hop(plan)
     if all(len(stage.devices) == 1 for stage in plan.stage_graph.stages):
         return None
-    return RoundRobin.of(plan.stage_graph, per_hop)
+    return round_robin(plan.stage_graph, per_hop=per_hop)
+
+
+def order_of(plan: Plan, graph: StageGraph, *, round_robin: bool) -> AsynchronousOrder:
+    """The order in which a plan is trained.
+
+    Args:
+        graph: that of ``asynchronous_stages``.
+        round_robin: replicas take mini-batches in turn.
+    """
+    order = round_robin_of(plan) if round_robin else None
+    if order is None:
+        order = AsynchronousOrder(graph, num_microbatches(graph))
+    return order
+
+
+def budgeted(
+    plan: Plan,
+    order: AsynchronousOrder,
+    captured: Captured,
+    policy: WeightPolicy,
+    *,
+    last_update: bool = False,
+) -> Plan:
+    """The plan with the peaks of a round-robin order; one that predicts no peaks stays as it is."""
+    if plan.predicted is None or not any(plan.predicted.device_peak_bytes):
+        return plan
+    size = plan.stage_graph.batch_size
+    cluster = plan.machines or Cluster.preset(f"local:{len(plan.stage_graph.devices)}")
+    cost = CostModel(estimate(captured, samples=(size,)), cluster)
+    whole, peaks = order.for_turn(0, size), dict[int, int]()
+    for s, stage in enumerate(plan.stage_graph.stages):
+        held, deepest = order.in_flight[s], order.deepest(s)
+        versions = versions_held(policy, in_flight=held, deepest=deepest, last_update=last_update)
+        nbytes = stage_bytes(whole, cost, s, in_flight=held, versions=versions)
+        peaks |= dict.fromkeys(stage.devices, int(nbytes))
+    ordered = tuple(peaks[device] for device in plan.stage_graph.devices)
+    return replace(plan, predicted=replace(plan.predicted, device_peak_bytes=ordered))
 
 
 def num_microbatches(graph: StageGraph) -> int:
@@ -88,25 +136,28 @@ def num_microbatches(graph: StageGraph) -> int:
 
 
 def require_asynchronous(
-    plan: Plan,
     graph: StageGraph,
+    order: AsynchronousOrder,
     parts: Split,
     policy: WeightPolicy,
     workload: Workload,
     compute: ComputeOptions,
-    *,
-    round_robin: bool = False,
 ) -> None:
-    """Accept what can be trained without a flush.
+    """Accept what can be trained without a flush, after a check of its schedule.
+
+    Args:
+        graph: that of ``asynchronous_stages``; ``order`` is that of ``order_of``.
 
     Raises:
+        DeadlockError: if devices would wait for each other.
         InvalidPlanError: if a device has several stages, or stages share a trainable parameter.
         PolicyError: if the policy is not defined for such a plan, or the workload wants what only
             all ranks together know.
     """
     _require_one_stage_each(graph)
     require_untied(parts, workload.module)
-    microbatches = num_microbatches(graph)
+    order.schedule()
+    microbatches, round_robin = num_microbatches(graph), order.round_robin
     if round_robin and (microbatches > 1 or policy.microbatches):
         raise PolicyError(
             f"replicas that take mini-batches in turn make an update from whole ones, and "

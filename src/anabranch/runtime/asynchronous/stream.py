@@ -1,157 +1,146 @@
-"""The endless 1F1B of one rank.
+"""Execution of the asynchronous schedule on one rank.
 
-A synchronous pipeline is emptied after every batch. This one is kept full: a mini-batch is put in,
-and whatever its stage can do then is done, under the weights that the policy wants::
+The schedule (``AsynchronousOrder``) has no end. When a mini-batch is put in, the stage goes on in
+it up to the last forward of that mini-batch; a drain does what is left of those put in::
 
     put     0    1    2    3       4       5       drain              in flight
     stage 0 F0   F1   F2   B0* F3  B1* F4  B2* F5  B3* B4* B5*        3
     stage 1 F0   F1   B0*  F2  B1* F3  B2* F4 ...                     2       * an update
     stage 2 F0   B0*  F1   B1* F2  B2* F3 ...                         1
 
-Every stage follows the synchronous order ``alternate`` over a batch without end. The receive of new
-activations is posted before the backward that makes room begins.
-
 The order does not depend on when messages arrive, so every rank knows what all others do: when
-mini-batch m has been put in, a stage that holds k has learned from all up to ``m - k``.
+mini-batch m has been put in, a stage with k in flight has learned from all up to ``m - k``.
 
-With M micro-batches per mini-batch the update follows the backward of the last of them. A shorter
-mini-batch (the last of an epoch) would leave a policy that counts on M without the version that it
-reads, so the stream is drained behind it.
+A mini-batch with fewer micro-batches than the others (the last of an epoch) would leave a policy
+that counts on them without the version that it reads, so the pipeline is drained behind it. With
+round robin the last round before a drain may lack mini-batches; a replica without one adds nothing
+to the sum and makes the same update::
+
+    mini-batches 0 .. 4     replica 0   F0    F2    B0* F4    B2*    B4*     5 = 2 rounds and a half
+    of 2 replicas           replica 1      F1    F3     B1*   B3*     -*
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from anabranch.runtime.asynchronous.versions import VersionedWeights
-from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.worker import Flight, Worker
+from anabranch.runtime.worker import Run, Worker
+from anabranch.schedule.asynchronous import AsynchronousOrder
+from anabranch.schedule.schedule import Action, Kind
 
 
 class Stream:
-    """Mini-batches of one rank between forward and backward.
+    """Mini-batches of one rank between forward and update.
 
     Attributes:
-        most_behind: updates between the forward and the backward of a mini-batch at most so far,
-            the version difference of this rank's stage.
+        most_behind: most updates so far between the forward and the backward of a mini-batch, the
+            version difference of this rank's stage.
 
     Args:
-        update: called when a mini-batch's gradients, summed over the replicas, are there.
-        tell: called when a forward has sent what it made.
+        worker: from the tensors of a mini-batch and its number since the pipeline was empty.
+        update: called when summed gradients are there, with this rank's mini-batch (None if it has
+            none), whether numbers that are not finite count as its own, and the number of
+            mini-batches of the update.
+        tell: called when a forward has sent its outputs.
     """
 
     def __init__(
         self,
-        worker: Callable[[Mapping[str, Tensor]], Worker],
+        order: AsynchronousOrder,
         stage: int,
+        device: int,
+        worker: Callable[[Mapping[str, Tensor], int], Worker],
         weights: VersionedWeights,
         reducer: Reducer,
         *,
-        in_flight: int,
-        microbatches: int,
-        update: Callable[[Flight], None],
+        update: Callable[[Run | None, bool, int], None],
         tell: Callable[[], None],
     ) -> None:
-        self._worker, self._stage, self._weights, self._tell = worker, stage, weights, tell
-        self._in_flight, self._microbatches, self._update = in_flight, microbatches, update
-        self._reducer, self._sums = reducer, _Sums(reducer)
-        self._flights: deque[_Passing] = deque()
-        self.most_behind = 0
+        self._order, self._stage, self._worker = order, stage, worker
+        self._weights, self._reducer, self._tell, self._learn = weights, reducer, tell, update
+        self._turns, self._per_update = order.turns[stage], order.per_update
+        self._turn = order.graph.stages[stage].devices.index(device) % self._turns
+        self._runs: dict[int, Run] = {}
+        self._versions: dict[int, int] = {}
+        self._count = self.most_behind = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether no mini-batch is between forward and update; the same on all ranks."""
-        return not self._flights
+        return not self._count
 
-    def put(self, leaves: Mapping[str, Tensor], number: int, unit: int | None = None) -> bool:
-        """Forward a mini-batch, and learn from earlier ones what has to be learned before.
+    def put(self, leaves: Mapping[str, Tensor], number: int) -> bool:
+        """Forward a mini-batch, after what the schedule has before that.
 
-        The weights may count it as another ``unit``. Returns that this rank has a part in it.
+        Returns:
+            Whether this rank takes part in it.
         """
-        unit = number if unit is None else unit
         if self.is_empty:
-            self._weights.fill(unit)
-        worker = self._worker(leaves)
-        flight = Flight(worker, leaves, number, self._sums)
-        count = worker.graph.num_microbatches(self._stage)
-        passing = _Passing(flight, unit, count, self._weights.version)
-        flight.expect(back=False)
-        self._flights.append(passing)
-        if len(self._flights) == 1:
-            flight.expect(back=True)
-        for microbatch in range(count):
-            if sum(passing.held for passing in self._flights) == self._in_flight:
-                self._backward()
-            if microbatch == 0:
-                passing.version = self._weights.version
-            with self._weights.forward(unit):
-                flight.forward(microbatch)
-            passing.forwards += 1
-            self._tell()
-        if count < self._microbatches:
+            self._first = self._weights.version
+            self._weights.fill(self._first)
+            self._actions = self._order.actions(self._stage)
+            self._forwards = 0
+        unit, turn = divmod(self._count, self._turns)
+        self._count += 1
+        if turn != self._turn:
+            return False
+        worker = self._worker(leaves, self._count - 1)
+        run = self._runs[unit] = worker.begin(leaves, number, self._reducer)
+        run.expect(Kind.RECEIVE_FORWARD)
+        if len(self._runs) == 1:
+            run.expect(Kind.RECEIVE_BACKWARD)
+        while self._forwards < (unit + 1) * self._per_update:
+            self._do(next(self._actions))
+        if worker.graph.num_microbatches(self._stage) < self._per_update:
             self.drain()
         return True
 
     def drain(self) -> None:
-        """Learn from everything that is in flight."""
-        while self._flights:
-            self._backward()
+        """Learn from all mini-batches in flight; all replicas are at one version afterwards."""
+        updates = -(-self._count // self._turns)
+        while self._count and self._weights.version < self._first + updates:
+            self._do(next(self._actions))
+        self._count = 0
 
-    def _backward(self) -> None:
-        """The next backward, and the update if it completes a mini-batch."""
-        passing = self._flights[0]
-        flight = passing.flight
-        if passing.backwards == 0:
-            self._sums.begins(flight.last_backwards, flight.outcome)
-        with self._weights.backward(passing.unit):
-            flight.backward(passing.backwards)
-        passing.backwards += 1
-        if passing.backwards < passing.count:
+    def _do(self, action: Action) -> None:
+        if action.kind is Kind.UPDATE:
+            self._update(action.microbatch)
             return
-        self._flights.popleft()
-        if self._flights:
-            self._flights[0].flight.expect(back=True)
-        self.most_behind = max(self.most_behind, self._weights.version - passing.version)
-        POSITION.begin(flight.number, is_minibatch=True)
-        self._reducer.take_all()
-        self._update(flight)
+        is_forward = action.kind is Kind.FORWARD
+        self._forwards += is_forward
+        unit, microbatch = divmod(action.microbatch, self._per_update)
+        run = self._runs.get(unit)
+        if run is None:
+            return  # a mini-batch that has not come before the drain
+        if is_forward:
+            self._versions.setdefault(unit, self._weights.version)
+            with self._weights.forward(self._first + unit):
+                run.do(Kind.FORWARD, microbatch)
+            self._tell()
+            return
+        if microbatch == 0:
+            self._reducer.begin(run.last_backwards)
+        with self._weights.backward(self._first + unit):
+            run.do(Kind.BACKWARD, microbatch)
 
-
-class _Passing:
-    """A mini-batch on its way: how many of its micro-batches have been forwarded, and learned."""
-
-    def __init__(self, flight: Flight, unit: int, count: int, version: int) -> None:
-        self.flight, self.unit, self.count, self.version = flight, unit, count, version
-        self.forwards = self.backwards = 0
-
-    @property
-    def held(self) -> int:
-        """Micro-batches between forward and backward."""
-        return self.forwards - self.backwards
-
-
-class _Sums:
-    """Sums over replicas, begun during the last backward of a mini-batch; a ``Watcher``."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-
-    def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
-        self._reducer.begin(stages)
-
-    def before_forward(self, stage: int) -> None:
-        """Nothing: every replica updates all of its parameters."""
-
-    def before_last(self, stage: int) -> None:
-        self._reducer.arm(stage)
-
-    def after_last(self, stage: int) -> None:
-        self._reducer.complete(stage)
-
-    def waits(self) -> None:
-        """Nothing: an update is made where its mini-batch ends, never earlier."""
+    def _update(self, unit: int) -> None:
+        run = self._runs.pop(unit, None)
+        if (following := self._runs.get(unit + 1)) is not None:
+            following.expect(Kind.RECEIVE_BACKWARD)
+        if run is None:
+            self._reducer.sum_now()
+        else:
+            version = self._versions.pop(unit)
+            self.most_behind = max(self.most_behind, self._weights.version - version)
+            POSITION.begin(run.number, is_minibatch=True)
+            self._reducer.take_all()
+        minibatches = min(self._turns, self._count - unit * self._turns)
+        # Each replica knows whether its own term was bad. If no term was, but the sum of them
+        # overflowed, the last one answers for it.
+        blame = self._turn == minibatches - 1 or not self._reducer.has_finite_terms
+        self._learn(run, blame, minibatches)

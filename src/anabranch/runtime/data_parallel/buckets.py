@@ -58,11 +58,6 @@ class Bucket(ABC):
         return bool(self._pending)
 
     @property
-    def is_done(self) -> bool:
-        """Whether ``take`` would not wait."""
-        return all(pending.is_done for pending in self._pending)
-
-    @property
     @abstractmethod
     def flat(self) -> Tensor | None:
         """This rank's terms, as they are sent, once there are any."""

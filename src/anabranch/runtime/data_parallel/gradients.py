@@ -240,6 +240,14 @@ def sum_of_squares(
     return [torch.stack(norms).square().sum()] if norms else []
 
 
+def divide(parameters: Mapping[str, nn.Parameter], count: int) -> None:
+    """Divide gradients, in place."""
+    if count > 1:
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+
+
 def clip(parameters: Mapping[str, nn.Parameter], squares: float, largest: float) -> None:
     """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` does, given the sum over all ranks."""
     factor = largest / (math.sqrt(squares) + 1e-6)

@@ -55,7 +55,7 @@ class _Slot:
 
 
 class Reducer:
-    """Sums gradients over the ranks that hold a parameter.
+    """Sums gradients over the ranks that hold a parameter; a ``Watcher`` of their backwards.
 
     Args:
         notes: whether to note if this rank's own terms are finite, for who asks afterwards.
@@ -165,10 +165,14 @@ class Reducer:
             queue.started = 0
             for bucket in queue.buckets:
                 bucket.begin(batch_sizes)
-        self.complete(-1)
+        self.after_last(-1)
 
-    def arm(self, stage: int) -> None:
-        """The last backward of a stage begins."""
+    def before_forward(self, stage: int) -> None:
+        """Wait for the parameters of a stage that others have updated; see ``Watcher``."""
+        self.finish_share(stage)
+
+    def before_last(self, stage: int) -> None:
+        """The last backward of a stage begins; see ``Watcher``."""
         self._armed = set(self.finals(self._order)[stage])
 
     def _accumulated(self, name: str) -> None:
@@ -179,7 +183,7 @@ class Reducer:
             if name in self._armed:
                 self._is_final(name)
 
-    def complete(self, stage: int) -> None:
+    def after_last(self, stage: int) -> None:
         """The last backward of a stage has ended: what had no gradient in it is final as well."""
         names = self.finals(self._order)[stage]
         self._hooked.difference_update(names)
@@ -236,21 +240,8 @@ class Reducer:
         """Whether what this rank gave to the last sums was finite; needs ``notes``."""
         return all(map(math.isfinite, fetched(self._totals)))
 
-    def is_done(self, stage: int) -> bool:
-        """Whether ``take`` would not wait for the sums of a stage's parameters."""
-        names = self.finals(self._order)[stage]
-        places = [self._places[name] for name in names if name in self._places]
-        return all(p.bucket in p.queue.buckets[: p.queue.started] for p in places) and all(
-            p.bucket.is_done for p in places
-        )
-
-    def take(self, stage: int) -> None:
-        """Make the sums the gradients of a stage's parameters; waits for them."""
-        names = self.finals(self._order)[stage]
-        take(dict.fromkeys(self._places[name].bucket for name in names if name in self._places))
-
     def take_all(self) -> None:
-        """Make all sums the gradients; see ``take``."""
+        """Wait for all sums and make them the gradients."""
         take(bucket for queue in self._queues for bucket in queue.buckets)
 
 

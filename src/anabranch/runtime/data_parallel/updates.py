@@ -9,8 +9,7 @@
     optimizer                                +- stage 3                 +- stage 0
 
 Only the sums involve other ranks. Whether all ranks wait for each other before anything is changed
-is the caller's choice: with ``at_once`` a stage is updated when its sums are there and the rank
-would otherwise wait for a message, the rest after the last action.
+is the caller's choice.
 
 With ``accumulate`` n batches make one update, with the mean of their gradients: ``.grad`` grows
 over all of them, is summed over its holders with the last one, and is divided by n.
@@ -18,7 +17,7 @@ over all of them, is summed over its holders with the last one, and is divided b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.gradients import (
     Holders,
     clip,
+    divide,
     fold_tied,
     sum_of_squares,
 )
@@ -42,9 +42,10 @@ from anabranch.runtime.worker import Worker
 
 
 class Updates:
-    """Gradients of one rank, and what becomes of them; a ``Watcher`` of its steps.
+    """Gradients of one rank, and what becomes of them.
 
     Attributes:
+        reducer: sums them over the ranks; the ``Watcher`` of this rank's steps.
         accumulate: batches that make one update.
         accumulated: those since the last update.
 
@@ -70,13 +71,11 @@ class Updates:
         self._parameters, self._updated = state.parameters, state.updated
         folded = self._folded = self._uses() if exact else {}
         summed = {n: p for n, p in self._parameters.items() if n not in folded}
-        self._reducer = Reducer(summed, holders, mesh, tables=tables)
-        self._has_parts = sum(mesh.device in stage.devices for stage in graph.stages) > 1
+        self.reducer = Reducer(summed, holders, mesh, tables=tables)
         self.accumulate, self.accumulated = accumulate, 0
-        self._is_open = self._is_last = self._is_summed = self._at_once = False
+        self._is_open = self._is_last = self._is_summed = False
         self._divisor = 1
         self._batch_sizes: list[int] = []  # since the last update
-        self._ready: list[int] = []
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -85,7 +84,7 @@ class Updates:
         state = optimizer.state.values() if optimizer is not None else ()
         moments = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
         held = [*self._parameters.values(), *self._state.buffers.values()]
-        return [*held, *moments, *self._state.gradients(), *self._reducer.buffers]
+        return [*held, *moments, *self._state.gradients(), *self.reducer.buffers]
 
     # A batch
 
@@ -94,12 +93,11 @@ class Updates:
         """Whether an update is due after the batch that was prepared last."""
         return self._is_last
 
-    def prepare(self, samples: int, *, at_once: bool = False, alone: bool = False) -> None:
+    def prepare(self, worker: Worker, samples: int, *, alone: bool = False) -> None:
         """A batch is about to run.
 
         Args:
             samples: of all ranks.
-            at_once: update stages as soon as their gradients are there.
             alone: nothing is accumulated and no update will follow.
         """
         if self._is_open:
@@ -114,20 +112,19 @@ class Updates:
         self._divisor = max(self.accumulated, 1)
         self._is_summed = False
         self._is_alone = alone
-        splits = at_once and self._has_parts and _may_split(self._state.optimizer)
-        splits = splits and not self._holders.pieces  # who updates waits for nobody in between
-        self._at_once = splits and self._is_last and not self._exact
-        self._ready = []
+        self.reducer.begin(
+            worker.last_backwards,
+            is_last=self._is_last and not self._exact,
+            everywhere=alone,
+            batch_sizes=self._batch_sizes,
+        )
 
-    def collect(self, worker: Worker, outcome: Outcome) -> None:
-        """The batch has run; exact mode adds gradients of tied parameters now."""
-        if self._exact:
-            self._fold(worker, outcome)
-
-    def finish(self) -> None:
+    def finish(self, worker: Worker, outcome: Outcome) -> None:
         """After a batch; if it was the last of an update, wait until ``.grad`` of what this rank
         updates is the mean over its batches.
         """
+        if self._exact and self._is_open:
+            self._fold(worker, outcome)
         self._is_open = False
         if not self._is_last or self._is_summed:
             return
@@ -135,32 +132,28 @@ class Updates:
         if self._exact:
             # A stage may hold a parameter without using it in a way that has a gradient; its copy
             # must be updated all the same. One holder has the whole, so the sum changes no bit.
-            self._reducer.sum_now(self._batch_sizes)
+            self.reducer.sum_now(self._batch_sizes)
         else:
-            self._reducer.take_all()
+            self.reducer.take_all()
         if not self._is_alone:
             self._state.cut_gradients()
-        self._divide(self._updated)
+        divide(self._updated, self._divisor)
 
-    def check(self) -> None:
+    def check(self, outcome: Outcome) -> None:
         """After ``finish``: note in the outcome which gradients of this rank are not finite."""
-        self._check(self._updated)
-
-    def _check(self, names: Iterable[str]) -> None:
-        gradients = {name: self._updated[name].grad for name in names}
-        found = bad_names({name: g for name, g in gradients.items() if g is not None})
-        self._outcome.bad_parameters.extend(found)
+        gradients = {n: p.grad for n, p in self._updated.items() if p.grad is not None}
+        outcome.bad_parameters.extend(bad_names(gradients))
 
     def finish_early(self) -> None:
         """Make do with the batches since the last update."""
         self._is_last = self._is_summed = True
-        self._reducer.sum_now(self._batch_sizes)
+        self.reducer.sum_now(self._batch_sizes)
         self._state.cut_gradients()
-        self._divide(self._updated)
+        divide(self._updated, self._divisor)
 
     def drop(self) -> None:
         """Forget all batches since the last update."""
-        self._reducer.take_all()
+        self.reducer.take_all()
         self._clear()
         self._is_open, self.accumulated = False, 0
 
@@ -185,13 +178,13 @@ class Updates:
         it from the one that updates it, by the next forward of a stage that reads it.
         """
         if self._is_last:
-            self._reducer.start_share()
+            self.reducer.start_share()
             for piece in self._state.pieces.values():
                 piece.grad = None  # it was where parameters are now
 
     def finish_share(self) -> None:
         """Wait until all parameters of this rank are there."""
-        self._reducer.finish_share()
+        self.reducer.finish_share()
 
     @property
     def may_guard(self) -> bool:
@@ -236,62 +229,6 @@ class Updates:
         self._batch_sizes.clear()
         self._state.forget_gradients()
 
-    def _divide(self, names: Iterable[str]) -> None:
-        if self._divisor > 1:
-            for name in names:
-                gradient = self._updated[name].grad
-                if gradient is not None:
-                    gradient.div_(self._divisor)
-
-    # What a worker tells
-
-    @property
-    def _overlaps(self) -> bool:
-        return self._is_last and not self._exact
-
-    def begins(self, stages: Sequence[int], outcome: Outcome) -> None:
-        self._order, self._outcome = stages, outcome
-        self._reducer.begin(
-            stages,
-            is_last=self._overlaps,
-            everywhere=self._is_alone,
-            batch_sizes=self._batch_sizes,
-        )
-
-    def before_forward(self, stage: int) -> None:
-        self._reducer.finish_share(stage)
-
-    def before_last(self, stage: int) -> None:
-        if self._overlaps:
-            self._reducer.arm(stage)
-
-    def after_last(self, stage: int) -> None:
-        self._reducer.complete(stage)
-        if self._at_once:
-            self._ready.append(stage)
-
-    def waits(self) -> None:
-        """See ``Watcher``: time for an update of a stage whose gradients are there."""
-        # What is not finite must not come into the parameters.
-        if self._ready and not self._outcome.is_bad and self._reducer.is_done(self._ready[0]):
-            self._update(self._ready.pop(0))
-
-    def _update(self, stage: int) -> None:
-        """One stage alone: the optimizer passes over parameters without gradient."""
-        self._reducer.take(stage)
-        mine = set(self._reducer.finals(self._order)[stage])
-        self._divide(mine)
-        self._check(mine)
-        if self._outcome.is_bad:
-            return
-        others = {n: p.grad for n, p in self._parameters.items() if n not in mine}
-        for name in others:
-            self._parameters[name].grad = None
-        assert self._state.optimizer is not None
-        self._state.optimizer.step()
-        for name, parameter in self._parameters.items():
-            parameter.grad = others.get(name)
-
     # Exact mode
 
     def _uses(self) -> dict[str, list[tuple[int, int]]]:
@@ -312,11 +249,3 @@ class Updates:
             self._holders,
             self._mesh,
         )
-
-
-def _may_split(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether updating all parameters at once or one after the other is the same.
-
-    So it is for PyTorch's own optimizers; others may count their steps.
-    """
-    return type(optimizer).__module__.startswith("torch.optim.")
