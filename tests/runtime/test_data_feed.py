@@ -89,7 +89,7 @@ def test_a_rank_reads_the_leaves_of_its_own_stages() -> None:
     chosen = plan(model, 3, batch_size=8, microbatch_size=8)
 
     def work() -> frozenset[str]:
-        return Pipeline(model.workload, chosen, captured=model.captured)._workers.leaves
+        return Pipeline(model.workload, chosen, captured=model.captured)._session.workers.leaves
 
     found = launch.run(work, num_ranks(chosen), timeout=60.0)
     assert "label" not in found[0]
@@ -130,13 +130,13 @@ def test_who_meets_such_a_batch_in_the_stream_parts_from_the_others() -> None:
 
     def rank() -> tuple[int, list[int]]:
         pipe = Pipeline(model.workload, chosen, captured=model.captured, check_gradients=False)
-        leave = pipe._leave
+        leave = pipe._steps.leave
 
         def noted() -> None:
             parted.append(pipe.step_number)
             leave()
 
-        pipe._leave = noted  # type: ignore[method-assign]
+        pipe._steps.leave = noted  # type: ignore[method-assign]
         losses: list[float] = []
         given = [batch(16), batch(16), changed(x=torch.randn(6, 9))]
         with pytest.raises(DataError, match=r"x is \[samples, 9\]"):

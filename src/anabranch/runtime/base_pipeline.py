@@ -4,17 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
+from anabranch.plans.plan import Plan
 from anabranch.runtime.session import Session
-from anabranch.workload import Batch
+from anabranch.workload import Batch, Workload
 
 
 class BasePipeline:
     """A pipeline around one rank's ``Session``."""
 
     _session: Session
+
+    def __init__(self, workload: Workload, plan: Plan, **options: Any) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def resume(cls, folder: str | Path, workload: Workload, plan: Plan, **options: Any) -> Self:
+        """Continue from a checkpoint, under any plan for the same model.
+
+        Args:
+            folder: what ``save`` wrote.
+            workload: as it was; the optimizer recipe has to be of the same kind.
+            plan: may have other stages, devices and replicas.
+            options: of the pipeline.
+
+        Raises:
+            FileFormatError: naming file and key, if the checkpoint is damaged or of another model.
+        """
+        pipeline = cls(workload, plan, **options)
+        pipeline._session.load(folder)
+        return pipeline
+
+    @classmethod
+    def from_weights(cls, path: str | Path, workload: Workload, plan: Plan, **options: Any) -> Self:
+        """Begin with weights that something else saved, such as a model of Hugging Face.
+
+        Args:
+            path: a safetensors file of the whole model by the names of its ``state_dict``, or a
+                folder with ``model.safetensors`` or ``model.safetensors.index.json``. Each rank
+                reads its own part. Numbers of a narrower type are taken as they are.
+            options: of the pipeline.
+
+        Raises:
+            FileFormatError: naming file and tensor, if it is damaged or of another model.
+        """
+        pipeline = cls(workload, plan, **options)
+        pipeline._session.load_weights(path)
+        return pipeline
 
     @property
     def rank(self) -> int:

@@ -1,12 +1,5 @@
 """The pipeline: one rank's part of a training run, as the user's loop holds it.
 
-::
-
-    step(batch)   forwards and backwards of all micro-batches      worker
-                  gradients summed over whoever holds a parameter  reducer, while backwards go on
-                  loss, metrics, gradient norm: one small sum      step_totals
-                  clip, optimizer, scheduler                       updates, of this rank alone
-
 ``step`` waits for the totals before anything is changed, so all ranks wait for each other once per
 step. ``steps`` reads them one step later, so nobody waits, and the pipeline stays full::
 
@@ -19,11 +12,8 @@ never travels.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +24,19 @@ from anabranch.errors import (
     DataError,
     InfeasiblePlanError,
     InvalidPlanError,
-    NonFiniteError,
-    TrainingError,
 )
 from anabranch.graph.capture import Captured
 from anabranch.graph.module_state import only_frozen
 from anabranch.plans.plan import Plan
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
-from anabranch.runtime.compute.stage_compute import Outcome
-from anabranch.runtime.data_feed import samples_of
-from anabranch.runtime.data_parallel.updates import Updates
-from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.measurement.yardstick import yardstick_s
-from anabranch.runtime.numerics.nonfinite import Ran
-from anabranch.runtime.placement import fetched
 from anabranch.runtime.session import Session
+from anabranch.runtime.step_runner import StepRunner
 from anabranch.runtime.step_totals import StepTotals
-from anabranch.runtime.worker import Worker
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
 
@@ -71,8 +54,6 @@ class Pipeline(BasePipeline):
     Attributes:
         optimizer: of this rank's parameters; None where there is nothing to train.
         scheduler: of the learning rate.
-        metrics: of the step whose loss was returned last, means over the batch, the same on every
-            rank.
         timeline: of the last step that was recorded, the same on every rank.
         peak_bytes: most bytes of tensors in the last step that was weighed, by rank; the prediction
             is ``plan.predicted.device_peak_bytes``. None before.
@@ -138,69 +119,57 @@ class Pipeline(BasePipeline):
             )
         self.workload = workload
         self._accumulate, self._exact, self._shards = accumulate, exact, shard_optimizer
-        self._checks_memory = check_memory
-        # What another plan changes nothing about.
-        self._make_session = partial(
-            Session,
-            workload,
-            compute=compute,
-            exact=exact,
-            check_memory=check_memory,
-            timeout=timeout,
-            stall_timeout=stall_timeout,
-            device=device,
-        )
-        self._facts = {
-            "accumulate": accumulate,
+        self._check_memory, self._check_copies = check_memory, check_copies
+        # The same under another plan.
+        self._options: dict[str, Any] = {
+            "compute": compute,
             "exact": exact,
-            "check_memory": check_memory,
-            "check_copies": check_copies,
-            "clip_norm": workload.clip_norm,
+            "timeout": timeout,
+            "stall_timeout": stall_timeout,
+            "device": device,
         }
-        self._check_copies = check_copies
-        self._begin(plan, captured=captured, check_gradients=check_gradients)
-        self.metrics: dict[str, float] = {}
+        self._begin(
+            plan, captured=captured, check_gradients=check_gradients, check_memory=check_memory
+        )
         self.timeline: Timeline | None = None
         self.peak_bytes: tuple[int, ...] | None = None
 
     def _begin(self, plan: Plan, *, check_gradients: bool, **options: Any) -> None:
         """Hold this rank's part of a plan."""
         shards = plan.shard_optimizer and not self._exact if self._shards is None else self._shards
-        facts = {"shard_optimizer": shards, "check_gradients": check_gradients}
+        clip_norm = self.workload.clip_norm
         self.plan = plan
-        self._session = session = self._make_session(
-            plan=plan,
-            facts={**self._facts, **facts},
+        self._session = session = Session(
+            self.workload,
+            plan,
+            facts={
+                "accumulate": self._accumulate,
+                "exact": self._exact,
+                "check_memory": self._check_memory,
+                "check_copies": self._check_copies,
+                "clip_norm": clip_norm,
+                "shard_optimizer": shards,
+                "check_gradients": check_gradients,
+            },
             shard_optimizer=shards,
             check_gradients=check_gradients,
+            **self._options,
             **options,
         )
-        self._mesh, self._state, self._workers = session.mesh, session.state, session.workers
+        self._mesh, self._state = session.mesh, session.state
         self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
-        self._updates = Updates(
-            session.state,
-            session.parts,
-            plan.stage_graph,
-            session.holders,
-            session.mesh,
-            accumulate=self._accumulate,
-            exact=self._exact,
-            tables=session.shared_tables(self._accumulate),
+        self._steps = StepRunner(
+            session, plan, clip_norm=clip_norm, accumulate=self._accumulate, exact=self._exact
         )
-        self._is_first = True
-        self._unread: StepTotals | None = None
-        self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
-        self._is_spoilt = False  # some stages have made an update that others have not
+        self._updates = self._steps.updates
 
     def yardstick_s(self) -> tuple[float, ...]:
-        """Per rank, seconds of a fixed piece of work that all do at the same time; all ranks call
-        it together.
-        """
+        """Return each rank's seconds of a fixed piece of work; all ranks call it together."""
         with self._session.failing():
-            self._settle()
+            self._steps.settle()
             self._mesh.barrier()
-            mine = torch.tensor([yardstick_s(self._session.place)], dtype=torch.float64)
-            return tuple(float(seconds) for seconds in self._mesh.all_gather(mine))
+            seconds = torch.tensor([yardstick_s(self._session.place)], dtype=torch.float64)
+            return tuple(map(float, self._mesh.all_gather(seconds)))
 
     def change_plan(self, plan: Plan) -> None:
         """Go on under another plan for the same ranks; all ranks call it between the same steps.
@@ -221,11 +190,11 @@ class Pipeline(BasePipeline):
                 f"but training has batches of {before.batch_size}; plan for these"
             )
         with self._session.failing():
-            self._settle()
-        self._refuse_between("change of the plan")
-        session = self._session
+            self._steps.settle()
+        self._steps.refuse_between("change of the plan")
+        session, metrics = self._session, self.metrics
         with session.failing():
-            missing = session.lack_for_change(plan) if self._checks_memory else ""
+            missing = session.lack_for_change(plan) if self._check_memory else ""
         if missing:
             raise InfeasiblePlanError(missing)
         # What is frozen for a while goes on with its optimizer's state.
@@ -237,8 +206,14 @@ class Pipeline(BasePipeline):
                 check_memory=False,
                 predecessor=session,
             )
+        self._steps.metrics = metrics
 
     # Training
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the batch whose loss was returned last, the same on every rank."""
+        return self._steps.metrics
 
     def step(self, batch: Batch, *, record: bool = False, weigh: bool = False) -> float:
         """Train on one batch.
@@ -261,35 +236,33 @@ class Pipeline(BasePipeline):
         begun = time.perf_counter()
         leaves = self._session.leaves(batch)
         with self._session.failing():
-            self._settle()
+            self._steps.settle()
             self._session.prepare(batch, leaves)
             start = lead = 0.0
+            clock = self._session.workers.clock
             if record:
-                self._workers.clock.begin()
+                clock.begin()
                 lead = time.perf_counter() - begun
                 self._mesh.barrier()
                 start = time.perf_counter()
-            with self._weighed(leaves) if weigh else nullcontext():
-                worker, outcome = self._run(leaves)
-                loss = self._agree(outcome)
+            # Compiled code on a CPU shows nobody what it makes.
+            on_gpu = self._session.place.type == "cuda"
+            if weigh and (on_gpu or self._session.workers.options.backend is None):
+                gauge = PeakMemory(self._session.place, self._updates.tensors, leaves.values())
+                with gauge.measuring():
+                    loss = self._steps.step(leaves)
+                peaks = self._mesh.all_gather(torch.tensor([gauge.peak_bytes]))
+                self.peak_bytes = tuple(int(peak) for peak in peaks)
+            else:
+                loss = self._steps.step(leaves)
             if record:
-                self._workers.clock.end()
+                clock.end()
                 end = time.perf_counter()
+                worker, _, outcome = self._steps.ran
                 self.timeline = gather_timeline(worker, outcome, self._mesh, start, end, lead)
             POSITION.leave()
         self._count()
         return loss
-
-    @contextmanager
-    def _weighed(self, leaves: dict[str, Tensor]) -> Iterator[None]:
-        if self._session.place.type != "cuda" and self._workers.options.backend is not None:
-            yield  # compiled code shows nobody what it makes
-            return
-        gauge = PeakMemory(self._session.place, self._updates.tensors, leaves.values())
-        with gauge.measuring():
-            yield
-        peaks = self._mesh.all_gather(torch.tensor([gauge.peak_bytes]))
-        self.peak_bytes = tuple(int(peak) for peak in peaks)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Train on batches without a barrier between them, as long as there are any.
@@ -316,45 +289,39 @@ class Pipeline(BasePipeline):
         """
         before: StepTotals | None = None
         try:
-            for batch in self._session.given(batches, self._leave):
-                if self._is_first or self._decides_together:
+            for batch in self._session.given(batches, self._steps.leave):
+                if self._steps.decides_together:
                     if before is not None:  # the plan has changed meanwhile
-                        yield self._read(before)
+                        yield self._steps.read(before)
                         before = None
                     yield self.step(batch)
                     continue
-                tally = self._go(batch)
+                leaves = self._session.leaves(batch)
+                with self._session.failing():
+                    totals = self._steps.step_alone(leaves)
+                self._count()
                 if before is not None:
-                    yield self._read(before)
-                before = tally
-            self._finish_share()
+                    yield self._steps.read(before)
+                before = totals
+            self._steps.finish_share()
             if before is not None:
-                yield self._read(before)
+                yield self._steps.read(before)
         except (GeneratorExit, DataError):
-            self._leave()
+            self._steps.leave()
             raise
 
-    def _finish_share(self) -> None:
-        """Wait for the parameters that other ranks have updated."""
-        with self._session.failing():
-            self._updates.finish_share()
-
-    def _leave(self) -> None:
-        """End a loop; the others need this rank's messages and its share of the last totals."""
-        if self._session.transport is not None:
-            self._session.transport.flush()
-        with suppress(TrainingError):  # whoever goes on hears of it
-            self._finish_share()
-            if self._unread is not None:
-                self._unread.read()
+    def _count(self) -> None:
+        self._session.count()
+        every = self._check_copies
+        if every and self.step_number % every == 0 and self.is_between_updates:
+            self._steps.finish_share()
+            self._session.require_same_copies()
 
     def update(self) -> None:
         """Make an update of the batches since the last one, if there are any."""
         with self._session.failing():
-            self._settle()
-            if self._updates.accumulated:
-                self._updates.finish_early()
-                self._agree(self._ran[2])
+            self._steps.settle()
+            self._steps.update_early()
 
     def gradients(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Run one batch without an update.
@@ -370,179 +337,11 @@ class Pipeline(BasePipeline):
             TrainingError: if an update is still to come for earlier batches (``accumulate``).
         """
         leaves = self._session.leaves(batch)
-        scale = self._workers.loss_scale
         with self._session.failing():
-            self._settle()
-            self._refuse_between("gradients of one batch")
+            self._steps.settle()
+            self._steps.refuse_between("gradients of one batch")
             self._session.prepare(batch, leaves)
-            while True:
-                worker, outcome = self._run(leaves, alone=True)
-                self._updates.finish(worker, outcome)
-                finite = [] if scale is None else scale.unscale(self._state.gradients())
-                overflow = not all(fetched(finite))
-                sums = torch.tensor([outcome.loss, float(overflow)], dtype=torch.float64)
-                loss, overflows = self._mesh.all_reduce(sums).tolist()
-                if scale is None or not overflows:
-                    break
-                scale.update(overflow=True)
-            POSITION.leave()
-        found = {n: p.grad for n, p in self._state.parameters.items() if p.grad is not None}
-        return loss, found
-
-    def _run(self, leaves: dict[str, Tensor], *, alone: bool = False) -> tuple[Worker, Outcome]:
-        """Run one batch; sums of gradients may still be on their way."""
-        POSITION.begin(self.step_number)
-        samples = samples_of(leaves)
-        worker = self._workers.for_batch(leaves).worker(samples)
-        self._updates.prepare(worker, samples, alone=alone)
-        outcome = worker.run(leaves, self.step_number, watcher=self._updates.reducer)
-        self._ran = worker, leaves, outcome
-        return worker, outcome
-
-    @property
-    def _decides_together(self) -> bool:
-        """Whether an update depends on something that only all ranks together know."""
-        return self.workload.clip_norm is not None or self._workers.loss_scale is not None
-
-    def _agree(self, outcome: Outcome) -> float:
-        """Wait for all ranks, then let the optimizer have the gradients."""
-        POSITION.begin(self.step_number, Phase.SUMS)
-        self._updates.finish(self._ran[0], outcome)
-        scaled = self._workers.loss_scale is not None  # an overflow is no error then
-        if not scaled and (self.workload.clip_norm is None or not self._updates.is_last):
-            self._updates.check(outcome)  # otherwise their norm tells
-        try:
-            return self._apply(outcome)
-        except NonFiniteError:
-            self._updates.drop()
-            raise
-
-    def _apply(self, outcome: Outcome) -> float:
-        largest = self.workload.clip_norm
-        clips = largest is not None and self._updates.is_last
-        scale = self._workers.loss_scale if self._updates.is_last else None
-        finite = [] if scale is None else scale.unscale(self._state.gradients())
-        numbers = fetched([*finite, *(self._updates.squares() if clips else ())])
-        overflow = not all(numbers[: len(finite)])
-        squares = 0.0 if overflow else sum(numbers[len(finite) :])
-        if not math.isfinite(squares):
-            self._updates.check(outcome)
-        tally = self._tally(outcome, squares=squares, overflow=overflow)
-        tally.read()
-        POSITION.begin(self.step_number, Phase.UPDATE)
-        self.metrics = tally.metrics
-        if self._is_first and self._updates.is_last:
-            self._is_first = False
-            self._session.warn_without_gradient()
-        if scale is not None:
-            scale.update(tally.overflow)
-        if tally.overflow:
-            self._updates.drop()
-        else:
-            self._updates.apply(tally.squares, largest)
-            self._updates.start_share()
-            self._updates.finish_share()
-        return tally.loss
-
-    def _tally(
-        self,
-        outcome: Outcome,
-        *,
-        squares: float = 0.0,
-        overflow: bool = False,
-        is_first: bool = True,
-    ) -> StepTotals:
-        def why() -> NonFiniteError:
-            return self._session.trace.why(ran, is_first=is_first)
-
-        ran = Ran(self._ran[0], self._ran[1], self.step_number, outcome)
-        names = self._session.captured.metrics
-        return StepTotals(
-            self._mesh,
-            outcome,
-            names,
-            why,
-            squares=squares,
-            overflow=overflow,
-            digest=self._session.batch_digest,
-        )
-
-    def _go(self, batch: Batch) -> StepTotals:
-        """One step without waiting for ranks that hold other parameters."""
-        leaves = self._session.leaves(batch)
-        with self._session.failing():
-            self._refuse_spoilt()
-            worker, outcome = self._run(leaves)
-            POSITION.begin(self.step_number, Phase.SUMS)
-            self._updates.finish(worker, outcome)
-            POSITION.begin(self.step_number, Phase.UPDATE)
-            self._update_alone(outcome)
-            self._updates.start_share()
-            tally = self._tally(outcome, is_first=False)
-            POSITION.leave()
-        self._unread = tally
-        self._count()
-        return tally
-
-    def _count(self) -> None:
-        self._session.count()
-        every = self._check_copies
-        if every and self.step_number % every == 0 and self.is_between_updates:
-            self._finish_share()
-            self._session.require_same_copies()
-
-    def _update_alone(self, outcome: Outcome) -> None:
-        """Let the optimizer have the gradients, if what this rank knows is finite."""
-        if self._updates.may_guard and not self._is_bad:
-            guard = self._updates.apply_guarded(outcome.unread_losses)
-            # The device is at the update, or further, while the host looks.
-            if not any(fetched([guard])):
-                self._updates.end_guarded()
-                return
-        self._updates.check(outcome)
-        self._is_bad |= outcome.is_bad
-        if self._is_bad:
-            self._updates.drop()
-        else:
-            self._updates.apply()
-
-    def _read(self, tally: StepTotals) -> float:
-        with self._session.failing():
-            try:
-                with POSITION.doing(Phase.SUMS):
-                    tally.read()
-            except NonFiniteError:
-                self._unread, self._is_bad = None, False
-                self._is_spoilt = self._mesh.size > 1
-                self._updates.drop()
-                raise
-        self.metrics = tally.metrics
-        return tally.loss
-
-    def _settle(self) -> None:
-        """Find out whether the step that was made last was a good one, and have its parameters."""
-        self._refuse_spoilt()
-        self._finish_share()
-        unread, self._unread = self._unread, None
-        if unread is not None:
-            self._read(unread)
-
-    def _refuse_spoilt(self) -> None:
-        """Raises TrainingError where stages have parted ways."""
-        if self._is_spoilt:
-            raise TrainingError(
-                "a loss was not finite, and when that was known some stages had been updated and "
-                "others not, so these weights belong to no step; resume from a checkpoint"
-            )
-
-    def _refuse_between(self, what: str) -> None:
-        """Raises TrainingError where batches wait for their update."""
-        done, wanted = self._updates.accumulated, self._updates.accumulate
-        if done:
-            raise TrainingError(
-                f"{done} of {wanted} batches of an update are done, so there can be no {what} now; "
-                f"wait for step {self.step_number + wanted - done}, or call update() first"
-            )
+            return self._steps.gradients(leaves)
 
     # Evaluation
 
@@ -559,7 +358,7 @@ class Pipeline(BasePipeline):
             DataError: if there is no held-out data, or reading it raised.
         """
         with self._session.failing():
-            self._settle()
+            self._steps.settle()
         return self._session.evaluate(loader)
 
     # State on disk
@@ -582,63 +381,18 @@ class Pipeline(BasePipeline):
         """
         with self._session.failing():
             if wait:
-                self._settle()
+                self._steps.settle()
             else:
-                self._refuse_spoilt()
-                self._finish_share()
-        self._refuse_between("checkpoint")
+                self._steps.refuse_spoilt()
+                self._steps.finish_share()
+        self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
-        if self._unread is None:
+        if self._steps.unread is None:
             saving.confirm()
         else:
-            self._unread.then(saving.confirm, saving.give_up)
+            self._steps.unread.then(saving.confirm, saving.give_up)
 
     @property
     def is_between_updates(self) -> bool:
         """Whether a checkpoint can be written now."""
         return not self._updates.accumulated
-
-    @classmethod
-    def resume(
-        cls,
-        folder: str | Path,
-        workload: Workload,
-        plan: Plan,
-        *,
-        check_gradients: bool = True,
-        **options: Any,
-    ) -> Pipeline:
-        """Continue from a checkpoint, under any plan for the same model.
-
-        Args:
-            folder: what ``save`` wrote.
-            workload: as it was; the optimizer recipe has to be of the same kind.
-            plan: may have other stages, devices and replicas.
-            check_gradients: see ``Pipeline``.
-            options: others of ``Pipeline``.
-
-        Raises:
-            FileFormatError: naming file and key, if the checkpoint is damaged or of another model.
-        """
-        pipeline = cls(workload, plan, check_gradients=check_gradients, **options)
-        pipeline._session.load(folder)
-        return pipeline
-
-    @classmethod
-    def from_weights(
-        cls, path: str | Path, workload: Workload, plan: Plan, **options: Any
-    ) -> Pipeline:
-        """Begin with weights that something else saved, such as a model of Hugging Face.
-
-        Args:
-            path: a safetensors file of the whole model by the names of its ``state_dict``, or a
-                folder with ``model.safetensors`` or ``model.safetensors.index.json``. Each rank
-                reads its own part. Numbers of a narrower type are taken as they are.
-            options: of ``Pipeline``.
-
-        Raises:
-            FileFormatError: naming file and tensor, if it is damaged or of another model.
-        """
-        pipeline = cls(workload, plan, **options)
-        pipeline._session.load_weights(path)
-        return pipeline

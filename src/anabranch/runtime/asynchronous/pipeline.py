@@ -458,15 +458,6 @@ class AsyncPipeline(BasePipeline):
             pipeline._weights.load(saved)
         return pipeline
 
-    @classmethod
-    def from_weights(
-        cls, path: str | Path, workload: Workload, plan: Plan, **options: Any
-    ) -> AsyncPipeline:
-        """Begin with weights that something else saved; see ``Pipeline.from_weights``."""
-        pipeline = cls(workload, plan, **options)
-        pipeline._session.load_weights(path)
-        return pipeline
-
 
 _PATIENCE_S = 10.0
 """Seconds that a rank that leaves a loop waits for the others at most."""

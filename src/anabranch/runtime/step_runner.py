@@ -1,0 +1,262 @@
+"""Steps of one rank under one plan.
+
+::
+
+    forwards and backwards of all micro-batches      worker
+    gradients summed over whoever holds a parameter  reducer, while backwards go on
+    loss, metrics, gradient norm: one small sum      step_totals
+    clip, optimizer, scheduler                       updates, of this rank alone
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import NonFiniteError, TrainingError
+from anabranch.plans.plan import Plan
+from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.data_feed import samples_of
+from anabranch.runtime.data_parallel.updates import Updates
+from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.numerics.nonfinite import Ran
+from anabranch.runtime.placement import fetched
+from anabranch.runtime.session import Session
+from anabranch.runtime.step_totals import StepTotals
+from anabranch.runtime.worker import Worker
+
+
+class StepRunner:
+    """Runs steps, in which all ranks wait for the totals or read them one step later.
+
+    Attributes:
+        metrics: of the step whose totals were read last.
+        unread: totals of the last step, if nobody has read them.
+        is_first: whether no update was made yet.
+        ran: worker, batch tensors and outcome of the last batch.
+
+    Args:
+        clip_norm: largest norm of all gradients; None for any.
+        accumulate: batches of an update.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        plan: Plan,
+        *,
+        clip_norm: float | None,
+        accumulate: int,
+        exact: bool,
+    ) -> None:
+        self._session, self._mesh, self._state = session, session.mesh, session.state
+        self._workers, self._clip_norm = session.workers, clip_norm
+        self.updates = Updates(
+            session.state,
+            session.parts,
+            plan.stage_graph,
+            session.holders,
+            session.mesh,
+            accumulate=accumulate,
+            exact=exact,
+            tables=session.shared_tables(accumulate),
+        )
+        self.metrics: dict[str, float] = {}
+        self.is_first = True
+        self.unread: StepTotals | None = None
+        self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
+        self._is_spoilt = False  # some stages have made an update that others have not
+        self.ran: tuple[Worker, dict[str, Tensor], Outcome]
+
+    @property
+    def decides_together(self) -> bool:
+        """Whether the next update depends on something that only all ranks together know."""
+        return self.is_first or self._clip_norm is not None or self._workers.loss_scale is not None
+
+    def step(self, leaves: dict[str, Tensor]) -> float:
+        """Run one batch, wait for the totals of all ranks, then update; return the loss."""
+        self._run(leaves)
+        return self._agree()
+
+    def step_alone(self, leaves: dict[str, Tensor]) -> StepTotals:
+        """Run one batch without waiting for ranks that hold other parameters."""
+        self.refuse_spoilt()
+        outcome = self._run(leaves)
+        POSITION.begin(self._number, Phase.SUMS)
+        self.updates.finish(self.ran[0], outcome)
+        POSITION.begin(self._number, Phase.UPDATE)
+        self._update_alone(outcome)
+        self.updates.start_share()
+        self.unread = self._totals(outcome, is_first=False)
+        POSITION.leave()
+        return self.unread
+
+    def update_early(self) -> None:
+        """Make an update of the batches since the last one, if there are any."""
+        if self.updates.accumulated:
+            self.updates.finish_early()
+            self._agree()
+
+    def gradients(self, leaves: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """Run one batch without an update; return the loss and this rank's gradients."""
+        scale = self._workers.loss_scale
+        while True:
+            outcome = self._run(leaves, alone=True)
+            self.updates.finish(self.ran[0], outcome)
+            finite = [] if scale is None else scale.unscale(self._state.gradients())
+            overflow = not all(fetched(finite))
+            sums = torch.tensor([outcome.loss, float(overflow)], dtype=torch.float64)
+            loss, overflows = self._mesh.all_reduce(sums).tolist()
+            if scale is None or not overflows:
+                break
+            scale.update(overflow=True)
+        POSITION.leave()
+        held = self._state.parameters.items()
+        return loss, {name: p.grad for name, p in held if p.grad is not None}
+
+    @property
+    def _number(self) -> int:
+        return self._session.feed.step_number
+
+    def _run(self, leaves: dict[str, Tensor], *, alone: bool = False) -> Outcome:
+        """Run one batch; sums of gradients may still be on their way."""
+        POSITION.begin(self._number)
+        samples = samples_of(leaves)
+        worker = self._workers.for_batch(leaves).worker(samples)
+        self.updates.prepare(worker, samples, alone=alone)
+        outcome = worker.run(leaves, self._number, watcher=self.updates.reducer)
+        self.ran = worker, leaves, outcome
+        return outcome
+
+    def _agree(self) -> float:
+        """Wait for all ranks, then let the optimizer have the gradients; return the loss."""
+        worker, _, outcome = self.ran
+        POSITION.begin(self._number, Phase.SUMS)
+        self.updates.finish(worker, outcome)
+        scaled = self._workers.loss_scale is not None  # an overflow is no error then
+        if not scaled and (self._clip_norm is None or not self.updates.is_last):
+            self.updates.check(outcome)  # otherwise their norm tells
+        try:
+            return self._apply(outcome)
+        except NonFiniteError:
+            self.updates.drop()
+            raise
+
+    def _apply(self, outcome: Outcome) -> float:
+        is_last = self.updates.is_last
+        clips, scale = self._clip_norm is not None, self._workers.loss_scale if is_last else None
+        finite = [] if scale is None else scale.unscale(self._state.gradients())
+        squared = self.updates.squares() if clips and is_last else []
+        numbers = fetched([*finite, *squared])
+        overflow = not all(numbers[: len(finite)])
+        squares = 0.0 if overflow else sum(numbers[len(finite) :])
+        if not math.isfinite(squares):
+            self.updates.check(outcome)
+        totals = self._totals(outcome, squares=squares, overflow=overflow)
+        totals.read()
+        POSITION.begin(self._number, Phase.UPDATE)
+        self.metrics = totals.metrics
+        if self.is_first and is_last:
+            self.is_first = False
+            self._session.warn_without_gradient()
+        if scale is not None:
+            scale.update(totals.overflow)
+        if totals.overflow:
+            self.updates.drop()
+        else:
+            self.updates.apply(totals.squares, self._clip_norm)
+            self.updates.start_share()
+            self.updates.finish_share()
+        return totals.loss
+
+    def _update_alone(self, outcome: Outcome) -> None:
+        """Let the optimizer have the gradients, if what this rank knows is finite."""
+        if self.updates.may_guard and not self._is_bad:
+            guard = self.updates.apply_guarded(outcome.unread_losses)
+            # The device is at the update, or further, while the host looks.
+            if not any(fetched([guard])):
+                self.updates.end_guarded()
+                return
+        self.updates.check(outcome)
+        self._is_bad |= outcome.is_bad
+        if self._is_bad:
+            self.updates.drop()
+        else:
+            self.updates.apply()
+
+    def _totals(
+        self,
+        outcome: Outcome,
+        *,
+        squares: float = 0.0,
+        overflow: bool = False,
+        is_first: bool = True,
+    ) -> StepTotals:
+        ran = Ran(self.ran[0], self.ran[1], self._number, outcome)
+        return StepTotals(
+            self._mesh,
+            outcome,
+            self._session.captured.metrics,
+            lambda: self._session.trace.why(ran, is_first=is_first),
+            squares=squares,
+            overflow=overflow,
+            digest=self._session.batch_digest,
+        )
+
+    # Totals that are read a step later
+
+    def read(self, totals: StepTotals) -> float:
+        """Wait for the totals of a step alone; return its loss."""
+        with self._session.failing():
+            try:
+                with POSITION.doing(Phase.SUMS):
+                    totals.read()
+            except NonFiniteError:
+                self.unread, self._is_bad = None, False
+                self._is_spoilt = self._mesh.size > 1
+                self.updates.drop()
+                raise
+        self.metrics = totals.metrics
+        return totals.loss
+
+    def settle(self) -> None:
+        """Find out whether the last step was a good one, and have its parameters."""
+        self.refuse_spoilt()
+        self.finish_share()
+        unread, self.unread = self.unread, None
+        if unread is not None:
+            self.read(unread)
+
+    def finish_share(self) -> None:
+        """Wait for the parameters that other ranks have updated."""
+        with self._session.failing():
+            self.updates.finish_share()
+
+    def leave(self) -> None:
+        """End a loop; the others need this rank's messages and its share of the last totals."""
+        if self._session.transport is not None:
+            self._session.transport.flush()
+        with suppress(TrainingError):  # whoever goes on hears of it
+            self.finish_share()
+            if self.unread is not None:
+                self.unread.read()
+
+    def refuse_spoilt(self) -> None:
+        """Raise a TrainingError where stages have parted ways."""
+        if self._is_spoilt:
+            raise TrainingError(
+                "a loss was not finite, and when that was known some stages had been updated and "
+                "others not, so these weights belong to no step; resume from a checkpoint"
+            )
+
+    def refuse_between(self, action: str) -> None:
+        """Raise a TrainingError where batches wait for their update."""
+        done, wanted = self.updates.accumulated, self.updates.accumulate
+        if done:
+            raise TrainingError(
+                f"{done} of {wanted} batches of an update are done, so there can be no {action} "
+                f"now; wait for step {self._number + wanted - done}, or call update() first"
+            )
