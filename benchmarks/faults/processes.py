@@ -22,7 +22,7 @@ import torch
 from anabranch import launch
 from anabranch.checkpoint.series import newest, step_of
 from anabranch.cli.restarts import train_with_restarts
-from anabranch.cli.settings import TrainingSettings
+from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import StageFailedError
 from anabranch.record import Run
 from anabranch.training import train

@@ -188,7 +188,7 @@ def _of_graph(captured: Captured) -> list[str]:
     if is_random(whole.program(0, captured.programs.samples).module):
         found.append(
             "random numbers are drawn, as by dropout: another plan draws other ones, unless "
-            "--dropout sample makes them the same under any plan"
+            'dropout="sample" makes them the same under any plan'
         )
     if captured.unused:
         found.append(

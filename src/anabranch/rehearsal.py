@@ -1,4 +1,4 @@
-"""Rehearsal of a plan on emulated devices: what ``anabranch train --emulate`` does.
+"""Rehearsal of a plan on emulated devices: what ``anabranch rehearse`` does.
 
 Local ranks stand for the devices (``emulation``). The first step connects them. Unless the caller
 fixes a time scale, it is then doubled until the host keeps up.

@@ -101,6 +101,19 @@ def run(call):
 
 
 @pytest.fixture
+def run_file(tmp_path):
+    """Write a run file; the words after ``train`` that have it read and its model imported."""
+
+    def write(model: str, **keys: object) -> tuple[str, str]:
+        texts = {name: json.dumps(value).replace("NaN", "nan") for name, value in keys.items()}
+        lines = [f"{name.replace('_', '-')} = {text}" for name, text in texts.items()]
+        (tmp_path / "run.toml").write_text("\n".join([f"model = {model!r}", *lines]))
+        return "run.toml", "--trust"
+
+    return write
+
+
+@pytest.fixture
 def document(run):
     """Call it with ``--json`` and read what it prints, which must be all of standard output."""
 

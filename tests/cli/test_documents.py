@@ -131,7 +131,7 @@ def at_hand(captured_job, tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     job, captured = captured_job
-    monkeypatch.setattr("anabranch.runtime.session.captured_for", lambda *_: captured)
+    monkeypatch.setattr("anabranch.runtime.assignment.captured_for", lambda *_: captured)
     profile = anabranch.estimate(captured, "v100", (1, 2, 4, 8, 16, 32))
     plans = [
         anabranch.plan(profile, anabranch.Cluster.preset(f"local:{n}"), 32, planner="even")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -46,11 +47,14 @@ def test_the_first_rank_says_why_there_is_none() -> None:
     assert launch.run(rank, 2, timeout=60.0) == ["InfeasiblePlanError", "Exit"]
 
 
-def test_another_plan_has_the_traits_of_the_plan_file() -> None:
+def test_another_plan_has_the_traits_of_the_plan_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients by rows and shared optimizer state are no question of speed alone."""
     traits = {"shard_optimizer": True, "sparse_embeddings": True}
     plan = replace(a_plan(Stage(("0",), (0, 1), 4)), **traits)
-    job = Job(ModelSource(TOWERS), plan, "cpu", calibrated=False)
+    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path))
+    job = Job(ModelSource(TOWERS), plan)
     job.profile = four().profile
     looks = job._looks(replans=True)
     assert looks is not None

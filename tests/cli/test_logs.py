@@ -63,12 +63,12 @@ def test_what_could_not_be_written_is_refused(tmp_path: Path):
 
 
 @pytest.mark.dist
-def test_a_run_is_logged_evaluated_and_its_best_checkpoint_kept(document, tmp_path: Path):
+def test_a_run_is_logged_evaluated_and_its_best_checkpoint_kept(document, run_file, tmp_path: Path):
     """From the command line to the files: losses in the table are those of the run."""
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     found = document(
-        "train", TOWERS, "--plan", "plan.json", "--steps", "6",
-        "--evaluate-every", "2", "--keep-best", "error:min", "--save", "run",
+        "train", *run_file(TOWERS, keep_best="error:min"), "--plan", "plan.json", "--steps", "6",
+        "--evaluate-every", "2", "--save", "run",
         "--log", "jsonl:log.jsonl", "--log", "csv:log.csv",
     )  # fmt: skip
     events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -83,21 +83,10 @@ def test_a_run_is_logged_evaluated_and_its_best_checkpoint_kept(document, tmp_pa
     assert losses == found["losses"]
 
 
-def test_a_metric_that_the_model_lacks_is_refused_before_it_is_measured(run, monkeypatch):
+def test_a_metric_that_the_model_lacks_is_refused_before_it_is_measured(run, run_file, monkeypatch):
     """With those that it has."""
     monkeypatch.setattr("anabranch.cli.job.Job.measure", None)
-    best = ("--evaluate-every", "2", "--keep-best", "acuracy:max", "--save", "run")
-    code, _, err = run("train", TOWERS, "--devices", "2", *best)
+    best = run_file(TOWERS, evaluate_every=2, keep_best="acuracy:max", save="run")
+    code, _, err = run("train", *best, "--devices", "2")
     assert code == 1
     assert "asked for by acuracy, but the held-out means of this model are loss, error" in err
-
-
-def test_options_that_need_others(run):
-    """The best checkpoint is that of an evaluation, and has to be put somewhere."""
-    for arguments, message in [
-        (("--keep-best", "loss", "--save", "run"), "--keep-best: only with --evaluate-every"),
-        (("--keep-best", "loss", "--evaluate-every", "2"), "--keep-best needs --save"),
-    ]:
-        code, _, err = run("train", TOWERS, "--devices", "2", *arguments)
-        assert code == 2
-        assert message in err

@@ -12,7 +12,7 @@ from anabranch.checkpoint import Progress, RankPart
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target
 from anabranch.cli.restarts import left_of, restarted, train_with_restarts
-from anabranch.cli.settings import TrainingSettings
+from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import DataError, StageFailedError, TrainingError
 
 

@@ -10,13 +10,13 @@ import typer
 from typer.testing import CliRunner
 
 from anabranch.cli.parsing import split_output
-from anabranch.cli.settings import (
+from anabranch.cli.spread import spread
+from anabranch.cli.training_settings import (
     ComputeSettings,
     RunSettings,
     TrainedPlanSettings,
     TrainingSettings,
 )
-from anabranch.cli.spread import spread
 
 FILE = """
 model = "two-branch"

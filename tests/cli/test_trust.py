@@ -117,7 +117,7 @@ def test_the_refusal_says_what_to_write(run: Runner, planned: dict[str, Any]):
     assert "if you trust that code: anabranch simulate plan.json 'my:workload; touch ran'" in err
 
 
-@pytest.mark.parametrize("more", ["", "trust = true\n", "emulate = true\ncluster = 'local:2'\n"])
+@pytest.mark.parametrize("more", ["", "trust = true\n", "emulate = true\nplan = 'plan.json'\n"])
 def test_a_run_file(run: Runner, tmp_path: Path, more: str):
     """Only the command line can say that it trusts the file."""
     for model, options in attacks(tmp_path):

@@ -38,6 +38,7 @@ from anabranch.cli.verbs.export import export
 from anabranch.cli.verbs.models import models
 from anabranch.cli.verbs.plan import plan
 from anabranch.cli.verbs.profile import profile
+from anabranch.cli.verbs.rehearse import rehearse
 from anabranch.cli.verbs.report import report
 from anabranch.cli.verbs.simulate import simulate
 from anabranch.cli.verbs.train import train
@@ -82,21 +83,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _verbs = (
-    *(
-        doctor,
-        profile,
-        plan,
-        compare,
-        check,
-        simulate,
-        models,
-        verify,
-        train,
-        export,
-        report,
-        cluster,
-    ),
-    demo,
+    *(doctor, profile, plan, compare, check, simulate, rehearse, models),
+    *(verify, train, export, report, cluster, demo),
 )
 
 

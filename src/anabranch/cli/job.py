@@ -15,8 +15,9 @@ import typer
 from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.preflight import require_own_devices
 from anabranch.cli.progress import TrainingProgress, begin_compiling, progress_bar
-from anabranch.cli.settings import LocalPlanSettings, TrainingSettings
+from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource, as_calibrated
+from anabranch.cli.training_settings import TrainingSettings
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError
 from anabranch.remembered import remembered
@@ -34,19 +35,12 @@ if TYPE_CHECKING:
 class Job:
     """A model that is about to run: workload, captured graph, measured profile, plan."""
 
-    def __init__(
-        self,
-        source: ModelSource,
-        plan: Plan | None,
-        device: str = "cpu",
-        *,
-        calibrated: bool = True,
-    ) -> None:
+    def __init__(self, source: ModelSource, plan: Plan | None, device: str = "cpu") -> None:
         self.source = source
         self.plan = plan
         self._is_by_file = plan is not None
         self.device = device
-        self._calibrated = calibrated and device == "cpu"
+        self._calibrated = device == "cpu"
         if device == "cuda":
             # Ranks are forked, and cannot use a GPU that this process has used, if only to look
             # whether there is one.
@@ -68,14 +62,14 @@ class Job:
     def of(source: ModelSource, local: LocalPlanSettings) -> Job:
         """The job for a model, by a plan file if there is one; then nothing else is asked."""
         if local.plan_file is None:
-            return Job(source, None, local.device, calibrated=not local.no_calibration)
+            return Job(source, None, local.device)
         from anabranch.files import load_plan
 
         local.require_no_other()
         plan = load_plan(local.plan_file)
         require_own_devices(plan, local.plan_file)
         source = replace(source, granularity=plan.granularity)
-        return Job(source, plan, local.device, calibrated=not local.no_calibration)
+        return Job(source, plan, local.device)
 
     def forget_plan(self) -> None:
         """It is to be planned anew, here."""

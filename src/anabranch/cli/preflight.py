@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.settings import (
-    ComputeSettings,
-    FlushSettings,
-    TrainedPlanSettings,
-    TrainingSettings,
-)
-from anabranch.cli.spread import given
+from anabranch.cli.training_settings import ComputeSettings, FlushSettings, TrainingSettings
 from anabranch.cli.writable import why_not
 from anabranch.cluster import Cluster
 from anabranch.errors import DataError, InvalidPlanError, OutputError, TrainingError
@@ -40,7 +34,7 @@ def refuse_mode(
     norm = flush.clip_stage_norm
     if not is_async and flush.round_robin:
         raise typer.BadParameter(
-            "--round-robin is for --mode async; in steps with a flush the replicas of a stage "
+            "round-robin is for --mode async; in steps with a flush the replicas of a stage "
             "split every micro-batch"
         )
     if not is_async and (flush.policy or flush.policy_option):
@@ -50,7 +44,7 @@ def refuse_mode(
         )
     if is_async and accumulate > 1:
         raise typer.BadParameter(
-            f"--accumulate {accumulate}: not with --mode async, where every mini-batch makes an "
+            f"accumulate = {accumulate}: not with --mode async, where every mini-batch makes an "
             "update; take a larger --batch-size"
         )
     if is_async and compute.shard_optimizer:
@@ -62,54 +56,12 @@ def refuse_mode(
         return
     if not is_async:
         raise typer.BadParameter(
-            f"--clip-stage-norm {norm:g} is for --mode async, where stages make their updates at "
+            f"clip-stage-norm = {norm:g} is for --mode async, where stages make their updates at "
             "different times; with a flush the norm is clipped over all stages: give the Workload "
             f"a clip_norm, clip_norm={norm:g}"
         )
     if not norm > 0:
-        raise typer.BadParameter(f"--clip-stage-norm {norm:g}: a norm is more than 0")
-
-
-def refuse_emulation(
-    local: TrainedPlanSettings, training: TrainingSettings, flush: FlushSettings
-) -> None:
-    """Refuse what means nothing with ``--emulate``: nothing is trained, and steps have a flush."""
-    from anabranch.files import load_plan
-
-    asked = [*given(local), *given(training), *given(flush)]
-    file = local.plan_file
-    of_plan = () if file is None else ("--batch-size", "--microbatch-size", "--max-replicas")
-    of_training = (
-        "--epochs",
-        "--resume",
-        "--weights",
-        "--seed",
-        "--save",
-        "--save-every",
-        "--keep",
-        "--evaluate-every",
-        "--keep-best",
-        "--log",
-        "--max-restarts",
-        "--replan",
-    )
-    useless = ("--devices", "--device", *of_training, *of_plan)
-    named = [option for option in useless if option in asked]
-    if named:
-        why = f"{file} decides" if file is not None else "nothing is trained"
-        raise typer.BadParameter(f"{', '.join(named)}: not with --emulate; {why}")
-    named = [option for option in given(flush) if option != "--mode"]
-    if flush.mode == "async":
-        named = ["--mode async", *named]
-    if named:
-        raise typer.BadParameter(
-            f"{', '.join(named)}: not with --emulate, whose devices run steps with a flush"
-        )
-    if file is not None and load_plan(file).mode == "async":
-        raise typer.BadParameter(
-            f"{file} is for mode async, and emulated devices run steps with a flush; "
-            "anabranch simulate says how long its mini-batches take"
-        )
+        raise typer.BadParameter(f"clip-stage-norm = {norm:g}: a norm is more than 0")
 
 
 def require_own_devices(plan: Plan, file: Path) -> None:

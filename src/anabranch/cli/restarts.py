@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from anabranch.cli.settings import TrainingSettings
+from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import StageFailedError, TrainingError
 
 if TYPE_CHECKING:

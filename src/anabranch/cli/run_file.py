@@ -64,7 +64,8 @@ def model_or_file(context: typer.Context, model: str) -> str:
         else:
             if why := _why_not(known[name], value):
                 raise typer.BadParameter(f"{path}: {key} {why}")
-            if known[name].callback is None:  # one that looks at folders runs once
+            # One that looks at folders runs once.
+            if known[name].callback is None or known[name].hidden:
                 _check(context, path, key, known[name], value)
             defaults[str(known[name].name)] = value
     found = defaults.pop(_MODEL, None)
@@ -73,6 +74,22 @@ def model_or_file(context: typer.Context, model: str) -> str:
     context.default_map = {**(context.default_map or {}), **defaults}
     context.meta[_RUN_FILE] = path, found
     return found
+
+
+def in_file(*names: str, **more: Any) -> Any:
+    """A setting that only a run file has: a key, and no option of the command line."""
+    return typer.Option(*names, hidden=True, callback=_refuse_option, **more)
+
+
+def _refuse_option(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    source = context.get_parameter_source(str(parameter.name))
+    if source is not None and source.name == "COMMANDLINE":
+        key = str(parameter.name).replace("_", "-")
+        raise typer.BadParameter(
+            f"{key} is a key of a run file, no option: write model = ... and {key} = ... to "
+            "run.toml, and anabranch train run.toml"
+        )
+    return value
 
 
 def require_trust(context: typer.Context, trust: bool) -> bool:

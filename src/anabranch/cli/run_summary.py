@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from anabranch.cli.output import note, print_json, print_rows
-from anabranch.cli.settings import TrainingSettings
+from anabranch.cli.training_settings import TrainingSettings
 
 if TYPE_CHECKING:
     from anabranch.record import Run

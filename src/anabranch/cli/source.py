@@ -323,7 +323,7 @@ def note_crowded(plan: Plan) -> None:
         note(
             f"{ranks} ranks take turns on {cores} processor core{'s' if cores > 1 else ''} here, "
             f"but the plan for {plan.cluster} has a device for each, so how long steps take says "
-            "nothing about the plan; --emulate waits as long as its devices would compute"
+            "nothing about the plan; anabranch rehearse waits as long as its devices would compute"
         )
 
 

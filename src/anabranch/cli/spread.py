@@ -58,7 +58,8 @@ def given(settings: Any) -> dict[str, Any]:
         (info,) = (part for part in get_args(type_)[1:] if isinstance(part, ParameterInfo))
         if isinstance(info, OptionInfo) and value not in (field.default, [], ()):
             name = info.default if isinstance(info.default, str) else None
-            values[name or "--" + field.name.replace("_", "-")] = value
+            name = name or "--" + field.name.replace("_", "-")
+            values[name.removeprefix("--") if info.hidden else name] = value
     return values
 
 

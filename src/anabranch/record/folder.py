@@ -43,6 +43,7 @@ def new_folder(name: str, began: float) -> Path:
     """
     runs = Path("runs")
     runs.mkdir(exist_ok=True)
+    name = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
     for number in count(1):
         folder = runs / (stem if number == 1 else f"{stem}-{number}")

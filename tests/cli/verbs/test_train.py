@@ -38,7 +38,7 @@ def test_a_run_says_how_stale_its_stages_were(run, document, policy, tmp_path):
     assert Path(document("report", str(folder))["path"]).exists()
     emulated = ("train", TOWERS, "--plan", str(folder / "plan.json"), "--emulate")
     code, _, err = run(*emulated)
-    assert code == 2
+    assert code == 1
     assert "is for mode async" in err
     again = document("train", TOWERS, "--plan", str(folder / "plan.json"), "--steps", "12")
     assert again["policy"] == found["policy"]
@@ -68,7 +68,7 @@ def test_the_order_of_samples_follows_from_the_seed(document):
 
 
 @pytest.mark.dist
-def test_replicas_take_minibatches_in_turn(document, tmp_path):
+def test_replicas_take_minibatches_in_turn(document, run_file, tmp_path):
     """By a plan whose first stage is given another replica: an update of it takes two mini-batches,
     so it has fewer between a forward and its backward than without rounds.
     """
@@ -80,12 +80,12 @@ def test_replicas_take_minibatches_in_turn(document, tmp_path):
     plan["predicted"]["device_peak_bytes"] *= 2
     plan["predicted"]["device_peak_bytes"].pop()
     (tmp_path / "three.json").write_text(json.dumps(plan))
-    train = ("train", TOWERS, "--plan", str(tmp_path / "three.json"), "--steps", "9")
-    turns = document(*train, "--round-robin")
+    options = ("--plan", str(tmp_path / "three.json"), "--steps", "9")
+    turns = document("train", *run_file(TOWERS, round_robin=True), *options)
     assert len(turns["losses"]) == 9
     assert turns["version_difference"] == [1, 0]
     assert turns["peak_versions"] == [2, 2, 1]
-    assert turns["losses"] != document(*train)["losses"]
+    assert turns["losses"] != document("train", TOWERS, *options)["losses"]
 
 
 @pytest.mark.dist
@@ -128,18 +128,38 @@ def test_data_that_raises_ends_every_rank(run):
     ("arguments", "message"),
     [
         (["--policy", "stash"], "--policy and its options are for --mode async"),
-        (["--mode", "async", "--accumulate", "2"], "take a larger --batch-size"),
         (["--mode", "async", "--policy", "none"], "is not one of"),
-        (["--mode", "async", "--policy", "stash", "--policy-option", "clip=3"], "it has none"),
-        (["--mode", "async", "--schedule", "gpipe"], "schedule gpipe is for mode sync"),
-        (["--mode", "async", "--emulate"], "not with --emulate"),
-        (["--round-robin"], "--round-robin is for --mode async"),
-        (["--round-robin", "--emulate"], "not with --emulate"),
+        (["--mode", "async", "--emulate"], "--mode: not with --emulate, nothing is trained"),
+        (["--emulate"], "--devices: not with --emulate"),
+        (["--keep", "2"], "keep is a key of a run file, no option"),
     ],
 )
 def test_options_that_do_not_go_together(run, arguments, message):
     """Wrong usage, in one paragraph."""
     code, _, err = run("train", TOWERS, "--devices", "2", *arguments)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("mode", "keys", "message"),
+    [
+        ("async", {"accumulate": 2}, "take a larger --batch-size"),
+        ("async", {"policy": "stash", "policy_option": ["clip=3"]}, "it has none"),
+        ("async", {"schedule": "gpipe"}, "schedule gpipe is for mode sync"),
+        ("sync", {"round_robin": True}, "round-robin is for --mode async"),
+        ("sync", {"emulate": True, "round_robin": True}, "round-robin: not with --emulate"),
+        ("sync", {"clip_stage_norm": 0.5}, "give the Workload a clip_norm, clip_norm=0.5"),
+        ("async", {"clip_stage_norm": 0.0}, "a norm is more than 0"),
+        ("async", {"clip_stage_norm": float("nan")}, "a norm is more than 0"),
+        ("sync", {"keep": 1}, "keep: only with --save-every"),
+        ("sync", {"keep_best": "loss", "save": "run"}, "keep-best: only with --evaluate-every"),
+        ("sync", {"keep_best": "loss", "evaluate_every": 2}, "keep-best needs --save"),
+    ],
+)
+def test_keys_of_a_run_file_that_do_not_go_together(run, run_file, mode, keys, message):
+    """As options; clipping by stage is for stages that update alone."""
+    code, _, err = run("train", *run_file(TOWERS, mode=mode, **keys))
     assert code == 2
     assert message in err
 
@@ -166,7 +186,7 @@ def _nothing_is_captured(monkeypatch):
     ("model", "arguments", "message"),
     [
         ("clipped", [], "PolicyError: clip_norm 1 is the norm over all stages"),
-        ("clipped", [], "pass clip_stage_norm (--clip-stage-norm)"),
+        ("clipped", [], "pass clip_stage_norm (in a run file clip-stage-norm)"),
         ("towers", ["--precision", "fp16"], "PolicyError: fp16 scales the loss"),
         ("towers", ["--policy", "spectrain"], "PolicyError: spectrain predicts with the momentum"),
         ("without_data", [], "DataError: the workload has no data"),
@@ -184,32 +204,15 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_planned(
     assert message in err
 
 
-@pytest.mark.usefixtures("_nothing_is_captured")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--clip-stage-norm", "0.5"], "give the Workload a clip_norm, clip_norm=0.5"),
-        (["--mode", "async", "--clip-stage-norm", "0"], "a norm is more than 0"),
-        (["--mode", "async", "--clip-stage-norm", "nan"], "a norm is more than 0"),
-        (["--clip-stage-norm", "1", "--emulate"], "--clip-stage-norm: not with --emulate"),
-    ],
-)
-def test_clipping_by_stage_is_for_stages_that_update_alone(run, arguments, message):
-    """And with a flush the workload has the other one."""
-    code, _, err = run("train", TOWERS, *arguments)
-    assert code == 2
-    assert message in err
-
-
 @pytest.mark.dist
-def test_gradients_are_clipped_stage_by_stage(document, tmp_path):
-    """The option reaches the pipeline: without momentum and rate decay, losses are others."""
+def test_gradients_are_clipped_stage_by_stage(document, run_file, tmp_path):
+    """The key reaches the pipeline: without momentum and rate decay, losses are others."""
     slow = ("train", "tests.cli.models:without_momentum", *PIPELINE[2:], "--mode", "async")
     document(*slow, "--policy", "stash", "--steps", "1", "--out", "first")
-    again = (*slow[:2], "--plan", str(tmp_path / "first" / "plan.json"), "--steps", "6")
-    free = document(*again)["losses"]
-    clipped = document(*again, "--clip-stage-norm", "1e-6")["losses"]
-    loose = document(*again, "--clip-stage-norm", "1e6")["losses"]
+    again = ("--plan", str(tmp_path / "first" / "plan.json"), "--steps", "6")
+    free = document(*slow[:2], *again)["losses"]
+    clipped = document("train", *run_file(slow[1], clip_stage_norm=1e-6), *again)["losses"]
+    loose = document("train", *run_file(slow[1], clip_stage_norm=1e6), *again)["losses"]
     assert clipped[0] == loose[0] == free[0]
     assert clipped != free
     assert loose == free
@@ -324,18 +327,18 @@ def test_more_ranks_than_cores_are_told_to_say_nothing_of_time(run, monkeypatch)
 def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan_on):
     """What it decides is refused beside it, not ignored."""
     for verb in ("train", "verify"):
-        for option in (("--batch-size", "8"), ("--devices", "2"), ("--schedule", "gpipe")):
+        for option in (("--batch-size", "8"), ("--devices", "2")):
             code, _, err = run(verb, TOWERS, "--plan", plan_on(0, 1), *option)
             assert code == 2
             assert f"decides what {option[0]} would" in " ".join(err.replace("│", "").split())
 
 
 def test_an_earlier_run_is_never_written_over(run, tmp_path, monkeypatch):
-    """By train, nor by train --emulate, nor by demo; told before anything is captured."""
+    """By train, rehearse or demo; told before anything is captured."""
     monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", None)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "run.json").write_text("{}")
-    for verb in (PIPELINE, (*PIPELINE, "--emulate"), ("demo",)):
+    for verb in (PIPELINE, ("rehearse", TOWERS), ("demo",)):
         code, _, err = run(*verb, "--out", "kept")
         assert code == 1
         assert "TrainingError: kept has the figures of an earlier run (run.json)" in err

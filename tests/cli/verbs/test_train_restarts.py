@@ -51,7 +51,6 @@ def test_with_fewer_devices_training_is_planned_anew(document, monkeypatch, tmp_
     ("environment", "arguments", "said"),
     [
         ({"RANK": "0"}, ("--max-restarts", "1"), "give it to torchrun"),
-        ({}, ("--keep", "1"), "--keep: only with --save-every"),
         ({}, ("--save-every", "3"), "--save-every needs --save"),
         ({}, ("--resume", "a", "--weights", "b"), "begin with one of them"),
         ({}, ("--resume", "a", "--seed", "1"), "the checkpoint has that of the run"),

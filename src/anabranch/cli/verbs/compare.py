@@ -30,7 +30,13 @@ from anabranch.cli.output import (
 )
 from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
-from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, PolicyName
+from anabranch.cli.settings import (
+    AsJson,
+    EstimatedModelSettings,
+    PlannerName,
+    PlanningSettings,
+    PolicyName,
+)
 from anabranch.cli.source import read_cluster
 from anabranch.cli.spread import spread
 from anabranch.cli.writable import file_to_write
@@ -50,7 +56,7 @@ MOST_DRAWN = 3
 
 @spread
 def compare(
-    model: ModelSettings,
+    model: EstimatedModelSettings,
     planning: PlanningSettings,
     planner: Annotated[
         list[PlannerName] | None,

@@ -16,8 +16,9 @@ import typer
 from anabranch.cli.job import Job
 from anabranch.cli.output import print_json
 from anabranch.cli.preflight import require_new_run
-from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder, TrainingSettings
+from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder
 from anabranch.cli.source import ModelSource
+from anabranch.cli.training_settings import TrainingSettings
 from anabranch.cli.verbs.cluster import calibration_rows
 from anabranch.cli.verbs.plan import against
 from anabranch.cluster import Cluster

@@ -21,7 +21,13 @@ from anabranch.cli.comparison import (
 from anabranch.cli.output import note, print_json, print_table, say_lines, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import begin_compiling
-from anabranch.cli.settings import AsJson, ModelSettings, PlannerName, PlanningSettings, Policy
+from anabranch.cli.settings import (
+    AsJson,
+    EstimatedModelSettings,
+    PlannerName,
+    PlanningSettings,
+    Policy,
+)
 from anabranch.cli.source import note_other_model, read_cluster
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
 
 @spread
 def plan(
-    model: ModelSettings,
+    model: EstimatedModelSettings,
     planning: PlanningSettings,
     planner: Annotated[PlannerName, typer.Option(help="How to search.")] = "auto",
     planner_option: Annotated[

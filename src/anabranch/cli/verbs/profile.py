@@ -8,13 +8,13 @@ import typer
 
 from anabranch.cli.output import print_json, print_table, say_written
 from anabranch.cli.parsing import parse_counts
-from anabranch.cli.settings import AsJson, ModelSettings
+from anabranch.cli.settings import AsJson, EstimatedModelSettings
 from anabranch.cli.spread import spread
 
 
 @spread
 def profile(
-    model: ModelSettings,
+    model: EstimatedModelSettings,
     device: Annotated[
         str, typer.Option(help="cpu or cuda: measure here; v100, a100 or h100: estimate.")
     ] = "cpu",

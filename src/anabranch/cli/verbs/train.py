@@ -8,16 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from anabranch.cli.emulated_run import rehearse
 from anabranch.cli.executed_plan import executed_plan
 from anabranch.cli.job import Job, agreed
 from anabranch.cli.output import INTERRUPTED, note, say_lines
 from anabranch.cli.preflight import (
-    refuse_emulation,
     refuse_mode,
     require_new_run,
     require_runs,
@@ -30,18 +28,17 @@ from anabranch.cli.run_summary import (
     say_stopped,
     say_stopping,
 )
-from anabranch.cli.settings import (
-    AsJson,
+from anabranch.cli.settings import AsJson, RunFolder
+from anabranch.cli.source import note_crowded, note_uncalibrated
+from anabranch.cli.spread import given, spread
+from anabranch.cli.training_settings import (
     ComputeSettings,
-    EmulationSettings,
     FlushSettings,
-    RunFolder,
     RunSettings,
     TrainedPlanSettings,
     TrainingSettings,
 )
-from anabranch.cli.source import note_crowded, note_uncalibrated
-from anabranch.cli.spread import given, spread
+from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -59,7 +56,9 @@ def train(
     training: TrainingSettings,
     compute: ComputeSettings,
     flush: FlushSettings,
-    emulation: EmulationSettings,
+    emulated: Annotated[
+        bool, typer.Option("--emulate", help="No training: what `rehearse` does with --plan.")
+    ] = False,
     run: RunFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -77,9 +76,6 @@ def train(
     With --device cuda stages are computed on GPUs, one rank per GPU or several:
     `torchrun --nproc-per-node 4 -m anabranch train mmt --device cuda`
 
-    With --emulate a plan for any cluster runs here on emulated devices:
-    `anabranch train mmt --plan plan.json --emulate`
-
     With --save run --save-every 10m there are checkpoints during training, and --resume run goes on
     from the newest; --max-restarts 3 does that by itself where a rank fails.
 
@@ -89,21 +85,10 @@ def train(
     report are written as far as it came, and the exit code is 130. A second Ctrl-C stops at once.
     """
     require_new_run(run)
-    slug = "".join(c if c.isalnum() or c in "-_" else "-" for c in model.model)
-    began = time.time()
-
-    def folder() -> Path:
-        from anabranch.record import new_folder
-
-        return run or new_folder(slug, began)
-
-    if emulation.emulate:
-        refuse_emulation(local, training, flush)
-        steps = training.steps or 5
-        rehearse(model.source, local, emulation, steps, folder, as_json=as_json)
+    if emulated:
+        _rehearse(model, local, [training, compute, flush], training.steps, run, as_json=as_json)
         return
-    if others := given(emulation):
-        raise typer.BadParameter(f"{', '.join(others)}: only with --emulate")
+    began = time.time()
     from anabranch.graph.loss_kinds import told
 
     options = compute.options()
@@ -165,12 +150,35 @@ def train(
         job.plan = shown = result.plan
     if is_first:
         # Counts in flight of replicas in turn are none of a plan.
-        kept = folder()
+        from anabranch.record import new_folder
+
+        kept = run or new_folder(model.model, began)
         result = job.keep(result, kept, plan=None if flush.round_robin else shown)
         ended = how_to_go_on(result, training, run) if result.interrupted else ""
         say_run(result, kept, ended, as_json=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _rehearse(
+    model: RunSettings,
+    local: TrainedPlanSettings,
+    others: list[Any],
+    steps: int | None,
+    run: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Do what ``rehearse`` does with a plan file; other options mean nothing there."""
+    named = [name for settings in (local, *others) for name in given(settings)]
+    if useless := [name for name in named if name not in ("--plan", "--steps")]:
+        raise typer.BadParameter(f"{', '.join(useless)}: not with --emulate, nothing is trained")
+    if local.plan_file is None:
+        raise typer.BadParameter(
+            "--emulate needs a plan (--plan FILE); anabranch rehearse plans for a --cluster as well"
+        )
+    planned = planned_in_file(local.plan_file, model.model, options=dict(model.source.options))
+    emulate(*planned, LinkSettings(), steps or STEPS, run, model.model, as_json=as_json)
 
 
 def _seeded(make: Callable[[], T], seed: int | None) -> T:

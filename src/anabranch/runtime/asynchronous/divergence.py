@@ -50,6 +50,6 @@ def circumstances(policy: str, behind: Sequence[int], optimizer: Optimizer | Non
     return (
         f"under policy {policy} the version difference in updates is {stale}; the learning rate "
         f"is {lr}: lower it, or let it rise slowly at the start, clip gradients "
-        "(clip_stage_norm, --clip-stage-norm), choose fewer stages or a policy that predicts, or "
-        "train with --mode sync"
+        "(clip_stage_norm, in a run file clip-stage-norm), choose fewer stages or a policy that "
+        "predicts, or train with --mode sync"
     )

@@ -163,7 +163,7 @@ def require_asynchronous(
             f"replicas that take mini-batches in turn make an update from whole ones, and "
             f"{policy.name} with {microbatches} micro-batches per mini-batch makes it from the "
             "parts of one: plan with one micro-batch per mini-batch and a policy other than 2bw, "
-            "or let the replicas split each mini-batch (without round_robin, --round-robin)"
+            "or let the replicas split each mini-batch (without round_robin)"
         )
     require_fits(
         policy,
@@ -188,8 +188,9 @@ def require_no_common_norm(workload: Workload) -> None:
         raise PolicyError(
             f"clip_norm {workload.clip_norm:g} is the norm over all stages, which would have to "
             "wait for each other in every update, and their gradients of one mini-batch are not "
-            "there at one time; leave clip_norm out and pass clip_stage_norm (--clip-stage-norm), "
-            "which clips the gradients of each stage by themselves, or train with --mode sync"
+            "there at one time; leave clip_norm out and pass clip_stage_norm (in a run file "
+            "clip-stage-norm), which clips the gradients of each stage by themselves, or train "
+            "with --mode sync"
         )
 
 

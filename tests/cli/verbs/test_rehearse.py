@@ -1,4 +1,4 @@
-"""``train --emulate``: plan files of models and of profiles, on emulated devices."""
+"""``rehearse``: plan files of models and of profiles, on emulated devices."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_a_plan_of_a_model_runs_without_its_weights(document, tmp_path):
         "plan", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8", "-o", "width=32",
         "--max-replicas", "1", "-o", plan,
     )  # fmt: skip
-    command = ("train", TOWERS, "--plan", plan, "--emulate", "--steps", "2", "--out")
-    found = document(*command, "run")
+    options = (TOWERS, "--plan", plan, "--steps", "2", "--out")
+    found = document("train", "--emulate", *options, "run")
     assert found["emulated"] is True
     assert found["losses"] == []
     assert found["ranks"] == 2
@@ -29,7 +29,7 @@ def test_a_plan_of_a_model_runs_without_its_weights(document, tmp_path):
     assert found["step_s"] >= found["ideal_step_s"] * (1 - 1e-9)
     assert {"late_s", "time_scale", "message_bytes", "samples_per_s"} <= found.keys()
     assert Path(document("report", "run")["path"]).exists()
-    slow = document(*command, "slow", "--latency", "5000", "--bandwidth", "0.001")
+    slow = document("rehearse", *options, "slow", "--latency", "5000", "--bandwidth", "0.001")
     assert slow["predicted_step_s"] > found["predicted_step_s"] + 0.005
     assert slow["step_s"] > found["predicted_step_s"] + 0.005
 
@@ -40,8 +40,8 @@ def test_a_profile_file_is_enough(run, tmp_path, document):
     path = str(tmp_path / "profile.json")
     document("profile", TOWERS, "--device", "v100", "--batch-size", "8", "-o", path)
     code, out, err = run(
-        "train", path, "--emulate", "--cluster", "summit:1x2", "--batch-size", "8", "--steps", "1",
-        "--latency", "5000", "--max-replicas", "1",
+        "rehearse", path, "--cluster", "summit:1x2", "--batch-size", "8", "--steps", "1",
+        "--latency", "5000",
     )  # fmt: skip
     assert code == 0, err
     # What is told of the plan is for the links that are emulated, so there is one prediction.
@@ -54,15 +54,14 @@ def test_a_profile_file_is_enough(run, tmp_path, document):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--emulate"], "needs a plan"),
-        (["--emulate", "--cluster", "local:2", "--epochs", "3"], "--epochs: not with --emulate"),
-        (["--emulate", "--plan", "p.json", "--batch-size", "3"], "p.json decides"),
-        (["--links", "host"], "--links: only with --emulate"),
-        (["--time-scale", "2", "--latency", "1"], "--latency, --time-scale: only with --emulate"),
+        (["train", "--emulate"], "--emulate needs a plan (--plan FILE)"),
+        (["train", "--emulate", "--epochs", "3"], "--epochs: not with --emulate"),
+        (["rehearse"], "there is no plan to rehearse; give --plan FILE or --cluster"),
+        (["rehearse", "--plan", "p.json", "--batch-size", "3"], "p.json decides"),
     ],
 )
 def test_options_that_do_not_go_together(run, arguments, message):
     """Wrong usage, said before anything is built."""
-    code, _, err = run("train", TOWERS, *arguments)
+    code, _, err = run(arguments[0], TOWERS, *arguments[1:])
     assert code == 2
     assert message in err

@@ -1,0 +1,294 @@
+"""Settings of ``train``: its options, and keys that only a run file has.
+
+Keys are what a run seldom needs; ``docs/command-line.md`` lists them.
+"""
+
+# Annotations are not left as text: spread would evaluate each of them for --help.
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from anabranch.cli.logs import loggers
+from anabranch.cli.parsing import interval, named_values, usage
+from anabranch.cli.run_file import in_file, model_or_file, require_trust
+from anabranch.cli.settings import (
+    LocalPlanSettings,
+    PolicyName,
+    ScheduleName,
+    TrainedModelSettings,
+)
+from anabranch.cli.writable import folder_to_write
+from anabranch.graph.opgraph import Granularity
+from anabranch.plans.plan import Mode
+from anabranch.weights import policy_named
+
+if TYPE_CHECKING:
+    from anabranch.plans.plan import Plan
+    from anabranch.runtime.compute.options import ComputeOptions
+    from anabranch.training import Callback, SaveEvery
+    from anabranch.weights import WeightPolicy
+
+_computing = partial(typer.Option, rich_help_panel="Computing")
+
+
+@dataclass(frozen=True)
+class RunSettings(TrainedModelSettings):
+    """MODEL, or a run file, which has it and all options and keys."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Built-in name, package.module:function, or a file run.toml with it and with "
+            "options of this command, which go behind those that are written here.",
+            callback=model_or_file,
+            is_eager=True,
+        ),
+    ]
+    granularity: Annotated[Granularity, in_file()] = "layer"
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust",
+            help="Import the function that the run file names as its model; only the command line "
+            "can say so.",
+            callback=require_trust,
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class TrainedPlanSettings(LocalPlanSettings):
+    """The plan of a run: a file, or what is needed to make one."""
+
+    microbatch_size: Annotated[int | None, in_file(min=1)] = None
+    schedule: Annotated[ScheduleName, in_file()] = "auto"
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="At most this many data-parallel replicas per stage.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How long to train, and what to read and keep.
+
+    Attributes:
+        keep: checkpoints of ``save_every`` that are kept.
+        keep_best: metric whose best checkpoint is kept as ``best``: loss, or NAME:max or NAME:min.
+    """
+
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to do [default: 100, or what --epochs has].")
+    ] = None
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes through the data.")] = None
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint to go on from, or the folder of several: the newest."),
+    ] = None
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Weights to begin with: a safetensors file, or a folder with one."),
+    ] = None
+    save: Annotated[
+        Path | None, typer.Option(help="A new folder for a checkpoint.", callback=folder_to_write)
+    ] = None
+    save_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS|TIME",
+            help="Also save during training, after so many steps or every 90s, 10m, 2h: the folder "
+            "of --save then has the checkpoints step-N.",
+        ),
+    ] = None
+    keep: Annotated[int | None, in_file(min=1)] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            help="What the model's function draws from torch, the order of a data set and dropout "
+            "follow from it [default: another one every time].",
+        ),
+    ] = None
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="STEPS", help="Evaluate the held-out data also during training."
+        ),
+    ] = None
+    keep_best: Annotated[str | None, in_file()] = None
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND:WHERE",
+            help="Send figures to jsonl:FILE, csv:FILE, tensorboard:FOLDER, wandb:PROJECT or "
+            "mlflow:EXPERIMENT; repeatable.",
+        ),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="End training in which no rank goes on for so long, with the rank that holds it "
+            "up [default: 60, or 100 predicted steps if that is more].",
+        ),
+    ] = None
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Where a rank fails, start all again from the last checkpoint, so often at most. "
+            "torchrun has an option of that name itself.",
+        ),
+    ] = 0
+    replan: Annotated[
+        bool,
+        typer.Option(
+            "--replan",
+            help="Every 100 steps measure again, and go on under a better plan where its predicted "
+            "gain repays the change. Nothing is started again.",
+        ),
+    ] = False
+    check_gradients: Annotated[
+        bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
+    ] = True
+
+    def saves(self) -> "SaveEvery | None":
+        """When there are checkpoints during training.
+
+        Raises:
+            typer.BadParameter: if options do not go together.
+        """
+        from anabranch.training import KEPT, SaveEvery
+
+        if self.max_restarts and "RANK" in os.environ:
+            raise typer.BadParameter("--max-restarts: give it to torchrun, which starts the ranks")
+        if self.resume is not None and self.weights is not None:
+            raise typer.BadParameter("--resume and --weights: begin with one of them")
+        if self.resume is not None and self.seed is not None:
+            raise typer.BadParameter(
+                "--seed: not with --resume; the checkpoint has that of the run"
+            )
+        if self.keep_best is not None and self.evaluate_every is None:
+            raise typer.BadParameter("keep-best: only with --evaluate-every")
+        if self.save_every is None and self.keep_best is None:
+            if self.keep is not None:
+                raise typer.BadParameter("keep: only with --save-every")
+            return None
+        if self.save is None:
+            option = "--save-every" if self.save_every is not None else "keep-best"
+            raise typer.BadParameter(f"{option} needs --save, the folder for the checkpoints")
+        steps, seconds = None, None
+        if self.save_every is not None:
+            steps, seconds = interval(self.save_every, "--save-every")
+        return usage(SaveEvery, steps, seconds, self.keep or KEPT, self.keep_best or "")
+
+    def loggers(self) -> "tuple[Callback, ...]":
+        """Callbacks of --log.
+
+        Raises:
+            typer.BadParameter: if there is no such log.
+            TrainingError: if one could not be written.
+        """
+        return loggers(self.log or ())
+
+    @property
+    def last_step(self) -> int | None:
+        """Steps to do; None where the epochs decide."""
+        return self.steps or (None if self.epochs else 100)
+
+
+@dataclass(frozen=True)
+class ComputeSettings:
+    """Arithmetic of stages and updates; ``ComputeOptions`` documents the keys."""
+
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        _computing(help="bf16 and fp16 run forwards under autocast; fp16 scales the loss."),
+    ] = "fp32"
+    backend: Annotated[
+        str | None,
+        _computing(
+            "--compile",
+            metavar="BACKEND",
+            help="Compile each stage with torch.compile: inductor, aot_eager, ...",
+        ),
+    ] = None
+    shard_optimizer: Annotated[
+        bool | None,
+        _computing(
+            "--shard-optimizer/--no-shard-optimizer",
+            help="Replicas of a stage share its optimizer state instead of each holding it "
+            "[default: the plan's].",
+        ),
+    ] = None
+    offload: Annotated[bool, in_file("--offload")] = False
+    dropout: Annotated[Literal["stage", "sample"], in_file()] = "stage"
+    sparse_embeddings: Annotated[bool | None, in_file("--sparse-embeddings")] = None
+    accumulate: Annotated[int, in_file(min=1)] = 1
+
+    def options(self) -> "ComputeOptions":
+        """Options of the runtime.
+
+        Raises:
+            typer.BadParameter: if there is no such backend.
+        """
+        from anabranch.runtime.compute.options import ComputeOptions
+
+        return usage(
+            ComputeOptions,
+            precision=self.precision,
+            compile=self.backend or False,
+            offload=self.offload,
+            dropout=self.dropout,
+            sparse_embeddings=self.sparse_embeddings,
+        )
+
+
+@dataclass(frozen=True)
+class FlushSettings:
+    """Training with or without a flush, and which weights are read without.
+
+    Attributes:
+        policy_option: options of the policy, such as ``clip=3`` of predict-stash.
+        round_robin: replicas of a stage take mini-batches in turn, instead of splitting each.
+        clip_stage_norm: clip the gradients of each stage to this norm.
+    """
+
+    mode: Annotated[
+        Mode | None,
+        typer.Option(
+            help="sync: all stages update together after every step; async: without a flush, each "
+            "stage updates after its own backward [default: the plan's, or sync].",
+        ),
+    ] = None
+    policy: Annotated[
+        PolicyName | None,
+        typer.Option(
+            help="With --mode async: which weights forwards and backwards read [default: auto]."
+        ),
+    ] = None
+    policy_option: Annotated[list[str] | None, in_file()] = None
+    round_robin: Annotated[bool, in_file("--round-robin")] = False
+    clip_stage_norm: Annotated[float | None, in_file()] = None
+
+    def is_async(self, plan: "Plan | None") -> bool:
+        """Whether there is no flush, by the user or by the plan file."""
+        return (self.mode or (plan.mode if plan is not None else "sync")) == "async"
+
+    def with_options(self, name: str) -> "WeightPolicy":
+        """The policy of that name, with the user's options."""
+        return usage(policy_named, name, named_values(self.policy_option, "policy-option"))
+
+    def other_policy(self, plan: "Plan", *, is_file: bool) -> "WeightPolicy | str | None":
+        """The policy of a run, where that is not just the plan's.
+
+        A plan of the search has the policy already, also where the search was to choose one.
+        """
+        name = self.policy if is_file else None
+        return self.with_options(name or plan.policy) if self.policy_option else name

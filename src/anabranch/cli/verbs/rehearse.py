@@ -1,0 +1,207 @@
+"""The verb ``rehearse``: a plan on emulated devices instead of a model on real ones."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from anabranch.cli.output import note, print_json, print_rows, say_lines
+from anabranch.cli.parsing import split_output, usage
+from anabranch.cli.preflight import require_new_run
+from anabranch.cli.progress import progress_bar
+from anabranch.cli.settings import AsJson, NoCache, Output, RunFolder
+from anabranch.cli.source import ModelSource, Preset, cluster_of, read_cluster
+from anabranch.cli.spread import spread
+from anabranch.errors import InvalidPlanError
+from anabranch.plans.plan import time_text
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
+    from anabranch.plans.plan import Plan
+    from anabranch.profile.profile import Profile
+    from anabranch.rehearsal import Rehearsal
+
+STEPS = 5
+"""Emulated steps: three are recorded after one that connects the ranks."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """Links of emulated devices, and the time that they have."""
+
+    links: Annotated[
+        Literal["modelled", "host"],
+        typer.Option(help="host: messages take as long as on this machine."),
+    ] = "modelled"
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of every link, instead of the cluster's.")
+    ] = None
+    latency: Annotated[float | None, typer.Option(help="Microseconds of every link, likewise.")] = (
+        None
+    )
+    time_scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Wall seconds per second of the devices [default: what this machine can do]."
+        ),
+    ] = None
+
+    def changed(self, cluster: Cluster) -> Cluster:
+        """The cluster with the links that the user asks for."""
+        changed: dict[str, Any] = {}
+        if self.bandwidth is not None:
+            changed["bandwidth"] = self.bandwidth * 1e9
+        if self.latency is not None:
+            changed["latency_s"] = self.latency * 1e-6
+        levels = tuple(usage(replace, level, **changed) for level in cluster.levels)
+        return replace(cluster, levels=levels)
+
+
+@spread
+def rehearse(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Built-in name, package.module:function, or a profile file."
+        ),
+    ],
+    links: LinkSettings,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="A plan file [default: plan for --cluster].")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Emulate another cluster than the plan's.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples of one step, without --plan [default: 32].")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = STEPS,
+    output: Output = None,
+    preset: Annotated[
+        Preset | None,
+        typer.Option(help="Size of a built-in model [default: the plan's, or published]."),
+    ] = None,
+    no_cache: NoCache = False,
+    run: RunFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a plan for any cluster here, on emulated devices. Nothing is trained.
+
+    Local ranks wait as long as the plan's devices compute, and messages take as long as on its
+    cluster.
+
+    Example: `anabranch rehearse mmt --plan plan.json`, or
+    `anabranch rehearse mmt.json --cluster summit:2x4 --batch-size 64`
+    """
+    require_new_run(run)
+    options = split_output(output)[0]
+    if plan_file is None:
+        if cluster is None:
+            raise typer.BadParameter("there is no plan to rehearse; give --plan FILE or --cluster")
+        source = ModelSource(model, preset or ModelSource.preset, options, keep=not no_cache)
+        # Emulated devices do not compute, and take nothing from their neighbours.
+        machines = read_cluster(cluster, calibrated=False)
+        planned = _search(source, machines, batch_size or 32)
+    else:
+        if batch_size is not None:
+            raise typer.BadParameter(f"--batch-size: {plan_file} decides it; leave it out")
+        planned = planned_in_file(plan_file, model, cluster, preset, options, keep=not no_cache)
+    emulate(*planned, links, steps, run, model, as_json=as_json)
+
+
+def _search(
+    source: ModelSource, cluster: Cluster, batch_size: int
+) -> tuple[Plan, Profile, Cluster]:
+    """Plan for a cluster; the plan with its costs."""
+    from anabranch.solve import plan as search
+
+    profile = source.profile(cluster.device, batch_size)
+    plan = usage(search, profile, cluster, batch_size, model=source.model)
+    return replace(plan, options=source.recorded()), profile, cluster
+
+
+def planned_in_file(
+    file: Path,
+    model: str,
+    cluster: str | None = None,
+    preset: str | None = None,
+    options: dict[str, str] | None = None,
+    *,
+    keep: bool = True,
+) -> tuple[Plan, Profile, Cluster]:
+    """The plan of a file, the costs of its model, and the cluster it is for or the one named."""
+    from anabranch.files import load_plan
+
+    plan = load_plan(file)
+    if plan.mode == "async":
+        raise InvalidPlanError(
+            f"{file} is for mode async, and emulated devices run steps with a flush; "
+            "anabranch simulate says how long its mini-batches take"
+        )
+    machines = cluster_of(plan, file, cluster, calibrated=False)
+    source = ModelSource.of_plan(plan, model, preset, options, keep=keep)
+    profile = source.profile(plan.device or machines.device, plan.stage_graph.batch_size)
+    return plan, profile, machines
+
+
+def emulate(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    links: LinkSettings,
+    steps: int,
+    run: Path | None,
+    model: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Emulate a plan, keep its run in a folder and print its figures."""
+    from anabranch.record import Origin, new_folder, save_run
+    from anabranch.rehearsal import rehearse as emulated_run
+    from anabranch.solve import foreseen
+
+    began, emulated = time.time(), links.changed(cluster)
+    if not as_json:
+        say_lines(foreseen(plan, profile, emulated)[0].summary())
+    with progress_bar("emulated steps") as progress:
+        result = usage(
+            emulated_run,
+            plan,
+            profile,
+            emulated,
+            steps=steps,
+            links=links.links,
+            time_scale=links.time_scale,
+            watch=progress,
+        )
+    folder = run or new_folder(model, began)
+    save_run(replace(result.run, origin=Origin.here()), folder)
+    if not result.keeps_up:
+        note(
+            f"this machine did not keep up: a rank was late by {result.late:.0%} of a step; "
+            f"--time-scale {2 * result.time_scale:g} gives it more time"
+        )
+    page = folder / "report.html"
+    if as_json:
+        print_json({**result.figures(), "run": str(folder), "report": str(page)})
+        return
+    _say(result)
+    typer.echo(f"report: {page}")
+
+
+def _say(result: Rehearsal) -> None:
+    from anabranch.record.figures import told
+
+    rows = [(figure.name, figure.line) for figure in told(result.run.figures())]
+    sent = f"{result.num_messages} with {result.message_bytes / 1e6:.1f} MB in a step"
+    slower = (
+        f"{time_text(result.with_runtime_s)} predicted: it takes {time_text(result.runtime_s)} for "
+        "each forward or backward on this machine"
+    )
+    scale = f"{result.time_scale:g}, ranks late by {result.late:.1%} at most"
+    more = [("with the runtime", slower), ("messages", sent), ("time scale", scale)]
+    print_rows([*rows, *more])
