@@ -13,7 +13,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets, Pairs
 from anabranch.cost.period import HIDING
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, bits
-from anabranch.planner.dapple.tables import Tables
+from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.pipedream.terms import Terms, tiers
 from anabranch.planner.piper.prices import DownsetPrices
 from anabranch.planner.toolkit.parts import Part, PartPrices
@@ -117,10 +117,10 @@ def listed(case: Case, cost: CostModel) -> Iterator[tuple[str, float, int]]:
         yield "dapple", float("nan"), int(runs.headroom[degree, case.start, case.stop])
 
 
-def dapple(case: Case, row: NestedSets) -> Tables:
+def dapple(case: Case, row: NestedSets) -> RunTables:
     """DAPPLE's prices of the runs of a row."""
     problem = Problem(row.cost, case.size * COUNT, any_degree=True)
-    return Tables(row, problem.prices(case.size))
+    return RunTables(row, problem.prices(case.size))
 
 
 def piper(case: Case, cost: CostModel) -> tuple[float, int]:

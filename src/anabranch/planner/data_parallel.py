@@ -36,10 +36,10 @@ class DataParallel:
                 device a sample count in the profile.
         """
         problem = Problem(cost, batch_size, microbatch_size).checked()
-        found = sorted(data_parallel(problem), key=lambda candidate: candidate.outline_s)
-        if not found:
+        candidates = sorted(data_parallel(problem), key=lambda candidate: candidate.outline_s)
+        if not candidates:
             raise _explained(problem)
-        return [candidate.graph for candidate in found]
+        return [candidate.graph for candidate in candidates]
 
 
 def _explained(problem: Problem) -> InfeasiblePlanError:
@@ -63,7 +63,7 @@ def _explained(problem: Problem) -> InfeasiblePlanError:
 
 
 def data_parallel(problem: Problem) -> Iterator[Candidate]:
-    """The candidates, in the order of micro-batch sizes."""
+    """Generate a candidate per micro-batch size."""
     cost, total = problem.cost, problem.devices
     everything = (1 << len(cost.graph)) - 1
     for size in problem.sizes:

@@ -1,7 +1,7 @@
 """The simplest pipeline: as many stages as devices, each with about the same work.
 
-As torchgpipe's ``balance``: contiguous runs of the model in one order, the longest as short as can
-be. Transfers play no part; what does not fit in memory is rejected.
+As torchgpipe's ``balance``: contiguous runs of the model in one order that minimise the longest
+one. Transfers are ignored; plans that exceed the memory are rejected.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Even:
             cost, batch_size, microbatch_size, self.max_replicas, chained=True
         ).checked()
         sizes = [size for size in problem.sizes if profile_covers(cost, batch_size, size, 1)]
-        found = [
+        candidates = [
             problem.assembler(problem.prices(size)).assemble(_parts(problem, size, replicas))
             for size in sizes
             for replicas in (problem.prices(size).degrees if self.fewer_stages else (1,))
         ]
-        fitting = sorted(filter(None, found), key=lambda candidate: candidate.outline_s)
+        fitting = sorted(filter(None, candidates), key=lambda candidate: candidate.outline_s)
         if not fitting:
             raise _explained(problem, sizes)
         return [candidate.graph for candidate in fitting]
@@ -76,7 +76,7 @@ def _parts(problem: Problem, microbatch_size: int, replicas: int = 1) -> list[Pa
 
 
 def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
-    """What the smallest micro-batches need, as the least of all, and whether other rows fit."""
+    """Error with the memory of the smallest micro-batches, and whether other chains fit."""
     if not sizes:  # the profile has none that a stage without replicas could take
         return explain(problem)
     cost, cluster = problem.cost, problem.cost.cluster
@@ -99,7 +99,7 @@ def _explained(problem: Problem, sizes: Sequence[int]) -> InfeasiblePlanError:
 
 
 def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """Cut a row into ``count`` runs (start, stop), not empty, whose longest is as short as can be.
+    """Cut a row into ``count`` non-empty runs (start, stop) that minimise the longest one.
 
     Time: O((n - count) * count).
     """
@@ -114,8 +114,8 @@ def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
 
 @compiled
 def _cut_evenly(sums: Floats, longest: Floats, starts: Ints) -> None:
-    """Of the first ``stop`` of a row, in so many runs and one: the longest, and where the last one
-    starts: [runs, stop].
+    """Fill tables [runs - 1, stop] for the first ``stop`` items of the row: seconds of the longest
+    run, and start of the last run.
     """
     for before in range(1, len(longest)):
         # A later start makes the last run shorter and the others longer, so the best start comes

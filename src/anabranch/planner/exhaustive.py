@@ -1,4 +1,4 @@
-"""All partitions of a small model, tried one by one: the yardstick for other planners.
+"""Exhaustive search over the partitions of a small model: the oracle for other planners.
 
 All partitions of up to ``MOST_OPERATORS`` operators into stages with an acyclic stage graph
 (4,140 partitions of 8 operators before that condition), and every micro-batch size. For each,
@@ -27,10 +27,11 @@ from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.partitions import partitions
 from anabranch.plans.stages import StageGraph
 
-MOST_OPERATORS = 8
-MOST_DEVICES = 64
+MOST_OPERATORS, MOST_DEVICES = 8, 64
+"""Largest model and cluster; 8 operators have 4,140 partitions."""
+
 MOST_STAGE_GRAPHS = 100_000
-"""Stage graphs that ``every`` may ask for; about a minute and a half."""
+"""Most stage graphs with ``every``, which take about a minute and a half."""
 
 _Partitions = Sequence[tuple[tuple[int, ...], set[tuple[int, int]]]]
 
@@ -84,18 +85,18 @@ class Exhaustive:
         return self._propose(problem, everything)
 
     def _propose(self, problem: Problem, everything: _Partitions) -> Iterator[StageGraph]:
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         least_s = math.inf
         for size in problem.sizes:
             for candidate in self._at_size(problem, size, everything):
-                found.append(candidate)
+                candidates.append(candidate)
                 if candidate.outline_s < least_s:
                     least_s = candidate.outline_s
                     yield candidate.graph
-        if not found:
+        if not candidates:
             raise explain(problem)
-        found.sort(key=lambda candidate: candidate.outline_s)
-        yield from list(dict.fromkeys(best.graph for best in found))[: self.candidates]
+        candidates.sort(key=lambda candidate: candidate.outline_s)
+        yield from list(dict.fromkeys(best.graph for best in candidates))[: self.candidates]
 
     def _require_few(self, cost: CostModel, everything: _Partitions, sizes: int) -> None:
         total = cost.cluster.num_devices

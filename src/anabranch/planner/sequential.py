@@ -1,12 +1,12 @@
-"""The sequential pipeline: what every pipeline system offers today, planned as well as possible.
+"""The sequential pipeline of today's systems, planned as well as possible.
 
 The model is put in one order, branch after branch, and stages are contiguous runs of it::
 
     a1 a2 | a3 b1 | b2 b3 | join         stage 0 -> 1 -> 2 -> 3
 
-Bisection, dynamic programme, prices and micro-batch sizes are those of ``graphpipe``, for a model
-without branches. There is a stage edge i -> i + 1 for every i: where no value flows its messages
-have no bytes, so that warm-up counts and memory are those of a sequential pipeline. Values go
+Bisection, dynamic programme, prices and micro-batch sizes are those of ``graphpipe``, applied to
+the operators in a row. There is a stage edge i -> i + 1 for every i: where no value flows its
+messages have no bytes, so that warm-up counts and memory are those of a sequential pipeline. Values go
 straight to the stages that read them (PipeDream and Piper relay them through the stages in between,
 which would cost more).
 """
@@ -48,18 +48,18 @@ class Sequential:
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
     ) -> Iterator[StageGraph]:
-        """Propose the plan of every micro-batch size, as they are found; see ``planner.base``.
+        """Yield the plan of every micro-batch size as soon as it is known; see ``planner.base``.
 
         Raises:
             InfeasiblePlanError: if nothing fits; the message says what would.
         """
         problem = Problem(cost, batch_size, microbatch_size, self.max_replicas, chained=True)
         problem = replace(problem, recompute=self.recompute).checked()
-        # Asked for more than once: as a start of ``auto`` and as a baseline.
+        # Planned more than once: as a start of ``auto`` and as a baseline.
         known = cost.memo.setdefault(Sequential, {})
         asked = self, batch_size, microbatch_size
-        found: list[StageGraph] = []
+        plans: list[StageGraph] = []
         for graph in known.get(asked) or propose(problem, self.tolerance):
-            found.append(graph)
+            plans.append(graph)
             yield graph
-        known[asked] = found
+        known[asked] = plans

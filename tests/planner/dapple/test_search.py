@@ -16,7 +16,7 @@ from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.planner.dapple.placement import Machines
 from anabranch.planner.dapple.planner import placed
 from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
-from anabranch.planner.dapple.tables import Tables
+from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.check import check
@@ -29,13 +29,13 @@ from tests.strategies import planning_profiles
 PLENTY = 10**7
 
 
-def tables_of(cost: CostModel, batch_size: int, size: int, *, overlap: bool = False) -> Tables:
+def tables_of(cost: CostModel, batch_size: int, size: int, *, overlap: bool = False) -> RunTables:
     problem = Problem(cost, batch_size, any_degree=True)
-    return Tables(problem.row, problem.prices(size), overlap)
+    return RunTables(problem.row, problem.prices(size), overlap)
 
 
 def search(
-    tables: Tables, *, width: int | None = None, budget: Budget | None = None
+    tables: RunTables, *, width: int | None = None, budget: Budget | None = None
 ) -> list[ChainPlan]:
     machines = Machines(tables.row.cost.cluster)
     budget = budget or Budget("dapple", PLENTY, "")
@@ -53,7 +53,7 @@ def chain_profile(count: int, weights: int = 4) -> Profile:
     return Profile(graph, (1,), costs, "v100", "imported", proportional=True)
 
 
-def everything(tables: Tables) -> Iterator[StageGraph]:
+def everything(tables: RunTables) -> Iterator[StageGraph]:
     """Every plan: all cuts, all numbers of replicas, all outcomes of the policies."""
     machines = Machines(tables.row.cost.cluster)
     count = len(tables.row) - 1

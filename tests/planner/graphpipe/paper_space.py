@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from anabranch.planner.graphpipe.chains import Block, Chain
+from anabranch.planner.graphpipe.chains import ParallelBlock, SeriesChain
 from anabranch.planner.toolkit.parts import Part, PartPrices, heights
 from anabranch.plans.edges import mask_edges
 
 Masks = tuple[int, ...]
 
 
-def partitions(chain: Chain, stop: int | None = None) -> Iterator[Masks]:
+def partitions(chain: SeriesChain, stop: int | None = None) -> Iterator[Masks]:
     """Partitions of the items of a chain up to ``stop`` into stages."""
     stop = len(chain) if stop is None else stop
     if stop == 0:
@@ -38,14 +38,14 @@ def partitions(chain: Chain, stop: int | None = None) -> Iterator[Masks]:
                 yield (*before, *inside)
 
 
-def tails(block: Block) -> Iterator[tuple[int, int, int]]:
+def tails(block: ParallelBlock) -> Iterator[tuple[int, int, int]]:
     """Branches and places to cut them, with the mask of what lies behind."""
     for q, branch in enumerate(block.branches):
         for cut in range(len(branch)):
             yield q, cut, branch.row.mask(cut, len(branch))
 
 
-def beside(block: Block, stops: dict[int, int], start: int = 0) -> Iterator[Masks]:
+def beside(block: ParallelBlock, stops: dict[int, int], start: int = 0) -> Iterator[Masks]:
     """Stages for the branches from ``start`` on, of which some end early."""
     if start == len(block.branches):
         yield ()
@@ -60,7 +60,7 @@ def beside(block: Block, stops: dict[int, int], start: int = 0) -> Iterator[Mask
                 yield (block.row.mask(start, stop), *rest)
 
 
-def least_period(prices: PartPrices, chain: Chain, devices: int) -> float:
+def least_period(prices: PartPrices, chain: SeriesChain, devices: int) -> float:
     """The least longest period of them all, on exactly so many devices."""
     degrees = prices.microbatch.degrees
     least = math.inf

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value, bits
 from anabranch.graph.series_parallel import decompose, operators
-from anabranch.planner.graphpipe.chains import Chain, line, tree
+from anabranch.planner.graphpipe.chains import SeriesChain, line, tree
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner import shapes
 from tests.planner.helpers import cluster, cost_model
 from tests.strategies import planning_profiles
 
 
-def leaves(chain: Chain) -> list[int]:
+def leaves(chain: SeriesChain) -> list[int]:
     """Masks of all items that are no blocks."""
     found = []
     for block, mask in zip(chain.items, chain.row.parts, strict=True):

@@ -11,7 +11,7 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.graph.opgraph import BATCH, bits
-from anabranch.planner.pipedream.terms import Piece, Terms, tiers
+from anabranch.planner.pipedream.terms import PlannedSpan, Terms, tiers
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.profile.profile import Profile
 from tests.planner.helpers import prefixes
@@ -120,7 +120,9 @@ class Reference:
                 total += value.size(samples) * (2 if value.grad else 1)
         return total / self.terms.tiers[level].bandwidth
 
-    def period_s(self, pieces: Sequence[Piece], level: int | None = None, copies: int = 1) -> float:
+    def period_s(
+        self, pieces: Sequence[PlannedSpan], level: int | None = None, copies: int = 1
+    ) -> float:
         """The value of the recurrence for one plan."""
         level = len(self.terms.tiers) - 1 if level is None else level
         longest = max((self.cut_s(level, copies, piece.start) for piece in pieces[1:]), default=0)
@@ -132,13 +134,13 @@ class Reference:
             longest = max(longest, inside, self.reduce_s(level, copies, u, v, m))
         return longest
 
-    def plans(self) -> Iterator[tuple[Piece, ...]]:
+    def plans(self) -> Iterator[tuple[PlannedSpan, ...]]:
         """Every plan on all components."""
         top = len(self.terms.tiers) - 1
         last = len(self.terms.states) - 1
         yield from self._plans(top, 0, last, self.terms.tiers[top].size)
 
-    def _plans(self, level: int, u: int, v: int, m: int) -> Iterator[tuple[Piece, ...]]:
+    def _plans(self, level: int, u: int, v: int, m: int) -> Iterator[tuple[PlannedSpan, ...]]:
         for whole in self._pieces(level, u, v, m):
             yield (whole,)
         for s in self.between(u, v):
@@ -147,9 +149,9 @@ class Reference:
                     for before in self._plans(level, u, s, m - n):
                         yield (*before, last)
 
-    def _pieces(self, level: int, u: int, v: int, m: int) -> Iterator[Piece]:
+    def _pieces(self, level: int, u: int, v: int, m: int) -> Iterator[PlannedSpan]:
         if not level:
-            yield Piece(u, v, m)
+            yield PlannedSpan(u, v, m)
             return
         for inside in self._plans(level - 1, u, v, self.terms.tiers[level - 1].size):
-            yield Piece(u, v, m, inside)
+            yield PlannedSpan(u, v, m, inside)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
-from anabranch.planner.pipedream.terms import Piece, flat, stages, tiers
+from anabranch.planner.pipedream.terms import PlannedSpan, flat, stages, tiers
 from tests.planner.pipedream.reference import Reference, nodes, terms_for
 from tests.strategies import planning_profiles
 
@@ -46,8 +46,8 @@ def test_every_term_equals_its_formula(profile, size, accumulate, copies):
 
 def test_stages_of_copies_lie_across_the_components():
     """Nodes of 4; the first two hold copies of one pipeline of 3 and 1, the third another."""
-    inner = (Piece(0, 2, 3), Piece(2, 5, 1))
-    plan = (Piece(0, 5, 2, inner), Piece(5, 9, 1, (Piece(5, 9, 4),)))
+    inner = (PlannedSpan(0, 2, 3), PlannedSpan(2, 5, 1))
+    plan = (PlannedSpan(0, 5, 2, inner), PlannedSpan(5, 9, 1, (PlannedSpan(5, 9, 4),)))
     assert list(stages(plan, (4, 3))) == [
         (0, 2, (0, 1, 2, 4, 5, 6)),
         (2, 5, (3, 7)),

@@ -1,4 +1,4 @@
-"""Seconds of a hop between two stages, by devices per machine.
+"""Transfer times between two stages, by devices per machine.
 
 Which devices of a machine (an innermost group of the cluster) a stage has does not matter, so its
 place is a tuple of counts, machine by machine::
@@ -27,13 +27,13 @@ _LINK = np.dtype([("bandwidth", float), ("latency_s", float), ("machines", np.in
 
 
 def links(cluster: Cluster) -> Links:
-    """The levels of a cluster."""
+    """Return the levels of a cluster as records."""
     sizes = (1, 1, *(size // cluster.group_sizes[0] for size in cluster.group_sizes[1:]))
-    found = [
+    records = [
         (level.bandwidth, cluster.level_link(i).latency_s, sizes[i])
         for i, level in enumerate(cluster.levels)
     ]
-    return np.array(found, _LINK).view(np.recarray)
+    return np.array(records, _LINK).view(np.recarray)
 
 
 def hop_price(links: Links, places: Ints, source: int, target: int) -> tuple[float, float]:

@@ -18,7 +18,7 @@ their gradients as they finish (T_e)::
 The pivot is found from the last stage to the first (Algorithm 1): stage s takes over from Q if
 ``(M - 1) (F_s + B_s)  >  (M - 1) (F_Q + B_Q) + sum of F_a + B_a for s < a < Q``.
 
-So L grows stage by stage from the back, and six numbers say all about the stages behind
+So L grows stage by stage from the back, and six numbers describe a suffix of the pipeline
 (``Suffix``). Two bounds hold for every L (M micro-batches, x_s = F_s + B_s):
 
 - L >= M * x_s for every stage s. Up to Q: L holds the x of Q and of all up to s, and (M - 1) x_Q
@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 
 class Suffix(NamedTuple):
-    """What the last stages of a pipeline mean for its latency.
+    """Terms of the latency of the last stages of a pipeline.
 
     Attributes:
         pivot_s: F + B of the pivot among them.
@@ -47,8 +47,8 @@ class Suffix(NamedTuple):
         warm_s: F of all of them up to the pivot.
         back_s: B of all of them up to the pivot.
         ending_s: T_e.
-        behind_s: what T_e would be at least if the pivot were before them: the largest AR less the
-            B of its stage and of all before it.
+        behind_s: lower bound of T_e if the pivot comes before them: the largest AR less the B of
+            its stage and of all before it.
     """
 
     pivot_s: float
@@ -66,7 +66,7 @@ NOTHING = Suffix(0.0, -1.0, 0.0, 0.0, 0.0, float("-inf"))
 def prepended(
     suffix: Suffix, forward_s: float, backward_s: float, reduce_s: float, num_microbatches: int
 ) -> Suffix:
-    """The same with one more stage in front."""
+    """Return the terms with one more stage in front."""
     both, steady = forward_s + backward_s, num_microbatches - 1
     behind = max(reduce_s, suffix.behind_s) - backward_s
     if steady * both > steady * suffix.pivot_s + suffix.between_s:
@@ -79,5 +79,5 @@ def prepended(
 
 
 def latency_s(suffix: Suffix, num_microbatches: int) -> float:
-    """L, if nothing comes before."""
+    """Return the latency L of a whole pipeline."""
     return suffix.warm_s + (num_microbatches - 1) * suffix.pivot_s + suffix.ending_s

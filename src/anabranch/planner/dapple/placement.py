@@ -1,4 +1,4 @@
-"""Places for the next stage: DAPPLE's three policies, composed (section 4.2).
+"""Placement of the next stage: DAPPLE's three policies, composed (section 4.2).
 
 Per machine (an innermost group of the cluster) only the number of devices in use matters, and
 machines that the topology does not tell apart may be exchanged. So states are sorted: 4 machines of
@@ -30,19 +30,19 @@ Policy = Callable[[Place, int, int], Place]
 
 
 def fresh_first(used: Place, size: int, wanted: int) -> Place:
-    """Devices of unused machines, one machine after the other."""
+    """Take devices of unused machines, one machine after the other."""
     fresh = [m for m, count in enumerate(used) if not count]
     return _fill(used, size, wanted, [*fresh, *_by_room(used, size, wanted)])
 
 
 def append_first(used: Place, size: int, wanted: int) -> Place:
-    """Devices of machines that are in use already."""
+    """Take devices of machines that are in use already."""
     fresh = [m for m, count in enumerate(used) if not count]
     return _fill(used, size, wanted, [*_by_room(used, size, wanted), *fresh])
 
 
 def scatter_first(used: Place, size: int, wanted: int) -> Place:
-    """The same number from every machine in use, or from every machine if none is."""
+    """Take the same number from every machine in use, or from all machines if none is."""
     taken = [0] * len(used)
     fresh = [m for m, count in enumerate(used) if not count]
     for group in ([m for m, count in enumerate(used) if count], fresh):
@@ -55,7 +55,7 @@ def scatter_first(used: Place, size: int, wanted: int) -> Place:
 
 
 def _by_room(used: Place, size: int, wanted: int) -> list[int]:
-    """Used machines: first those that have room for all, the tightest first, then the roomiest."""
+    """Sort used machines: fullest first with enough free devices, then emptiest first without."""
 
     def key(m: int) -> tuple[bool, int, int]:
         room = size - used[m]
@@ -77,11 +77,11 @@ POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 
 
 class Machines:
-    """The machines of a cluster and the states that the policies lead to; remembered.
+    """The machines of a cluster, and cached states reached by the policies.
 
     Attributes:
         size: devices of one machine.
-        places: all that came up so far, by their numbers; 0 is nowhere.
+        places: all places so far, by number; place 0 has no devices.
     """
 
     def __init__(self, cluster: Cluster, policies: tuple[Policy, ...] = POLICIES) -> None:
@@ -94,7 +94,7 @@ class Machines:
         self.number((0,) * (cluster.num_devices // self.size))
 
     def number(self, place: Place) -> int:
-        """Number of a place."""
+        """Return the number of a place."""
         if place not in self._number:
             self._number[place] = len(self.places)
             self.places.append(place)
@@ -104,16 +104,17 @@ class Machines:
         return self._number[place]
 
     def table(self) -> tuple[Ints, Ints]:
-        """The places, [place, machine], and the level of the cluster that connects the devices of
-        each.
+        """Return the places as [place, machine], and the cluster level that connects the devices
+        of each.
         """
         return np.array(self.places, np.int64), np.array(self._levels, np.int64)
 
     @remembered
     def steps(self, state: int) -> Ints:
-        """All ways to add a stage that leave devices for another, each once: the next state, the
-        devices of the stage in the order of the next state and in that of this one, and all devices
-        that are left, in the order of the next state.
+        """Return the ways to add a stage that leave devices for another, without duplicates.
+
+        Columns: the next state; places of the stage in the machine order of the next state and of
+        this one; place of the devices left, in the order of the next state.
         """
         used = self.places[state]
         taken = dict.fromkeys(
@@ -124,7 +125,7 @@ class Machines:
         return np.array([self._step(used, place) for place in taken], np.int64).reshape(-1, 4)
 
     def devices(self, steps: Sequence[Ints]) -> list[tuple[int, ...]]:
-        """Devices of stages that were placed in turn, the last ones first, and of one more."""
+        """Return devices of stages placed in turn, last stage first, and of one more stage."""
         machines = list(reversed(range(self.cluster.num_devices // self.size)))
         left = [list(range(m * self.size, (m + 1) * self.size)) for m in range(len(machines))]
         result, used = [], self.places[0]
@@ -146,8 +147,8 @@ class Machines:
         return tuple(map(self.number, (after, tuple(taken[m] for m in order), taken, rest)))
 
     def _order(self, used: Place, taken: Place) -> tuple[int, ...]:
-        """Machines in the order of the next state: sorted inside their racks, racks inside their
-        rows, and so on.
+        """Return machines in the order of the next state: sorted within racks, racks within rows,
+        and so on.
         """
         keys = [(-u - t, -t) for u, t in zip(used, taken, strict=True)]
         groups = [[m] for m in range(len(keys))]

@@ -1,4 +1,4 @@
-"""DAPPLE's planner: a search per micro-batch size, and stage graphs of what they find."""
+"""DAPPLE's planner: a search per micro-batch size, and stage graphs of its plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anabranch.cost import CostModel
 from anabranch.planner.base import require_options
 from anabranch.planner.dapple.placement import Machines, append_first
 from anabranch.planner.dapple.search import ChainPlan, PlacementSearch
-from anabranch.planner.dapple.tables import Tables
+from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explained
@@ -20,14 +20,23 @@ from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.edges import mask_edges
 from anabranch.plans.stages import StageGraph
 
-NEAR = 1.2
-"""A micro-batch size gets no proposal if its least L is not within this factor of the best."""
 
-PLACED = 1.1
-"""Placements are searched for a micro-batch size if what is known of it is within this factor."""
+@dataclass(frozen=True)
+class Thresholds:
+    """Factors of the least known L beyond which parts of the search are skipped.
 
-RUNNER_UP = 1.1
-"""Nor does a plan that is not within this factor of what fills the machines up in turn."""
+    Attributes:
+        proposed: micro-batch sizes with proposals.
+        placed: micro-batch sizes whose placements are searched.
+        runner_up: plans of a micro-batch size, over its plan that fills one machine after another.
+    """
+
+    proposed: float = 1.2
+    placed: float = 1.1
+    runner_up: float = 1.1
+
+
+THRESHOLDS = Thresholds()
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class Dapple:
     pipeline parallelism.
 
     Attributes:
-        overlap_allreduce: count of the all-reduce of a stage only what sticks out of the backward.
+        overlap_allreduce: price only the part of a stage's all-reduce after its backward.
         max_replicas: replicas per stage at most; 1 gives the straight pipeline. None: no limit.
         width: plans to keep per state and ranking; the paper keeps one. None: all, which finds the
             least L for certain and takes exponential time.
@@ -78,13 +87,13 @@ class Dapple:
             "in coarser operators",
         )
 
-        def search(tables: Tables, machines: Machines, limit_s: float) -> list[ChainPlan]:
+        def search(tables: RunTables, machines: Machines, limit_s: float) -> list[ChainPlan]:
             recursion = PlacementSearch(tables, machines, budget, width=self.width, limit_s=limit_s)
             return recursion.run()
 
         prices = [problem.prices(size) for size in problem.sizes]
         tables = [
-            Tables(problem.row, size_prices, self.overlap_allreduce)
+            RunTables(problem.row, size_prices, self.overlap_allreduce)
             for size_prices in prices
             if size_prices.degrees
         ]
@@ -92,23 +101,25 @@ class Dapple:
         # Machines filled up in turn are quickly searched, and all there is if there is one machine,
         # or one device in each.
         for table in sorted(tables, key=lambda table: table.least_s):
-            chains = search(table, in_rows, NEAR * best_s)
+            chains = search(table, in_rows, THRESHOLDS.proposed * best_s)
             if chains:
                 known.append((chains, table))
                 best_s = min(best_s, chains[0].latency_s)
         for chains, table in sorted(known, key=lambda entry: entry[0][0].latency_s):
             least_s = chains[0].latency_s
-            if 1 < machines.size < cluster.num_devices and least_s <= PLACED * best_s:
+            near = least_s <= THRESHOLDS.placed * best_s
+            if 1 < machines.size < cluster.num_devices and near:
                 yield placed(table, chains[0])
                 chains += search(table, machines, least_s)
-                best_s = min(best_s, *(found.latency_s for found in chains))
-            for found in sorted(chains, key=lambda found: found.latency_s):
-                if found.latency_s <= min(RUNNER_UP * least_s, NEAR * best_s):
-                    yield placed(table, found)
+                best_s = min(best_s, *(chain.latency_s for chain in chains))
+            limit_s = min(THRESHOLDS.runner_up * least_s, THRESHOLDS.proposed * best_s)
+            for chain in sorted(chains, key=lambda chain: chain.latency_s):
+                if chain.latency_s <= limit_s:
+                    yield placed(table, chain)
 
 
-def placed(tables: Tables, chain: ChainPlan) -> StageGraph:
-    """The stage graph of a plan: a chain, with the edges along which values skip stages."""
+def placed(tables: RunTables, chain: ChainPlan) -> StageGraph:
+    """Return the stage graph of a chain, with edges for values that skip stages."""
     masks = [tables.row.mask(i, j) for i, j in pairwise(chain.cuts)]
     edges = mask_edges(masks, tables.row.cost.graph) | set(pairwise(range(len(masks))))
     parts = [Part(mask, len(where)) for mask, where in zip(masks, chain.devices, strict=True)]

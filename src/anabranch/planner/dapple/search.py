@@ -32,7 +32,7 @@ from anabranch.cost.nested_weights import Ints
 from anabranch.planner.dapple.links import Links, hop_price, links
 from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepended
 from anabranch.planner.dapple.placement import Machines
-from anabranch.planner.dapple.tables import Runs, Tables
+from anabranch.planner.dapple.tables import Runs, RunTables
 from anabranch.planner.toolkit.budget import Budget
 
 EXACT = 1 + 1e-9
@@ -84,7 +84,7 @@ class PlacementSearch:
 
     def __init__(
         self,
-        tables: Tables,
+        tables: RunTables,
         machines: Machines,
         budget: Budget,
         *,
@@ -106,7 +106,7 @@ class PlacementSearch:
         self._best: Labels = np.zeros(self._devices, LABEL).view(np.recarray)
 
     def run(self) -> list[ChainPlan]:
-        """The best plan and the best of other numbers of stages that came up, least L first."""
+        """Return the best plan for each number of stages that was reached, least L first."""
         # The one suffix of no stages, before which everything is data parallel.
         start: Labels = np.zeros(1, LABEL).view(np.recarray)
         start.start, start.closed_s = len(self._tables.row) - 1, self._data_parallel_s()
@@ -122,11 +122,11 @@ class PlacementSearch:
                 pending.clear()
                 if len(self._settled[in_use]):
                     self._extend(self._settled[in_use])
-        found = np.argsort(self._best.closed_s, kind="stable")
-        return [self._chain(k) for k in found if self._best.closed_s[k] < np.inf]
+        order = np.argsort(self._best.closed_s, kind="stable")
+        return [self._chain(k) for k in order if self._best.closed_s[k] < np.inf]
 
     def _settle(self, labels: Labels) -> Labels:
-        """Those to go on with of as many devices in use, by states."""
+        """Select the suffixes to extend among those with equally many devices, sorted by state."""
         labels = labels[labels.least_s <= self._limit_s * EXACT]
         if self._width is not None:
             labels = best_of_groups(labels, self._groups(labels), self._width)
@@ -134,14 +134,14 @@ class PlacementSearch:
         return labels[np.argsort(labels.state, kind="stable")]
 
     def _groups(self, labels: Labels) -> Ints:
-        """A number for each state and cut."""
+        """Number the states and cuts of suffixes."""
         state = labels.state
         number = np.cumsum(np.bincount(state) > 0) - 1
         groups: Ints = number[state] * len(self._tables.row) + labels.start
         return groups
 
     def _extend(self, behind: Labels) -> None:
-        """All ways to add a stage in front of these suffixes, some at a time."""
+        """Add a stage in front of these suffixes in all ways, some at a time."""
         states, first = np.unique(behind.state, return_index=True)
         steps = [self._machines.steps(state) for state in states.tolist()]
         ends = np.cumsum([0, *map(len, steps)])
@@ -157,15 +157,15 @@ class PlacementSearch:
                 *(tables.prices.num_microbatches, self._limit_s),
             )
             self._budget.spend(int(at[3]))
-            found: Labels = added[: at[2]]
+            labels: Labels = added[: at[2]]
             if self._width is not None:
-                found = best_of_groups(found, self._groups(found), self._width)
-            in_use = counts[found.state]
+                labels = best_of_groups(labels, self._groups(labels), self._width)
+            in_use = counts[labels.state]
             for number in np.unique(in_use).tolist():
-                self._pending[number].append(found[in_use == number])
+                self._pending[number].append(labels[in_use == number])
 
     def _data_parallel_s(self) -> float:
-        """L of one stage on all devices; infinite where it does not fit."""
+        """Return L of one stage on all devices; infinite if it does not fit."""
         runs = self._tables.runs
         k = runs.index_of[self._devices]
         if k < 0 or runs.headroom[k, 0, -1] < 0:
@@ -176,7 +176,7 @@ class PlacementSearch:
         return float(self._tables.prices.num_microbatches * both_s + ring_s)
 
     def _chain(self, stages: int) -> ChainPlan:
-        """The best plan with so many stages behind one on all other devices."""
+        """Return the best plan with ``stages`` stages after one on all other devices."""
         label = self._best[stages]
         latency_s = float(label.closed_s)
         starts: list[int] = []
@@ -190,9 +190,9 @@ class PlacementSearch:
 
 
 def best_of_groups(labels: Labels, group: Ints, width: int) -> Labels:
-    """Per group the ``width`` least T_PL, the ``width`` least hopes, and one of fewest stages.
+    """Keep per group the ``width`` least T_PL and estimates, and one suffix of fewest stages.
 
-    Of equals the first; in their order.
+    Ties go to the first; the order is kept.
     """
     ranked = np.full((int(group.max(initial=0)) + 1, 2 * width + 1), -1)
     kept = np.zeros(len(labels), np.int64)
@@ -208,19 +208,19 @@ def _key(label: Any, ranking: int) -> tuple[float, float]:
 
 @compiled
 def _rank(labels: Labels, group: Ints, ranked: Ints, kept: Ints) -> None:
-    """Mark the best; ``ranked`` has each group's best by the three rankings, -1 where none is."""
+    """Mark the best suffixes; ``ranked`` has those of each group by the three rankings, else -1."""
     columns = ranked.shape[1]
     width = columns // 2
     for i in range(len(labels)):
         g = group[i]
         for ranking in range(3):
             first, end = ranking * width, min((ranking + 1) * width, columns)
-            (mine, second), at = _key(labels[i], ranking), end
+            (first_key, second), at = _key(labels[i], ranking), end
             while at > first:
                 before = ranked[g, at - 1]
                 if before >= 0:
                     theirs, then = _key(labels[before], ranking)
-                    if theirs < mine or (theirs == mine and then <= second):
+                    if theirs < first_key or (theirs == first_key and then <= second):
                         break
                 if at < end:
                     ranked[g, at] = before
@@ -241,7 +241,7 @@ def _suffix(label: Any) -> Suffix:
 def _linked(
     suffix: Suffix, label: Any, price: tuple[float, float], num_microbatches: int
 ) -> Suffix:
-    """The same with the transfer before it, at the price of the hop."""
+    """Return the terms with the transfer before the suffix, at the price of the hop."""
     there, back = transfer_s(label.entering, *price), transfer_s(label.gradients, *price)
     return prepended(suffix, there, back, 0.0, num_microbatches)
 
@@ -262,7 +262,7 @@ def extend(
     num_microbatches: int,
     limit_s: float,
 ) -> float:
-    """Price suffixes with one more stage; the least L so far.
+    """Price suffixes with one more stage in front; return the least L so far.
 
     Args:
         behind: the suffixes, by states.

@@ -18,7 +18,7 @@ from anabranch.planner.toolkit.prices import MicrobatchPrices
 
 
 class Runs(NamedTuple):
-    """Seconds, bytes and room of every run of operators.
+    """Seconds, bytes and headroom of every run of operators.
 
     Attributes:
         degrees: numbers of replicas, ascending.
@@ -50,12 +50,12 @@ class Runs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tables:
-    """What one micro-batch size is searched with.
+class RunTables:
+    """Prices of all runs at one micro-batch size.
 
     Attributes:
         row: the operators in the order of the pipeline.
-        overlap_allreduce: count of an all-reduce only what sticks out of the backward.
+        overlap_allreduce: price only the part of an all-reduce after the backward.
     """
 
     row: NestedSets
@@ -64,13 +64,13 @@ class Tables:
 
     @property
     def least_s(self) -> float:
-        """A lower bound on every L: all work shared out evenly."""
+        """Lower bound of every L: all work distributed evenly."""
         devices = self.row.cost.cluster.num_devices
         return float(self.prices.num_microbatches * self.runs.work_s[-1] / devices)
 
     @cached_property
     def runs(self) -> Runs:
-        """The tables of every run."""
+        """Tables of every run."""
         cost, prices, weights = self.row.cost, self.prices, self.row.matrices
         degrees = np.array(prices.degrees)
         devices = np.arange(cost.cluster.num_devices + 1)
@@ -120,6 +120,6 @@ class Tables:
 
 
 def _sums(values: Floats) -> Floats:
-    """Up to every cut."""
+    """Return cumulative sums up to every cut."""
     sums: Floats = np.insert(np.cumsum(values, axis=-1), 0, 0.0, axis=-1)
     return sums

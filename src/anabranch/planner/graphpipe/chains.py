@@ -1,4 +1,4 @@
-"""Series and parallel parts of a model as chains: the form in which Algorithm 1 takes it apart.
+"""Chains: the series-parallel decomposition in the form used by Algorithm 1.
 
 A chain is a row of items, each an operator or a block; a block is a set of chains side by side::
 
@@ -28,7 +28,7 @@ from anabranch.remembered import remembered
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class ParallelBlock:
     """Chains side by side.
 
     Attributes:
@@ -37,17 +37,17 @@ class Block:
         row: the branches as a row: its ranges are runs of whole branches.
     """
 
-    branches: tuple[Chain, ...]
+    branches: tuple[SeriesChain, ...]
     places: tuple[dict[int, int], ...]
     row: NestedSets
 
     def own(self, mask: int, branch: int) -> int:
-        """Operators of a branch that are these of its chain."""
+        """Map operators of the chain to those of a branch that it stands for."""
         return sum(1 << self.places[branch][op] for op in bits(mask))
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class SeriesChain:
     """Items in series.
 
     Attributes:
@@ -55,7 +55,7 @@ class Chain:
         row: the items as a row: its ranges are runs of them.
     """
 
-    items: tuple[Block | None, ...]
+    items: tuple[ParallelBlock | None, ...]
     row: NestedSets
 
     def __len__(self) -> int:
@@ -72,13 +72,13 @@ class Chain:
         return {q: (rows[q], len(branch)) for branch, q in last.items()}
 
 
-def tree(cost: CostModel, root: Node, most_items: int) -> Chain:
-    """The chain that stands for a whole decomposition."""
+def tree(cost: CostModel, root: Node, most_items: int) -> SeriesChain:
+    """Convert a whole decomposition to a chain."""
     return _Builder(cost, most_items).chain(root)
 
 
-def line(cost: CostModel, order: Iterable[int], most_items: int) -> Chain:
-    """The chain of operators in one topological order."""
+def line(cost: CostModel, order: Iterable[int], most_items: int) -> SeriesChain:
+    """Return the chain of operators in one topological order."""
     return tree(cost, Series(tuple(map(Leaf, order))), most_items)
 
 
@@ -93,14 +93,14 @@ class _Builder:
 
     @cached_property
     def _keys(self) -> list[Hashable]:
-        """Per operator what it costs; a parameter that several read is like no other."""
+        """Cost of each operator, to detect equal branches; tied parameters keep their names."""
         graph, tied = self._cost.graph, [parameter for _, parameter in self._cost.tied]
         named = {p.name: p if p in tied else replace(p, name="-") for p in graph.parameters}
         pairs = zip(self._cost.profile.costs, graph.ops, strict=True)
         return [(costs, tuple(named[name] for name in op.parameters)) for costs, op in pairs]
 
-    def chain(self, node: Node) -> Chain:
-        """The chain of a part."""
+    def chain(self, node: Node) -> SeriesChain:
+        """Convert a part to a chain."""
         runs = list(self.runs(_flat(node)))
         items = [
             self._block(run[0])
@@ -109,10 +109,10 @@ class _Builder:
             for run in runs
         ]
         row = NestedSets.row(self._cost, [sum(map(_mask, run)) for run in runs])
-        return Chain(tuple(items), row)
+        return SeriesChain(tuple(items), row)
 
     def runs(self, nodes: Iterable[Node]) -> Iterator[list[Node]]:
-        """Neighbours that may be one item, each run as long as it stays small."""
+        """Group neighbours into items, each run as long as it stays small."""
         run: list[Node] = []
         seconds = 0.0
         for node in nodes:
@@ -127,21 +127,21 @@ class _Builder:
     def _seconds(self, node: Node) -> float:
         return sum(self._work_s[op] for op in operators(node))
 
-    def _block(self, node: Parallel) -> Block:
+    def _block(self, node: Parallel) -> ParallelBlock:
         alike: dict[Hashable, list[Node]] = {}
         for run in self.runs(node.children):
             branch = run[0] if len(run) == 1 else Parallel(tuple(run))
             alike.setdefault(signature(self._cost.graph, branch, self._keys), []).append(branch)
-        branches, places = list[Chain](), list[dict[int, int]]()
+        branches, places = list[SeriesChain](), list[dict[int, int]]()
         for same in alike.values():
             branches += [self.chain(same[-1])] * len(same)
             places += [dict(zip(operators(same[-1]), operators(b), strict=True)) for b in same]
         row = NestedSets.row(self._cost, [_mask(b) for same in alike.values() for b in same])
-        return Block(tuple(branches), tuple(places), row)
+        return ParallelBlock(tuple(branches), tuple(places), row)
 
 
 def _flat(node: Node) -> list[Node]:
-    """Children in series, those of a nested series in its place."""
+    """Return children in series, with nested series expanded."""
     if not isinstance(node, Series):
         return [node]
     return [leaf for child in node.children for leaf in _flat(child)]

@@ -33,7 +33,7 @@ import numpy as np
 
 from anabranch.compiled import compiled
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets
-from anabranch.planner.graphpipe.chains import Block, Chain
+from anabranch.planner.graphpipe.chains import ParallelBlock, SeriesChain
 from anabranch.planner.graphpipe.schedules import ENDLESS, Schedules
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.remembered import remembered
@@ -42,10 +42,10 @@ TAILS = 4
 """Places at which a branch is cut for the stage of its join; each costs a search of the branch."""
 
 NEVER = 1 << 50
-"""Samples in flight where there is no strategy."""
+"""Samples in flight if there is no strategy."""
 
 After = tuple[int, ...]
-"""What c_b asks for: per configuration the samples that a stage right before it must hold."""
+"""Samples that a stage right before c_b must hold, by configuration of that stage."""
 
 
 class PlannedStage(NamedTuple):
@@ -72,59 +72,59 @@ class Strategies(NamedTuple):
 
 
 CALL = 20_000
-"""Steps that the loops around the innermost ones take as long as, per configuration."""
+"""Cost of the outer loops per configuration, in steps of the innermost loop."""
 
 
 def partition(
-    chain: Chain, schedules: Schedules, groups: int, tolerance: float, budget: Budget
+    chain: SeriesChain, schedules: Schedules, groups: int, tolerance: float, budget: Budget
 ) -> list[PlannedStage]:
-    """Algorithm 1: stages with the least time per sample of the slowest, to a relative tolerance.
+    """Algorithm 1: minimise the time per sample of the slowest stage, to a relative tolerance.
 
     Args:
-        groups: of devices, all of which are used.
+        groups: groups of devices; all are used.
 
     Returns:
-        No stages where nothing fits.
+        The stages; empty if nothing fits.
     """
     best: list[PlannedStage] = []  # 2
     low, high = 0.0, np.inf  # 2: infinity is a safe upper bound
     while high > low * (1 + tolerance):  # 3
         bound = (low + high) / 2 if best else np.inf  # 4
-        found = _Search(schedules, chain, groups, bound, budget).stage_graph()  # 5
-        if not found:  # 6
+        stages = _BoundedSearch(schedules, chain, groups, bound, budget).stage_graph()  # 5
+        if not stages:  # 6
             if not best:
                 return []
             low = bound  # 7
         else:
             # 9: no less than the slowest stage, which may be quicker than asked for.
-            high = max(stage.tps for stage in found)
-            best = found  # 10
+            high = max(stage.tps for stage in stages)
+            best = stages  # 10
     return best  # 11
 
 
 @dataclass(frozen=True, eq=False)
-class _Search:
+class _BoundedSearch:
     """SearchStageGraph (lines 13 to 20) for one bound; DP states are remembered (lines 24, 25)."""
 
     schedules: Schedules
-    chain: Chain
+    chain: SeriesChain
     groups: int
     bound: float
     budget: Budget
 
     def stage_graph(self) -> list[PlannedStage]:
-        """The stages on all devices with the least memory; none if the bound is too low."""
+        """Return stages on all devices with the least memory; empty if the bound is too low."""
         # 17: before the whole model there is no stage, behind it none that it waits for.
-        found = self._in_series(self.chain, len(self.chain), self.schedules.alone)
+        whole = self._in_series(self.chain, len(self.chain), self.schedules.alone)
         # 15, 19: of all configurations the one with the fewest samples in flight.
-        first = int(found.least[:, self.groups].argmin())
-        if found.least[first, self.groups] >= NEVER:
+        first = int(whole.least[:, self.groups].argmin())
+        if whole.least[first, self.groups] >= NEVER:
             return []
-        return found.stages(first, self.groups)
+        return whole.stages(first, self.groups)
 
     @remembered  # 24, 25
-    def _in_series(self, chain: Chain, stop: int, after: After) -> Strategies:
-        """DP for the items of a chain up to ``stop``, what follows asking for ``after``."""
+    def _in_series(self, chain: SeriesChain, stop: int, after: After) -> Strategies:
+        """DP for the items of a chain up to ``stop``, followed by stages with demand ``after``."""
         tables, row = self.schedules.tables(chain.row), chain.row
         # For every cut the best of what follows it, and the stages that begin there.
         needs = np.full((stop + 1, len(after), self.groups + 1), NEVER, dtype=np.int64)
@@ -153,16 +153,16 @@ class _Search:
                 rests[j] = Strategies(needs[j], partial(stages, j))
             block = chain.items[i]
             if block is not None:
-                found = begins(i)
+                options = begins(i)
                 # 34 to 40: G_1 is a block between two stages ..
                 for rest in behind:
-                    found += self._before(rest, block, lambda b, c: self._beside(b, 0, c)[-1])
+                    options += self._before(rest, block, lambda b, c: self._beside(b, 0, c)[-1])
                 # .. or a block whose join has the tail of a branch.
                 if i + 1 < stop:
-                    found += self._joined(chain, i, block, needs, rests)
-                rests[i] = self._pick_better(found)
+                    options += self._joined(chain, i, block, needs, rests)
+                rests[i] = self._pick_better(options)
                 needs[i] = rests[i].least
-                behind = found
+                behind = options
             elif i:
                 behind = begins(i)
         return rests[0]
@@ -173,10 +173,10 @@ class _Search:
         """The base case (lines 26 to 31) for stages that begin at each of some items in a row.
 
         Args:
-            needs: what follows each item, which is found for these.
+            needs: demand of the stages after each item; updated for these items.
 
         Returns:
-            As ``_hold_fewest``, for each of them.
+            Results of ``_hold_fewest`` per item.
         """
         schedules, shape = self.schedules, needs.shape[1:]
         more, devices = schedules.more, schedules.devices
@@ -197,7 +197,7 @@ class _Search:
         chosen: Ints,
         rests: Sequence[Strategies],
     ) -> list[Strategies]:
-        """For every configuration that a stage may have, the strategies that begin with it."""
+        """Return the strategies that begin with a single stage, one per configuration."""
         schedules = self.schedules
 
         def begin(y: int) -> Strategies:
@@ -211,41 +211,44 @@ class _Search:
         return [begin(y) for y in range(len(held)) if held[y].min() < NEVER]
 
     def _before(
-        self, rest: Strategies, block: Block, solve: Callable[[Block, After], Strategies]
+        self,
+        rest: Strategies,
+        block: ParallelBlock,
+        solve: Callable[[ParallelBlock, After], Strategies],
     ) -> list[Strategies]:
-        """Strategies for a G_1 in front of others (lines 35 to 40), for all numbers of devices."""
+        """Return strategies for a G_1 in front of others (lines 35 to 40)."""
         columns: dict[After, list[int]] = {}
         for d, column in enumerate(rest.least.T.tolist()):
             if min(column) < NEVER:
                 columns.setdefault(tuple(column), []).append(d)
-        found = []
-        # 39: what G_2 holds decides what G_1 must; of equals one search serves all, and where
-        # memory is ample of those, too, that ask for so many more samples each.
+        strategies = []
+        # 39: the samples of G_2 decide those of G_1. Equal demands share one search; with ample
+        # memory also demands that differ by a constant.
         for c_b, devices in columns.items():
             more = min(c_b) - 1 if self._is_ample(block) else 0
             first = solve(block, tuple(c if c == NEVER else c - more for c in c_b))
             first = Strategies(np.minimum(first.least + more, NEVER), first.stages)
             taken = np.full_like(rest.least, NEVER)
             taken[:, devices] = 0
-            found.append(_side_by_side(Strategies(taken, rest.stages), first))
-        return found
+            strategies.append(_side_by_side(Strategies(taken, rest.stages), first))
+        return strategies
 
     @remembered
-    def _is_ample(self, part: Chain | Block) -> bool:
-        """Whether any samples in flight fit into memory, or none, whatever a part's stages."""
+    def _is_ample(self, part: SeriesChain | ParallelBlock) -> bool:
+        """Return True if memory never limits samples in flight of the part's stages that fit."""
         tables = [self.schedules.tables(part.row)]
-        if isinstance(part, Chain):
+        if isinstance(part, SeriesChain):
             joins = (join for i in range(len(part)) for join in part.with_join(i).values())
             tables += [self.schedules.tables(*join) for join in joins]
         rooms = [room[(tps <= self.bound) & (room > 0)] for tps, room in tables]
-        parts = {*(part.items if isinstance(part, Chain) else part.branches)} - {None}
+        parts = {*(part.items if isinstance(part, SeriesChain) else part.branches)} - {None}
         return all((r == ENDLESS).all() for r in rooms) and all(map(self._is_ample, parts))
 
     @remembered
-    def _beside(self, block: Block, start: int, after: After) -> list[Strategies]:
-        """DP for branches side by side (lines 41 to 46): those from ``start`` up to each behind it.
+    def _beside(self, block: ParallelBlock, start: int, after: After) -> list[Strategies]:
+        """DP for parallel branches (lines 41 to 46): from branch ``start`` up to each later one.
 
-        G_2 is one branch, or a run of them as a single stage; G_1 is what lies before.
+        G_2 is one branch, or a run of branches as a single stage; G_1 is the branches before.
         """
         alone = [self._in_series(own, len(own), after) for own in block.branches[start:]]
         more, devices = self.schedules.more, self.schedules.devices
@@ -266,8 +269,8 @@ class _Search:
             middle, d1, y, k = choices[stop, x, d].tolist()
             first = start + middle
             if stop - middle == 1:
-                found = alone[middle].stages(x, d - d1)
-                last = [stage._replace(mask=block.own(stage.mask, first)) for stage in found]
+                stages_of_branch = alone[middle].stages(x, d - d1)
+                last = [s._replace(mask=block.own(s.mask, first)) for s in stages_of_branch]
             else:
                 mask, seconds = block.row.mask(first, start + stop), tps[y, k, first, start + stop]
                 last = [PlannedStage(mask, y, k, seconds)]
@@ -276,10 +279,15 @@ class _Search:
         return [Strategies(table, partial(stages, i)) for i, table in enumerate(least)]
 
     def _joined(
-        self, chain: Chain, place: int, block: Block, needs: Ints, rests: Sequence[Strategies]
+        self,
+        chain: SeriesChain,
+        place: int,
+        block: ParallelBlock,
+        needs: Ints,
+        rests: Sequence[Strategies],
     ) -> list[Strategies]:
-        """A stage after a block that also has the tail of a branch, and the rest of the block."""
-        found: list[Strategies] = []
+        """Return strategies of a stage after a block that has the tail of a branch as well."""
+        strategies: list[Strategies] = []
         for q, (row, own) in chain.with_join(place).items():
             branch, end = block.branches[q], own + 1  # the stage has an item behind the block
             nowhere = np.full((end, *needs.shape[1:]), NEVER, dtype=np.int64)
@@ -293,11 +301,12 @@ class _Search:
                     continue
                 ((held, chosen),) = self._single_stages(tables, cut, cut + 1, behind)
                 for begin in self._begins(row, tables[0], cut, held, chosen, after):
-                    found += self._before(begin, block, partial(self._without_tail, q, cut))
-        return found
+                    without = partial(self._without_tail, q, cut)
+                    strategies += self._before(begin, block, without)
+        return strategies
 
     @remembered
-    def _without_tail(self, q: int, cut: int, block: Block, after: After) -> Strategies:
+    def _without_tail(self, q: int, cut: int, block: ParallelBlock, after: After) -> Strategies:
         """DP for a block whose branch q ends at a cut."""
         before, behind = self._beside(block, 0, after)[q], self._beside(block, q + 1, after)[-1]
         own = self._in_series(block.branches[q], cut, after)

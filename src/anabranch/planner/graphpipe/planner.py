@@ -1,4 +1,4 @@
-"""GraphPipe's sweep over micro-batch sizes, with stage graphs of the stages that are found."""
+"""GraphPipe's sweep over micro-batch sizes, and the stage graphs of its stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GROUPS = 64
 """Devices of a larger cluster are given out in groups, so many at most."""
 
 STEPS = 1e10
-"""Of the innermost loops at most; 10 to 20 seconds."""
+"""Most steps of the innermost loops, which take 10 to 20 seconds."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class GraphPipe:
     def __call__(
         self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None
     ) -> Iterator[StageGraph]:
-        """Propose the plan of every micro-batch size, as they are found; see ``planner.base``.
+        """Yield the plan of every micro-batch size as soon as it is known; see ``planner.base``.
 
         Raises:
             BudgetError: if ``per_stage`` would take too many steps.
@@ -71,7 +71,7 @@ class GraphPipe:
 
 
 def propose(problem: Problem, tolerance: float, *, per_stage: bool = False) -> Iterator[StageGraph]:
-    """Stage graphs of the partitioner's stages; the arguments are those of the planners."""
+    """Generate stage graphs of the partitioner's stages; arguments as for the planners."""
     together = configurations(problem.sizes, problem.batch_size)
     sets = [together] if per_stage else [(Configuration(size),) for size in problem.sizes]
     budget = Budget(
@@ -80,7 +80,7 @@ def propose(problem: Problem, tolerance: float, *, per_stage: bool = False) -> I
         "leave out the option per_stage, give a micro-batch size, capture the model in coarser "
         "operators, take fewer devices, or use planner auto",
     )
-    unit, found = _unit(problem), False
+    unit, has_plan = _unit(problem), False
     # Enough items for stages on all devices.
     items = max(
         ITEMS if unit == 1 else ITEMS_OF_GROUPS, 2 * problem.devices // problem.most_replicas
@@ -96,15 +96,15 @@ def propose(problem: Problem, tolerance: float, *, per_stage: bool = False) -> I
                 continue
             stages = partition(within, schedules, problem.devices // unit, tolerance, budget)
             for graph in _placed(problem, schedules, stages) if stages else ():
-                found = True
+                has_plan = True
                 yield graph
-        if found:
+        if has_plan:
             return
     raise explain(problem)
 
 
 def _unit(problem: Problem) -> int:
-    """Devices that are given out together: a power of two where one divides them all."""
+    """Return the size of device groups: a power of two if one divides all devices."""
     total = problem.devices
     few = [unit for unit in range(1, total + 1) if total % unit == 0 and total // unit <= GROUPS]
     unit = min(few, key=lambda unit: (unit.bit_count() > 1, unit))
@@ -121,7 +121,7 @@ def _prices(problem: Problem, microbatch_size: int, published: bool) -> Microbat
 def _placed(
     problem: Problem, schedules: Schedules, stages: Sequence[PlannedStage]
 ) -> Iterator[StageGraph]:
-    """The stages on devices, in every way of ``toolkit.place``."""
+    """Place the stages on devices in every way of ``toolkit.place``."""
     runs = {stage.mask: schedules.configurations[stage.configuration] for stage in stages}
     assembler = problem.assembler(schedules.prices[0])
     modes = (schedules.modes[stage.mode] for stage in stages)
@@ -133,6 +133,6 @@ def _placed(
             replace(stage, microbatch_size=runs[part.mask].microbatch_size, k=runs[part.mask].k)
             for part, stage in zip(parts, graph.stages, strict=True)
         )
-        found = replace(graph, stages=own)
-        if suits(found, problem.cost):
-            yield found
+        proposal = replace(graph, stages=own)
+        if suits(proposal, problem.cost):
+            yield proposal

@@ -1,4 +1,4 @@
-"""Schedule configurations, and what a stage may be in each: GraphPipe, section 6 and appendix A.1.
+"""Schedule configurations, and prices of stages in each: GraphPipe, section 6, appendix A.1.
 
 A configuration is c = (i, b, k): samples in flight, micro-batch size, and kFkB. The search
 enumerates (b, k) and the number of replicas; i follows from the stages after it (Table 2,
@@ -19,12 +19,12 @@ from anabranch.plans.in_flight import in_flight_samples
 from anabranch.remembered import remembered
 
 ENDLESS = 1 << 40
-"""More samples than are ever in flight."""
+"""More samples than any schedule has in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What of c = (i, b, k) is enumerated: micro-batch size and kFkB."""
+    """The enumerated part of c = (i, b, k): micro-batch size and kFkB."""
 
     microbatch_size: int
     k: int = 1

@@ -1,4 +1,4 @@
-"""The best row of stages within memory, on devices of one level.
+"""PipeDream's recurrence with memory, on devices of one level.
 
 A stage holds one micro-batch more than there are stages behind it, which the recurrence, from the
 first layer on, does not know yet. From the last layer on it is known. With e stages behind the
@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compiled import compiled
-from anabranch.planner.pipedream.terms import INFINITE, Matrix, Piece, Terms
+from anabranch.planner.pipedream.terms import INFINITE, Matrix, PlannedSpan, Terms
 from anabranch.planner.toolkit.budget import Budget
 
 
-def solve(terms: Terms, budget: Budget) -> tuple[Piece, ...] | None:
-    """The plan of the least period in memory, and of the fewest stages of these; None without one.
+def solve(terms: Terms, budget: Budget) -> tuple[PlannedSpan, ...] | None:
+    """Return the plan of least period that fits, then of fewest stages; None if none fits.
 
     Args:
         terms: of a single level.
@@ -48,15 +48,17 @@ def solve(terms: Terms, budget: Budget) -> tuple[Piece, ...] | None:
     u, left = 0, total
     for choice in reversed(choices[: behind + 1]):
         m, s = divmod(int(choice[u, left]), last + 1)
-        pieces.append(Piece(u, s, m))
+        pieces.append(PlannedSpan(u, s, m))
         u, left = s, left - m
     return tuple(pieces)
 
 
 @compiled
 def _prepend(stage: Matrix, after: Matrix, m: int, best: Matrix, choice: NDArray[np.int64]) -> int:
-    """Put a stage on m devices in front of what comes after: ``best`` and its ``choice`` of m and
-    s, [u, devices]; returns the steps that it took.
+    """Prepend a stage on m devices: update ``best`` and its ``choice`` of m and s, [u, devices].
+
+    Returns:
+        Number of steps.
     """
     steps, (states, counts) = 0, best.shape
     for u in range(states):

@@ -18,7 +18,7 @@ from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
 from anabranch.planner.pipedream import memory, recurrence
-from anabranch.planner.pipedream.terms import Piece, Terms, flat, stages, tiers
+from anabranch.planner.pipedream.terms import PlannedSpan, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explained
@@ -28,7 +28,7 @@ from anabranch.plans.edges import mask_edges
 from anabranch.plans.stages import StageGraph
 
 MOST_BYTES = 4 * GIB
-"""What the tables of one level may take."""
+"""Most bytes of the tables of one level."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,17 @@ class PipeDream:
                 yield graph
 
     def _best(self, terms: Terms, budget: Budget) -> StageGraph | None:
-        """The plan with the least period that fits."""
-        found = recurrence.solve(terms, budget)
-        graph = found and self._stage_graph(terms, found)
+        """Return the plan with the least period that fits."""
+        spans = recurrence.solve(terms, budget)
+        graph = spans and self._stage_graph(terms, spans)
         if not graph:
             terms = replace(terms, tiers=flat(terms.prices.cost.cluster))
             within = memory.solve(terms, budget)
             graph = within and self._stage_graph(terms, within)
         return graph or None
 
-    def _stage_graph(self, terms: Terms, pieces: Sequence[Piece]) -> StageGraph | None:
-        """The stages of a plan on their devices; None if they do not fit."""
+    def _stage_graph(self, terms: Terms, pieces: Sequence[PlannedSpan]) -> StageGraph | None:
+        """Place the stages of a plan on devices; None if they do not fit."""
         placed = list(stages(pieces, [tier.size for tier in terms.tiers]))
         parts = [Part(terms.states.mask(u, v), len(devices)) for u, v, devices in placed]
         prices = PartPrices(terms.prices)

@@ -1,4 +1,4 @@
-"""PipeDream's recurrence without memory: the pipeline whose slowest part is quickest.
+"""PipeDream's recurrence without memory: the pipeline with the least time of its slowest part.
 
 Level by level from the devices up: within a level all spans (u, v) for one component, then for two,
 and so on; at the last level only spans from the empty state. Every number of copies that higher
@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compiled import compiled
-from anabranch.planner.pipedream.terms import INFINITE, Matrix, Piece, Terms
+from anabranch.planner.pipedream.terms import INFINITE, Matrix, PlannedSpan, Terms
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.remembered import remembered
 
 
-def solve(terms: Terms, budget: Budget) -> tuple[Piece, ...] | None:
-    """A plan of the least period; None if there is none whatever the memory.
+def solve(terms: Terms, budget: Budget) -> tuple[PlannedSpan, ...] | None:
+    """Return a plan of the least period; None if there is none even with infinite memory.
 
     Raises:
         BudgetError: if ``budget`` runs out.
@@ -39,13 +39,13 @@ class _Recurrence:
 
     @remembered
     def _component(self, level: int, copies: int) -> Matrix:
-        """A^level on a whole component, of which there are so many copies; level -1: a device."""
+        """Return A^level on a whole component with ``copies`` copies; level -1 is a device."""
         if level < 0:
             return self.terms.compute_s(copies)
         return np.asarray(self.table(level, copies).best[-1])
 
     def table(self, level: int, copies: int) -> LevelTable:
-        """T and A at a level for 1, 2 .. components."""
+        """Return T and A at a level for 1, 2 .. components."""
         size = self.terms.tiers[level].size
         cut = self.terms.cut_s(level, copies)
         stage = np.stack([self._stage(level, copies, m) for m in range(1, size + 1)])
@@ -66,20 +66,20 @@ class _Recurrence:
 
     def pieces(
         self, table: LevelTable, level: int, copies: int, span: tuple[int, int]
-    ) -> tuple[Piece, ...]:
-        """The plan behind A of all components.
+    ) -> tuple[PlannedSpan, ...]:
+        """Return the plan behind A of all components.
 
-        Where a single piece is as quick as several, it is preferred: fewer stages fill faster.
+        A single span is preferred to several of equal time: fewer stages fill faster.
         """
         (cut, stage, best), (start, stop) = table, span
         m, pieces = len(best), []
 
         def take(first: int, n: int) -> None:
-            inside: tuple[Piece, ...] = ()
+            inside: tuple[PlannedSpan, ...] = ()
             if level:
                 below = self.table(level - 1, copies * n)
                 inside = self.pieces(below, level - 1, copies * n, (first, stop))
-            pieces.append(Piece(first, stop, n, inside))
+            pieces.append(PlannedSpan(first, stop, n, inside))
 
         while stage[m - 1, start, stop] > best[m - 1, start, stop]:
             # By components of the last piece.
@@ -114,10 +114,10 @@ def _join(
     best: NDArray[np.float64],
     most: float,
 ) -> int:
-    """Lower A, which is T yet, to the best of all cuts; steps taken, of which ``most`` are allowed.
+    """Lower A, initially T, to the best of all cuts; return the steps taken, at most ``most``.
 
     Args:
-        reach: [component, state] behind the last state up to which a part from there is possible.
+        reach: [component, state] end of the states that a part starting there can reach.
     """
     steps, (components, starts, states) = 0, best.shape
     for m in range(1, components):

@@ -1,4 +1,4 @@
-"""Terms of PipeDream's recurrence at one micro-batch size, and the pieces of its plans.
+"""Terms of PipeDream's recurrence at one micro-batch size, and the spans of its plans.
 
     T^k(u->v, m) = max( A^(k-1)(u->v, m_(k-1)) on micro-batches shared by m times as many,
                         2 (m-1) * w(u->v) / (B_k * R) )
@@ -37,8 +37,8 @@ LASTING = 1 << 14
 
 
 def tiers(cluster: Cluster) -> tuple[Level, ...]:
-    """The levels as the recurrence sees them, innermost first, with the slowest bandwidth up to
-    each; those of a single component say nothing and are left out.
+    """Return the levels of the recurrence, innermost first, with the slowest bandwidth up to each;
+    levels of a single component are left out.
     """
     levels = [
         replace(level, bandwidth=cluster.level_link(i).bandwidth)
@@ -48,13 +48,13 @@ def tiers(cluster: Cluster) -> tuple[Level, ...]:
 
 
 def flat(cluster: Cluster) -> tuple[Level, ...]:
-    """All devices side by side, on the slowest of the links."""
+    """Return a single level of all devices on the slowest link."""
     return (replace(tiers(cluster)[-1], size=cluster.num_devices),)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Everything the recurrence adds up, at one micro-batch size.
+    """Terms of the recurrence at one micro-batch size.
 
     Attributes:
         states: sets of operators that are done, from none to all; a span (u, v) with u inside v is
@@ -70,15 +70,15 @@ class Terms:
     accumulate: bool
 
     def allowed(self, replicas: int) -> bool:
-        """Whether a stage may have so many replicas."""
+        """Return True if a stage may have this number of replicas."""
         return replicas <= self.max_replicas and self.prices.may(replicas)
 
     def possible(self, copies: int) -> bool:
-        """Whether so many copies of a component leave each a sample, and no stage too many."""
+        """Return True if each copy has a sample and stages have few enough replicas."""
         return copies <= min(self.prices.microbatch_size, self.max_replicas)
 
     def compute_s(self, replicas: int) -> Matrix:
-        """Seconds of every span on so many replicas; infinite where it may not have them."""
+        """Return seconds of every span on these replicas; infinite if not allowed."""
         count = len(self.states)
         if not self.allowed(replicas):
             return np.full((count, count), INFINITE)
@@ -86,7 +86,7 @@ class Terms:
         return np.where(self.states.nested, done[None, :] - done[:, None], INFINITE)
 
     def reduce_s(self, level: int, copies: int, m: int) -> Matrix | float:
-        """Seconds per micro-batch of the all-reduce among m components."""
+        """Return seconds per micro-batch of the all-reduce among m components."""
         if m == 1:
             return 0.0
         every = self.prices.num_microbatches if self.accumulate else copies * m
@@ -94,14 +94,14 @@ class Terms:
         return np.asarray(self.states.matrices.summed * per_byte_s)
 
     def cut_s(self, level: int, copies: int) -> NDArray[np.float64]:
-        """Seconds for what crosses each state and its gradients."""
+        """Return seconds of the transfers across each state, with gradients."""
         per_sample, fixed, back_per_sample, back_fixed = self.states.open_bytes.T
         crossing = (per_sample + back_per_sample) * self.prices.samples(copies) + fixed + back_fixed
         return np.asarray(crossing / self.tiers[level].bandwidth)
 
     @remembered
     def headroom(self, replicas: int) -> NDArray[np.int16]:
-        """Stages that may follow a span in memory; -1 where it fits nowhere or is none."""
+        """Return the most stages that may follow a span in memory; -1 if it cannot fit."""
         height = np.minimum(self.prices.headroom(self.states.matrices, replicas), LASTING)
         return np.where(self.states.nested, height, -1).astype(np.int16)
 
@@ -116,23 +116,23 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlannedSpan:
     """T^k of a plan: a span on ``copies`` components of the level below.
 
     Attributes:
         start, stop: states.
-        copies: components that each do the same on a share of every micro-batch.
+        copies: components that each compute a slice of every micro-batch.
         inside: the pipeline in each of them; empty where a component is one device.
     """
 
     start: int
     stop: int
     copies: int
-    inside: tuple[Piece, ...] = ()
+    inside: tuple[PlannedSpan, ...] = ()
 
 
 def stages(
-    pieces: Sequence[Piece], sizes: Sequence[int], firsts: Sequence[int] = (0,)
+    pieces: Sequence[PlannedSpan], sizes: Sequence[int], firsts: Sequence[int] = (0,)
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """The stages of a plan in the order of the pipeline.
 
