@@ -6,9 +6,9 @@ The model is put in one order, branch after branch, and stages are contiguous ru
 
 Bisection, dynamic programme, prices and micro-batch sizes are those of ``graphpipe``, applied to
 the operators in a row. There is a stage edge i -> i + 1 for every i: where no value flows its
-messages have no bytes, so that warm-up counts and memory are those of a sequential pipeline. Values go
-straight to the stages that read them (PipeDream and Piper relay them through the stages in between,
-which would cost more).
+messages have no bytes, so that warm-up counts and memory are those of a sequential pipeline. Values
+go straight to the stages that read them (PipeDream and Piper relay them through the stages in
+between, which would cost more).
 """
 
 from __future__ import annotations
