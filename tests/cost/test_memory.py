@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.cost.memory import DeviceMemory, deal, device_memory
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.cost.memory import DeviceMemory, deal
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
+from anabranch.graph.opgraph import Op, OpGraph
+from anabranch.profile.profile import OpCost, Profile
 
 #              per sample
 #  parameters   1000, of which 800 are trained, the largest gradient 300
@@ -28,10 +32,17 @@ WEIGHTS = StageWeights(
 )
 
 
-def memory(weights: StageWeights = WEIGHTS, **options: Any) -> DeviceMemory:
+PROFILE = Profile(OpGraph((Op("any"),), ()), (1,), (OpCost((1.0,), (1.0,), 0),), "cpu", "measured")
+
+
+def memory(
+    weights: StageWeights = WEIGHTS, size: Any = 8, replicas: Any = 3, **options: Any
+) -> DeviceMemory:
     """Micro-batches of 8 on 3 replicas, so 3 samples on the fullest; Adam, one receive ahead."""
-    options = {"optimizer_factor": 2.0, "receive_slots": 1, **options}
-    return device_memory(weights, 8, 3, **options)
+    settings = ("optimizer_factor", "receive_slots", "shard_optimizer")
+    chosen = {name: options.pop(name) for name in settings if name in options}
+    cost = CostModel(PROFILE, Cluster.preset("local:1"), **chosen)
+    return cost.memory(weights, size, replicas, **options)
 
 
 def test_the_formula():
@@ -51,7 +62,7 @@ def test_sums_take_a_bucket_at_a_time(replicas, terms):
     def sums(trainable, largest):
         nothing = Border(*(Traffic(0, 0),) * 4)
         weights = StageWeights(trainable, trainable, 0, nothing, largest)
-        return device_memory(weights, 8, replicas, optimizer_factor=2.0, receive_slots=1).sums
+        return memory(weights, replicas=replicas).sums
 
     assert sums(100, 10) == terms * 100
     assert sums(2**30, 10) == terms * 25 * 2**20
@@ -81,18 +92,16 @@ def test_options(options, more):
 @pytest.mark.parametrize(("replicas", "held"), [(1, 800), (2, 400), (4, 200)])
 def test_shared_optimizer_state(replicas, held):
     """An equal part of the 800 trained bytes, also where one parameter has 300 of them."""
-    options = {"optimizer_factor": 2.0, "receive_slots": 0}
-    whole = device_memory(WEIGHTS, 8, replicas, **options)
-    shared = device_memory(WEIGHTS, 8, replicas, **options, shard_optimizer=True)
+    whole = memory(replicas=replicas)
+    shared = memory(replicas=replicas, shard_optimizer=True)
     assert whole.resident - shared.resident == 2 * (800 - held)
 
 
 def test_terms_of_other_replicas():
     """Two of the 800 bytes of a bucket on the fullest of three, one on others, none alone."""
-    options = {"optimizer_factor": 2.0, "receive_slots": 0}
-    assert device_memory(WEIGHTS, 8, 3, **options).sums == 1600
-    assert device_memory(WEIGHTS, 8, 3, **options, terms=1).sums == 800
-    assert device_memory(WEIGHTS, 8, 1, **options).sums == 0
+    assert memory().sums == 1600
+    assert memory(terms=1).sums == 800
+    assert memory(replicas=1).sums == 0
 
 
 def test_sparse_gradients_are_the_rows_of_a_batch():
@@ -138,13 +147,9 @@ def test_micro_batches_that_take_nothing_fit_all_or_none():
 def test_many_stages_at_once():
     """Arrays have the numbers of the stages one by one."""
     sizes, replicas = np.array([8, 4]), np.array([3, 1])
-    many = device_memory(
-        WEIGHTS, sizes, replicas, optimizer_factor=2.0, receive_slots=1, recompute=True
-    )
+    many = memory(WEIGHTS, sizes, replicas, recompute=True)
     for i in range(2):
-        one = device_memory(
-            WEIGHTS, sizes[i], replicas[i], optimizer_factor=2.0, receive_slots=1, recompute=True
-        )
+        one = memory(WEIGHTS, sizes[i], replicas[i], recompute=True)
         assert (many.peak(2)[i], many.most_in_flight(3600, 9)[i]) == (
             one.peak(2),
             one.most_in_flight(3600, 9),

@@ -43,14 +43,13 @@ def cost_model(**options: float) -> CostModel:
 
 def test_measured_sample_counts_are_taken_as_they_are():
     """Seconds add up: (1 + 2) * 1.5 for a and b at 2 samples, backward twice that."""
-    assert cost_model().forward_s([0, 1], 2) == 4.5
-    assert cost_model().backward_s([0, 1], 2) == 9.0
+    assert cost_model().stage_s(0b11, 2) == (4.5, 9.0)
 
 
 def test_interpolates_linearly():
     """At 3 samples a takes the mean of 1.5 s and 3.5 s; at 2.5 a quarter of the way."""
-    assert cost_model().forward_s([0], 3) == 2.5
-    assert cost_model().forward_s([0], 2.5) == 2.0
+    assert cost_model().stage_s(0b1, 3)[0] == 2.5
+    assert cost_model().stage_s(0b1, 2.5)[0] == 2.0
 
 
 def test_refuses_what_was_not_measured():
@@ -66,8 +65,8 @@ def test_proportional_profile_prices_any_count():
     costs = tuple(OpCost((4.0,), (8.0,), 0) for _ in OPS)
     profile = Profile(GRAPH, (4,), costs, device="cpu", source="imported", proportional=True)
     cost = CostModel(profile, Cluster.preset("summit:1x2"))
-    assert cost.forward_s([0], 8) == 8.0
-    assert cost.backward_s([0, 1], 0.5) == 2.0
+    assert cost.stage_s(0b1, 8)[0] == 8.0
+    assert cost.stage_s(0b11, 0.5)[1] == 2.0
 
 
 @given(
@@ -92,19 +91,17 @@ def test_sums_of_seconds_do_not_depend_on_the_order(seconds, random):
 
 def test_recomputation_adds_the_forward():
     """Backward 2 s plus forward 1 s."""
-    assert cost_model().backward_s([0], 1, recompute=True) == 3.0
+    assert cost_model().stage_s(0b1, 1, recompute=True) == (1.0, 3.0)
 
 
 def test_no_samples_take_no_time():
     """A replica whose slice is empty."""
-    assert cost_model().forward_s([0, 1], 0) == 0.0
-    assert cost_model().backward_s([0, 1], 0, recompute=True) == 0.0
+    assert cost_model().stage_s(0b11, 0, recompute=True) == (0.0, 0.0)
 
 
 def test_bytes_of_values():
     """At 4 samples: y has 24 bytes, z 100; back flows only the gradient of z."""
-    assert cost_model().forward_bytes((2, 3), 4) == 124
-    assert cost_model().backward_bytes((2, 3), 4) == 100
+    assert cost_model().message_bytes((2, 3), 4) == (124, 100)
 
 
 def test_routes():
@@ -126,9 +123,8 @@ def test_ring_allreduce():
 
 def test_tied_parameters_count_once_per_stage():
     """a and b share w; f takes no gradient."""
-    assert cost_model().parameter_bytes([0, 1]) == 1200
-    assert cost_model().parameter_bytes([0, 3]) == 1070
-    assert cost_model().parameter_bytes([0, 3], trainable=True) == 1000
+    assert cost_model().stage_held_bytes([0, 1]).parameters == 1200
+    assert cost_model().stage_held_bytes([0, 3])[:2] == (1070, 1000)
 
 
 def test_border_of_a_stage():

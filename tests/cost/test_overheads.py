@@ -8,6 +8,7 @@ import pytest
 
 from anabranch.cluster import Cluster
 from anabranch.cost.overheads import (
+    FREE,
     agreement,
     all_gather_work_s,
     all_reduce_work_s,
@@ -26,7 +27,7 @@ def test_a_message_takes_both_processors():
     """Of 8 bytes: 2 + 8 / 4 s at each end; nothing for no bytes, or where nothing was measured."""
     assert message_s(calibration(), 8) == 4.0
     assert message_s(calibration(), 0) == 0.0
-    assert message_s(None, 8) == 0.0
+    assert message_s(FREE, 8) == 0.0
 
 
 def test_all_reduces_by_bytes_and_ranks():
@@ -37,7 +38,7 @@ def test_all_reduces_by_bytes_and_ranks():
     assert all_reduce_work_s(calibration(), 8, 3, buckets=2) == 2.0 + 2 * 2 * 4.0
     assert all_reduce_work_s(calibration(), 12, 3, buckets=0, shares=True) == 1.0
     assert all_reduce_work_s(calibration(), 8, 1) == 0.0
-    assert all_reduce_work_s(None, 8, 3) == 0.0
+    assert all_reduce_work_s(FREE, 8, 3) == 0.0
 
 
 def test_all_gathers_are_messages():

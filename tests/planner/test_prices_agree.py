@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets, Pairs
-from anabranch.cost.period import HIDING
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, bits
 from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.pipedream.terms import Terms, tiers
 from anabranch.planner.piper.prices import DownsetPrices
 from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
+from anabranch.planner.toolkit.prices import HIDING, UNBOUNDED, MicrobatchPrices, Mode
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile

@@ -15,7 +15,7 @@ samples has n = ceil(b / d) samples on its fullest replica:
 
 ``model`` knows one profile on one cluster. ``stage_weights`` has bytes of stages whatever the
 micro-batch, ``nested_weights`` those of all stages between nested sets of operators. ``memory``,
-``communication``, ``overheads`` and ``period`` have the formulas.
+``communication`` and ``overheads`` have the formulas.
 """
 
 from anabranch.cost.model import CostModel

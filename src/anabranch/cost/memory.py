@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anabranch.cost.buckets import BUCKET_BYTES
-from anabranch.cost.stage_weights import Number, StageWeights
+from anabranch.cost.stage_weights import Number
 
 MOST_TERMS = 2
 """Terms of other replicas that are at hand while a bucket is summed, on the fullest one."""
@@ -80,53 +80,6 @@ class DeviceMemory:
         count = np.where(self.flight > 0, share, (free >= 0) * num_microbatches)
         count = np.where(self.at_the_end <= capacity, count, 0)
         return np.minimum(np.maximum(count, 0), num_microbatches).astype(np.int32)
-
-
-def device_memory(
-    weights: StageWeights,
-    microbatch_size: Number,
-    replicas: Number,
-    *,
-    optimizer_factor: float,
-    receive_slots: int,
-    recompute: Number = False,
-    versions: int = 1,
-    shard_optimizer: bool = False,
-    updated: Number | None = None,
-    terms: int = MOST_TERMS,
-) -> DeviceMemory:
-    """The formula at the head of this file, for one stage or many.
-
-    Args:
-        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
-        receive_slots: receives posted ahead per channel.
-        shard_optimizer: replicas share the optimizer's state, see ``deal``.
-        updated: trainable bytes that a replica updates, where that is known better.
-        terms: of other replicas that are at hand at most, by default those of the fullest.
-    """
-    samples = -(-microbatch_size // replicas)
-    if updated is None:
-        updated = weights.trainable / replicas if shard_optimizer else weights.trainable
-    return DeviceMemory(
-        *memory_terms(
-            weights.parameters,
-            weights.trainable,
-            updated,
-            weights.largest_gradient,
-            weights.border.entering.at(samples),
-            weights.border.entering_gradients.at(samples),
-            weights.kept * samples,
-            weights.passes.at(samples),
-            recompute,
-            replicas,
-            np.minimum(replicas - 1, terms),
-            versions,
-            optimizer_factor,
-            receive_slots,
-            weights.tables,
-            weights.rows,
-        )
-    )
 
 
 def memory_terms(

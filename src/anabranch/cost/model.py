@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
@@ -18,16 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cluster import Cluster
-from anabranch.cost import overheads
-from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price, transfer_s
-from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, device_memory
-from anabranch.cost.overheads import Agreement, update_cost
+from anabranch.cluster import Calibration, Cluster
+from anabranch.cost import sparse
+from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price
+from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, memory_terms
+from anabranch.cost.overheads import FREE, update_cost
 from anabranch.cost.passes import StagePasses
-from anabranch.cost.sparse import message_bytes
 from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
 from anabranch.errors import ProfileError
-from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
+from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, Value, bits
 from anabranch.profile.profile import Profile, UpdateCost
 from anabranch.remembered import remembered
 
@@ -82,7 +81,7 @@ class CostModel:
         """
         return _on_grid(*self._interpolate(samples))
 
-    def _interpolate(self, samples: float) -> tuple[Floats, Floats]:
+    def _interpolate(self, samples: float) -> Floats:
         measured = self.profile.samples
         if not self.covers(samples):
             raise ProfileError(
@@ -91,46 +90,26 @@ class CostModel:
                 f"size and a number of replicas that give between {measured[0]} and "
                 f"{measured[-1]} samples"
             )
-        forward, backward = self._measured_s
+        ways = self._measured_s
         if self.profile.proportional:
-            scale = samples / measured[0]
-            return forward[:, 0] * scale, backward[:, 0] * scale
+            return ways[:, :, 0] * (samples / measured[0])
         right = bisect_left(measured, samples)
         if measured[right] == samples:
-            return forward[:, right], backward[:, right]
+            return ways[:, :, right]
         low, high = measured[right - 1], measured[right]
         t = (samples - low) / (high - low)
-        return (
-            forward[:, right - 1] * (1 - t) + forward[:, right] * t,
-            backward[:, right - 1] * (1 - t) + backward[:, right] * t,
-        )
-
-    def forward_s(self, ops: Iterable[int], samples: float) -> float:
-        """Forward seconds of a set of operators for ``samples`` on one device; 0 for no samples."""
-        return float(self.op_seconds(samples)[0][list(ops)].sum()) if samples else 0.0
-
-    def backward_s(self, ops: Iterable[int], samples: float, *, recompute: bool = False) -> float:
-        """Backward seconds, likewise; recomputation adds the forward once more."""
-        if not samples:
-            return 0.0
-        chosen = list(ops)
-        seconds = float(self.op_seconds(samples)[1][chosen].sum())
-        return seconds + self.forward_s(chosen, samples) if recompute else seconds
+        return ways[:, :, right - 1] * (1 - t) + ways[:, :, right] * t
 
     @remembered
-    def stage_s(
-        self,
-        operators: tuple[str, ...],
-        samples: float,
-        *,
-        recompute: bool = False,
-    ) -> tuple[float, float]:
-        """Forward and backward seconds of a stage with these operators, likewise."""
-        ops = [self.graph.index[name] for name in operators]
-        return (
-            self.forward_s(ops, samples),
-            self.backward_s(ops, samples, recompute=recompute),
-        )
+    def stage_s(self, mask: int, samples: float, *, recompute: bool = False) -> tuple[float, float]:
+        """Forward and backward seconds of a set of operators for ``samples`` on one device, the
+        forward once more in the backward with recomputation; 0 for no samples.
+        """
+        if not samples:
+            return 0.0, 0.0
+        ops = list(bits(mask))
+        forward, backward = (float(seconds[ops].sum()) for seconds in self.op_seconds(samples))
+        return forward, backward + forward * recompute
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
@@ -141,10 +120,10 @@ class CostModel:
         return self.profile.priced.setdefault((type(self), *islice(settings, 1, None)), {})
 
     @cached_property
-    def _measured_s(self) -> tuple[Floats, Floats]:
-        forward = np.array([cost.forward_s for cost in self.profile.costs])
-        backward = np.array([cost.backward_s for cost in self.profile.costs])
-        return forward, backward
+    def _measured_s(self) -> Floats:
+        """Forward and backward seconds: [way, operator, sample count]."""
+        costs = self.profile.costs
+        return np.array([[cost.forward_s for cost in costs], [cost.backward_s for cost in costs]])
 
     @cached_property
     def kept_bytes(self) -> Floats:
@@ -159,29 +138,26 @@ class CostModel:
     @cached_property
     def made(self) -> tuple[tuple[int, ...], ...]:
         """Per operator, the values that it makes and another reads."""
-        result: list[list[int]] = [[] for _ in self.graph.ops]
-        for i, value in enumerate(self.graph.values):
-            if value.producer != BATCH and value.consumers:
-                result[value.producer].append(i)
-        return tuple(map(tuple, result))
+        return self._by_operator(lambda value: (value.producer,) if value.consumers else ())
 
     @cached_property
     def read(self) -> tuple[tuple[int, ...], ...]:
         """Per operator, the values that it reads from another; the batch is at hand everywhere."""
+        return self._by_operator(lambda value: value.consumers)
+
+    def _by_operator(
+        self, operators: Callable[[Value], tuple[int, ...]]
+    ) -> tuple[tuple[int, ...], ...]:
         result: list[list[int]] = [[] for _ in self.graph.ops]
         for i, value in enumerate(self.graph.values):
-            if value.producer != BATCH:
-                for consumer in value.consumers:
-                    result[consumer].append(i)
+            for op in operators(value) if value.producer != BATCH else ():
+                result[op].append(i)
         return tuple(map(tuple, result))
 
-    def forward_bytes(self, values: Iterable[int], samples: float) -> float:
-        """Bytes that flow forward for this many samples."""
-        return sum(self.graph.values[i].size(samples) for i in values)
-
-    def backward_bytes(self, values: Iterable[int], samples: float) -> float:
-        """Bytes of gradient that flow back for this many samples."""
-        return sum(self.graph.values[i].size(samples) for i in values if self.graph.values[i].grad)
+    def message_bytes(self, values: Sequence[int], samples: float) -> tuple[float, float]:
+        """Bytes of these values for this many samples, and of their gradients."""
+        sizes = [(self.graph.values[i].size(samples), self.graph.values[i].grad) for i in values]
+        return sum(size for size, _ in sizes), sum(size for size, grad in sizes if grad)
 
     @remembered
     def route(self, source: int, target: int) -> Route:
@@ -209,44 +185,15 @@ class CostModel:
         """
         return float(all_reduce_s(nbytes, *self.ring_price(devices, len(devices))))
 
-    def bucket_s(self, nbytes: float, devices: Sequence[int]) -> float:
-        """Seconds of one bucket of it."""
-        return float(transfer_s(nbytes, *self.ring_price(devices, len(devices))))
+    @property
+    def calibration(self) -> Calibration:
+        """Processor seconds of messages, passes and so on."""
+        return self.cluster.calibration or FREE
 
     @cached_property
     def update(self) -> UpdateCost:
         """What updates cost on a device."""
         return update_cost(self.profile, self.cluster, self.optimizer_factor)
-
-    def message_s(self, nbytes: float) -> float:
-        """Processor seconds of a message at each end."""
-        return overheads.message_s(self.cluster.calibration, nbytes)
-
-    def all_reduce_work_s(self, nbytes: float, devices: int, *, buckets: int = 1) -> float:
-        """Processor seconds of a device for the all-reduce of gradients."""
-        calibration, shares = self.cluster.calibration, self.shard_optimizer
-        return overheads.all_reduce_work_s(
-            calibration, nbytes, devices, buckets=buckets, shares=shares
-        )
-
-    def all_gather_work_s(self, nbytes: float, devices: int, *, buckets: int = 1) -> float:
-        """Processor seconds of a device for sending what it has updated and taking the rest."""
-        calibration = self.cluster.calibration
-        return overheads.all_gather_work_s(calibration, nbytes, devices, buckets=buckets)
-
-    def agreement(self, devices: int) -> Agreement:
-        """What it takes of so many devices that all have the totals of a step."""
-        return overheads.agreement(self.cluster, devices)
-
-    @property
-    def pass_s(self) -> float:
-        """Seconds of a forward or backward of a stage besides its operators."""
-        return self.cluster.calibration.pass_s if self.cluster.calibration else 0.0
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of each device in a step besides its actions, all-reduces and update."""
-        return self.cluster.calibration.step_s if self.cluster.calibration else 0.0
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -266,7 +213,7 @@ class CostModel:
         table = parameter.table
         if table is None or not self.has_rows(parameter):
             return 0
-        nbytes = message_bytes(table, self.batch_size)
+        nbytes = sparse.message_bytes(table, self.batch_size)
         return nbytes if nbytes / 2 < parameter.nbytes else 0
 
     @cached_property
@@ -305,10 +252,6 @@ class CostModel:
         mask = sum(1 << op for op in chosen)
         tied = (p for users, p in self.tied if users & mask)
         return Held(*map(sum, zip(held, *map(self.held_bytes, tied), strict=True)))
-
-    def parameter_bytes(self, ops: Iterable[int], *, trainable: bool = False) -> int:
-        """Bytes of those parameters, or of the trainable ones."""
-        return int(self.stage_held_bytes(ops)[trainable])
 
     @cached_property
     def largest_gradients(self) -> Floats:
@@ -371,18 +314,34 @@ class CostModel:
         updated: Number | None = None,
         terms: int = MOST_TERMS,
     ) -> DeviceMemory:
-        """Bytes on each device of a stage, or of many stages at once; see ``cost.memory``."""
-        return device_memory(
-            weights,
-            microbatch_size,
-            replicas,
-            optimizer_factor=self.optimizer_factor,
-            shard_optimizer=self.shard_optimizer,
-            receive_slots=self.receive_slots,
-            recompute=recompute,
-            versions=versions,
-            updated=updated,
-            terms=terms,
+        """Bytes on each device of a stage, or of many stages at once; see ``cost.memory``.
+
+        Args:
+            updated: trainable bytes that a replica updates, where that is known better.
+            terms: of other replicas that are at hand at most, by default those of the fullest.
+        """
+        samples = -(-microbatch_size // replicas)
+        if updated is None:
+            updated = weights.trainable / (replicas if self.shard_optimizer else 1)
+        return DeviceMemory(
+            *memory_terms(
+                weights.parameters,
+                weights.trainable,
+                updated,
+                weights.largest_gradient,
+                weights.border.entering.at(samples),
+                weights.border.entering_gradients.at(samples),
+                weights.kept * samples,
+                weights.passes.at(samples),
+                recompute,
+                replicas,
+                np.minimum(replicas - 1, terms),
+                versions,
+                self.optimizer_factor,
+                self.receive_slots,
+                weights.tables,
+                weights.rows,
+            )
         )
 
     def updated_bytes(self, mask: int, replicas: int) -> tuple[float, ...]:

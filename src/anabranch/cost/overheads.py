@@ -22,59 +22,57 @@ calibration has none of these but updates and reading.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.cluster import Calibration, Cluster
+from anabranch.cluster import Calibration, Cluster, Machine
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.profile import Profile, UpdateCost
 
+FREE = Calibration(
+    Machine("any", 1, "any"),
+    "1970-01-01",
+    slowdown=(1.0,),
+    message_s=0.0,
+    message_byte_s=0.0,
+    pass_s=0.0,
+    step_s=0.0,
+    all_reduce_byte_s=0.0,
+    memory_bandwidth=math.inf,
+)
+"""Stands for the calibration of a cluster that has none."""
 
-def message_s(calibration: Calibration | None, nbytes: float) -> float:
+
+def message_s(calibration: Calibration, nbytes: float) -> float:
     """Processor seconds of a message at each end; none for no bytes."""
-    if calibration is None or not nbytes:
-        return 0.0
-    return calibration.message_s + calibration.message_byte_s * nbytes
+    return calibration.message_s + calibration.message_byte_s * nbytes if nbytes else 0.0
 
 
 def all_reduce_work_s(
-    calibration: Calibration | None,
-    nbytes: float,
-    ranks: int,
-    *,
-    buckets: int = 1,
-    shares: bool = False,
+    calibration: Calibration, nbytes: float, ranks: int, *, buckets: int = 1, shares: bool = False
 ) -> float:
     """Processor seconds of a rank for the all-reduce of gradients.
 
     Args:
         shares: whether the ranks share the optimizer's state, so that one of them adds a gradient.
     """
-    if calibration is None or ranks < 2:
-        return 0.0
-    added = (ranks - 1) / ranks if shares else ranks - 1
-    seconds = calibration.all_reduce_byte_s * nbytes * added
-    return seconds + _bucket_messages_s(calibration, ranks, buckets)
+    added = (ranks - 1) / (ranks if shares else 1)
+    messages_s = 2 * (ranks - 1) * buckets * calibration.message_s
+    return calibration.all_reduce_byte_s * nbytes * added + messages_s
 
 
 def all_gather_work_s(
-    calibration: Calibration | None, nbytes: float, ranks: int, *, buckets: int = 1
+    calibration: Calibration, nbytes: float, ranks: int, *, buckets: int = 1
 ) -> float:
     """Processor seconds of a rank that sends the parameters it has updated to all others, and
     takes theirs.
     """
-    if calibration is None or ranks < 2:
-        return 0.0
-    moved = 2 * (ranks - 1) / ranks * nbytes
-    return calibration.message_byte_s * moved + _bucket_messages_s(calibration, ranks, buckets)
-
-
-def _bucket_messages_s(calibration: Calibration, ranks: int, buckets: int) -> float:
-    """Fixed processor seconds of a rank's messages to and from all others."""
-    return 2 * (ranks - 1) * buckets * calibration.message_s
+    messages_s = 2 * (ranks - 1) * buckets * calibration.message_s
+    return calibration.message_byte_s * 2 * (ranks - 1) / ranks * nbytes + messages_s
 
 
 class Agreement(NamedTuple):
@@ -105,10 +103,8 @@ def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> 
         return profile.update
     if profile.source == "estimated" and profile.device in DATA_SHEETS:
         bandwidth = DATA_SHEETS[profile.device].effective_bandwidth
-    elif cluster.calibration is not None:
-        bandwidth = cluster.calibration.memory_bandwidth
     else:
-        return UpdateCost(0.0, 0.0, 0.0)
+        bandwidth = (cluster.calibration or FREE).memory_bandwidth
     return UpdateCost(0.0, 0.0, (3 + 2 * optimizer_factor) / bandwidth)
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from anabranch.cost import CostModel
 from anabranch.cost.buckets import cut_into_buckets, piece_bytes
+from anabranch.cost.communication import transfer_s
+from anabranch.cost.overheads import all_gather_work_s, all_reduce_work_s
 from anabranch.cost.sparse import ring_bytes
 from anabranch.graph.opgraph import Parameter
 from anabranch.plans.stages import split_evenly
@@ -96,12 +98,15 @@ def all_reduce_of(
         for gradients in cut_into_buckets(kind, attrgetter("nbytes"))
     ]
     total = sum(gradient.nbytes for gradient in whole + by_rows)
-    own_s = cost.all_reduce_work_s(total, len(ring), buckets=len(buckets))
+    own_s = all_reduce_work_s(
+        cost.calibration, total, len(ring), buckets=len(buckets), shares=cost.shard_optimizer
+    )
     stages, ports = tuple(range(len(holders))), _ring_ports(cost, ring)
     work = AllReduce(stages, ring, _pieces(buckets), ports, own_s)
     if not cost.shard_optimizer:
         return work
-    return _sharded(work, cost.all_gather_work_s(total, len(ring), buckets=len(buckets)))
+    gather_work_s = all_gather_work_s(cost.calibration, total, len(ring), buckets=len(buckets))
+    return _sharded(work, gather_work_s)
 
 
 def _summed_bytes(cost: CostModel, samples: int, devices: int, parameter: Parameter) -> int:
@@ -118,7 +123,8 @@ def _summed_bytes(cost: CostModel, samples: int, devices: int, parameter: Parame
 def _bucket(cost: CostModel, gradients: Sequence[_Gradient], devices: tuple[int, ...]) -> Piece:
     nbytes = sum(gradient.nbytes for gradient in gradients)
     final = tuple(map(min, zip(*(gradient.final for gradient in gradients), strict=True)))
-    return Piece(nbytes, cost.bucket_s(nbytes, devices), final)
+    seconds = transfer_s(nbytes, *cost.ring_price(devices, len(devices)))
+    return Piece(nbytes, float(seconds), final)
 
 
 def _ring_ports(cost: CostModel, devices: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.buckets import turn
 from anabranch.cost.communication import Route
 from anabranch.cost.memory import DeviceMemory
-from anabranch.cost.overheads import NO_AGREEMENT, Agreement
+from anabranch.cost.overheads import NO_AGREEMENT, Agreement, agreement, message_s
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.stages import StageGraph
@@ -160,9 +160,9 @@ class ModelCosts:
         cost = self.cost
         return Overheads(
             cost.cluster.slowdown,
-            step_s=cost.step_s,
+            step_s=cost.calibration.step_s,
             read_s=cost.profile.read_sample_s * self.graph.batch_size,
-            agreement=cost.agreement(len(self.graph.devices)),
+            agreement=agreement(cost.cluster, len(self.graph.devices)),
         )
 
     def host(self, device: int) -> int:
@@ -188,7 +188,7 @@ class ModelCosts:
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """All values of the edge; those without a batch dimension go with every message."""
         values = self._values.get((source, target), ())
-        return self.cost.forward_bytes(values, samples), self.cost.backward_bytes(values, samples)
+        return self.cost.message_bytes(values, samples)
 
     def kept(self, source: int, target: int) -> dict[Hashable, Any]:
         """With the cost model, by the values of the edge."""
@@ -238,7 +238,7 @@ class ModelCosts:
 
     def message_s(self, nbytes: float) -> float:
         """As calibrated."""
-        return self.cost.message_s(nbytes)
+        return message_s(self.cost.calibration, nbytes)
 
     def base_bytes(self, stage: int, device: int) -> float:
         """Weights, gradients, optimizer state and receive buffers."""

@@ -54,8 +54,8 @@ class StageCosts:
         and what a pass takes besides its operators.
         """
         stage = self.stage
-        besides_s = self.cost.pass_s if samples else 0.0
-        forward, backward = self.cost.stage_s(stage.operators, samples, recompute=stage.recompute)
+        besides_s = self.cost.calibration.pass_s if samples else 0.0
+        forward, backward = self.cost.stage_s(self.mask, samples, recompute=stage.recompute)
         return forward + besides_s, backward + besides_s
 
     def gradient_share(self, samples: int, operator: int) -> float:

@@ -131,7 +131,7 @@ def _work(
     again = _recomputed_s(graph, cost)
     summing = sum(s * len(graph.stages[at].devices) for at, s in summing_s(costs).items())
     besides = sum(
-        2 * cost.pass_s
+        2 * cost.calibration.pass_s
         for s, stage in enumerate(graph.stages)
         for i in range(graph.num_microbatches(s))
         for replica in range(stage.replicas)
@@ -153,11 +153,11 @@ def _recomputed_s(graph: StageGraph, cost: CostModel) -> float:
     seconds = 0.0
     for s, stage in enumerate(graph.stages):
         if stage.recompute:
-            ops = [cost.graph.index[name] for name in stage.operators]
+            mask = cost.graph.mask(stage.operators)
             for i in range(graph.num_microbatches(s)):
                 for replica in range(stage.replicas):
                     start, stop = graph.slice(s, i, replica)
-                    seconds += cost.forward_s(ops, stop - start)
+                    seconds += cost.stage_s(mask, stop - start)[0]
     return seconds
 
 

@@ -173,7 +173,7 @@ class EveryPartition:
         stage, cost = graph.stages[s], self.cost
         if not profile_covers(cost, graph.batch_size, stage.microbatch_size, replicas):
             return None
-        ops = [cost.graph.index[name] for name in stage.operators]
+        mask = cost.graph.mask(stage.operators)
         for recompute in (False, True)[: 1 + self.recompute]:
             as_run = replace(stage, devices=tuple(range(replicas)), recompute=recompute)
             stages = (*graph.stages[:s], as_run, *graph.stages[s + 1 :])
@@ -186,7 +186,6 @@ class EveryPartition:
             )
             if nbytes <= cost.cluster.memory_bytes:
                 samples = -(-stage.microbatch_size // replicas)
-                seconds = cost.forward_s(ops, samples)
-                seconds += cost.backward_s(ops, samples, recompute=recompute)
+                seconds = sum(cost.stage_s(mask, samples, recompute=recompute))
                 return seconds * graph.num_microbatches(s), recompute
         return None

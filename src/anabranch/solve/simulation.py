@@ -364,9 +364,7 @@ def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
 
     def seconds(s: int) -> float:
         stage = graph.stages[s]
-        ops = [cost.graph.index[name] for name in stage.operators]
-        samples = stage.microbatch_size / stage.replicas
-        backward = cost.backward_s(ops, samples, recompute=stage.recompute)
-        return (cost.forward_s(ops, samples) + backward) / stage.microbatch_size
+        samples, mask = stage.microbatch_size / stage.replicas, cost.graph.mask(stage.operators)
+        return sum(cost.stage_s(mask, samples, recompute=stage.recompute)) / stage.microbatch_size
 
     return max(seconds(s) for s in range(len(graph)))

@@ -139,7 +139,7 @@ class Proposals:
         if demand.flight:
             # A version per mini-batch in flight is like activations of so many bytes per sample.
             stashed = (
-                cost.parameter_bytes([i], trainable=True) * demand.flight
+                int(cost.stage_held_bytes([i]).trainable) * demand.flight
                 for i in range(len(profile.graph))
             )
             costs = tuple(

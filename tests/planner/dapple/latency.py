@@ -135,9 +135,10 @@ class _Priced:
         size, replicas = stage.microbatch_size, stage.replicas
         samples = -(-size // replicas)
         self.place = counts(cost.cluster, stage.devices)
-        self.forward_s = cost.forward_s(ops, samples)
-        self.backward_s = cost.backward_s(ops, samples, recompute=stage.recompute)
-        border = cost.border(cost.graph.mask(stage.operators))
+        mask = cost.graph.mask(stage.operators)
+        both = cost.stage_s(mask, samples, recompute=stage.recompute)
+        self.forward_s, self.backward_s = both
+        border = cost.border(mask)
         self.entering = border.entering.at(size)
         self.gradients = border.leaving_gradients.at(size)
         self.reduce_s = self._reduce_s(stage, cost, ops, samples if overlap else None)
@@ -157,5 +158,5 @@ class _Priced:
         late, after = 0.0, 0.0
         for k, op in enumerate(ops):
             late = max(late, reduced(k + 1) * per_byte - after)
-            after += cost.backward_s([op], overlap, recompute=stage.recompute)
+            after += cost.stage_s(1 << op, overlap, recompute=stage.recompute)[1]
         return late + latency_s

@@ -99,14 +99,13 @@ class Reference:
         samples = -(-size // replicas)
         if replicas > min(size, self.terms.max_replicas) or not cost.covers(samples):
             return INFINITE
-        ops = self.ops(u, v)
-        return cost.forward_s(ops, samples) + cost.backward_s(ops, samples)
+        return sum(cost.stage_s(sum(1 << op for op in self.ops(u, v)), samples))
 
     def reduce_s(self, level: int, copies: int, u: int, v: int, m: int) -> float:
         """2 (m - 1) w / (B R), R micro-batches per all-reduce."""
         prices = self.terms.prices
         every = prices.num_microbatches if self.terms.accumulate else copies * m
-        weights = prices.cost.parameter_bytes(self.ops(u, v), trainable=True)
+        weights = prices.cost.stage_held_bytes(self.ops(u, v)).trainable
         return 2 * (m - 1) * weights / (self.terms.tiers[level].bandwidth * every)
 
     def cut_s(self, level: int, copies: int, s: int) -> float:

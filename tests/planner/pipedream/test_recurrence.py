@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.cost.downsets import downsets
 from anabranch.errors import BudgetError
 from anabranch.planner.pipedream.recurrence import solve
 from anabranch.planner.pipedream.terms import flat, stages
 from anabranch.planner.toolkit.budget import Budget
+from anabranch.planner.toolkit.downsets import downsets
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner import shapes
 from tests.planner.pipedream.reference import INFINITE, Reference, nodes, terms_for
@@ -90,7 +90,7 @@ def test_is_the_papers_formula_where_time_is_proportional(profile, sizes, speeds
         return max(inside, 2 * (m - 1) * weights / terms.tiers[k - 1].bandwidth) / m
 
     def profile_weights(u: int, v: int) -> int:
-        return terms.prices.cost.parameter_bytes(reference.ops(u, v), trainable=True)
+        return terms.prices.cost.stage_held_bytes(reference.ops(u, v)).trainable
 
     levels = len(terms.tiers)
     wanted = a(levels, 0, len(profile.graph), terms.tiers[-1].size)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
-from anabranch.cost.downsets import downsets
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Table, Value, bits
+from anabranch.planner.toolkit.downsets import downsets
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 from anabranch.profile.profile import OpCost, Profile
 from tests.strategies import planning_profiles
@@ -41,8 +41,7 @@ class Reference:
     def load_s(self, mask: int, mode: Mode) -> float:
         """Compute, all that crosses the border either way, and a share of the all-reduce."""
         n, ops = self.prices.samples(mode.replicas), list(bits(mask))
-        seconds = self.cost.forward_s(ops, n)
-        seconds += self.cost.backward_s(ops, n, recompute=mode.recompute)
+        seconds = sum(self.cost.stage_s(mask, n, recompute=mode.recompute))
         nbytes = 0.0
         for value in self.cost.graph.values:
             made = value.producer != BATCH and mask >> value.producer & 1

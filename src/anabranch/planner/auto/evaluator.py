@@ -60,13 +60,13 @@ class Evaluator:
         cluster, devices = cost.cluster, cost.cluster.num_devices
         covered = (1, batch_size) if cost.profile.proportional else cost.profile.samples
         paces = _paces(cost)
-        message_s = cost.message_s(1)
-        message_byte_s = (cost.message_s(1 + 2**20) - message_s) / 2**20
+        calibration = cost.calibration
         numbers = (
             *(batch_size, max_replicas or devices, versions is None),
             *(covered[0], covered[-1]),
             *(cost.receive_slots, cluster.memory_bytes, cost.optimizer_factor),
-            *(cost.update.byte_s, cost.pass_s, message_s, message_byte_s),
+            *(cost.update.byte_s, calibration.pass_s),
+            *(calibration.message_s, calibration.message_byte_s),
             computed_at_once(cluster) if len(paces) else 0.0,
             *(versions or (0.0, 0.0)),
         )

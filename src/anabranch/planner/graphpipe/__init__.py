@@ -13,7 +13,7 @@ Where the paper is silent or leaves a choice, we decided:
 - A graph that is not series-parallel has some order added (``graph.series_parallel``); the paper
   converts it to an identical one that is, and does not say how.
 - Time per sample has the transfers over the border of a stage and its all-reduce, spread over the
-  micro-batches (``cost.period``).
+  micro-batches (``toolkit.prices``).
 - Where the devices of a stage are: all ways of ``toolkit.place`` are proposed.
 - Where nothing fits on powers of two of replicas, any number of them and recomputation may be
   used, and at last stages that are runs of the model in one order; the paper has none of these.

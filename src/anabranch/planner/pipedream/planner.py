@@ -13,7 +13,6 @@ from typing import ClassVar
 
 from anabranch.cluster import GIB
 from anabranch.cost import CostModel
-from anabranch.cost.downsets import downsets
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
@@ -21,6 +20,7 @@ from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import PlannedSpan, Terms, flat, stages, tiers
 from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
+from anabranch.planner.toolkit.downsets import downsets
 from anabranch.planner.toolkit.infeasible import explained
 from anabranch.planner.toolkit.parts import Part, PartPrices, fits
 from anabranch.planner.toolkit.problem import Problem

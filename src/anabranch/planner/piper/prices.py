@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
-from anabranch.cost.downsets import nested_pairs
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets, Pairs
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 from anabranch.planner.piper.search import NEVER, OPTION, ROUNDING, StageOptions, joined
+from anabranch.planner.toolkit.downsets import nested_pairs
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
 
 _AT_ONCE = 1 << 20

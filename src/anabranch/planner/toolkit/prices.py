@@ -1,7 +1,16 @@
 """Prices of stages at one micro-batch size, and the modes in which a stage may use its devices.
 
-The period is that of ``cost.period`` on ceil(b / d) samples, with the all-reduce over d devices
-that are numbered in a row, and a byte across the border at ``border_price``.
+The period of a stage, seconds from one micro-batch to the next, is on ceil(b / d) samples, with the
+all-reduce over d devices that are numbered in a row, and a byte across the border at
+``border_price``::
+
+    work     max(forward + backward,  price per byte * max(bytes in, bytes out))
+    left     what the last backward, 2/3 of forward + backward, does not hide of the all-reduce
+    period   work + left / micro-batches of a step
+
+Compute hides transfers, the last backward hides what it can of the all-reduce, and the rest is
+spread over the micro-batches. PipeDream's and Piper's objectives are others, as published: the
+larger of all three, and the sum.
 
 All that crosses the border of a stage is taken to leave its node, unless the whole cluster is one,
 on a card that nobody else uses; the simulator knows where the devices are.
@@ -21,12 +30,29 @@ from numpy.typing import NDArray
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
-from anabranch.cost.period import period_s, traffic_s, work_s
-from anabranch.cost.stage_weights import Number, StageWeights
+from anabranch.cost.stage_weights import Number, StageWeights, Traffic
 from anabranch.plans.slices import profile_covers
 
 UNBOUNDED = 1 << 20
 """A height that no stage reaches."""
+
+HIDING = 2 / 3
+"""Share of a micro-batch's compute that is its backward, which goes on beside an all-reduce."""
+
+
+def traffic_s(comes: Traffic, goes: Traffic, samples: Number, per_byte_s: Number) -> Number:
+    """Seconds of transfers per micro-batch, in the direction that takes longer."""
+    if comes.has_fixed or goes.has_fixed:
+        return np.maximum(comes.at(samples), goes.at(samples)) * per_byte_s
+    return np.maximum(comes.per_sample, goes.per_sample) * samples * per_byte_s
+
+
+def period_s(
+    traffic_s: Number, compute_s: Number, reduce_s: Number, num_microbatches: Number
+) -> Number:
+    """The formula at the head of this file."""
+    left_s = np.maximum(0.0, reduce_s - HIDING * compute_s)
+    return np.maximum(compute_s, traffic_s) + left_s / num_microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +116,7 @@ class MicrobatchPrices:
         samples, per_byte, *ring = rates
         traffic = traffic_s(weights.border.comes, weights.border.goes, samples, per_byte)
         reduce_s = all_reduce_s(weights.summed, *ring)
-        return period_s(work_s(compute_s, traffic), compute_s, reduce_s, self.num_microbatches)
+        return period_s(traffic, compute_s, reduce_s, self.num_microbatches)
 
     def headroom(
         self, weights: StageWeights, replicas: Number, *, recompute: Number = False

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.cost.downsets import downsets
 from anabranch.errors import BudgetError
 from anabranch.graph.opgraph import Op, OpGraph, Value, bits
+from anabranch.planner.toolkit.downsets import downsets
 from tests.strategies import op_graphs
 
 MOST = 100_000
