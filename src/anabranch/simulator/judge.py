@@ -6,9 +6,9 @@
 - Of a proposal that is well above the best under one warm-up the others are not simulated
   (``warm_up_gain``), and a plan may be lost by that: of random drafts one in fourteen is more than
   1 % shorter under the minimal warm-up than under the deep one.
-- With many micro-batches the middle of a step repeats itself: a long step is a short one and many
-  periods (``simulator.steady``). Where it does so only roughly, a step that is well above the best
-  by its short ones is not simulated in full.
+- With many micro-batches the middle of a step repeats itself: a long step is a short one and so
+  many times what one more repetition takes (``simulator.steady``). Where devices do not go at one
+  pace, a step that is well above the best by that is not simulated in full.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class ShortestStep:
             work += _work(short)
             return self._order(short, candidate)
 
-        return estimate_step_s(graph, order_for, candidate.costs, roughly=True), work
+        return estimate_step_s(graph, order_for, candidate.costs), work
 
     def _simulated(self, candidate: ScheduledProposal) -> tuple[float, int]:
         graph = candidate.graph

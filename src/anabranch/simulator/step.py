@@ -115,34 +115,17 @@ class Step:
                 if unit.role is not Role.ACTION and end > start:
                     yield OverheadSpan(device, start, end, _WHAT[unit.role])
 
-    def logs(self) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-        """Per device in the order of its list, when what it receives arrived and what it computes
-        ended, and which of these are computes.
-        """
-        arrival, first = self._tables.messages["arrival"], len(self._tables.messages)
-        logged = np.array([unit.role in (Role.ACTION, Role.UPDATE) for unit in self.program.units])
-        result = []
-        for entries, ends in zip(self.program.code, self.ends, strict=True):
-            code = np.array(entries)
-            code = code[(code >= 0) | (code <= ~first)]  # without sends
-            chosen = np.ones(len(code), dtype=bool)
-            chosen[code < 0] = logged[~code[code < 0] - first]
-            computes = (code < 0)[chosen]
-            times = np.empty(len(computes))
-            times[computes] = np.array(ends)[chosen[code < 0]]
-            code = code[chosen]
-            times[~computes] = arrival[code[~computes]]
-            result.append((times, computes))
-        return result
-
-    @property
-    def updating(self) -> set[int]:
-        """Devices that wait for sums or update something."""
-        return {
-            device
-            for d, device in enumerate(self.program.devices)
-            if any(unit.role is Role.UPDATE for unit in self.units[d])
-        }
+    @cached_property
+    def last_ends(self) -> NDArray[np.float64]:
+        """When each device that computes anything has ended its last action."""
+        program, size = self.program, self.program.size
+        is_action = np.array([unit.role is Role.ACTION for unit in program.units])
+        computes = program.entries < -size
+        device = np.repeat(np.arange(len(program.devices)), np.diff(program.first))[computes]
+        chosen = is_action[~program.entries[computes] - size]
+        first = np.flatnonzero(np.diff(device[chosen], prepend=-1))
+        ends: NDArray[np.float64] = np.maximum.reduceat(self._tables.runs["end"][chosen], first)
+        return ends
 
     def memory(self, d: int) -> list[tuple[float, float]]:
         """When a device took or released how many bytes."""

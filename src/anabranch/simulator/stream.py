@@ -14,8 +14,8 @@ because whatever they run next may read the new weights::
 Messages and sums share ports, first come first served. An update takes its seconds on each device,
 and those of a step's bookkeeping.
 
-A period (``simulator.steady``) over its mini-batches is what training takes for each. Where no
-state comes back, the pace of the slowest device is taken, which the others follow in the end.
+What one more mini-batch takes (``simulator.steady``) is the period. Where devices do not go at one
+pace yet, that of the slowest is taken, which the others follow in the end.
 
 Where the papers are silent: all stages have one micro-batch size, which divides the mini-batch;
 they alternate single micro-batches (k = 1); and what a device holds in flight is counted in
@@ -37,13 +37,16 @@ from anabranch.simulator.run import (
     simulate,
     timeline_of,
 )
-from anabranch.simulator.steady import TOLERANCE, Log, find_period, logs_of
+from anabranch.simulator.steady import pace
 from anabranch.simulator.sums import least_sum_s
 from anabranch.timeline import Timeline
 from anabranch.weights import units_in_flight
 
+DIFFERENCE = 6
+"""Mini-batches that one of three streams has more, see ``simulator.steady``."""
+
 MOST_STREAMS = 5
-"""Streams that are simulated to find a period, each twice as long as the one before."""
+"""Times that streams are simulated, each twice as long as the one before."""
 
 SHOWN = 4
 """Mini-batches that a timeline shows beyond those that fill the pipeline."""
@@ -55,7 +58,7 @@ class Steady:
 
     Attributes:
         period_s: seconds from one mini-batch to the next.
-        periodic: whether that rests on a period; otherwise on the pace of the slowest device.
+        periodic: whether all devices go at that pace; otherwise it is that of the slowest.
         bubble: share of device time that is not compute.
         device_peak_bytes: per device of the plan, ascending, from the fill on.
         simulated: mini-batches times devices that it took, a measure of the work done.
@@ -80,27 +83,28 @@ def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
         InvalidPlanError: if a parameter is tied across stages.
         DeadlockError: if the in-flight counts cannot be executed.
     """
-    batches = 3 * max(units_held(graph, s) for s in range(len(graph))) + 4
+    batches = 2 * max(units_held(graph, s) for s in range(len(graph))) + 4
     require_untied(costs)
     simulated = 0
     with collector_paused():
         for _ in range(MOST_STREAMS):
-            whole = repeated(graph, batches)
-            order = compute_order(whole, ORDER, slots=slots)
-            step = simulate(whole, order, costs, updates=batches)
-            simulated += batches * len(graph.devices)
-            logs = logs_of(step, whole, order, graph.batch_size, step.updating)
-            period = find_period(logs, TOLERANCE * step.end)
-            if period is not None:
+            steps = []
+            for count in range(batches, batches + 2 * DIFFERENCE + 1, DIFFERENCE):
+                whole = repeated(graph, count)
+                order = compute_order(whole, ORDER, slots=slots)
+                steps.append(simulate(whole, order, costs, updates=count))
+                simulated += count * len(graph.devices)
+            found = pace(*steps)
+            if found.is_common:
                 break
             batches *= 2
-    period_s = period.seconds / period.units if period is not None else _slowest_pace(logs)
+    period_s, step = found.seconds / DIFFERENCE, steps[-1]
     busy = sum(busy_s(graph, costs).values())
     available = period_s * len(graph.devices)
     curves = memory_of(step, graph, costs)
     return Steady(
         period_s,
-        period is not None,
+        found.is_common,
         1 - busy / available if available else 0.0,
         tuple(max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)),
         simulated,
@@ -163,15 +167,3 @@ def record(
 def shown(graph: StageGraph) -> int:
     """Mini-batches of a timeline that is asked for without saying how many."""
     return 2 * max(units_held(graph, s) for s in range(len(graph))) + SHOWN
-
-
-def _slowest_pace(logs: list[Log]) -> float:
-    """Seconds per mini-batch of the slowest device, over whole ones in the middle of its list."""
-    paces = []
-    for log in logs:
-        count = max(len(log.computes) // (3 * log.per_unit), 1)
-        last = 2 * len(log.computes) // 3
-        first = last - count * log.per_unit
-        seconds = log.times[log.computes[last]] - log.times[log.computes[first]]
-        paces.append(float(seconds) / count)
-    return max(paces)
