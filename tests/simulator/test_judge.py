@@ -85,7 +85,7 @@ def test_equal_means_nearly_equal():
     judge.consider([beside])
     best = judge.winner("test")
     assert best.graph.depth == 2
-    assert judge.best_s == in_a_row_s
+    assert judge.best_s == pytest.approx(in_a_row_s, rel=1e-12)
 
 
 def test_versions_count(cost):

@@ -125,8 +125,8 @@ def long_plans(draw: st.DrawFn) -> tuple[StageGraph, ModelCosts]:
 
 @given(long_plans(), st.sampled_from(["1f1b", "1f1b-deep"]))
 def test_what_is_found_is_exact(plan, schedule):
-    """Where all devices go at one pace, the step is that of the whole simulation: to the last digits
-    for all but one in thousands of random plans, where messages are as slow as compute.
+    """Where all devices go at one pace, the step is that of the whole simulation: to the last
+    digits for all but one in thousands of random plans, whose messages are as slow as compute.
     """
     graph, costs = plan
     rule = SCHEDULES[schedule]()
