@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import anabranch
+from anabranch.emulation.rehearsal import rehearse
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
-from anabranch.rehearsal import rehearse
 from benchmarks.planners.cases import BATCHES
 from benchmarks.planners.common import Row, profile_of, table
 

@@ -8,10 +8,11 @@ all else is the runtime's own::
     seconds = pipe.step(record=True)                    the same on every rank, in the devices' time
     pipe.timeline, pipe.late_s
 
-``anabranch.rehearsal.rehearse(plan, profile)`` does all of this in one call. No model is needed,
-only plan and profile: nothing reads the content of a message, so a value is that many bytes. An
-emulated rank has no parameters, no loss and no optimizer.
+``rehearse(plan, profile)`` of ``rehearsal`` does all of this in one call. No model is needed, only
+plan and profile: nothing reads the content of a message, so a value is that many bytes. An emulated
+rank has no parameters, no loss and no optimizer.
 
+rehearsal     a run of some steps: what ``anabranch rehearse`` does
 emulation     plan, prices, order of messages and shared memory, made before the ranks are forked
 pipeline      one rank
 clock         the time of a device, whatever the host is doing

@@ -21,9 +21,9 @@ from anabranch.plans.plan import time_text
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
+    from anabranch.emulation.rehearsal import Rehearsal
     from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
-    from anabranch.rehearsal import Rehearsal
 
 STEPS = 5
 """Emulated steps: three are recorded after one that connects the ranks."""
@@ -160,8 +160,8 @@ def emulate(
     as_json: bool,
 ) -> None:
     """Emulate a plan, keep its run in a folder and print its figures."""
+    from anabranch.emulation.rehearsal import rehearse as emulated_run
     from anabranch.record import Origin, new_folder, save_run
-    from anabranch.rehearsal import rehearse as emulated_run
     from anabranch.solve import foreseen
 
     began, emulated = time.time(), links.changed(cluster)

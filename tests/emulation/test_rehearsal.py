@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from anabranch.cost import CostModel
+from anabranch.emulation.rehearsal import LATE, MOST_TIME_SCALE, Rehearsal, _WithRuntime, rehearse
 from anabranch.errors import InvalidPlanError
-from anabranch.rehearsal import LATE, MOST_TIME_SCALE, Rehearsal, _WithRuntime, rehearse
 from anabranch.solve import simulate
 from tests.emulation.models import chain, job, machines
 
