@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from anabranch import launch
 from anabranch.errors import CaptureError, InfeasiblePlanError, TrainingError
@@ -34,21 +34,25 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.plans.whole_batch import whole_batch_stages, with_whole_batches
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
-from anabranch.runtime.compute.programs import is_random as is_random_module
 from anabranch.runtime.data_parallel.buckets import dense
-from anabranch.runtime.guards.repeatable import require_repeatable
 from anabranch.runtime.initialisation import SEEDS, materialise, require_values
-from anabranch.runtime.numerics.no_dropout import NoDropout, without_dropout
+from anabranch.runtime.numerics.no_dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import claim, own_device
-from anabranch.runtime.reference import Reference, num_samples, reference
+from anabranch.runtime.reference import (
+    ROUNDING,
+    Reference,
+    draws_random,
+    largest_distance,
+    num_samples,
+    reference,
+    require_repeatable,
+)
 from anabranch.schedule import rule_named
 from anabranch.workload import Batch, Workload
 
 _NOISE = 1e-3
-
-_ROUNDING = 1e-4
-"""Largest relative difference of gradients that is rounding."""
+"""Share of the largest gradient that smaller gradients count as when they are compared."""
 
 SLICES, WHOLE = "the module on the same micro-batches", "the module on the whole batch"
 CAPTURED = "the captured model, which draws the same random numbers"
@@ -70,8 +74,6 @@ class VerifyResult:
         num_parameters: parameters that were compared.
         num_devices: ranks of the pipeline.
         is_random: the model draws random numbers, others in the pipeline than in one process.
-        by_sample: it draws them by sample, the same ones in both; the one process then runs the
-            captured model, because the user's own module has no such numbers.
         loss_kind: of which kind the captured loss is, see ``graph.sample_flow``.
         whole_batch_error: as ``max_gradient_error``, against the module on the whole batch at once;
             None where that has to differ, by batch normalisation or random numbers.
@@ -88,22 +90,26 @@ class VerifyResult:
     num_parameters: int
     num_devices: int
     is_random: bool = False
-    by_sample: bool = False
     loss_kind: LossKind = "mean"
     whole_batch_error: float | None = None
     against: str = SLICES
     notes: tuple[str, ...] = ()
 
     @property
+    def by_sample(self) -> bool:
+        """Whether random numbers were drawn by sample, the same in the pipeline and one process."""
+        return self.against == CAPTURED
+
+    @property
     def is_good(self) -> bool:
         """Whether all differences are rounding."""
-        return self.max_gradient_error < _ROUNDING and (self.whole_batch_error or 0.0) < _ROUNDING
+        return self.max_gradient_error < ROUNDING and (self.whole_batch_error or 0.0) < ROUNDING
 
     def why(self) -> str:
         """What is wrong, where something is."""
         if self.is_random:
             return "nothing is verified: the model draws random numbers; try --dropout sample"
-        if self.max_gradient_error < _ROUNDING:
+        if self.max_gradient_error < ROUNDING:
             return (
                 "micro-batches change what is trained: the pipeline has the gradients of its "
                 f"micro-batches, which differ from those of the whole batch by "
@@ -211,7 +217,7 @@ def verify(
     programs = [parts.program(s, captured.programs.samples) for s in range(len(plan.stage_graph))]
     slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
-    is_random = any(_draws(program.module, dropout) for program in programs)
+    is_random = any(draws_random(program.module, dropout) for program in programs)
     by_sample = is_random and dropout == "sample"
     options = ComputeOptions(dropout=dropout)
     seed = torch.initial_seed()
@@ -265,7 +271,6 @@ def verify(
     return replace(
         result,
         is_random=is_random and not by_sample,
-        by_sample=by_sample,
         loss_kind=captured.graph.loss_kind or "mean",
         against=against,
         whole_batch_error=_error(gradients, whole)[0] if whole is not None else None,
@@ -285,11 +290,6 @@ def _against(
     if captured.graph.loss_kind != "coupled" and captured.programs.is_even(tensors, slices):
         return SLICES
     return SAME_STAGES if captured.graph.normalised else WHOLE
-
-
-def _draws(module: fx.GraphModule, dropout: Dropout) -> bool:
-    """Whether a stage draws random numbers."""
-    return is_random_module(without_dropout(module) if dropout == "off" else module)
 
 
 def _traits(captured: Captured) -> Iterator[str]:
@@ -365,12 +365,12 @@ def _workable(captured: Captured, plan: Plan) -> Plan:
     raise failure
 
 
-def _fetched(found: Reference) -> Reference:
-    return replace(found, gradients=_on_cpu(found.gradients))
+def _fetched(result: Reference) -> Reference:
+    return replace(result, gradients=_on_cpu(result.gradients))
 
 
 def _on_cpu(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What crosses processes."""
+    """Return gradients that can cross processes."""
     return {name: gradient.cpu() for name, gradient in gradients.items()}
 
 
@@ -401,27 +401,12 @@ def _compare(
 
 
 def _error(gradients: Mapping[str, Tensor], expected: Reference) -> tuple[float, str]:
-    """The largest relative difference and its parameter; a gradient that is not there is zero, as
-    that of an expert that no sample is sent to.
-    """
-    mine = {name: dense(gradient) for name, gradient in gradients.items()}
+    """Return the largest relative difference and its parameter."""
     others = {name: dense(gradient) for name, gradient in expected.gradients.items()}
-    floor = _NOISE * max((float(g.abs().max()) for g in others.values() if g.numel()), default=0.0)
-    worst, error = "", 0.0
-    for name in sorted({*mine, *others}):
-        nothing = torch.zeros_like(mine[name] if name in mine else others[name])
-        distance = _relative(mine.get(name, nothing), others.get(name, nothing), floor)
-        if not worst or not distance <= error:
-            worst, error = name, distance
-    return error, worst
-
-
-def _relative(ours: Tensor, theirs: Tensor, floor: float) -> float:
-    if ours.numel() == 0:
-        return 0.0
-    difference = float((ours - theirs).abs().max())
-    scale = max(float(theirs.abs().max()), floor)
-    return difference / scale if scale else (math.inf if difference else 0.0)
+    largest = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in others.items()}
+    floor = _NOISE * max(largest.values(), default=0.0)
+    ours = {name: dense(gradient) for name, gradient in gradients.items()}
+    return largest_distance(ours, others, lambda name: max(largest.get(name, 0.0), floor))
 
 
 def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:

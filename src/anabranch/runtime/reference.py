@@ -1,26 +1,35 @@
-"""Loss and gradients of the user's own module in one process, with which every plan is compared.
+"""Loss and gradients of the user's own module in one process, and distances from them.
 
 The batch is cut into the slices that the loss is computed on. Gradients accumulate over them in
 order, each loss weighted by its samples, unless it is a sum::
 
     gradient of the batch  =  sum over slices of  samples in slice / batch size  *  its gradient
+
+``anabranch verify`` and the check before the first step of training both compare with these.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from anabranch.errors import TrainingError
 from anabranch.graph.batch_norms import in_one_process
 from anabranch.graph.export import scalars
+from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
+from anabranch.runtime.numerics.no_dropout import without_dropout
 from anabranch.runtime.placement import place_of
 from anabranch.workload import Batch
+
+ROUNDING = 1e-4
+"""Largest relative difference of losses or gradients that is rounding."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ def take(batch: Batch, start: int, stop: int) -> Batch:
     )
 
 
-def moved(batch: Batch, place: torch.device) -> Batch:
+def _moved(batch: Batch, place: torch.device) -> Batch:
     """The same batch on a device."""
     return pytree.tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, batch)
 
@@ -95,7 +104,7 @@ def reference(
                 share = (stop - start) / size
                 counts = {} if weights is None else weights(stop - start, size)
                 weight = counts.get("loss", share)
-                results = call(module, moved(take(batch, start, stop), place))
+                results = call(module, _moved(take(batch, start, stop), place))
                 value = results.pop("loss")
                 torch.autograd.backward(value, torch.full_like(value, weight))
                 loss += value.item() * weight
@@ -107,3 +116,81 @@ def reference(
             for name, parameter in parameters.items():
                 parameter.grad = kept[name]
     return Reference(loss, metrics, gradients)
+
+
+def require_repeatable(module: nn.Module, batch: Batch, first: float) -> tuple[str, ...]:
+    """Accept a module whose loss of a batch is that of its first call, but for rounding.
+
+    A captured program does the same at every step. A counter, a schedule or random numbers in
+    Python are fixed in it when the model is captured, and training goes on as if nothing were
+    wrong.
+
+    Returns:
+        A warning of attributes that the forward sets, if it does.
+
+    Raises:
+        TrainingError: naming these attributes.
+    """
+    before = _plain_attributes(module)
+    with unchanged_buffers(module), in_training_mode(module):
+        second = float(call(module, _moved(batch, place_of(module)))["loss"].detach())
+    changed = [
+        f"{name} ({before[name]!r}, then {value!r})"
+        for name, value in _plain_attributes(module).items()
+        if name in before and before[name] != value
+    ]
+    sets = f"sets {', '.join(changed[:3])}" if changed else ""
+    name = type(module).__name__
+    if math.isfinite(first) and not abs(first - second) <= ROUNDING * max(abs(first), 1e-3):
+        raise TrainingError(
+            f"{name} has the loss {first:.9g} for a batch, and {second:.9g} for the same batch at "
+            f"its second call{': it ' if sets else ''}{sets}; a counter, a schedule or random "
+            "numbers in Python are fixed when the model is captured, so the pipeline would train "
+            "something else: keep a count in a buffer (register_buffer) and change that in place, "
+            "draw with torch (torch.rand), or pass the number in the batch"
+        )
+    if not sets:
+        return ()
+    return (
+        f"the forward of {name} {sets}, which made no difference to the loss of a second call; in "
+        "the captured model it stays as it was, so if later steps depend on it, keep it in a "
+        "buffer",
+    )
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, object]:
+    """Numbers, words and switches of a module and its parts by name, which a forward may change."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float | str) and name != "training"
+    }
+
+
+def draws_random(program: fx.GraphModule, dropout: str = "off") -> bool:
+    """Whether a stage draws random numbers, which differ from those of one process; dropout that is
+    off does not count.
+    """
+    return is_random(without_dropout(program) if dropout == "off" else program)
+
+
+def largest_distance(
+    gradients: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    scale: Callable[[str], float],
+) -> tuple[float, str]:
+    """Return the largest distance of two gradients of a parameter, divided by the parameter's
+    scale, and the parameter. A gradient that is not there is zero, as that of an expert that no
+    sample is sent to.
+    """
+    worst, largest = "", 0.0
+    for name in sorted({*gradients, *expected}):
+        both = [tensors[name] for tensors in (gradients, expected) if name in tensors]
+        difference = both[0] - both[1] if len(both) == 2 else both[0]
+        distance = float(difference.abs().max()) if difference.numel() else 0.0
+        if distance:
+            distance = distance / scale(name) if scale(name) else math.inf
+        if not worst or not distance <= largest:
+            worst, largest = name, distance
+    return largest, worst

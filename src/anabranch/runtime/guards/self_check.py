@@ -10,6 +10,7 @@ normalisation, whose statistics are those of a micro-batch, there is one micro-b
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,14 +23,18 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.module_state import on_one_device
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders, reduce_gradients
-from anabranch.runtime.guards.repeatable import require_repeatable
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.numerics.no_dropout import NoDropout, without_dropout
-from anabranch.runtime.reference import reference, take
+from anabranch.runtime.numerics.no_dropout import NoDropout
+from anabranch.runtime.reference import (
+    draws_random,
+    largest_distance,
+    reference,
+    require_repeatable,
+    take,
+)
 from anabranch.runtime.worker import Worker
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.schedule import rule_named
@@ -91,17 +96,17 @@ def compare_with_eager(
     names = sorted(
         n for n, p in module.named_parameters() if p.requires_grad and n in holders.parameters
     )
-    mine = torch.zeros((len(names) + 1, 2), dtype=torch.float64)
+    digests = torch.zeros((len(names) + 1, 2), dtype=torch.float64)
     for i, name in enumerate(names):
         if name in parameters and holders.owner(name) == mesh.rank:
-            mine[i] = _digest(parameters[name].grad)
-    mine[-1, 0] = outcome.loss
+            digests[i] = _digest(parameters[name].grad)
+    digests[-1, 0] = outcome.loss
     for parameter in parameters.values():
         parameter.grad = None
-    mesh.all_reduce(mine)
+    mesh.all_reduce(digests)
 
     def eager(slices: list[tuple[int, int]], *, is_first: bool = False) -> Tensor:
-        found = torch.zeros_like(mine)
+        expected = torch.zeros_like(digests)
         if mesh.rank == 0:
             some = take(batch, 0, size)
             with on_one_device(module, home), NoDropout():
@@ -110,10 +115,10 @@ def compare_with_eager(
                     for note in require_repeatable(module, some, result.loss):
                         warnings.warn(note, stacklevel=6)
             for i, name in enumerate(names):
-                found[i] = _digest(result.gradients.get(name))
-            found[-1, 0] = result.loss
-        mesh.broadcast(found, 0)
-        return found
+                expected[i] = _digest(result.gradients.get(name))
+            expected[-1, 0] = result.loss
+        mesh.broadcast(expected, 0)
+        return expected
 
     whole = eager([(0, size)], is_first=True)
     if not torch.isfinite(whole).all():
@@ -122,15 +127,15 @@ def compare_with_eager(
     types = {n: p.dtype for n, p in module.named_parameters()}
     on_gpu = any(p.is_cuda for p in module.parameters()) or home.type == "cuda"
     tolerances = {} if on_gpu else _TOLERANCE
-    found = _difference(names, types, mine, whole, tolerances)
-    if not found:
+    worst = _difference(names, types, digests, whole, tolerances)
+    if not worst:
         return (
             f"right: loss and {len(names)} gradients of {size} samples are those of the module in "
             "one process, up to rounding"
         )
-    if len(cuts) > 1 and not _difference(names, types, mine, eager(cuts), tolerances):
-        raise _sliced(captured, float(mine[-1, 0]), float(whole[-1, 0]), cuts)
-    raise _other(found, names, mine, whole, size)
+    if len(cuts) > 1 and not _difference(names, types, digests, eager(cuts), tolerances):
+        raise _sliced(captured, float(digests[-1, 0]), float(whole[-1, 0]), cuts)
+    raise _other(worst, names, digests, whole, size)
 
 
 def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, int]]:
@@ -156,12 +161,12 @@ def _worker(steps: WorkerCache, cuts: list[tuple[int, int]]) -> Worker:
 
 
 def _any_random(worker: Worker, mesh: Mesh) -> bool:
-    mine = any(
-        is_random(without_dropout(worker.layout.program(action.stage, action.microbatch).module))
+    is_random = any(
+        draws_random(worker.layout.program(action.stage, action.microbatch).module)
         for action in worker.actions
         if action.kind is Kind.FORWARD
     )
-    return bool(mesh.all_reduce(torch.tensor([float(mine)]))[0])
+    return bool(mesh.all_reduce(torch.tensor([float(is_random)]))[0])
 
 
 def _digest(gradient: Tensor | None) -> Tensor:
@@ -183,17 +188,18 @@ def _difference(
     """The parameter whose gradient differs most by more than rounding, ``loss`` if only the loss
     does, or nothing.
     """
-    floor = _NOISE * float(torch.linalg.vector_norm(eager[:-1, 0]))
-    worst, worst_excess = "", 1.0
-    for i, name in enumerate(names):
-        tolerance = tolerances.get(types[name], _COARSE)
-        count = max(float(eager[i, 0]), float(mine[i, 0]))
-        excess = float((mine[i] - eager[i]).abs().max()) / (tolerance * count + floor + 1e-30)
-        if not excess <= worst_excess:
-            worst, worst_excess = name, excess
+    floor = _NOISE * float(torch.linalg.vector_norm(eager[:-1, 0])) + 1e-30
+    norms = dict(zip(names, torch.maximum(eager[:, 0], mine[:, 0]).tolist(), strict=False))
+    distance, worst = largest_distance(
+        dict(zip(names, mine, strict=False)),
+        dict(zip(names, eager, strict=False)),
+        lambda name: tolerances.get(types[name], _COARSE) * norms[name] + floor,
+    )
+    if distance > 1.0 or math.isnan(distance):
+        return worst
     ours, theirs = float(mine[-1, 0]), float(eager[-1, 0])
     allowed = max(tolerances.values(), default=_COARSE) * max(abs(theirs), 1e-3)
-    return worst or ("" if abs(ours - theirs) <= allowed else "loss")
+    return "" if abs(ours - theirs) <= allowed else "loss"
 
 
 def _sliced(
