@@ -12,38 +12,30 @@ import torch.distributed as dist
 from anabranch.runtime.transport import guarded
 
 
-def gather(mine: str) -> list[str]:
-    """Everybody's text, by rank; all ranks call it."""
+def gather(text: str) -> list[str]:
+    """Return the texts of all ranks; all ranks call it."""
     if not dist.is_initialized():
-        return [mine]
-    data = mine.encode()
-    sizes = [int.from_bytes(told, "big") for told in gather_bytes(len(data).to_bytes(8, "big"))]
-    found = gather_bytes(data.ljust(max(1, *sizes)))
-    return [told[:size].decode() for told, size in zip(found, sizes, strict=True)]
+        return [text]
+    data = text.encode()
+    sizes = [int.from_bytes(size, "big") for size in gather_bytes(len(data).to_bytes(8, "big"))]
+    gathered = gather_bytes(data.ljust(max(1, *sizes)))
+    return [padded[:size].decode() for padded, size in zip(gathered, sizes, strict=True)]
 
 
-def from_first(mine: str) -> str:
-    """The text of the first rank, on every rank; what others have does not count."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    length = torch.tensor([len(mine.encode())], device=_place())
-    guarded(lambda: dist.broadcast(length, 0))
-    data = torch.zeros(int(length), dtype=torch.uint8)
-    if dist.get_rank() == 0:
-        data.copy_(torch.tensor(list(mine.encode()), dtype=torch.uint8))
-    data = data.to(_place())
-    guarded(lambda: dist.broadcast(data, 0))
-    return data.cpu().numpy().tobytes().decode()
+def from_first(text: str) -> str:
+    """Return the text of the first rank, on every rank."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return gather(text if is_first else "")[0]
 
 
-def gather_bytes(mine: bytes) -> list[bytes]:
-    """Everybody's bytes, of one length that is not 0."""
-    tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_place())
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Return the bytes of all ranks, of one length that is not 0."""
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_place())
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     guarded(lambda: dist.all_gather(gathered, tensor))
-    return [theirs.cpu().numpy().tobytes() for theirs in gathered]
+    return [tensor.cpu().numpy().tobytes() for tensor in gathered]
 
 
 def _place() -> torch.device:
-    """Where the user's group can gather: one for NCCL alone has no way for tensors on the CPU."""
+    """Return where the user's group gathers: one for NCCL alone takes no tensors of the CPU."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -27,7 +27,7 @@ from anabranch.graph.split import Port
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.measurement.clocks import Clock, HostClock
+from anabranch.runtime.measurement.clocks import Clock
 from anabranch.runtime.messages import TOKEN, Item, Layout, assemble
 from anabranch.runtime.transport import Receipt, Spec, Transport
 from anabranch.schedule.lower import overlaps
@@ -75,7 +75,7 @@ class Worker:
         clock: Clock | None = None,
     ) -> None:
         self.layout, self.graph, self.schedule, self.device = layout, graph, schedule, device
-        self.clock = clock or HostClock()
+        self.clock = clock or Clock()
         self.actions = executed(schedule, graph, device)
         self._compute, self._transport, self._place = compute, transport, place
         self._rank_of = rank_of

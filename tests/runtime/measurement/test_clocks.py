@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from anabranch.runtime.measurement.clocks import EventClock, clock_of
+from anabranch.runtime.measurement.clocks import Clock, clock_of
 from anabranch.runtime.worker import Worker
 from tests.runtime.small import batch, built, plan
 from tests.runtime.threads import workers
@@ -40,7 +40,7 @@ class GpuEvent:
 def test_while_it_records_a_clock_tells_when_the_device_was_there() -> None:
     """Not when the host gave it the work. Otherwise it marks nothing on the device."""
     gpu = SlowGpu()
-    clock = EventClock(gpu.event)
+    clock = Clock(gpu.event)
     before = clock.mark()
     assert gpu.now_ms == 0
     clock.begin()
@@ -59,7 +59,7 @@ def test_the_actions_of_a_worker_are_as_long_as_on_the_device() -> None:
     gpu = SlowGpu()
     model = built("Chain")
     worker: Worker = workers(model, plan(model, 1, batch_size=4, microbatch_size=2), 4)[0]
-    worker.clock = EventClock(gpu.event)
+    worker.clock = Clock(gpu.event)
     worker.clock.begin()
     waited = gpu.waited
     outcome = worker.run(batch(4), 0)
