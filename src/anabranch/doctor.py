@@ -91,7 +91,12 @@ def examine(
     told = (*_of_module(workload.module), *_of_recipes(workload))
     start = Examination(model or type(workload.module).__name__, versions(), findings=told)
     try:
-        captured = capture(workload.module, workload.example, granularity=granularity)
+        captured = capture(
+            workload.module,
+            workload.example,
+            granularity=granularity,
+            per_sample=workload.per_sample,
+        )
     except CaptureError as error:
         return replace(start, error=str(error))
     found = replace(
@@ -175,6 +180,11 @@ def _of_graph(captured: Captured) -> list[str]:
         found.append(
             f"samples depend on each other from {first.operation}{where} on: "
             f"{_some(operators)} will have the whole batch, on one replica"
+        )
+    if captured.assumed and kind != "coupled":
+        found.append(
+            f"the graph does not show whether {_some(captured.assumed)} computes across samples: "
+            "numbers of two halves of a batch decide, or Workload(per_sample=...)"
         )
     untold = [name for name, degree in captured.degrees.items() if degree is None]
     if captured.graph.loss_kind != "coupled" and (metrics := [n for n in untold if n != "loss"]):

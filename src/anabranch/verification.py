@@ -179,7 +179,9 @@ def verify(
             batch makes neither a loss nor a gradient.
     """
     if isinstance(plan, int):
-        captured = captured or capture(workload.module, workload.example)
+        captured = captured or capture(
+            workload.module, workload.example, per_sample=workload.per_sample
+        )
         plan = _workable(
             captured, even_plan(captured.graph, plan, num_samples(batch or workload.example))
         )

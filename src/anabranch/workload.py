@@ -6,7 +6,7 @@ needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -60,6 +60,9 @@ class Workload:
         buckets: further examples, of other sizes besides the samples, such as shorter sequences;
             every batch is computed in the sizes of one of them, or of ``example``, which has to be
             the largest.
+        per_sample: names of operators (``mylib::op``) that work on each sample by itself, though
+            the sizes of their results do not show it; a scalar of theirs is a mean over samples.
+            Without a word, numbers decide: two halves of the example are compared with the whole.
 
     Raises:
         TypeError: if ``module`` is none, but its class for example; a recipe is what it should
@@ -77,6 +80,7 @@ class Workload:
     chance: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
     buckets: Sequence[Batch] = ()
+    per_sample: Collection[str] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, nn.Module):
@@ -86,6 +90,8 @@ class Workload:
                 f"{self.module.__name__ if is_class else with_article(type(self.module).__name__)}"
                 f"{', which is a class: make one of it, with ()' if is_class else ''}"
             )
+        if isinstance(self.per_sample, str):
+            raise TypeError(f"per_sample of a Workload is a list of names: [{self.per_sample!r}]")
         for name, recipe, given in (
             ("optimizer", self.optimizer, "named parameters"),
             ("scheduler", self.scheduler, "an optimizer"),

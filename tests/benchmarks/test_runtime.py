@@ -39,9 +39,6 @@ SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 }
 """Section -> constants of its module, and arguments, with which it takes seconds."""
 
-COUPLED = "messages", "profile"
-"""Sections that stop today: their custom operator is taken for one that couples samples."""
-
 
 def test_every_section_is_among_the_small_ones():
     """A new one would otherwise never be run here."""
@@ -49,7 +46,7 @@ def test_every_section_is_among_the_small_ones():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", [name for name in SMALL if name not in COUPLED])
+@pytest.mark.parametrize("name", list(SMALL))
 def test_a_section_measures_and_shows(name: str, monkeypatch: pytest.MonkeyPatch):
     """Every measured number is finite, and every row is in the table."""
     modules = sleeps, messages, transformer, towers, memory, emulated, profile, checks

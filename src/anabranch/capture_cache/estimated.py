@@ -67,7 +67,10 @@ def estimated(
     workload = workload or build()
     with files_read() as read, warnings.catch_warnings(record=True) as told:
         captured = capture(
-            workload.module, workload.example, granularity=cast("Granularity", granularity)
+            workload.module,
+            workload.example,
+            granularity=cast("Granularity", granularity),
+            per_sample=workload.per_sample,
         )
         traced = None
         with suppress(CaptureError):  # a model that refuses one sample is told what to do each time

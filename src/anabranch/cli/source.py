@@ -96,7 +96,12 @@ class ModelSource:
 
         granularity = cast("Granularity", self.granularity)
         with self._capturing():
-            return capture(workload.module, workload.example, granularity=granularity)
+            return capture(
+                workload.module,
+                workload.example,
+                granularity=granularity,
+                per_sample=workload.per_sample,
+            )
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:

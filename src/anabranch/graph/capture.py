@@ -13,7 +13,7 @@ operations have to be the same ones each time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,13 +24,14 @@ from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.batch_norms import with_whole_batch_norms
 from anabranch.graph.call_traits import base_name
 from anabranch.graph.exporter import Exporter
-from anabranch.graph.flat_program import FlatProgram, frame, gradient_calls
+from anabranch.graph.flat_program import FlatProgram, frame, gradient_calls, schema_name
 from anabranch.graph.group import FREE, Grouping, group, group_like
+from anabranch.graph.halves import halves_agree
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, first_difference, require_same_calls
-from anabranch.graph.sample_flow import Flow, above, loss_kind, sample_flow
+from anabranch.graph.sample_flow import Assumption, Flow, above, loss_kind, sample_flow
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.workload import Batch
 
@@ -41,6 +42,7 @@ def capture(
     *,
     granularity: Granularity = "layer",
     training: bool = True,
+    per_sample: Collection[str] = (),
 ) -> Captured:
     """Capture a module as a graph of operators.
 
@@ -54,6 +56,7 @@ def capture(
         granularity: ``operator`` is the finest, ``layer`` about a sub-layer of a transformer,
             ``block`` a whole entry of a repeated list.
         training: in training mode, or in evaluation mode.
+        per_sample: names of operators that work on each sample by itself, see ``Workload``.
 
     Raises:
         CaptureError: if the module cannot be captured; the message names the user's line, the cause
@@ -62,8 +65,21 @@ def capture(
     if granularity not in ("operator", "layer", "block"):
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
     layout = BatchLayout.of(example)
-    exporter = Exporter(module, layout, training, device_of(module))
-    return _captured(module, exporter, granularity)
+    device = device_of(module)
+    exporter = Exporter(module, layout, training, device)
+    for unknown in ("mean", "sum", "coupled"):
+        assumption = Assumption(frozenset(per_sample), unknown)
+        captured = _captured(module, exporter, granularity, assumption)
+        if set(captured.assumed) <= assumption.per_sample or _is_per_sample(captured):
+            break
+    program = captured.programs.at(exporter.samples, device=device)
+    called = {schema_name(node) for node in program.calls}
+    if missing := sorted(set(per_sample) - called):
+        raise CaptureError(
+            f"{type(module).__name__} calls no operator {', '.join(missing)}, which per_sample "
+            f"names; it calls {', '.join(sorted(called))}"
+        )
+    return captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +110,8 @@ class Captured:
             is the sum over slices of (n / n of the slice) ** degree times that of the slice. None
             where only the whole batch tells.
         coupling: operations that are right for the whole batch only.
+        assumption: on operators that are not PyTorch's own.
+        assumed: names of the operators that it was needed for.
         variants: this one and the same operators for batches of other sizes, by sizes.
     """
 
@@ -109,6 +127,8 @@ class Captured:
     unused: tuple[str, ...]
     degrees: Mapping[str, int | None]
     coupling: tuple[Coupling, ...]
+    assumption: Assumption
+    assumed: tuple[str, ...]
     variants: dict[Sizes, Captured] = field(init=False)
     _evaluation: Captured | None = field(init=False, default=None)
 
@@ -172,11 +192,15 @@ class Captured:
     def _again(self, layout: BatchLayout, training: bool) -> Captured:
         with only_frozen(self.module, self.programs.frozen):
             exporter = Exporter(self.module, layout, training, self.programs.capture_device)
-            return _captured(self.module, exporter, self.granularity, self)
+            return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 
 def _captured(
-    module: nn.Module, exporter: Exporter, granularity: Granularity, first: Captured | None = None
+    module: nn.Module,
+    exporter: Exporter,
+    granularity: Granularity,
+    assumption: Assumption,
+    first: Captured | None = None,
 ) -> Captured:
     """Capture a module, with the operators of the ``first`` capture of it if there is one."""
     samples, training = exporter.samples, exporter.training
@@ -193,7 +217,7 @@ def _captured(
             "requires a gradient; is its forward decorated with torch.no_grad, or is every "
             "parameter frozen?"
         )
-    flow = with_whole_batch_norms(sample_flow(program, other), module)
+    flow = with_whole_batch_norms(sample_flow(program, other, assumption), module)
     whole_batch = WholeBatch.of(program, flow)
     degrees = {
         name: _degree(flow.flows[node])
@@ -231,7 +255,23 @@ def _captured(
         unused=_unused(module, program),
         degrees=degrees,
         coupling=couplings,
+        assumption=assumption,
+        assumed=flow.assumed,
     )
+
+
+def _is_per_sample(captured: Captured) -> bool:
+    """Compare halves of the example with the whole; true where there are no numbers to compare.
+
+    Training compares gradients before its first step in any case.
+    """
+    if captured.programs.capture_device.type == "meta":
+        return True
+    try:
+        twin = captured.evaluation() if captured.training else captured
+        return halves_agree(twin.programs, twin.layout, twin.degrees)
+    except (CaptureError, RuntimeError):
+        return True
 
 
 def _degree(flow: Flow) -> int | None:

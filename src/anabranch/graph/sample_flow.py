@@ -16,6 +16,10 @@ What a sum or a mean of the batch is follows from those of its slices::
 
 A statistic is known before the forward begins, so it is put in as that of the whole batch
 (``whole_batch``); a sum that is divided by one is then a *weighted mean*, and just as additive.
+
+Operators that other libraries register (``torch.library.custom_op``, fused kernels) are unknown:
+sizes do not tell whether a scalar of theirs is a mean, a sum or something else. An ``Assumption``
+says so, and ``halves`` compares numbers.
 """
 
 from __future__ import annotations
@@ -27,45 +31,42 @@ from typing import Any, Literal
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.call_traits import arguments, base_name, tensor, words
-from anabranch.graph.flat_program import BATCH_LEAF, PARAMETER, FlatProgram, written
+from anabranch.graph.call_traits import arguments, base_name, tensor
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    PARAMETER,
+    FlatProgram,
+    schema_name,
+    written,
+)
 from anabranch.graph.loss_kinds import LossKind
+from anabranch.graph.operations import (
+    ALONG,
+    BATCH_NORMS,
+    BY_CLASS,
+    CONVOLUTIONS,
+    COUNTS,
+    FACTORIES,
+    LINEAR,
+    PRODUCTS,
+    REDUCED,
+)
 from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, sample_axes
 
-_LINEAR = words(
-    """
-    view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand expand_as transpose permute
-    t neg clone contiguous detach alias to _to_copy type_as float double lift_fresh_copy select
-    slice sum mean view_as movedim nan_to_num
-    """
-)
-"""Operations that may be done before or after a sum over samples."""
 
-_REDUCED = words(
-    """
-    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
-    binary_cross_entropy_with_logits kl_div poisson_nll_loss soft_margin_loss hinge_embedding_loss
-    cosine_embedding_loss margin_ranking_loss triplet_margin_loss multi_margin_loss
-    multilabel_margin_loss nll_loss nll_loss_nd nll_loss2d cross_entropy_loss ctc_loss
-    """
-)
-"""Losses with an argument ``reduction``: 1 is the mean, 2 the sum."""
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """An assumption on operators whose results do not show the samples.
 
-_BY_CLASS = words("nll_loss nll_loss_nd nll_loss2d cross_entropy_loss")
-"""Of these the mean is over the targets that are not ignored, by their weights."""
+    Attributes:
+        per_sample: names of operators that work on each sample by itself (``mylib::op``); a scalar
+            of theirs is a mean over samples.
+        unknown: scalars of other operators that are not PyTorch's own: a mean or a sum over
+            samples, or coupled.
+    """
 
-_PRODUCTS = words("matmul mm bmm mv dot linear einsum addmm")
-_ALONG = words(
-    """
-    softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort argsort
-    topk flip roll kthvalue
-    """
-)
-_CONVOLUTIONS = words("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
-_LOOKUPS = words("index index_select gather take_along_dim scatter scatter_add index_add index_put")
-_FACTORIES = words("new_ones new_zeros new_full zeros_like ones_like full_like")
-_COUNTS = words("histc bincount")
-_BATCH_NORMS = words("batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm")
+    per_sample: frozenset[str] = frozenset()
+    unknown: Literal["mean", "sum", "coupled"] = "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,31 +101,35 @@ class SampleFlow:
         coupling: calls that are right for the whole batch only, in order.
         normalised: calls that take statistics of the batch as batch normalisation does.
         uses: calls that read statistics.
-        unsure: calls of which the graph does not tell.
+        assumed: names of unknown operators that the assumption was needed for.
     """
 
     flows: dict[fx.Node, Flow]
     coupling: tuple[fx.Node, ...]
     normalised: tuple[fx.Node, ...]
     uses: tuple[StatisticUse, ...]
-    unsure: tuple[fx.Node, ...]
+    assumed: tuple[str, ...]
 
 
-def sample_flow(program: FlatProgram, other: FlatProgram) -> SampleFlow:
+def sample_flow(
+    program: FlatProgram, other: FlatProgram, assumption: Assumption | None = None
+) -> SampleFlow:
     """Follow the samples through a program; ``other`` has twice its samples."""
-    return _Follower(program, other).result()
+    return _Follower(program, other, assumption or Assumption()).result()
 
 
 class _Follower:
-    def __init__(self, program: FlatProgram, other: FlatProgram) -> None:
+    def __init__(self, program: FlatProgram, other: FlatProgram, assumption: Assumption) -> None:
         self.program = program
+        self.assumption = assumption
         self.twins = dict(zip(program.graph.nodes, other.graph.nodes, strict=True))
         self.axes = sample_axes(program, other)
         self.flows: dict[fx.Node, Flow] = {}
         self.coupling: list[fx.Node] = []
         self.normalised: list[fx.Node] = []
         self.uses: list[StatisticUse] = []
-        self.unsure: list[fx.Node] = []
+        self.assumed: list[str] = []
+        self.rearranged: set[fx.Node] = set()
 
     def result(self) -> SampleFlow:
         for node in self.program.graph.nodes:
@@ -143,7 +148,7 @@ class _Follower:
             tuple(dict.fromkeys(self.coupling)),
             tuple(self.normalised),
             tuple(dict.fromkeys(self.uses)),
-            tuple(self.unsure),
+            tuple(dict.fromkeys(self.assumed)),
         )
 
     def write(self, node: fx.Node) -> None:
@@ -159,8 +164,12 @@ class _Follower:
         known = all(flow.known for flow in inputs)
         kinds = {flow.kind for flow in inputs}
         axis = self.axes.get(node, SampleAxis(-1))
-        if base_name(node) in _FACTORIES and axis.dim < 0:
+        if base_name(node) in FACTORIES and axis.dim < 0:
             return Flow("constant")  # of the type of a value, whatever is in that
+        if axis.dim < 0 or axis.trouble == PAIRS:
+            assumed = self.by_assumption(node, inputs, known)
+            if assumed is not None:
+                return assumed
         if axis.trouble == PAIRS or "coupled" in kinds:
             self.coupling.append(node)
             has_axis = axis.dim >= 0 and axis.trouble != PAIRS
@@ -172,14 +181,44 @@ class _Follower:
         if axis.dim >= 0 or axis.trouble == RAGGED:
             return self.per_sample(node, axis, inputs, known)
         if self.counts_reordered(node):
-            self.unsure.append(node)
             return Flow("constant", 0, known)
-        found = self.for_batch(node, inputs, known)
-        if found.kind == "additive" and known:
-            return Flow("statistic", found.degree)
-        if found.kind == "coupled":
+        flow = self.for_batch(node, inputs, known)
+        if flow.kind == "additive" and known:
+            return Flow("statistic", flow.degree)
+        if flow.kind == "coupled":
             self.coupling.append(node)
-        return found
+        return flow
+
+    def by_assumption(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow | None:
+        """A value of an unknown operator in which the samples cannot be seen; None for others.
+
+        A scalar is a mean or a sum over samples. Anything larger has the samples in an order of the
+        operator's own, as tokens by expert are, and so has what is made of it.
+        """
+        value, kinds = tensor(node), {flow.kind for flow in inputs}
+        if value is None or "coupled" in kinds or not kinds & {"samples", "additive"}:
+            return None
+        operator = self.unknown_operator(node)
+        is_scalar = value.numel() == 1
+        if not operator and (is_scalar or self.rearranged.isdisjoint(node.all_input_nodes)):
+            return None
+        if operator:
+            self.assumed.append(operator)
+        if not is_scalar:
+            self.rearranged.add(node)
+            return Flow("samples", 0, known)
+        is_sum = operator not in self.assumption.per_sample and self.assumption.unknown == "sum"
+        return Flow("statistic" if known else "additive", 0 if is_sum else -1)
+
+    def unknown_operator(self, node: fx.Node) -> str:
+        """Name of the operator that makes a value, if the assumption is about it."""
+        if base_name(node) == "getitem":
+            node = node.all_input_nodes[0]
+        name = schema_name(node)
+        library, separator, _ = name.partition("::")
+        is_other = bool(separator) and library not in ("aten", "prims")
+        is_assumed = is_other and self.assumption.unknown != "coupled"
+        return name if is_assumed or name in self.assumption.per_sample else ""
 
     def counts_reordered(self, node: fx.Node) -> bool:
         """Whether a value without gradient counts what was put into another order before, as the
@@ -191,7 +230,7 @@ class _Follower:
             value is not None
             and not value.requires_grad
             and any(axis.trouble not in ("", PAIRS, RAGGED) for axis in axes)
-            and (not value.is_floating_point() or base_name(node) in _COUNTS)
+            and (not value.is_floating_point() or base_name(node) in COUNTS)
         )
 
     def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
@@ -209,7 +248,7 @@ class _Follower:
 
     def several(self, node: fx.Node, kinds: Collection[str], known: bool) -> Flow:
         """Several tensors, each of which ``getitem`` takes out."""
-        if base_name(node) in _BATCH_NORMS:
+        if base_name(node) in BATCH_NORMS:
             self.normalised.append(node)
         if set(kinds) <= {"constant", "statistic"}:
             return Flow("statistic", 0, known)
@@ -223,10 +262,8 @@ class _Follower:
         if any(flow.kind == "additive" for flow in inputs) or self.mixes(node, name):
             self.coupling.append(node)
             return Flow("samples", 0, known)
-        if name in _BATCH_NORMS and _trains(node):
+        if name in BATCH_NORMS and _trains(node):
             self.normalised.append(node)
-        if axis.trouble == RAGGED or self.looks_up(node, name):
-            self.unsure.append(node)
         scale = self.scale(node, name)
         if len(degrees) > 1 or scale is None or (scale and name not in ("mul", "div")):
             return Flow("samples", 0, known)
@@ -264,25 +301,15 @@ class _Follower:
         value = tensor(source)
         assert value is not None
         rank = value.dim()
-        if name in _ALONG:
+        if name in ALONG:
             return axis.dim in _dims(node, rank)
         if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
             return axis.dim >= rank - len(arguments(node)["normalized_shape"])
-        if name in ("group_norm", "native_group_norm", "instance_norm") or name in _CONVOLUTIONS:
+        if name in ("group_norm", "native_group_norm", "instance_norm") or name in CONVOLUTIONS:
             return axis.dim > 0
         if "scaled_dot_product" in name:
             return axis.dim >= rank - 2
         return False
-
-    def looks_up(self, node: fx.Node, name: str) -> bool:
-        """Whether rows are chosen by a place along the samples."""
-        axis = self.axis_of_input(node)
-        if name not in _LOOKUPS or axis is None or node.args[0] not in self.axes:
-            return False
-        if name == "index":
-            places: Any = node.args[1]
-            return axis.dim < len(places) and places[axis.dim] is not None
-        return isinstance(node.args[1], int) and node.args[1] == axis.dim
 
     def axis_of_input(self, node: fx.Node) -> SampleAxis | None:
         first = next(iter(node.all_input_nodes), None)
@@ -315,7 +342,7 @@ class _Follower:
         if others:
             return nothing
         first = self.flows[sources[0]]
-        if name in _LINEAR or name in ("stack", "cat"):
+        if name in LINEAR or name in ("stack", "cat"):
             is_whole = len(moving) == len(inputs)
             return Flow("additive", degree, known) if is_whole else nothing
         if name in ("add", "sub", "rsub"):
@@ -345,7 +372,7 @@ class _Follower:
             is_sum &= len(terms) == len(inputs) and self.all_add(node, terms, degree)
         else:
             first, *others = node.args or (None,)
-            is_linear = name in _LINEAR or (name in ("mul", "div") and isinstance(first, fx.Node))
+            is_linear = name in LINEAR or (name in ("mul", "div") and isinstance(first, fx.Node))
             is_sum &= is_linear and not any(isinstance(other, fx.Node) for other in others)
         return Flow("statistic", degree, is_sum=is_sum and self.scale(node, name) == 0)
 
@@ -362,7 +389,7 @@ class _Follower:
         ragged = any(
             self.axes.get(n, SampleAxis(-1)).trouble == RAGGED for n in node.all_input_nodes
         )
-        if name in _REDUCED:
+        if name in REDUCED:
             how = arguments(node).get("reduction")
             if any(degrees) or how not in (1, 2):
                 return nothing
@@ -370,16 +397,16 @@ class _Follower:
                 return Flow("additive", 0, known)
             return (
                 nothing
-                if ragged or (name in _BY_CLASS and has_classes(node))
+                if ragged or (name in BY_CLASS and has_classes(node))
                 else Flow("additive", -1, known)
             )
-        if len(set(degrees)) > 1 and name not in _PRODUCTS:
+        if len(set(degrees)) > 1 and name not in PRODUCTS:
             return nothing
         if name == "sum":
             return Flow("additive", degrees[0], known)
         if name == "mean":
             return nothing if ragged else Flow("additive", degrees[0] - 1, known)
-        if name in _PRODUCTS and len(moving) == 2:
+        if name in PRODUCTS and len(moving) == 2:
             return Flow("additive", sum(degrees), known)
         return nothing
 
@@ -393,12 +420,12 @@ def has_classes(node: fx.Node) -> bool:
 
 def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
     """The kind of a loss, by its value and what it is divided by."""
-    found = flow.flows[loss]
-    if found.kind == "coupled" or above(flow.coupling, loss):
+    value = flow.flows[loss]
+    if value.kind == "coupled" or above(flow.coupling, loss):
         return "coupled"
     if above([use.call for use in flow.uses if use.share], loss):
         return "weighted mean"
-    return "sum" if found.kind == "additive" and found.degree == 0 else "mean"
+    return "sum" if value.kind == "additive" and value.degree == 0 else "mean"
 
 
 def above(calls: Sequence[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:

@@ -14,7 +14,7 @@ samples of those of its slices. Where all labels count, nothing changes, not in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,32 +105,41 @@ class Known:
     def add(self, samples: int, find: Find, sums: list[Tensor]) -> list[Tensor]:
         """The totals of a slice on top of those before, each times ``samples ** -degree``."""
         env: dict[fx.Node, Any] = {}
-        self._run([node for node, _ in self.totals], env, find)
-        mine = [env[node].double() * samples**-degree for node, degree in self.totals]
-        return [a + b for a, b in zip(sums, mine, strict=True)] if sums else mine
+        totals = [node for node, _ in self.totals]
+        run_calls(self.graph, self.sources, totals, env, find)
+        slice_sums = [env[node].double() * samples**-degree for node, degree in self.totals]
+        return [a + b for a, b in zip(sums, slice_sums, strict=True)] if sums else slice_sums
 
     def values(self, samples: int, sums: list[Tensor], find: Find) -> list[Tensor]:
         """The statistics of a batch from its totals."""
         env: dict[fx.Node, Any] = {}
         for (node, degree), total in zip(self.totals, sums, strict=True):
             env[node] = (total * float(samples) ** degree).to(node.meta["val"].dtype)
-        self._run(self.statistics, env, find)
+        run_calls(self.graph, self.sources, self.statistics, env, find)
         return [env[node] for node in self.statistics]
 
-    def _run(self, wanted: Any, env: dict[fx.Node, Any], find: Find) -> None:
-        needed = set(wanted)
-        for node in reversed(list(self.graph.nodes)):
-            if node in needed and node not in env:
-                needed.update(node.all_input_nodes)
-        with torch.no_grad():
-            for node in self.graph.nodes:
-                if node not in needed or node in env:
-                    continue
-                if node.op == "placeholder":
-                    env[node] = find(self.sources[node])
-                else:
-                    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                    env[node] = node.target(*args, **kwargs)
+
+def run_calls(
+    graph: fx.Graph,
+    sources: Mapping[fx.Node, PlaceholderSource],
+    wanted: Iterable[fx.Node],
+    env: dict[fx.Node, Any],
+    find: Find,
+) -> None:
+    """Compute the ``wanted`` nodes of a graph without gradients, on top of those in ``env``."""
+    needed = set(wanted)
+    for node in reversed(list(graph.nodes)):
+        if node in needed and node not in env:
+            needed.update(node.all_input_nodes)
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node not in needed or node in env:
+                continue
+            if node.op == "placeholder":
+                env[node] = find(sources[node])
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)
 
 
 @dataclass(frozen=True)

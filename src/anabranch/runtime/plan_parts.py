@@ -20,6 +20,7 @@ def captured_for(workload: Workload, plan: Plan) -> Captured:
         workload.module,
         workload.example,
         granularity=plan.granularity,  # type: ignore[arg-type]
+        per_sample=workload.per_sample,
     )
 
 

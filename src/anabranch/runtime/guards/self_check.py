@@ -211,10 +211,14 @@ def _sliced(
         f"micro-batches change what {type(captured.module).__name__} is trained on: for {size} "
         f"samples at once its loss is {theirs:.6g}, for {len(cuts)} micro-batches "
         f"{ours:.6g}, although the graph says that the loss is a {captured.graph.loss_kind} over "
-        "the samples; something computes across samples, such as an index along them: train with "
-        "one micro-batch of the whole batch and no replicas (--microbatch-size, --max-replicas 1), "
-        f"or compute it per sample; {_ALL_THE_SAME}"
+        f"the samples; something computes across samples, such as {_suspects(captured)}: train "
+        "with one micro-batch of the whole batch and no replicas (--microbatch-size, "
+        f"--max-replicas 1), or compute it per sample; {_ALL_THE_SAME}"
     )
+
+
+def _suspects(captured: Captured) -> str:
+    return " or ".join(captured.assumed) or "an index along them"
 
 
 def _other(worst: str, names: list[str], mine: Tensor, eager: Tensor, size: int) -> TrainingError:

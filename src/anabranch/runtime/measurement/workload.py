@@ -34,7 +34,7 @@ def measure_workload(
         CaptureError: if the module cannot be captured; for the rest see ``measure``.
     """
     if captured is None:
-        captured = capture(workload.module, workload.example)
+        captured = capture(workload.module, workload.example, per_sample=workload.per_sample)
     return replace(
         measure(captured, samples, device=device, **options),
         update=measure_update(workload, device=device),
