@@ -29,7 +29,7 @@ _WIDTH = 100
 
 
 class Strict(BaseModel):
-    """Nothing is converted, nothing unknown is let pass."""
+    """Model that converts no types and refuses unknown keys."""
 
     model_config = ConfigDict(
         strict=True,
@@ -138,7 +138,7 @@ def explain(error: ValidationError, writer: str = "anabranch") -> str:
 
 
 def key_path(parts: tuple[int | str, ...]) -> str:
-    """Where something is in a document, such as ``stages[3].devices[0]``."""
+    """Path of a value in a document, such as ``stages[3].devices[0]``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return text.removeprefix(".")
 
@@ -178,7 +178,7 @@ def parse(text: str, where: str) -> Any:
             return objects[-1]
 
         document = json.loads(text, object_pairs_hook=keep)
-        if any(found.twin is not None for found in objects):
+        if any(item.twin is not None for item in objects):
             _refuse_twins(document, (), where)
     except json.JSONDecodeError as error:
         raise FileFormatError(
@@ -220,18 +220,18 @@ def _check_schema(document: Any, schema: str, where: str) -> None:
         raise FileFormatError(f"{where} holds {shown(document)}; {needed}")
     if "schema" not in document:
         raise FileFormatError(f"{where} does not say what it is: key schema is missing; {needed}")
-    found = document["schema"]
-    if found == schema:
+    named = document["schema"]
+    if named == schema:
         return
-    match = found.split("/") if isinstance(found, str) else []
+    match = named.split("/") if isinstance(named, str) else []
     if len(match) == 2 and match[0] == kind:
         raise FileFormatError(
             f"{where} is in version {shown(match[1])} of the format {kind}; "
             f"this anabranch reads version {version}"
         )
     if len(match) == 2 and match[0].startswith("anabranch.") and match[0].isprintable():
-        raise FileFormatError(f"{where} is {_article(match[0])} ({found[:80]}); {needed}")
-    raise FileFormatError(f"{where}: schema is {shown(found)}; {needed}")
+        raise FileFormatError(f"{where} is {_article(match[0])} ({named[:80]}); {needed}")
+    raise FileFormatError(f"{where}: schema is {shown(named)}; {needed}")
 
 
 def _article(kind: str) -> str:

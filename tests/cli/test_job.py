@@ -10,7 +10,8 @@ import torch.distributed as dist
 import typer
 
 from anabranch import launch
-from anabranch.cli.job import Job, agreed
+from anabranch.cli.job import Job
+from anabranch.cli.local_run import agreed, looks_of
 from anabranch.cli.source import ModelSource
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
@@ -56,6 +57,6 @@ def test_another_plan_has_the_traits_of_the_plan_file(
     monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path))
     job = Job(ModelSource(TOWERS), plan)
     job.profile = four().profile
-    looks = job._looks(replans=True)
+    looks = looks_of(job, replans=True)
     assert looks is not None
     assert looks.replanner.options == traits

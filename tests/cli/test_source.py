@@ -11,7 +11,8 @@ import pytest
 import typer
 
 from anabranch.calibration.kept import keep
-from anabranch.cli.source import ModelSource, note_uncalibrated
+from anabranch.cli.clusters import note_uncalibrated
+from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
 from anabranch.files import load_plan, load_profile
 from anabranch.plans.plan import Plan

@@ -56,7 +56,7 @@ _MEANT = {
     "resume": "anabranch train MODEL --resume FOLDER",
     "calibrate": "anabranch cluster --calibrate",
 }
-"""What does what a word asks for that is no verb."""
+"""Words that are no verbs -> the command that is meant."""
 
 
 class _Verbs(TyperGroup):

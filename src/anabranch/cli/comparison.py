@@ -30,18 +30,18 @@ Found = Mapping[Contender, "Plan | AnabranchError"]
 
 
 def comparison(
-    found: Found, optimizer: OptimizerFacts | None = None
+    results: Found, optimizer: OptimizerFacts | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """Headings, and one row per contender."""
-    columns = _columns(found, optimizer)
+    columns = _columns(results, optimizer)
     # With a policy, the planner is named where there are several.
     names: list[tuple[str, Callable[[Contender], str]]] = []
-    if not _is_async(found) or len({contender.planner for contender in found}) > 1:
+    if not _is_async(results) or len({contender.planner for contender in results}) > 1:
         names.append(("planner", lambda contender: contender.planner))
-    if _is_async(found):
+    if _is_async(results):
         names.append(("policy", lambda contender: contender.policy))
     rows = []
-    for contender, plan in found.items():
+    for contender, plan in results.items():
         if isinstance(plan, AnabranchError):
             cells = [_LABELS.get(type(plan), "no plan"), *["-"] * (len(columns) - 1)]
         else:
@@ -55,10 +55,10 @@ _LABELS = {BudgetError: "too big", SearchStoppedError: "stopped"}
 
 
 def _columns(
-    found: Found, optimizer: OptimizerFacts | None
+    results: Found, optimizer: OptimizerFacts | None
 ) -> list[tuple[str, Callable[[Plan], str]]]:
     """Heading and figure of every column but the names."""
-    plans = _plans(found)
+    plans = _plans(results)
     fastest = min((plan.figures.step_s for plan in plans), default=0.0)
     peak = max((max(plan.figures.device_peak_bytes) for plan in plans), default=0)
     unit, size = ("GiB", 2**30) if peak > 2**29 else ("MiB", 2**20)
@@ -81,7 +81,7 @@ def _columns(
             max(getattr(stage, attribute) for stage in staleness_of(plan, optimizer))
         )
 
-    is_async = _is_async(found)
+    is_async = _is_async(results)
     time = [
         ("ms per\nbatch" if is_async else "step\nms", lambda p: digits(p.figures.step_s * 1e3)),
         ("over\nbest", over_best),
@@ -111,13 +111,13 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.{3 if seconds < 10 else 1}f}"
 
 
-def remarks(found: Found, costs: str) -> list[str]:
+def remarks(results: Found, costs: str) -> list[str]:
     """The lines below the table: origin of the costs, what holds for all, how each plan runs."""
-    plans = _plans(found)
+    plans = _plans(results)
     notes = plans[0].notes if plans else ()
     common = [text for text in notes if all(text in p.notes for p in plans)]
     lines = [f"costs: {costs}"]
-    if _is_async(found):
+    if _is_async(results):
         lines.append(
             "version difference: updates of a stage between the forward and the backward of a "
             "mini-batch; reads: the version of so many updates ago, + updates it is extrapolated by"
@@ -130,11 +130,11 @@ def remarks(found: Found, costs: str) -> list[str]:
 
     lines += _lines(
         (contender, str(plan) if isinstance(plan, AnabranchError) else shape(plan))
-        for contender, plan in found.items()
+        for contender, plan in results.items()
     )
     lines += _lines(
         (contender, _stage_by_stage(plan))
-        for contender, plan in found.items()
+        for contender, plan in results.items()
         if contender.policy and not isinstance(plan, AnabranchError) and plan.stage_graph.depth > 1
     )
     return lines
@@ -181,7 +181,7 @@ def _shape(plan: Plan) -> str:
 
 
 def _stage_by_stage(plan: Plan) -> str:
-    """What forwards and backwards read, stage by stage."""
+    """Versions that forwards and backwards read, stage by stage."""
     pairs = [reads(stage) for stage in staleness_of(plan)]
     forward, backward = (", ".join(versions) for versions in zip(*pairs, strict=True))
     same = forward == backward
@@ -226,13 +226,13 @@ def _version(delay: int, ahead: int) -> str:
     return f"{version} +{ahead}" if ahead else version
 
 
-def plan_or_error(planner: str, found: Plan | AnabranchError) -> dict[str, Any]:
+def plan_or_error(planner: str, plan: Plan | AnabranchError) -> dict[str, Any]:
     """A plan's document, or that of the reason why there is none."""
     from anabranch.files import plan_to_dict
 
-    if isinstance(found, AnabranchError):
-        return {"planner": planner, "error": str(found), "kind": type(found).__name__}
-    return plan_to_dict(found)
+    if isinstance(plan, AnabranchError):
+        return {"planner": planner, "error": str(plan), "kind": type(plan).__name__}
+    return plan_to_dict(plan)
 
 
 def staleness_document(
@@ -244,17 +244,17 @@ def staleness_document(
     return {"staleness": [asdict(stage) for stage in staleness_of(plan, optimizer)]}
 
 
-def interrupted(found: Plan | AnabranchError) -> bool:
-    """Whether a search was ended before it came to its end."""
-    if isinstance(found, AnabranchError):
-        return isinstance(found, SearchStoppedError)
-    return found.interrupted
+def interrupted(plan: Plan | AnabranchError) -> bool:
+    """True if a search was interrupted."""
+    if isinstance(plan, AnabranchError):
+        return isinstance(plan, SearchStoppedError)
+    return plan.interrupted
 
 
-def why_none(found: Found) -> AnabranchError | None:
+def why_none(results: Found) -> AnabranchError | None:
     """The error to end with where there is no plan at all."""
-    errors = [plan for plan in found.values() if isinstance(plan, AnabranchError)]
-    if len(errors) < len(found):
+    errors = [plan for plan in results.values() if isinstance(plan, AnabranchError)]
+    if len(errors) < len(results):
         return None
     if len(errors) == 1:
         return errors[0]
@@ -280,9 +280,9 @@ def digits(value: float | None) -> str:
     return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
-def _plans(found: Found) -> list[Plan]:
-    return [plan for plan in found.values() if not isinstance(plan, AnabranchError)]
+def _plans(results: Found) -> list[Plan]:
+    return [plan for plan in results.values() if not isinstance(plan, AnabranchError)]
 
 
-def _is_async(found: Found) -> bool:
-    return any(contender.policy for contender in found)
+def _is_async(results: Found) -> bool:
+    return any(contender.policy for contender in results)

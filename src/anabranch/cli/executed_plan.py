@@ -48,16 +48,16 @@ def executed_plan(
         warnings.simplefilter("ignore")  # told where training begins
         chosen, reason = choose(policy, plan, num_microbatches(graph), workload)
     rounds = round_robin_of(plan) if round_robin else None
-    told = f"policy {chosen.name}: {reason}"
+    policy_note = f"policy {chosen.name}: {reason}"
     is_planned = plan.mode == "async" and chosen.name == plan.policy
     # Another optimizer has another reason, and other copies.
-    is_planned = is_planned and (not reason or told in plan.notes)
+    is_planned = is_planned and (not reason or policy_note in plan.notes)
     if is_planned and rounds is None:
         return plan
     # Of a plan that has a policy the notes may have the reason.
     notes = plan.notes if is_planned else _without_policy(plan)
     if reason:
-        notes = (told, *notes)
+        notes = (policy_note, *notes)
     held = tuple(stage.in_flight for stage in graph.stages)
     if rounds is not None:
         held = rounds.in_flight

@@ -1,4 +1,4 @@
-"""Where ``train --log`` sends figures: ``jsonl:FILE``, ``csv:FILE``, ``tensorboard:FOLDER``,
+"""Logs of ``train --log``: ``jsonl:FILE``, ``csv:FILE``, ``tensorboard:FOLDER``,
 ``wandb:PROJECT``, ``mlflow:EXPERIMENT``.
 """
 

@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 def exit_code(error: AnabranchError) -> int:
-    """That of a command which ends with an error."""
+    """Return the exit code of a command that ends with an error."""
     return INTERRUPTED if isinstance(error, SearchStoppedError) else 1
 
 
@@ -140,9 +140,7 @@ def say_error(text: str) -> None:
 
 
 def without_colour() -> None:
-    """What a terminal is told by ``NO_COLOR`` goes before ``FORCE_COLOR`` and the like, which rich
-    would still follow for bold and italic letters.
-    """
+    """Drop ``FORCE_COLOR`` and the like where there is ``NO_COLOR``."""
     if os.environ.get("NO_COLOR"):
         for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE"):
             os.environ.pop(name, None)

@@ -66,7 +66,7 @@ def options_by_planner(
         chosen: the planners that are compared.
         known: {planner: its options}, of these.
     """
-    found: dict[str, dict[str, object]] = {name: {} for name in chosen}
+    by_planner: dict[str, dict[str, object]] = {name: {} for name in chosen}
     given = [(*key.rpartition(".")[::2], value) for key, value in named_values(values).items()]
     for scope, name, value in sorted(given, key=lambda item: item[0] != ""):
         # Planner names have dashes, which were taken for underscores.
@@ -79,8 +79,8 @@ def options_by_planner(
                 f"--planner-option {what}: no planner compared has that option; {there}"
             )
         for planner in having:
-            found[planner][name] = value
-    return {planner: options for planner, options in found.items() if options}
+            by_planner[planner][name] = value
+    return {planner: options for planner, options in by_planner.items() if options}
 
 
 def _number(text: str) -> float | str:
@@ -111,7 +111,7 @@ _EXAMPLES = {"model": "mmt", "cluster": "summit:8x4", "batch_size": "64"}
 
 
 def completed(verb: Any, missing: Any, given: Sequence[str]) -> str:
-    """What a missing argument or option is, with a command that has it.
+    """Help of a missing argument or option, with a command that has it.
 
     Args:
         verb: the command, whose parameters typer knows.

@@ -100,11 +100,11 @@ class TrainingProgress:
         if not last and now - self._shown < (0.1 if terminal else self._every_s):
             return
         self._shown = now
-        of = f"/{event.total}" if event.total else ""
+        total = f"/{event.total}" if event.total else ""
         metrics = "".join(f", {name} {value:.3f}" for name, value in event.metrics.items())
         what = "mini-batch" if self._is_async else "step"
         loss = sum(self._losses) / len(self._losses)
-        line = f"{what} {event.done}{of}, {now - self._started:.0f} s: loss {loss:.4f}{metrics}"
+        line = f"{what} {event.done}{total}, {now - self._started:.0f} s: loss {loss:.4f}{metrics}"
         if self._seconds:
             taken = self._typical(self._seconds)
             rate = self._typical(self._samples) / taken

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started the ranks again."""
+    """True if torchrun has started the ranks again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -37,7 +37,7 @@ def first_step(training: TrainingSettings) -> int:
 
 
 def left_of(training: TrainingSettings, first: int) -> TrainingSettings:
-    """What is left to do, from the newest checkpoint of ``--save-every`` if there is one.
+    """Settings of the rest of a run, from its newest checkpoint if ``--save-every`` has left one.
 
     Args:
         first: see ``first_step``.
@@ -58,7 +58,7 @@ def left_of(training: TrainingSettings, first: int) -> TrainingSettings:
 
 
 def restarted(training: TrainingSettings) -> TrainingSettings:
-    """What is left for ranks that torchrun has started again.
+    """Settings of the rest of a run whose ranks torchrun has started again.
 
     Raises:
         TrainingError: if that cannot be told, or nothing is left.

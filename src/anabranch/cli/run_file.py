@@ -68,12 +68,12 @@ def model_or_file(context: typer.Context, model: str) -> str:
             if known[name].callback is None or known[name].hidden:
                 _check(context, path, key, known[name], value)
             defaults[str(known[name].name)] = value
-    found = defaults.pop(_MODEL, None)
-    if not isinstance(found, str):
+    named = defaults.pop(_MODEL, None)
+    if not isinstance(named, str):
         raise typer.BadParameter(f'{path} names no model; write model = "mymodel:workload"')
     context.default_map = {**(context.default_map or {}), **defaults}
-    context.meta[_RUN_FILE] = path, found
-    return found
+    context.meta[_RUN_FILE] = path, named
+    return named
 
 
 def in_file(*names: str, **more: Any) -> Any:
@@ -103,8 +103,8 @@ def require_trust(context: typer.Context, trust: bool) -> bool:
 
 
 def asks_for_json(arguments: Iterable[str]) -> bool:
-    """Whether a command line, or the file that it names, asks for a JSON document; known before it
-    is read, so that its mistakes are documents as well.
+    """Tell whether a command line, or its run file, asks for JSON, before either is checked: their
+    mistakes are documents as well.
     """
     for argument in arguments:
         if argument == "--json":
@@ -136,8 +136,8 @@ def _known(context: typer.Context) -> dict[str, Any]:
 
 
 def _why_not(parameter: Any, value: Any) -> str:
-    """What is wrong with a value that would be taken for another: ``true`` for 1, or a text for its
-    letters; empty if nothing is. Everything else is checked as on the command line.
+    """Refusal of a value that would be taken for another, ``true`` for 1 or a text for its letters;
+    empty for others, which are checked as on the command line.
     """
     if isinstance(value, bool) and not getattr(parameter, "is_flag", False):
         return f"is no switch, so it cannot be {_text(value)}; leave it out, or give it a value"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
-    """What came of training, and how it was ended, if early."""
+    """Print the figures of a run, and its end if that was early."""
     page = str(folder / "report.html")
     if as_json:
         how = {
@@ -57,7 +57,9 @@ def say_stopped(save: Path | None) -> None:
 
 
 def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
-    """How far a run came that was ended early, and how to go on; ``out`` as the user named it."""
+    """Progress of a run that was ended early, and the options that go on; ``out`` as the user named
+    it.
+    """
     done, steps, save = len(run.losses), training.last_step, training.save
     counted = "step" if (steps or done) == 1 else "steps"
     if done == steps:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from anabranch.cli.clusters import cluster_of
 from anabranch.cli.parsing import split_output
-from anabranch.cli.source import ModelSource, Preset, cluster_of
+from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import given
 from anabranch.cli.writable import file_to_write
 from anabranch.graph.opgraph import Granularity
@@ -143,7 +144,7 @@ class ModelSettings:
 
     @property
     def file(self) -> Path | None:
-        """Where to write."""
+        """The file to write."""
         return split_output(self.output)[1]
 
 
@@ -244,7 +245,7 @@ class PlanningSettings:
 
     @property
     def search(self) -> dict[str, Any]:
-        """What every search takes of it."""
+        """Arguments of every search."""
         return {
             "microbatch_size": self.microbatch_size,
             "schedule": self.schedule,

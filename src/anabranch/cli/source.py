@@ -1,11 +1,10 @@
-"""Models, profiles and clusters that the user names."""
+"""Models and profiles that the user names."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -14,9 +13,8 @@ import typer
 from anabranch.cli.output import note
 from anabranch.cli.parsing import parse_counts, powers_of_two, usage
 from anabranch.cli.progress import progress_bar
-from anabranch.cluster import Cluster
-from anabranch.errors import InvalidPlanError, SearchStoppedError
-from anabranch.graph.opgraph import Granularity, OpGraph
+from anabranch.errors import SearchStoppedError
+from anabranch.graph.opgraph import Granularity
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
@@ -28,9 +26,7 @@ if TYPE_CHECKING:
 Preset = Literal["published", "small"]
 
 ANY_GPU = "v100"
-"""Whose data sheet an estimate takes where only the bytes count: operators keep the same for their
-backward on all devices, but for a per cent.
-"""
+"""Device of an estimate where only bytes count, which are the same on all devices within 1 %."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +48,12 @@ class ModelSource:
 
     @property
     def is_file(self) -> bool:
-        """Whether MODEL is a profile file."""
+        """True if MODEL is a profile file."""
         is_file = self.model.endswith((".json", ".txt")) or Path(self.model).is_file()
         return is_file and not self.model.endswith(".py")
 
     def is_timed(self, device: str) -> bool:
-        """Whether a profile for a device comes from operators that are timed on this machine."""
+        """True if operators are timed on this machine for the profile of a device."""
         return not self.is_file and _is_here(device)
 
     @staticmethod
@@ -219,26 +215,26 @@ class ModelSource:
 
         path = Path(self.model)
         if is_foreign(path):
-            found = usage(read_profile, path, self._samples_of_file(samples))
+            profile = usage(read_profile, path, self._samples_of_file(samples))
         elif self.options or samples:
             names = ", ".join([*self.options, *(["--samples"] if samples else [])])
             raise typer.BadParameter(f"{self.model} is a profile; options ({names}) do nothing")
         else:
-            found = load_profile(path)
-        if found.source == "imported":
+            profile = load_profile(path)
+        if profile.source == "imported":
             note(
-                f"{self.model} is imported: its seconds are those of {found.device}, "
+                f"{self.model} is imported: its seconds are those of {profile.device}, "
                 "whatever device is asked for"
             )
-        elif found.device.split(":")[0] != device.split(":")[0]:
+        elif profile.device.split(":")[0] != device.split(":")[0]:
             note(
-                f"{self.model} has times for {found.device}, but {device} is asked for: "
+                f"{self.model} has times for {profile.device}, but {device} is asked for: "
                 "the seconds below are those of the former"
             )
-        return found
+        return profile
 
     def _samples_of_file(self, counts: tuple[int, ...] | None) -> int | None:
-        """How many samples a mini-batch of another project's profile has, if the user says so."""
+        """Samples in a mini-batch of another project's profile, if the user says so."""
         unknown = ", ".join(name for name in self.options if name != "samples")
         if unknown:
             raise typer.BadParameter(
@@ -272,79 +268,5 @@ def model_in_file(model: str, file: Path, command: str) -> str:
 
 
 def _is_here(device: str) -> bool:
-    """Whether times for a device are measured on this machine, not estimated."""
+    """True if times for a device are measured on this machine, not estimated."""
     return device.split(":")[0] in ("cpu", "cuda")
-
-
-def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:
-    """A preset or a cluster file; local ranks with the kept calibration of this machine, which is
-    said, unless the user does without.
-    """
-    from anabranch.files import load_cluster
-
-    return as_calibrated(usage(load_cluster, text), calibrated=calibrated)
-
-
-def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
-    """A cluster of local ranks with the kept calibration of this machine; what is used is said."""
-    if not calibrated:
-        return replace(cluster, calibration=None)
-    from anabranch.calibration import kept
-
-    cluster, sentence = kept.calibrated(cluster)
-    for said in (sentence, *kept.remarks(cluster)):
-        if said:
-            note(said)
-    return cluster
-
-
-def note_other_model(plan: Plan, graph: OpGraph) -> None:
-    """Say that a plan file was made for a model of another size, if that is so."""
-    if said := plan.other_model(graph):
-        note(said)
-
-
-def note_uncalibrated(plan: Plan) -> None:
-    """Say that the prediction of a plan file for local ranks leaves something out, if it does."""
-    from anabranch.calibration.kept import COMMAND, is_calibrated, is_local
-
-    if plan.machines is not None and is_local(plan.machines):
-        is_by_now = is_calibrated(plan.machines)
-        todo = "this machine is calibrated by now: plan" if is_by_now else f"{COMMAND}, then plan"
-        note(
-            f"the plan was made for {plan.machines.name} without a calibration, so its prediction "
-            f"leaves out what ranks cost each other; {todo} again"
-        )
-
-
-def note_crowded(plan: Plan) -> None:
-    """Say that more ranks than there are processor cores will compute here by a plan for devices
-    of which each computes on its own; the prediction for local ranks knows that they do not.
-    """
-    machines = plan.machines
-    is_foreseen = machines.cores if machines is not None else plan.cluster.startswith("local:")
-    ranks, cores = len(plan.stage_graph.devices), os.cpu_count() or 1
-    if ranks > cores and not is_foreseen:
-        note(
-            f"{ranks} ranks take turns on {cores} processor core{'s' if cores > 1 else ''} here, "
-            f"but the plan for {plan.cluster} has a device for each, so how long steps take says "
-            "nothing about the plan; anabranch rehearse waits as long as its devices would compute"
-        )
-
-
-def cluster_of(plan: Plan, file: Path, text: str | None, *, calibrated: bool = True) -> Cluster:
-    """The cluster that the user names, or the one that a plan was made for; raises InvalidPlanError
-    where a plan has no more than the name of a cluster of the user's own.
-    """
-    if text is not None:
-        return read_cluster(text, calibrated=calibrated)
-    if plan.machines is not None:
-        return as_calibrated(plan.machines, calibrated=calibrated)
-    try:
-        return read_cluster(plan.cluster, calibrated=calibrated)
-    except (ValueError, typer.BadParameter):
-        raise InvalidPlanError(
-            f"{file} was made for a cluster called {plan.cluster!r}, which is no preset, and does "
-            "not say what that has; name the cluster file it was made for, or another cluster, "
-            "with --cluster FILE"
-        ) from None

@@ -74,7 +74,7 @@ class TrainedPlanSettings(LocalPlanSettings):
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How long to train, and what to read and keep.
+    """Length of training, checkpoints, evaluation and logs.
 
     Attributes:
         keep: checkpoints of ``save_every`` that are kept.
@@ -278,7 +278,7 @@ class FlushSettings:
     clip_stage_norm: Annotated[float | None, in_file()] = None
 
     def is_async(self, plan: "Plan | None") -> bool:
-        """Whether there is no flush, by the user or by the plan file."""
+        """True if the user or the plan file asks for no flush."""
         return (self.mode or (plan.mode if plan is not None else "sync")) == "async"
 
     def with_options(self, name: str) -> "WeightPolicy":

@@ -29,9 +29,9 @@ class Columns:
         lengths = {name: len(column) for name, column in columns.items() if not callable(column)}
         sizes = {*lengths.values(), *(() if length is None else (length,))}
         if not columns or len(sizes) != 1:
-            told = ", ".join(f"{name} {size}" for name, size in lengths.items())
+            sizes_text = ", ".join(f"{name} {size}" for name, size in lengths.items())
             raise ValueError(
-                f"the columns of a data set have one length: {told or 'give it as length'}"
+                f"the columns of a data set have one length: {sizes_text or 'give it as length'}"
             )
         self._columns = dict(columns)
         self._length: int = sizes.pop()
@@ -64,8 +64,8 @@ class Columns:
 def _values(column: Any, numbers: Tensor, seed: int, name: str) -> Tensor:
     if callable(column):
         with seeded(seed, name):
-            found: Tensor = column(numbers)
-        return found
+            values: Tensor = column(numbers)
+        return values
     if isinstance(column, Tensor):
         return column[numbers]
     return torch.from_numpy(np.ascontiguousarray(column[numbers.numpy()]))

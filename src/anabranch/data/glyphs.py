@@ -70,13 +70,13 @@ def load_glyphs(buckets: int = 4096, seed: int = 0) -> Glyphs:
     """
     if buckets < 2:
         raise ValueError(f"buckets={buckets}; at least 2 are needed, of which one is padding")
-    found = importlib.util.find_spec("matplotlib")
-    if found is None or found.origin is None:
+    matplotlib = importlib.util.find_spec("matplotlib")
+    if matplotlib is None or matplotlib.origin is None:
         raise DataError(
             "the glyphs are drawn from the font that matplotlib ships, and matplotlib is not "
             "installed; pip install 'anabranch[data]'"
         )
-    names, images = draw(Path(found.origin).parent / FONT)
+    names, images = draw(Path(matplotlib.origin).parent / FONT)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
     cut = len(names) // HELD_OUT_EVERY
     return Glyphs(

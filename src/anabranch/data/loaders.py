@@ -45,15 +45,15 @@ _SAMPLES: MutableMapping[Tensor, tuple[bytes, bool]] = WeakTensorKeyDictionary()
 
 
 def samples_digest(tensor: Tensor) -> bytes | None:
-    """A digest of which samples a tensor of a batch is of; None where only its values can tell."""
-    found = _SAMPLES.get(tensor)
-    return None if found is None else found[0]
+    """Digest of the numbers of a tensor's samples; None where these are not known."""
+    entry = _SAMPLES.get(tensor)
+    return None if entry is None else entry[0]
 
 
 def is_unread(tensor: Tensor) -> bool:
-    """Whether a tensor of a batch stands for a column that was not needed here."""
-    found = _SAMPLES.get(tensor)
-    return found is not None and not found[1]
+    """True if a tensor of a batch stands for a column that was not read."""
+    entry = _SAMPLES.get(tensor)
+    return entry is not None and not entry[1]
 
 
 class Loader:
@@ -99,7 +99,7 @@ class Loader:
 
     @property
     def _is_indexed_set(self) -> bool:
-        """Whether the source holds samples, and has an index."""
+        """True if the source holds samples and has an index."""
         has_index = hasattr(self.source, "__getitem__") and hasattr(self.source, "__len__")
         return has_index and not isinstance(self.source, DataLoader | IterableDataset)
 
@@ -117,7 +117,7 @@ class Loader:
 
     @property
     def has_state(self) -> bool:
-        """Whether the source tells and takes its position."""
+        """True if the source saves and loads its position."""
         return hasattr(self.source, "state_dict") and hasattr(self.source, "load_state_dict")
 
     def __call__(self, batch_size: int, epoch: int = 0) -> Iterator[Any]:
@@ -303,7 +303,7 @@ def _filled(batch: Mapping[str, Tensor], samples: int, types: TensorTypes) -> di
 
 
 def _has_transform(dataset: Any) -> bool:
-    """Whether a data set of Hugging Face makes its samples by a function, of all columns."""
+    """True if a data set of Hugging Face makes its samples by a function of all columns."""
     described = getattr(dataset, "format", None)
     return isinstance(described, Mapping) and described.get("type") == "custom"
 

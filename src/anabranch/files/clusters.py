@@ -59,7 +59,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
 
 
 def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
-    """What a cluster file says of a calibration."""
+    """Calibration in a cluster file."""
     return document_fields(
         calibration,
         _Calibration,

@@ -57,11 +57,11 @@ class GraphFile(Protocol):
 
     @property
     def granularity(self) -> str:
-        """How coarse operators are."""
+        """Granularity of the operators."""
 
     @property
     def loss_kind(self) -> LossKind | None:
-        """Of which kind the loss is, if that is known."""
+        """Kind of the loss, if known."""
 
     @property
     def normalised(self) -> Sequence[str]:
@@ -77,7 +77,7 @@ class GraphFile(Protocol):
 
     @property
     def values(self) -> Sequence[ValueEntry]:
-        """What flows."""
+        """Values between operators."""
 
 
 def graph_to_dict(graph: OpGraph) -> dict[str, Any]:

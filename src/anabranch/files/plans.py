@@ -106,7 +106,7 @@ _BESIDES = ("planner", "profile", "model_size", "interrupted", "depth", "predict
 
 
 def _digest(document: dict[str, Any]) -> str:
-    """What tells whether a prediction is of this plan: of all that it was predicted from."""
+    """Digest of all that a prediction follows from: it tells whether a plan was changed since."""
     kept = {k: v for k, v in document.items() if k not in _BESIDES and not k.endswith("_s")}
     # 1 and 1.0 are alike.
     alike = json.dumps(json.loads(json.dumps(kept), parse_int=float), sort_keys=True)

@@ -120,7 +120,7 @@ def _find_function(text: str) -> Callable[..., object]:
         sys.path.insert(0, here)
     try:
         with naming_place(f"{text} cannot be had, because importing {place} raised"):
-            found: object = importlib.import_module(place)
+            function: object = importlib.import_module(place)
     except WorkloadError as error:
         # A module that exists may lack one of its own imports, which is another thing.
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
@@ -131,29 +131,29 @@ def _find_function(text: str) -> Callable[..., object]:
             "installed packages"
         ) from None
     for name in attribute.split("."):
-        if not hasattr(found, name):
+        if not hasattr(function, name):
             others = [
                 key
-                for key, value in vars(found).items()
+                for key, value in vars(function).items()
                 if inspect.isfunction(value) and value.__module__ == place and key[0] != "_"
             ]
             raise ValueError(
                 f"{place} has no {attribute}{_meant(name, others)}; its functions are "
                 f"{', '.join(others) or 'none'}"
             )
-        found = getattr(found, name)
-    if not callable(found) or not _may_make_workload(found):
-        kind = with_article(type(found).__name__)
+        function = getattr(function, name)
+    if not callable(function) or not _may_make_workload(function):
+        kind = with_article(type(function).__name__)
         raise ValueError(
-            f"{text} is {f'{kind} of Python itself' if callable(found) else kind}, not a function "
-            "of yours; write a function without required arguments that returns an "
+            f"{text} is {f'{kind} of Python itself' if callable(function) else kind}, not a "
+            "function of yours; write a function without required arguments that returns an "
             "anabranch.Workload"
         )
-    return found
+    return function
 
 
 def _may_make_workload(function: object) -> bool:
-    """Whether it is written in Python, outside of the standard library: no ``os:system``."""
+    """True for Python code outside of the standard library; ``os:system`` is none."""
     while isinstance(function, partial) or hasattr(function, "__wrapped__"):
         function = function.func if isinstance(function, partial) else function.__wrapped__
     if inspect.isclass(function):

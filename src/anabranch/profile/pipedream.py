@@ -69,8 +69,10 @@ class _Row:
 
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is for ``read_profile``: anything but JSON; raises FileFormatError if there is
-    no such file, or no text in it.
+    """True if a file is for ``read_profile``: anything but JSON.
+
+    Raises:
+        FileFormatError: if there is no such file, or no text in it.
     """
     return not read_text(Path(path)).lstrip().startswith("{")
 
@@ -116,7 +118,7 @@ def read_profile(path: str | os.PathLike[str], samples: int | None = None) -> Pr
 
 
 def _what(text: str) -> str:
-    """What a text is that is no profile."""
+    """Description of a text that is no profile."""
     lines = [line.split() for line in text.splitlines() if line.strip()]
     if not lines:
         return "is empty"
@@ -163,7 +165,7 @@ def _mini_batch(rows: list[_Row], path: Path) -> tuple[int, str]:
 
 
 def images(nbytes: float) -> int:
-    """How many images of a usual size these are; 0 if not a whole number of them."""
+    """Number of images of a usual size in so many bytes; 0 if not a whole one."""
     return next((int(nbytes) // image for image in IMAGES if _divides(image, nbytes)), 0)
 
 

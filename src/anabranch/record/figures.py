@@ -17,7 +17,7 @@ from anabranch.record.run import LAST_LOSSES, WEIGHED_STEP
 from anabranch.report.figure import Figure, ReportTable, ms, spent
 
 Document = Mapping[str, Any]
-"""What ``Run.figures`` returns."""
+"""Document that ``Run.figures`` returns."""
 
 PHASES = {
     "begin": ("until the first action", "reading the batch, starting together"),
@@ -95,7 +95,7 @@ def _of_steps(document: Document) -> Iterator[Figure]:
 
 
 def _others(document: Document) -> Iterator[Figure]:
-    """Where other processes made it slower."""
+    """Share of the processor time that other processes took, if it matters."""
     if (share := document["others_share"]) > BUSY:
         more = "of the processor cores' time, which no prediction knows of"
         yield Figure("other processes", f"{share:.0%}", more)
@@ -113,7 +113,7 @@ def _peak(document: Document) -> Figure:
 
 
 def _why_unweighed(document: Document) -> str:
-    """Where the peak is not measured: emulated, in a short run, when compiled."""
+    """Reason why the peak was not measured."""
     if not document["losses"]:
         return "emulated devices hold nothing"
     if len(document["losses"]) < WEIGHED_STEP:
@@ -146,7 +146,7 @@ def _how(document: Document) -> str:
 
 
 def _beside(seconds: float, predicted_s: float | None) -> str:
-    """What follows a measured time."""
+    """Text behind a measured time: the predicted one, and how far that is off."""
     if predicted_s is None:
         return NOT_PREDICTED
     ratio = seconds / predicted_s if predicted_s else math.inf
@@ -157,7 +157,7 @@ def _beside(seconds: float, predicted_s: float | None) -> str:
 
 def tables(document: Document) -> list[ReportTable]:
     """Predicted against measured step by phases, and what the predicted step is spent on."""
-    found: list[ReportTable] = []
+    tables: list[ReportTable] = []
     if document.get("mode") != "async" and len(document["phases"]) == 2:
         predicted, measured = document["phases"].values()
         rows: list[tuple[str, ...]] = []
@@ -167,7 +167,7 @@ def tables(document: Document) -> list[ReportTable]:
         sums = sum(predicted.values()), sum(measured.values())
         rows.append(("the step", ms(sums[0]), ms(sums[1]), ms(sums[1] - sums[0]), ""))
         columns = ("part", "predicted, ms", "measured, ms", "more, ms", "what it is")
-        found.append(ReportTable("Predicted against measured", columns, rows))
+        tables.append(ReportTable("Predicted against measured", columns, rows))
     if parts := document.get("parts"):
-        found.append(spent([(part["name"], part["seconds"], part["remark"]) for part in parts]))
-    return found
+        tables.append(spent([(part["name"], part["seconds"], part["remark"]) for part in parts]))
+    return tables

@@ -30,18 +30,18 @@ _PACKAGES = ("anabranch", "torch", "numpy", "transformers", "safetensors", "pyda
 
 def versions() -> dict[str, str]:
     """Python, the system and packages that matter."""
-    found = {"python": platform.python_version(), "system": platform.platform()}
+    versions = {"python": platform.python_version(), "system": platform.platform()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run comes from.
+    """Origin of a run.
 
     Attributes:
         command: as one would type it.
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def predicted(self) -> Prediction | None:
-        """What the plan predicts; nothing where it is for another mode, policy or batches."""
+        """Prediction of the plan; None where that is for another mode, policy or batches."""
         is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
         is_other = self.round_robin or self.other_samples
         return self.plan.predicted if is_planned and not is_other else None
@@ -239,7 +239,7 @@ class Run:
         }
 
     def _compute_ratio(self) -> float | None:
-        """How much longer forwards and backwards took than the profile and calibration say."""
+        """Seconds of forwards and backwards over those predicted; None where not known."""
         predicted = next((t for _, t in self.timelines if t.source == "predicted"), None)
         if predicted is None or self.measured is None or not sum(predicted.busy_s.values()):
             return None

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from anabranch.cli.clusters import note_other_model
 from anabranch.cli.output import print_json
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings
-from anabranch.cli.source import note_other_model
 from anabranch.cli.spread import spread
 from anabranch.weights import OPTIMIZERS
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import note, print_json, print_table, say, say_written
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, NoCalibration
-from anabranch.cli.source import read_cluster
 from anabranch.cli.writable import file_to_write
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def cluster(
 
 
 def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None]:
-    """What was measured, and where it is kept; nothing but on the first rank."""
+    """Measure; the cluster and its file on the first rank, None on others."""
     from anabranch.calibration.kept import keep
     from anabranch.calibration.measure import calibrate, calibrate_job
     from anabranch.files import save_cluster
@@ -137,7 +137,7 @@ def _slower(slowdown: Sequence[float]) -> str:
 
 
 def calibration_rows(cluster: Cluster) -> list[str]:
-    """What was measured, a line each; none without a calibration."""
+    """Lines of text about a calibration; none without one."""
     calibration = cluster.calibration
     if calibration is None:
         return []

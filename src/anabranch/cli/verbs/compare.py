@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.cli.clusters import read_cluster
 from anabranch.cli.comparison import (
     Contender,
     comparison,
@@ -37,7 +38,6 @@ from anabranch.cli.settings import (
     PlanningSettings,
     PolicyName,
 )
-from anabranch.cli.source import read_cluster
 from anabranch.cli.spread import spread
 from anabranch.cli.writable import file_to_write
 
@@ -149,9 +149,9 @@ def compare(
     else:
         results = usage(search, *where, planners, **options)
         contenders = [Contender(name) for name in planners]
-    found = _search(contenders, results)
+    plans = _search(contenders, results)
 
-    error = why_none(found)
+    error = why_none(plans)
     document = {
         "model": model.model,
         "cluster": planning.cluster,
@@ -162,7 +162,7 @@ def compare(
             ({"policy": contender.policy} if is_async else {})
             | plan_or_error(contender.planner, plan)
             | staleness_document(plan, optimizer)
-            for contender, plan in found.items()
+            for contender, plan in plans.items()
         ],
     }
     if is_async:
@@ -173,16 +173,16 @@ def compare(
         text = json.dumps(document, indent=2, allow_nan=False)
         model.file.write_text(text + "\n", encoding="utf-8")
     if report is not None and error is None:
-        _write_page(report, found, costs, cluster, optimizer)
+        _write_page(report, plans, costs, cluster, optimizer)
     if as_json:
         print_json(document)
     else:
         batches = "mini-batches of" if is_async else "batch"
         title = f"{_short(model.model)} on {_short(planning.cluster)}, {batches}"
-        print_table(f"{title} {planning.batch_size}", *comparison(found, optimizer))
-        for line in remarks(found, costs.origin):
+        print_table(f"{title} {planning.batch_size}", *comparison(plans, optimizer))
+        for line in remarks(plans, costs.origin):
             say(line)
-        if left := contenders[len(found) :]:
+        if left := contenders[len(plans) :]:
             typer.echo(f"interrupted before {', '.join(map(_name, left))}")
         say_written(model.file)
         say_written(report if error is None else None)
@@ -194,7 +194,7 @@ def compare(
 
 def _write_page(
     file: Path,
-    found: Mapping[Contender, Plan | AnabranchError],
+    results: Mapping[Contender, Plan | AnabranchError],
     costs: Profile,
     cluster: Cluster,
     optimizer: OptimizerFacts | None,
@@ -205,9 +205,9 @@ def _write_page(
     from anabranch.report.html import page
     from anabranch.solve import foreseen
 
-    plans = {c: plan for c, plan in found.items() if not isinstance(plan, AnabranchError)}
+    plans = {c: plan for c, plan in results.items() if not isinstance(plan, AnabranchError)}
     best, *others = sorted(plans, key=lambda c: plans[c].figures.step_s)
-    headings, rows = comparison(found, optimizer)
+    headings, rows = comparison(results, optimizer)
     table = ReportTable("Plans side by side", [" ".join(text.split()) for text in headings], rows)
     drawn: dict[Contender, Timeline] = {}
     if plans[best].mode == "sync":  # without a flush a timeline is no step
@@ -220,7 +220,7 @@ def _write_page(
         [(_name(contender), timeline) for contender, timeline in drawn.items()],
         graphs=[plans[contender].stage_graph for contender in drawn],
         tables=[table],
-        notes=remarks(found, costs.origin),
+        notes=remarks(results, costs.origin),
     )
     file.write_text(text, encoding="utf-8")
 
@@ -229,19 +229,19 @@ def _search(
     contenders: list[Contender], results: Iterator[tuple[Any, ...]]
 ) -> dict[Contender, Plan | AnabranchError]:
     """The plan of every contender, until a second interrupt, or one between two searches."""
-    found: dict[Contender, Plan | AnabranchError] = {}
+    plans: dict[Contender, Plan | AnabranchError] = {}
     ended = 0
     with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
         for i, contender in enumerate(contenders):
             progress(i, len(contenders), f"planner {_name(contender)}; Ctrl-C ends its search")
-            found[contender] = usage(next, results)[-1]
-            if interrupted(found[contender]):
+            plans[contender] = usage(next, results)[-1]
+            if interrupted(plans[contender]):
                 ended += 1
                 if ended == 2:
                     note(f"{_name(contender)} interrupted, and the comparison with it")
                     break
                 note(f"{_name(contender)} interrupted; Ctrl-C again ends the comparison")
-    return found
+    return plans
 
 
 def _name(contender: Contender) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli.job import Job
+from anabranch.cli.local_run import keep_run, train_job
 from anabranch.cli.output import print_json
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder
@@ -69,7 +70,7 @@ def demo(
         story.say(verified.summary())
     with story.chapter(f"Train {steps} steps on {devices} local ranks"):
         predicted = job.foreseen(job.plan)[1].step_s
-        result = job.train(TrainingSettings(steps=steps, check_gradients=False))
+        result = train_job(job, TrainingSettings(steps=steps, check_gradients=False))
         result = replace(result, gradients=f"verified: {verified.summary().splitlines()[0]}")
     with story.chapter("Predicted against measured"):
         from anabranch.record import new_folder
@@ -78,7 +79,7 @@ def demo(
         folder = run or new_folder("demo", began)
         times = _times(job.plan, predicted, result)
         noted = replace(job.plan, notes=(*job.plan.notes, *times.splitlines()))
-        result = job.keep(result, folder, plan=noted)
+        result = keep_run(job, result, folder, plan=noted)
         story.say("\n".join(f"{figure.name}: {figure.line}" for figure in told(result.figures())))
         story.say(times)
         story.say(f"picture of one step: {folder / 'timeline.svg'}")

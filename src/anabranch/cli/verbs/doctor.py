@@ -6,10 +6,10 @@ from typing import Annotated, cast
 
 import typer
 
+from anabranch.cli.clusters import read_cluster
 from anabranch.cli.output import print_json
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, TrainedModelSettings
-from anabranch.cli.source import read_cluster
 from anabranch.cli.spread import spread
 from anabranch.graph.opgraph import Granularity
 
@@ -39,7 +39,7 @@ def doctor(
 
     source = model.source
     machines = usage(read_cluster, cluster)
-    found = usage(
+    examination = usage(
         examine,
         source.workload(),
         machines,
@@ -49,26 +49,26 @@ def doctor(
         granularity=cast("Granularity", source.granularity),
     )
     if as_json:
-        branches = found.branches
+        branches = examination.branches
         print_json(
             {
-                "model": found.model,
-                "capturable": found.capturable,
-                "error": found.error or None,
-                "loss": found.loss,
-                "findings": list(found.findings),
+                "model": examination.model,
+                "capturable": examination.capturable,
+                "error": examination.error or None,
+                "loss": examination.loss,
+                "findings": list(examination.findings),
                 "operators": branches and branches.operators,
                 "depth": branches and branches.depth,
                 "width": branches and branches.width,
-                "plan": found.plan and plan_to_dict(found.plan),
+                "plan": examination.plan and plan_to_dict(examination.plan),
                 "device_bytes": [
                     {"device": device, "stage": stage, "weights_bytes": weights, "peak_bytes": peak}
-                    for device, stage, weights, peak in found.peaks
+                    for device, stage, weights, peak in examination.peaks
                 ],
-                "versions": found.versions,
+                "versions": examination.versions,
             }
         )
     else:
-        typer.echo(report(found))
-    if not found.capturable:
+        typer.echo(report(examination))
+    if not examination.capturable:
         raise typer.Exit(1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anabranch.cli.clusters import note_other_model, read_cluster
 from anabranch.cli.comparison import (
     interrupted,
     plan_or_error,
@@ -28,7 +29,6 @@ from anabranch.cli.settings import (
     PlanningSettings,
     Policy,
 )
-from anabranch.cli.source import note_other_model, read_cluster
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
 
@@ -99,7 +99,7 @@ def plan(
     if is_timed:
         begin_compiling(planner)
     try:
-        found = usage(
+        best = usage(
             search,
             costs,
             cluster,
@@ -122,35 +122,35 @@ def plan(
             f"interrupted before planner {planner} had proposed a plan; with a later Ctrl-C "
             "there is one, and with --planner sequential or data-parallel at once"
         ) from None
-    found = replace(found, options=source.recorded())
+    best = replace(best, options=source.recorded())
     if given is not None:
         note_other_model(given, costs.graph)
     if model.file is not None:
-        save_plan(found, model.file)
+        save_plan(best, model.file)
     others: dict[str, Baseline | AnabranchError] = {}
     if baselines and given is not None and given.stage_graph.batch_size == planning.batch_size:
         with suppress(AnabranchError):  # it may not fit as it stands
             others["from"] = Baseline.of(foreseen(given, costs, cluster)[0])
     if baselines and planner == "auto":
-        if interrupted(found):
+        if interrupted(best):
             note(
                 "interrupted; planning the baselines to compare with: Ctrl-C again leaves them out"
             )
         with suppress(KeyboardInterrupt):
-            others.update(compared(found, costs, cluster, optimizer=optimizer, **planning.search))
+            others.update(compared(best, costs, cluster, optimizer=optimizer, **planning.search))
     why = None
-    if found.mode == "sync":
+    if best.mode == "sync":
         with suppress(KeyboardInterrupt):  # the plan is what counts
-            why = explain(found, costs, cluster)
+            why = explain(best, costs, cluster)
     if as_json:
-        document = plan_to_dict(found) | source.facts
+        document = plan_to_dict(best) | source.facts
         documents = document["baselines"] = {}
         with suppress(KeyboardInterrupt):
             for name, other in others.items():
                 known = other if isinstance(other, AnabranchError) else other.plan()
                 documents[name] = plan_or_error(name, known)
         document["gain"] = {
-            name: ratio(other.step_s, found.figures.step_s)
+            name: ratio(other.step_s, best.figures.step_s)
             for name, other in others.items()
             if not isinstance(other, AnabranchError)
         }
@@ -158,22 +158,22 @@ def plan(
             document["explanation"] = why.to_dict()
         document["loss_kind"] = costs.graph.loss_kind
         document["normalised"] = list(costs.graph.normalised)
-        if found.mode == "async":
+        if best.mode == "async":
             document["optimizer"] = optimizer.name if optimizer is not None else None
-        print_json(document | staleness_document(found, optimizer))
+        print_json(document | staleness_document(best, optimizer))
         return
-    say_lines(found.summary())
+    say_lines(best.summary())
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised):
         say_lines(sentence)
-    if found.mode == "async":
-        print_table(*staleness_table(found.policy, staleness_of(found, optimizer)))
+    if best.mode == "async":
+        print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))
     typer.echo(
-        f"found in {found.search_s:.3f} s of search, {found.simulate_s:.3f} s of simulation and "
-        f"{found.improve_s:.3f} s of improvement"
+        f"found in {best.search_s:.3f} s of search, {best.simulate_s:.3f} s of simulation and "
+        f"{best.improve_s:.3f} s of improvement"
     )
     for name, other in others.items():
-        say_lines(against(name, other, found))
-    if better := _faster(others, found):
+        say_lines(against(name, other, best))
+    if better := _faster(others, best):
         typer.echo(better)
     if why is not None:
         typer.echo(why.summary())
@@ -203,7 +203,7 @@ _TITLES = {
 
 
 def _options(name: str) -> str:
-    """What plans a baseline."""
+    """Options of ``plan`` that plan a baseline."""
     from anabranch.solve import BASELINES
 
     given = BASELINES[name].items()
@@ -221,11 +221,11 @@ def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
     if not name or plans[name].step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""
     if ours.mode == "async":
-        depth, mine = plans[name].graph.depth, ours.stage_graph.depth
+        depth, own_depth = plans[name].graph.depth, ours.stage_graph.depth
         stale = (
             f"at the same depth, {depth}, so its weights are as stale"
-            if depth == mine
-            else f"at depth {depth} instead of {mine}, which decides how stale weights are"
+            if depth == own_depth
+            else f"at depth {depth} instead of {own_depth}, which decides how stale weights are"
         )
         return f"{_TITLES[name]} is faster than this plan, {stale}: {_options(name)} plans it"
     end = ", or let the search of this planner come to its end" if interrupted(ours) else ""

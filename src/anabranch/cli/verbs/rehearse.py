@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from anabranch.cli.clusters import cluster_of, read_cluster
 from anabranch.cli.output import note, print_json, print_rows, say_lines
 from anabranch.cli.parsing import split_output, usage
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, NoCache, Output, RunFolder
-from anabranch.cli.source import ModelSource, Preset, cluster_of, read_cluster
+from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import spread
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import time_text

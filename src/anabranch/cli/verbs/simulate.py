@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.cli.clusters import note_other_model
 from anabranch.cli.comparison import staleness_table
 from anabranch.cli.output import note, print_json, print_table, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
-from anabranch.cli.source import model_in_file, note_other_model
+from anabranch.cli.source import model_in_file
 from anabranch.cli.spread import spread
 from anabranch.cli.writable import file_to_write
 from anabranch.plans.plan import Mode, Plan, headline, time_text
@@ -86,13 +87,15 @@ def simulate(
     if chosen == "async":
         if why:
             raise typer.BadParameter("--why explains a step; without a flush there is none")
-        found = solve.simulate_async(plan, costs, cluster, policy=policy or "", optimizer=optimizer)
-        shown, timeline, graph = found.plan, found.timeline, found.graph
+        simulated = solve.simulate_async(
+            plan, costs, cluster, policy=policy or "", optimizer=optimizer
+        )
+        shown, timeline, graph = simulated.plan, simulated.timeline, simulated.graph
         title = f"predicted, {graph.batch_size // batch_size} mini-batches"
     else:
         shown = replace(solve.synchronous(plan), profile=costs.origin)
         shown, timeline = solve.foreseen(shown, costs, cluster, schedule=schedule)
-        found, graph, title = None, shown.stage_graph, "predicted"
+        simulated, graph, title = None, shown.stage_graph, "predicted"
         if why:
             explanation = solve.explain(shown, costs, cluster)
     if trace is not None:
@@ -111,14 +114,14 @@ def simulate(
     if (chosen, schedule, policy, other.cluster) == (plan.mode, None, None, None):
         _say_if_changed(plan, plan_file, shown, is_timed=source.is_timed(device))
     facts = {**source.facts, **(_actions(timeline) if actions else {})} if as_json else None
-    _say(shown, timeline, found, explanation, facts, files)
+    _say(shown, timeline, simulated, explanation, facts, files)
 
 
-def _say_if_changed(plan: Plan, file: Path, found: Plan, *, is_timed: bool) -> None:
+def _say_if_changed(plan: Plan, file: Path, simulated: Plan, *, is_timed: bool) -> None:
     """Remark that the figures in a plan file are not those of the plan in it; ``is_timed``: its
     operators have just been timed anew, so that they differ by some per cent all the same.
     """
-    noted, step_s = plan.predicted, found.figures.step_s
+    noted, step_s = plan.predicted, simulated.figures.step_s
     if noted is not None and abs(noted.step_s - step_s) > 0.05 * noted.step_s:
         why = "it was changed since it was planned, or its costs were others"
         if is_timed:
@@ -147,7 +150,7 @@ def _actions(timeline: Timeline) -> dict[str, Any]:
 def _say(
     plan: Plan,
     timeline: Timeline,
-    found: Simulated | None,
+    simulated: Simulated | None,
     why: Explanation | None,
     facts: Mapping[str, Any] | None,
     files: Mapping[str, Path | None],
@@ -161,15 +164,15 @@ def _say(
     batch_size = plan.stage_graph.batch_size
     step_s, bubble, peaks = timeline.step_s, timeline.bubble, [*timeline.peak_bytes.values()]
     more: dict[str, Any] = {"period_s": timeline.period_s, "exposed_sums": timeline.exposed_sums}
-    if found is not None:
-        steady = found.steady
+    if simulated is not None:
+        steady = simulated.steady
         step_s, bubble, peaks = steady.period_s, steady.bubble, [*steady.device_peak_bytes]
         more = {
             "mode": plan.mode,
             "policy": plan.policy,
             "periodic": steady.periodic,
-            "staleness": [asdict(stage) for stage in found.staleness],
-            "timeline_batches": found.graph.batch_size // batch_size,
+            "staleness": [asdict(stage) for stage in simulated.staleness],
+            "timeline_batches": simulated.graph.batch_size // batch_size,
             "timeline_s": timeline.step_s,
         }
     if why is not None:
@@ -189,13 +192,13 @@ def _say(
             }
         )
         return
-    sums = timeline.exposed_sums if found is None else None
+    sums = timeline.exposed_sums if simulated is None else None
     typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode, timeline.period_s, sums))
     shares = (f"{what} {seconds * 1e3:.2f} ms" for what, seconds in timeline.parts.items())
     typer.echo(f"of {timeline.step_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")
     typer.echo(f"costs: {plan.profile}")
-    if found is not None:
-        print_table(*staleness_table(plan.policy, found.staleness))
+    if simulated is not None:
+        print_table(*staleness_table(plan.policy, simulated.staleness))
     if why is not None:
         typer.echo(why.summary())
     for file in files.values():

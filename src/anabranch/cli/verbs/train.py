@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from anabranch.cli.clusters import note_crowded, note_uncalibrated
 from anabranch.cli.executed_plan import executed_plan
-from anabranch.cli.job import Job, agreed
+from anabranch.cli.job import Job
+from anabranch.cli.local_run import agreed, keep_run, train_job
 from anabranch.cli.output import INTERRUPTED, note, say_lines
 from anabranch.cli.preflight import (
     refuse_mode,
@@ -29,7 +31,6 @@ from anabranch.cli.run_summary import (
     say_stopping,
 )
 from anabranch.cli.settings import AsJson, RunFolder
-from anabranch.cli.source import note_crowded, note_uncalibrated
 from anabranch.cli.spread import given, spread
 from anabranch.cli.training_settings import (
     ComputeSettings,
@@ -131,7 +132,8 @@ def train(
             special |= {"policy": policy} if is_async else {}
             if is_first:
                 note(f"{left} of {planned} devices are left, for which training is planned anew")
-        return job.train(
+        return train_job(
+            job,
             asked,
             is_async=is_async,
             # Of a run in another way than the plan's its prediction says nothing.
@@ -153,7 +155,7 @@ def train(
         from anabranch.record import new_folder
 
         kept = run or new_folder(model.model, began)
-        result = job.keep(result, kept, plan=None if flush.round_robin else shown)
+        result = keep_run(job, result, kept, plan=None if flush.round_robin else shown)
         ended = how_to_go_on(result, training, run) if result.interrupted else ""
         say_run(result, kept, ended, as_json=as_json)
     if result.interrupted:
@@ -182,7 +184,7 @@ def _rehearse(
 
 
 def _seeded(make: Callable[[], T], seed: int | None) -> T:
-    """What is made with a seed, if there is one, which is that of the run as well."""
+    """Call a function with a seed, if there is one, and leave that seed for the run."""
     import torch
 
     if seed is None:
@@ -242,5 +244,5 @@ def _plan(
 
 
 def _on_first(make: Callable[[], Plan]) -> Plan:
-    """What is made here or, under torchrun, on the first rank."""
+    """Call a function here or, under torchrun, on the first rank alone."""
     return agreed(make) if "RANK" in os.environ else make()

@@ -1,0 +1,93 @@
+"""Clusters that the user names, and remarks on plans that are for other machines."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from anabranch.cli.output import note
+from anabranch.cli.parsing import usage
+from anabranch.cluster import Cluster
+from anabranch.errors import InvalidPlanError
+from anabranch.graph.opgraph import OpGraph
+
+if TYPE_CHECKING:
+    from anabranch.plans.plan import Plan
+
+
+def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:
+    """A preset or a cluster file; local ranks with the kept calibration of this machine, which is
+    said, unless the user does without.
+    """
+    from anabranch.files import load_cluster
+
+    return as_calibrated(usage(load_cluster, text), calibrated=calibrated)
+
+
+def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
+    """A cluster of local ranks with the kept calibration of this machine; what is used is said."""
+    if not calibrated:
+        return replace(cluster, calibration=None)
+    from anabranch.calibration import kept
+
+    cluster, sentence = kept.calibrated(cluster)
+    for said in (sentence, *kept.remarks(cluster)):
+        if said:
+            note(said)
+    return cluster
+
+
+def note_other_model(plan: Plan, graph: OpGraph) -> None:
+    """Say that a plan file was made for a model of another size, if that is so."""
+    if said := plan.other_model(graph):
+        note(said)
+
+
+def note_uncalibrated(plan: Plan) -> None:
+    """Say that the prediction of a plan file for local ranks leaves something out, if it does."""
+    from anabranch.calibration.kept import COMMAND, is_calibrated, is_local
+
+    if plan.machines is not None and is_local(plan.machines):
+        is_by_now = is_calibrated(plan.machines)
+        todo = "this machine is calibrated by now: plan" if is_by_now else f"{COMMAND}, then plan"
+        note(
+            f"the plan was made for {plan.machines.name} without a calibration, so its prediction "
+            f"leaves out what ranks cost each other; {todo} again"
+        )
+
+
+def note_crowded(plan: Plan) -> None:
+    """Say that more ranks than there are processor cores will compute here by a plan for devices
+    of which each computes on its own; the prediction for local ranks knows that they do not.
+    """
+    machines = plan.machines
+    is_foreseen = machines.cores if machines is not None else plan.cluster.startswith("local:")
+    ranks, cores = len(plan.stage_graph.devices), os.cpu_count() or 1
+    if ranks > cores and not is_foreseen:
+        note(
+            f"{ranks} ranks take turns on {cores} processor core{'s' if cores > 1 else ''} here, "
+            f"but the plan for {plan.cluster} has a device for each, so how long steps take says "
+            "nothing about the plan; anabranch rehearse waits as long as its devices would compute"
+        )
+
+
+def cluster_of(plan: Plan, file: Path, text: str | None, *, calibrated: bool = True) -> Cluster:
+    """The cluster that the user names, or the one that a plan was made for; raises InvalidPlanError
+    where a plan has no more than the name of a cluster of the user's own.
+    """
+    if text is not None:
+        return read_cluster(text, calibrated=calibrated)
+    if plan.machines is not None:
+        return as_calibrated(plan.machines, calibrated=calibrated)
+    try:
+        return read_cluster(plan.cluster, calibrated=calibrated)
+    except (ValueError, typer.BadParameter):
+        raise InvalidPlanError(
+            f"{file} was made for a cluster called {plan.cluster!r}, which is no preset, and does "
+            "not say what that has; name the cluster file it was made for, or another cluster, "
+            "with --cluster FILE"
+        ) from None

@@ -1,0 +1,149 @@
+"""Training of a job on local ranks, or as one rank of torchrun, and the folder that it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from anabranch.cli.job import Job
+from anabranch.cli.progress import TrainingProgress
+from anabranch.cli.training_settings import TrainingSettings
+from anabranch.errors import AnabranchError
+
+if TYPE_CHECKING:
+    from anabranch.plans.plan import Plan
+    from anabranch.record import Run
+    from anabranch.training import Looks
+
+
+def train_job(
+    job: Job,
+    training: TrainingSettings,
+    *,
+    is_async: bool = False,
+    predicted_s: float = 0.0,
+    on_interrupt: Callable[[], None] | None = None,
+    **options: Any,
+) -> Run:
+    """Train on local ranks, or as this rank of torchrun, with ``predicted_s`` (of a step or
+    mini-batch) shown beside the measured; ``on_interrupt`` is that of ``launch.run``.
+    """
+    from anabranch import launch
+    from anabranch.calibration.machine import OtherLoad
+    from anabranch.runtime.asynchronous.requirements import round_robin_of
+    from anabranch.runtime.guards.interrupt import listening
+    from anabranch.runtime.guards.stall import PATIENCE_S, default_timeout_s
+    from anabranch.runtime.plan_parts import prepare
+    from anabranch.training import train, train_async
+
+    plan, saves, logs = job.plan, training.saves(), training.loggers()
+    timeout_s = training.timeout or default_timeout_s(predicted_s)
+    assert plan is not None
+    # Once here rather than in every rank: forked ranks inherit it.
+    prepare(job.captured, plan.stage_graph, job.workload)
+    rounds = round_robin_of(plan) if options.get("round_robin") else None
+    if rounds is not None:
+        prepare(job.captured, rounds.for_turn(0, plan.stage_graph.batch_size), job.workload)
+    if not is_async and (looks := looks_of(job, replans=training.replan)) is not None:
+        options["looks"] = looks
+
+    def rank() -> Run:
+        return (train_async if is_async else train)(
+            job.workload,
+            plan,
+            steps=training.last_step,
+            epochs=training.epochs,
+            captured=job.captured,
+            resume=training.resume,
+            weights=training.weights,
+            save=training.save,
+            save_every=saves,
+            check_gradients=training.check_gradients,
+            evaluate_every=training.evaluate_every,
+            callbacks=(TrainingProgress(predicted_s, is_async=is_async), *logs),
+            device=job.device,
+            timeout=max(timeout_s, PATIENCE_S) + PATIENCE_S,  # who watches is sooner
+            stall_timeout=timeout_s,
+            **options,
+        )
+
+    if "RANK" in os.environ:
+        with listening():
+            return rank()
+    devices, load = len(plan.stage_graph.devices), OtherLoad()
+    run = launch.run(rank, devices, stall_timeout=timeout_s, on_interrupt=on_interrupt)[0]
+    return replace(run, others_share=load.share())
+
+
+def looks_of(job: Job, *, replans: bool) -> Looks | None:
+    """The predictions that training is compared with; None where only a plan file has them and no
+    other plan is asked for.
+    """
+    from anabranch.solve.replanning import Replanner
+    from anabranch.training import Looks
+
+    assert job.plan is not None
+    if job.is_by_file and not replans:
+        return None
+    graph = job.plan.stage_graph
+    if os.environ.get("RANK", "0") != "0":
+        return Looks(replans=replans)
+    profile = job.profile or job.measure(graph.batch_size)
+    # What a plan file has decided of memory and sums stays.
+    options = job.search_options or {
+        "shard_optimizer": job.plan.shard_optimizer,
+        "sparse_embeddings": job.plan.sparse_embeddings,
+    }
+    replanner = Replanner(profile, job.cluster(len(graph.devices)), options)
+    return Looks(replans=replans, replanner=replanner)
+
+
+def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
+    """Write the run's folder with the predicted timeline, and what its step is spent on;
+    ``plan`` as it was executed.
+    """
+    from anabranch.record import Origin, Part, save_run
+    from anabranch.solve import explain
+
+    run = replace(run, plan=plan or run.plan, origin=Origin.here())
+    if job.profile is not None and run.predicted is not None:
+        cluster = job.cluster(len(run.plan.stage_graph.devices))
+        predicted, timeline = job.foreseen(run.plan)
+        timelines = (("predicted", timeline), *run.timelines)
+        run = replace(run, plan=predicted, timelines=timelines)
+        if run.mode == "sync":
+            why = explain(predicted, job.profile, cluster)
+            parts = tuple(Part(*line) for line in why.parts())
+            run = replace(run, parts=parts)
+    save_run(run, folder)
+    return run
+
+
+def agreed(search: Callable[[], Plan]) -> Plan:
+    """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
+    import torch.distributed as dist
+
+    from anabranch.files import plan_from_dict, plan_to_dict
+    from anabranch.runtime import texts
+    from anabranch.runtime.process_groups import join
+
+    join()
+    plan, failure = None, None
+    if dist.get_rank() == 0:
+        try:
+            plan = search()
+        except AnabranchError as error:
+            failure = error
+    document = {} if plan is None else plan_to_dict(plan)
+    received = json.loads(texts.from_first(json.dumps(document)))
+    if failure is not None:
+        raise failure
+    if not received:
+        raise typer.Exit(1)  # the first rank says why; the others just end
+    return plan or plan_from_dict(received, "the plan of rank 0")
