@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from anabranch.files import save_cluster as save_cluster
     from anabranch.files import save_plan as save_plan
     from anabranch.files import save_profile as save_profile
+    from anabranch.files.pipedream import read_profile as read_profile
     from anabranch.graph.capture import capture as capture
     from anabranch.launch import run as run
     from anabranch.plans.plan import Plan as Plan
     from anabranch.profile.estimate import estimate as estimate
     from anabranch.profile.measure import measure as measure
-    from anabranch.profile.pipedream import read_profile as read_profile
     from anabranch.profile.profile import Profile as Profile
     from anabranch.runtime.asynchronous.pipeline import AsyncPipeline as AsyncPipeline
     from anabranch.runtime.compute.options import ComputeOptions as ComputeOptions
@@ -69,7 +69,7 @@ _HOME = {
     "measure_workload": "runtime.measurement.workload",
     "pad_to_bucket": "data.padding",
     "plan": "solve",
-    "read_profile": "profile.pipedream",
+    "read_profile": "files.pipedream",
     "run": "launch",
     "save_cluster": "files",
     "save_plan": "files",

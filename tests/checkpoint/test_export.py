@@ -148,7 +148,7 @@ def test_what_transformers_saved_is_trained_on(name: str, tmp_path: Path):
 def test_checkpoints_from_before_the_descriptions_are_read(tmp_path: Path):
     """Their manifests lack the key, and their checksums are of what they have."""
     from anabranch.checkpoint.manifest import sealed
-    from anabranch.jsonfile import parse, write_document
+    from anabranch.files.jsonfile import parse, write_document
 
     trained(built("Chain"), batch(16), tmp_path / "run")
     path = tmp_path / "run" / "manifest.json"

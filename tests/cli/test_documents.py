@@ -102,7 +102,7 @@ NOT_RUN = {
     'device="cuda"': "needs a GPU",
     "# mymodel.py": "is written to a file, and trained by ``test_the_model_of_a_page_learns``",
     "def rank()": "a script, run as one by ``test_the_script_of_a_page``",
-    "import Trainer": "run by ``tests/test_huggingface.py``, which has a model and data for it",
+    "import Trainer": "run by ``tests/training/test_huggingface.py``, which has a model for it",
 }
 """What a Python block has that is not run where it stands -> why."""
 

@@ -15,11 +15,11 @@ from anabranch.cli.clusters import note_uncalibrated
 from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
 from anabranch.files import load_plan, load_profile
+from anabranch.files.pipedream import read_profile
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.profile.pipedream import read_profile
 from tests.calibration.examples import cluster
-from tests.profile.test_pipedream import node, write
+from tests.files.test_pipedream import node, write
 from tests.shared_profiles import SHARED, needs_shared
 
 GRAPH = [

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import anabranch
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import parse, read_text
+from anabranch.files.jsonfile import parse, read_text
 from anabranch.profile.profile import Profile
 from benchmarks.planners.published import dnn_partitioning, piper
 

@@ -34,8 +34,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import Strict, validate
-from anabranch.profile.imported_graph import (
+from anabranch.files.imported_graph import (
     LONGEST_S,
     Edge,
     ImportedGraph,
@@ -45,7 +44,8 @@ from anabranch.profile.imported_graph import (
     sources,
     unique_names,
 )
-from anabranch.profile.pipedream import images
+from anabranch.files.jsonfile import Strict, validate
+from anabranch.files.pipedream import images
 from anabranch.profile.profile import Profile
 from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has
 from benchmarks.planners.published.training_graph import TrainingNode, group

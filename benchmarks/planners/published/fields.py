@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from anabranch.jsonfile import LARGEST_SIZE
+from anabranch.files.jsonfile import LARGEST_SIZE
 
 Bytes = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
 Id = Annotated[int, Field(ge=0, le=2**53)]

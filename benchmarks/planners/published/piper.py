@@ -32,14 +32,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import Strict, validate
-from anabranch.profile.imported_graph import (
+from anabranch.files.imported_graph import (
     LONGEST_S,
     Edge,
     ImportedGraph,
     ImportedNode,
     sources,
 )
+from anabranch.files.jsonfile import Strict, validate
 from anabranch.profile.profile import Profile
 from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has
 

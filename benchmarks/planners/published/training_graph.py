@@ -27,8 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
+from anabranch.files.imported_graph import Edge, neighbours, topological_order
 from anabranch.graph.digraph import strongly_connected
-from anabranch.profile.imported_graph import Edge, neighbours, topological_order
 
 
 @dataclass(frozen=True, slots=True)

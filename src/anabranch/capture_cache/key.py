@@ -30,7 +30,7 @@ _PROGRAM = ("__main__", "__mp_main__")
 _PACKAGE = Path(__file__).parents[1]
 
 CAPTURING = (
-    *("errors.py", "remembered.py", "jsonfile.py", "workload.py", "cluster.py"),
+    *("errors.py", "remembered.py", "workload.py", "cluster.py"),
     *("graph", "data", "profile", "models"),
 )
 """The files and folders of this package that take part in building, capturing and tracing."""

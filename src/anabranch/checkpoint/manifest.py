@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from anabranch.checkpoint.pretrained import Pretrained
-from anabranch.jsonfile import Strict
+from anabranch.files.jsonfile import Strict
 
 SCHEMA = "anabranch.checkpoint/1"
 MANIFEST = "manifest.json"

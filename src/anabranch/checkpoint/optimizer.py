@@ -12,7 +12,7 @@ from torch import Tensor
 from anabranch.checkpoint.manifest import Group, Option, Scalar
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import FileFormatError, TrainingError
-from anabranch.jsonfile import shown
+from anabranch.files.jsonfile import shown
 
 
 def optimizer_part(

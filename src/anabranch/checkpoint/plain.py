@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anabranch.checkpoint.manifest import type_text
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import parse, read_text
+from anabranch.files.jsonfile import parse, read_text
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from anabranch.jsonfile import Strict
+from anabranch.files.jsonfile import Strict
 
 
 class Pretrained(Strict):

@@ -24,7 +24,7 @@ from anabranch.checkpoint.manifest import (
 )
 from anabranch.checkpoint.series import newest
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import read_document
+from anabranch.files.jsonfile import read_document
 
 
 class Checkpoint:

@@ -18,7 +18,7 @@ from pydantic import Field
 from anabranch.checkpoint.manifest import MANIFEST
 from anabranch.checkpoint.writing import is_partial, remove
 from anabranch.errors import FileFormatError, TrainingError
-from anabranch.jsonfile import Strict, read_document, write_document
+from anabranch.files.jsonfile import Strict, read_document, write_document
 
 BEST = "best"
 _EVALUATION, _SCHEMA = "evaluation.json", "anabranch.evaluation/1"

@@ -39,7 +39,7 @@ from anabranch.checkpoint.manifest import (
 )
 from anabranch.checkpoint.pretrained import Pretrained
 from anabranch.errors import TrainingError
-from anabranch.jsonfile import explain, write_document
+from anabranch.files.jsonfile import explain, write_document
 
 _PARTIAL = re.compile(r"^\..+\.([0-9a-f]{1,16}|old)\.partial$")
 _NO_LOCK = -1

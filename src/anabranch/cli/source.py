@@ -211,7 +211,7 @@ class ModelSource:
 
     def _from_file(self, device: str, samples: tuple[int, ...] | None) -> Profile:
         from anabranch.files import load_profile
-        from anabranch.profile.pipedream import is_foreign, read_profile
+        from anabranch.files.pipedream import is_foreign, read_profile
 
         path = Path(self.model)
         if is_foreign(path):

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from anabranch.files.clusters import CLUSTER, cluster_to_dict, load_cluster, save_cluster
 from anabranch.files.fields import MOST_DEVICES
+from anabranch.files.jsonfile import LARGEST_SIZE
 from anabranch.files.plans import PLAN, load_plan, plan_from_dict, plan_to_dict, save_plan
 from anabranch.files.profiles import PROFILE, load_profile, profile_to_dict, save_profile
-from anabranch.jsonfile import LARGEST_SIZE
 
 __all__ = [
     "CLUSTER",

@@ -14,8 +14,8 @@ from anabranch.files.graphs import (
     graph_to_dict,
     to_graph,
 )
+from anabranch.files.jsonfile import LARGEST_SIZE, Strict, read_document
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.jsonfile import LARGEST_SIZE, Strict, read_document
 from anabranch.profile.kernel_trace import Kernel, KernelTrace, TracedModel
 
 CAPTURE = "anabranch.capture/1"

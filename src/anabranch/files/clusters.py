@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from anabranch.cluster import Calibration, Cluster, Level, Machine
 from anabranch.files.fields import MOST_DEVICES, FilePath, Seconds, Text, build, save
-from anabranch.jsonfile import (
+from anabranch.files.jsonfile import (
     LARGEST_SIZE,
     Strict,
     core_fields,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, ValidationError
 
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import LARGEST_SIZE, Strict, explain, write_document
+from anabranch.files.jsonfile import LARGEST_SIZE, Strict, explain, write_document
 
 MOST_DEVICES = 10**6
 """No cluster has a million devices; a product of level sizes quickly would."""

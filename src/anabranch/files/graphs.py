@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from anabranch.files.fields import Name, NameOrNone, Size, Text
+from anabranch.files.jsonfile import Strict, core_fields, document_fields
 from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Table, Value
-from anabranch.jsonfile import Strict, core_fields, document_fields
 
 
 class TableEntry(Strict):

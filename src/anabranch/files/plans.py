@@ -25,8 +25,8 @@ from anabranch.files.fields import (
     build,
     save,
 )
+from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document, validate
 from anabranch.graph.opgraph import Granularity
-from anabranch.jsonfile import Strict, core_fields, document_fields, read_document, validate
 from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import CHANGED, Mode, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph

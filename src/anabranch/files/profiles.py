@@ -23,9 +23,9 @@ from anabranch.files.graphs import (
     graph_to_dict,
     to_graph,
 )
+from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document
 from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.opgraph import Granularity
-from anabranch.jsonfile import Strict, core_fields, document_fields, read_document
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 
 PROFILE = "anabranch.profile/1"

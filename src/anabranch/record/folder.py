@@ -21,7 +21,7 @@ from pydantic import Field
 
 from anabranch.errors import FileFormatError, InvalidScheduleError
 from anabranch.files import load_plan, save_plan
-from anabranch.jsonfile import (
+from anabranch.files.jsonfile import (
     Strict,
     core_fields,
     document_fields,

@@ -19,7 +19,7 @@ from benchmarks.planners.published import read_profile
 from benchmarks.planners.published.__main__ import main
 from tests.benchmarks.published.test_dnn_partitioning import LAYERS, OPERATORS
 from tests.benchmarks.published.test_piper import BERT, GNMT
-from tests.profile.test_pipedream import LINES
+from tests.files.test_pipedream import LINES
 from tests.shared_profiles import SHARED, needs_shared
 
 same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import FileFormatError
-from anabranch.profile.imported_graph import Edge, topological_order
+from anabranch.files.imported_graph import Edge, topological_order
 from benchmarks.planners.published.training_graph import TrainingNode, group
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError, InfeasiblePlanError
+from anabranch.files.pipedream import read_profile
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.dapple.planner import Dapple
 from anabranch.planner.sequential import Sequential
 from anabranch.plans.check import check
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.profile.pipedream import read_profile
 from tests.planner import shapes
 from tests.planner.dapple.latency import latency
 from tests.planner.helpers import cost_model

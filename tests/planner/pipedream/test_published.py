@@ -7,9 +7,9 @@ import pytest
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
+from anabranch.files.pipedream import read_profile
 from anabranch.planner.pipedream.planner import PipeDream
 from anabranch.plans.check import check
-from anabranch.profile.pipedream import read_profile
 from tests.shared_profiles import SHARED, needs_shared
 
 FILES = sorted((SHARED / "pipedream").glob("*/graph.txt"))

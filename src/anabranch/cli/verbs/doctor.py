@@ -34,8 +34,8 @@ def doctor(
 
     Example: `anabranch doctor mypackage.mymodel:workload`
     """
-    from anabranch.doctor import examine, report
     from anabranch.files import plan_to_dict
+    from anabranch.training.doctor import examine, report
 
     source = model.source
     machines = usage(read_cluster, cluster)

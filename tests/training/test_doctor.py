@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.cluster import Cluster
-from anabranch.doctor import Examination, examine, report
+from anabranch.training.doctor import Examination, examine, report
 from anabranch.workload import NamedParameters, Workload
 from tests.losses import Contrastive, Masked, Tokens, batch
 

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import FileFormatError
-from anabranch.graph.opgraph import BATCH, Parameter, Value
-from anabranch.profile.imported_graph import (
+from anabranch.files.imported_graph import (
     Edge,
     ImportedGraph,
     ImportedNode,
     unique_names,
 )
+from anabranch.graph.opgraph import BATCH, Parameter, Value
 
 
 def draft(nodes: list[ImportedNode], edges: list[Edge], samples: int = 1) -> ImportedGraph:

@@ -19,9 +19,9 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
+from anabranch.files.jsonfile import LARGEST_SIZE
 from anabranch.graph import digraph
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.jsonfile import LARGEST_SIZE
 from anabranch.profile.profile import OpCost, Profile
 
 LONGEST_S = 1e9

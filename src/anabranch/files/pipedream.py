@@ -34,8 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.errors import FileFormatError
-from anabranch.jsonfile import LARGEST_SIZE, read_text, shown
-from anabranch.profile.imported_graph import (
+from anabranch.files.imported_graph import (
     LONGEST_S,
     MOST_SAMPLES,
     Edge,
@@ -43,6 +42,7 @@ from anabranch.profile.imported_graph import (
     ImportedNode,
     sources,
 )
+from anabranch.files.jsonfile import LARGEST_SIZE, read_text, shown
 from anabranch.profile.profile import Profile
 
 KNOWN = "anabranch reads its own profiles, and PipeDream's and DAPPLE's graph.txt"

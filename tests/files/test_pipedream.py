@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from anabranch.errors import FileFormatError
 from anabranch.files import load_profile, save_profile
+from anabranch.files.pipedream import is_foreign, read_profile
 from anabranch.graph.opgraph import BATCH, Op, Parameter, Value
-from anabranch.profile.pipedream import is_foreign, read_profile
 from anabranch.profile.profile import OpCost, Profile
 from tests.shared_profiles import SHARED, needs_shared
 

@@ -18,8 +18,8 @@ from transformers.feature_extraction_utils import BatchFeature
 from anabranch import launch
 from anabranch.checkpoint.export import export
 from anabranch.graph.capture import capture
-from anabranch.huggingface import Trainer, batch_size, training_options, workload_of
 from anabranch.training import SaveEvery
+from anabranch.training.huggingface import Trainer, batch_size, training_options, workload_of
 from benchmarks.architectures.models import build
 from tests.runtime.small import Built, plan
 
