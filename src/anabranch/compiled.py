@@ -1,4 +1,4 @@
-"""Inner loops as machine code, by numba.
+"""Inner loops as machine code, by numba, and the records that they work on.
 
 A ``compiled`` function is written in the part of Python that numba knows, and so is all that it
 calls. Numba is imported and compiles when such a function is called first: training alone does not
@@ -10,19 +10,85 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, update_wrapper
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, update_wrapper
 from hashlib import sha256
 from pathlib import Path
 from pickle import UnpicklingError
 from shutil import rmtree
 from types import CodeType, FunctionType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
+
+import numpy as np
+from numpy.typing import NDArray
 
 from anabranch import forked
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Fields = TypeVar("Fields")
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+
+class Table(Protocol[Fields]):
+    """An array of records; what is assigned to a field of an entry is in the array."""
+
+    def __len__(self) -> int: ...
+
+    @overload
+    def __getitem__(self, at: int, /) -> Fields: ...
+
+    @overload
+    def __getitem__(self, at: slice, /) -> Table[Fields]: ...
+
+    @overload
+    def __getitem__(self, name: str, /) -> NDArray[Any]: ...
+
+    @overload
+    def __setitem__(self, at: int, entry: Fields, /) -> None: ...
+
+    @overload
+    def __setitem__(self, name: str, column: object, /) -> None: ...
+
+
+def records(fields: type[Fields], rows: Sequence[tuple[float, ...]] | int) -> Table[Fields]:
+    """An array of these rows, or of as many rows of zeros.
+
+    Args:
+        fields: a class whose annotations are the fields of a record, in their order: ``int``,
+            ``float``, or arrays of those with their sizes, ``Annotated[Floats, 2, 2]``.
+    """
+    make = np.zeros if isinstance(rows, int) else np.array
+    table: Any = make(rows, record_type(cast(Hashable, fields)))
+    return cast("Table[Fields]", table.view(np.recarray))
+
+
+@cache
+def record_type(fields: Hashable) -> np.dtype[np.void]:
+    """The type of such an array's entries."""
+
+    def kind(hint: Any) -> tuple[Any, ...]:
+        if get_origin(hint) is Annotated:
+            array, *sizes = get_args(hint)
+            return (np.int64 if array == Ints else np.float64), tuple(sizes)
+        return (np.int64 if hint is int else np.float64,)
+
+    hints = get_type_hints(fields, include_extras=True)
+    return np.dtype([(name, *kind(hint)) for name, hint in hints.items()], align=True)
 
 
 class Compiled(Generic[_Arguments, _Result]):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from anabranch.compiled import records
 from anabranch.cost.overheads import slowdown_of
 from anabranch.simulator.engine import (
     begin_job,
@@ -15,16 +16,22 @@ from anabranch.simulator.engine import (
     next_event,
     tournament,
 )
-from anabranch.simulator.records import CLOCK, DEVICE, HOST, NODE, Tables
+from anabranch.simulator.records import (
+    ClockRecord,
+    DeviceRecord,
+    HostRecord,
+    NodeRecord,
+    Tables,
+)
 
 
 def tables(slots: int, speeds: tuple[float, ...] = ()) -> Tables:
     """A clock with as many slots, and devices on one host."""
     made = dict.fromkeys(Tables._fields, np.zeros(0))
-    made["clock"], made["devices"] = np.zeros(1, CLOCK), np.zeros(slots, DEVICE)
-    made["nodes"] = np.array(tournament(slots), NODE)
-    made["hosts"], made["speeds"] = np.array([(0, -1, 0.0, 0.0)], HOST), np.array(speeds)
-    return Tables(*(table.view(np.recarray) for table in made.values()))
+    made["clock"], made["devices"] = records(ClockRecord, 1), records(DeviceRecord, slots)
+    made["nodes"] = records(NodeRecord, tournament(slots))
+    made["hosts"], made["speeds"] = records(HostRecord, [(0, -1, 0.0, 0.0)]), np.array(speeds)
+    return Tables(**made)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.events import play
 from anabranch.simulator.in_a_row import in_a_row
 from anabranch.simulator.program import compile_schedule
-from anabranch.simulator.records import Tables
 from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.tables import tables_of
 from anabranch.timeline import Timeline
@@ -272,6 +270,6 @@ def test_machine_code_does_the_same_as_python(example, shard):
     program = in_a_row(program, 3, 0.0)
     compiled, plain = tables_of(program, costs), tables_of(program, costs)
     play(compiled)
-    play.py_func(Tables(*(table.view(np.recarray) for table in plain)))
+    play.py_func(plain)
     for ours, theirs in zip(compiled, plain, strict=True):
         assert ours.tobytes() == theirs.tobytes()

@@ -15,18 +15,24 @@ from __future__ import annotations
 
 import math
 
-from anabranch.simulator.records import Record, Table, Tables
+from anabranch.compiled import Table
+from anabranch.simulator.records import (
+    ClockRecord,
+    HostRecord,
+    NodeRecord,
+    Tables,
+)
 
 
 def tournament(slots: int) -> list[tuple[int, int, float]]:
-    """``NODE`` records of as many slots, without events."""
+    """``NodeRecord`` rows of as many slots, without events."""
     winners = [*range(-slots, slots)]
     for node in range(slots - 1, -1, -1):
         winners[node] = winners[2 * node] if node else 0
     return [(0, winner, math.inf) for winner in winners]
 
 
-def expect(slot: int, time: float, place: int, nodes: Table) -> None:
+def expect(slot: int, time: float, place: int, nodes: Table[NodeRecord]) -> None:
     """Let the event of a slot be at a time, whatever it was before; infinity for never."""
     slots = len(nodes) >> 1
     at = slots + slot
@@ -43,13 +49,13 @@ def expect(slot: int, time: float, place: int, nodes: Table) -> None:
         at >>= 1
 
 
-def expect_at(slot: int, time: float, clock: Record, nodes: Table) -> None:
+def expect_at(slot: int, time: float, clock: ClockRecord, nodes: Table[NodeRecord]) -> None:
     """Let the event of a slot be at a time, behind all that are at that time so far."""
     clock.last_place += 1
     expect(slot, time, clock.last_place, nodes)
 
 
-def next_event(clock: Record, nodes: Table) -> int:
+def next_event(clock: ClockRecord, nodes: Table[NodeRecord]) -> int:
     """Go on to the next event; its slot, or -1 if there is none."""
     slot = nodes[1].winner
     event = nodes[(len(nodes) >> 1) + slot]
@@ -60,7 +66,9 @@ def next_event(clock: Record, nodes: Table) -> int:
     return int(slot)
 
 
-def begin_job(host: Record, slot: int, d: int, seconds: float, clock: Record, step: Tables) -> None:
+def begin_job(
+    host: HostRecord, slot: int, d: int, seconds: float, clock: ClockRecord, step: Tables
+) -> None:
     """Begin so many seconds of one core's work of a device: the more jobs there are on a host, the
     longer all take. Only the job that ends next has an event, that of the host.
 
@@ -84,7 +92,7 @@ def begin_job(host: Record, slot: int, d: int, seconds: float, clock: Record, st
     _expect_end(host, slot, clock, step)
 
 
-def end_job(host: Record, slot: int, clock: Record, step: Tables) -> int:
+def end_job(host: HostRecord, slot: int, clock: ClockRecord, step: Tables) -> int:
     """End the job that ends first; its device."""
     d = host.head
     host.since, host.work = clock.now, step.devices[d].work
@@ -94,7 +102,7 @@ def end_job(host: Record, slot: int, clock: Record, step: Tables) -> int:
     return int(d)
 
 
-def _expect_end(host: Record, slot: int, clock: Record, step: Tables) -> None:
+def _expect_end(host: HostRecord, slot: int, clock: ClockRecord, step: Tables) -> None:
     if host.jobs > 0:
         left = max(step.devices[host.head].work - host.work, 0.0)
         expect_at(slot, clock.now + left / step.speeds[host.jobs], clock, step.nodes)

@@ -11,9 +11,16 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 
-from anabranch.compiled import compiled
+from anabranch.compiled import Table, compiled
 from anabranch.simulator.engine import begin_job, end_job, expect, expect_at, next_event
-from anabranch.simulator.records import Record, Table, Tables
+from anabranch.simulator.records import (
+    BarrierRecord,
+    ClockRecord,
+    DeviceRecord,
+    PartRecord,
+    Tables,
+    UnitRecord,
+)
 
 
 class Role(IntEnum):
@@ -66,7 +73,7 @@ def play(step: Tables) -> None:
             _end_part(slot, clock, step)
 
 
-def _advance(d: int, clock: Record, step: Tables) -> None:
+def _advance(d: int, clock: ClockRecord, step: Tables) -> None:
     """Go through the list of one device until it computes or has to wait."""
     device, messages, lists = step.devices[d], step.messages, step.lists
     count = len(messages)
@@ -112,13 +119,13 @@ def _advance(d: int, clock: Record, step: Tables) -> None:
         device.at += 1
 
 
-def _post(first: int, stop: int, clock: Record, step: Tables) -> None:
+def _post(first: int, stop: int, clock: ClockRecord, step: Tables) -> None:
     """Post the receives of messages."""
     for i in range(first, stop):
         _meet(step.lists[i], clock, step)
 
 
-def _meet(m: int, clock: Record, step: Tables) -> None:
+def _meet(m: int, clock: ClockRecord, step: Tables) -> None:
     """A message moves as soon as it is both sent and posted: at the second of the two."""
     message = step.messages[m]
     if message.ready == 0:
@@ -133,7 +140,7 @@ def _meet(m: int, clock: Record, step: Tables) -> None:
         expect(message.waiter, message.arrival, message.place, step.nodes)
 
 
-def _occupy(first: int, stop: int, seconds: float, clock: Record, step: Tables) -> float:
+def _occupy(first: int, stop: int, seconds: float, clock: ClockRecord, step: Tables) -> float:
     """Take ports for a while, as soon as all are free; when that is."""
     start = clock.now
     for i in range(first, stop):
@@ -143,7 +150,7 @@ def _occupy(first: int, stop: int, seconds: float, clock: Record, step: Tables) 
     return float(start)
 
 
-def _receive(device: Record, clock: Record, step: Tables) -> None:
+def _receive(device: DeviceRecord, clock: ClockRecord, step: Tables) -> None:
     """The message has arrived that a device waits for."""
     message = step.messages[device.message]
     message.waiter = device.message = -1
@@ -151,7 +158,7 @@ def _receive(device: Record, clock: Record, step: Tables) -> None:
     device.at += 1
 
 
-def _is_last(barrier: Record) -> bool:
+def _is_last(barrier: BarrierRecord) -> bool:
     """Whether a device is the last of its group to come; then nobody has come to the next time."""
     barrier.missing -= 1
     if barrier.missing > 0:
@@ -160,7 +167,7 @@ def _is_last(barrier: Record) -> bool:
     return True
 
 
-def _come(g: int, clock: Record, step: Tables) -> None:
+def _come(g: int, clock: ClockRecord, step: Tables) -> None:
     """The last device of a group to come to a unit starts it on all of them."""
     group = step.barriers[g]
     if not _is_last(group):
@@ -180,7 +187,7 @@ def _come(g: int, clock: Record, step: Tables) -> None:
         expect_at(d, start + unit.seconds, clock, step.nodes)
 
 
-def _share(unit: Record, clock: Record, step: Tables) -> None:
+def _share(unit: UnitRecord, clock: ClockRecord, step: Tables) -> None:
     """As a gather, but nobody waits for it here."""
     if _is_last(step.barriers[unit.group]):
         start = _occupy(unit.first, unit.stop, unit.seconds, clock, step)
@@ -188,7 +195,7 @@ def _share(unit: Record, clock: Record, step: Tables) -> None:
         expect_at(slot, start + unit.seconds, clock, step.nodes)
 
 
-def _end_share(b: int, clock: Record, step: Tables) -> None:
+def _end_share(b: int, clock: ClockRecord, step: Tables) -> None:
     """What a group has updated is where it is read."""
     barrier = step.barriers[b]
     barrier.left -= 1
@@ -201,7 +208,7 @@ def _end_share(b: int, clock: Record, step: Tables) -> None:
         d = after
 
 
-def _wait(d: int, barrier: Record, devices: Table) -> None:
+def _wait(d: int, barrier: BarrierRecord, devices: Table[DeviceRecord]) -> None:
     """A device waits behind the others at a barrier."""
     devices[d].behind = -1
     if barrier.head < 0:
@@ -211,7 +218,7 @@ def _wait(d: int, barrier: Record, devices: Table) -> None:
     barrier.tail = d
 
 
-def _start(d: int, clock: Record, step: Tables) -> None:
+def _start(d: int, clock: ClockRecord, step: Tables) -> None:
     """Start the unit of a device."""
     device = step.devices[d]
     step.runs[device.run].start = clock.now
@@ -219,7 +226,7 @@ def _start(d: int, clock: Record, step: Tables) -> None:
     _compute(d, clock, step)
 
 
-def _compute(d: int, clock: Record, step: Tables) -> None:
+def _compute(d: int, clock: ClockRecord, step: Tables) -> None:
     """Start a part of a unit."""
     device = step.devices[d]
     seconds = step.parts[device.part].seconds
@@ -230,7 +237,7 @@ def _compute(d: int, clock: Record, step: Tables) -> None:
         begin_job(step.hosts[device.host], slot, d, seconds, clock, step)
 
 
-def _end_part(d: int, clock: Record, step: Tables) -> None:
+def _end_part(d: int, clock: ClockRecord, step: Tables) -> None:
     """A part of a unit has ended: gradients may be final. With the last one the unit has."""
     device = step.devices[d]
     unit = step.units[device.unit]
@@ -252,7 +259,7 @@ def _end_part(d: int, clock: Record, step: Tables) -> None:
         _give(device.updates + stage, step.parts[part], clock, step)
 
 
-def _give(updates: int, part: Record, clock: Record, step: Tables) -> None:
+def _give(updates: int, part: PartRecord, clock: ClockRecord, step: Tables) -> None:
     """A device's gradients of the pieces of a part are final."""
     lists = step.lists
     for i in range(part.first, part.stop):
@@ -262,7 +269,7 @@ def _give(updates: int, part: Record, clock: Record, step: Tables) -> None:
             _sum_next(step.sums[lists[i]].queue, clock, step)
 
 
-def _sum_next(q: int, clock: Record, step: Tables) -> None:
+def _sum_next(q: int, clock: ClockRecord, step: Tables) -> None:
     """Start the next all-reduce of a queue, if it can."""
     queue = step.queues[q]
     number = step.lists[queue.turn]
@@ -277,7 +284,7 @@ def _sum_next(q: int, clock: Record, step: Tables) -> None:
     expect_at(len(step.devices) + q, piece.start + work.seconds, clock, step.nodes)
 
 
-def _end_sum(q: int, clock: Record, step: Tables) -> None:
+def _end_sum(q: int, clock: ClockRecord, step: Tables) -> None:
     """An all-reduce has ended: the next one, and those who have waited for it."""
     clock.end = max(clock.end, clock.now)
     queue, lists = step.queues[q], step.lists
@@ -304,7 +311,7 @@ def _end_sum(q: int, clock: Record, step: Tables) -> None:
             d = after
 
 
-def _await_sums(d: int, stage: int, clock: Record, step: Tables) -> None:
+def _await_sums(d: int, stage: int, clock: ClockRecord, step: Tables) -> None:
     """Update a stage as soon as all of its gradients are summed."""
     update = step.lists[step.devices[d].updates + stage]
     barrier = step.barriers[update * clock.stages + stage]
@@ -314,7 +321,7 @@ def _await_sums(d: int, stage: int, clock: Record, step: Tables) -> None:
         _wait(d, barrier, step.devices)
 
 
-def _agree(d: int, clock: Record, step: Tables) -> None:
+def _agree(d: int, clock: ClockRecord, step: Tables) -> None:
     """A device is through its list; the last one to have its sums lets all go on."""
     devices = step.devices
     for i in range(devices[d].first_stage, devices[d].stop_stage):

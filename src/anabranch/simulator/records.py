@@ -7,72 +7,141 @@ begins and ends, unless another table is named; indices are -1 for none, flags 0
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-Table = Any
-"""An array of records or of numbers."""
-
-Record = Any
-"""An entry of a table of records: what is assigned to a field is in the table."""
+from anabranch.compiled import Floats, Ints, Table
 
 
-def _record(whole: str, real: str = "") -> np.dtype[np.void]:
-    """A record with these fields for whole numbers and for others."""
-    fields = [(name, np.int64) for name in whole.split()]
-    return np.dtype([*fields, *((name, np.float64) for name in real.split())], align=True)
+class ClockRecord:
+    """The clock of a step, and its totals."""
+
+    place: int  # of the current event, among those of the same time
+    last_place: int  # the last one that was taken
+    agreed: int  # devices that have agreed
+    summed: int  # all-reduces that have begun
+    stages: int
+    now: float
+    end: float  # of the last compute, all-reduce or update
+    begun: float  # of several steps, when a device last began one
+    agreement_s: float
 
 
-# The place of an event among those of the same time: of the current one, and the last that was
-# taken. Devices that have agreed; sums that have begun. Stages. When the last thing ended; of
-# several steps, when a device last began one. Of an agreement.
-CLOCK = _record("place last_place agreed summed stages", "now end begun agreement_s")
+class NodeRecord:
+    """A node of the tournament between events; the second half of the nodes are the slots."""
 
-# A node of the tournament between events, with its winner. Its second half are the slots.
-NODE = _record("place winner", "time")
+    place: int
+    winner: int
+    time: float
 
-# Where a device stands in its list, and the end of that; its next run; updates of stages that it
-# has done; stages that it has. The current unit, the part of it, and the message that it waits for.
-# Steps begun behind the first. Who waits behind it for the same thing. Its host, if that has a
-# clock of its own; the job there that ends next, and the work done by its own end.
-DEVICE = _record(
-    "at stop run updates first_stage stop_stage unit part message begun behind host next_job",
-    "work",
-)
 
-# Parts of a compute; ports of a gather; receives that a beginning posts.
-UNIT = _record("role stage group first stop", "seconds")
+class DeviceRecord:
+    """Where a device stands."""
 
-# Pieces whose gradients are final behind it.
-PART = _record("first stop", "seconds")
+    at: int  # in its list
+    stop: int  # the end of the list
+    run: int  # the next one
+    updates: int  # in ``Tables.lists``, updates done of each stage
+    first_stage: int
+    stop_stage: int
+    unit: int  # the current one
+    part: int  # of the current unit
+    message: int  # that it waits for
+    begun: int  # steps behind the first one
+    behind: int  # the device that waits behind it for the same thing
+    host: int  # if that has a clock of its own
+    next_job: int  # the device there whose job ends next
+    work: float  # done by a job of the host at the end of its own
 
-# Ports; messages whose receives are posted when this one has been taken. Ready is one that has been
-# sent or posted: it moves at the second of the two. Then when it leaves its ports, when it arrives
-# and the place of that; the device that waits for it.
-MESSAGE = _record(
-    "first stop first_release stop_release ready place waiter", "occupies latency freed arrival"
-)
 
-# What is left to happen before those who wait can go on; the first and the last of them. Of a
-# group, its devices, and how many have not come yet.
-BARRIER = _record("left head tail first stop missing")
+class UnitRecord:
+    """What a device computes or waits for at one place of its list."""
 
-# An all-reduce of a piece: ports, stages.
-SUM = _record("queue first stop first_stage stop_stage", "seconds")
+    role: int
+    stage: int
+    group: int
+    first: int  # of its parts; of a gather's ports; of receives that a beginning posts
+    stop: int
+    seconds: float
 
-# Pieces that are summed one after the other: which is next or goes on, of which update.
-QUEUE = _record("first stop turn update busy")
 
-# Gradients that a piece waits for, in one update; when its sum began, behind how many others.
-PIECE = _record("to_come begun", "start")
+class PartRecord:
+    """A part of a compute, behind which gradients of the pieces in its list are final."""
 
-# Cores that devices share: running jobs, the one that ends first. The work that one of them would
-# have done, and when that was noted.
-HOST = _record("jobs head", "work since")
+    first: int
+    stop: int
+    seconds: float
 
-# A unit of a device.
-RUN = _record("", "start end")
+
+class MessageRecord:
+    """A message, with its ports."""
+
+    first: int
+    stop: int
+    first_release: int  # messages whose receives are posted when this one has been taken
+    stop_release: int
+    ready: int  # sent or posted: it moves at the second of the two
+    place: int  # of its arrival
+    waiter: int  # device that waits for it
+    occupies: float
+    latency: float
+    freed: float  # when it leaves its ports
+    arrival: float
+
+
+class BarrierRecord:
+    """Something that devices wait for."""
+
+    left: int  # to happen before they can go on
+    head: int  # the first device that waits
+    tail: int
+    first: int  # devices of a group
+    stop: int
+    missing: int  # devices of the group that have not come yet
+
+
+class SumRecord:
+    """An all-reduce of a piece, with its ports and stages."""
+
+    queue: int
+    first: int
+    stop: int
+    first_stage: int
+    stop_stage: int
+    seconds: float
+
+
+class QueueRecord:
+    """Pieces that are all-reduced one after the other."""
+
+    first: int
+    stop: int
+    turn: int  # the piece that is next, or goes on
+    update: int  # of which update
+    busy: int
+
+
+class PieceRecord:
+    """A piece in one update."""
+
+    to_come: int  # gradients that it waits for
+    begun: int  # all-reduces that had begun before its own
+    start: float
+
+
+class HostRecord:
+    """Cores that devices share."""
+
+    jobs: int
+    head: int  # the device whose job ends first
+    work: float  # that one job would have done
+    since: float  # when that was noted
+
+
+class RunRecord:
+    """When a unit of a device ran."""
+
+    start: float
+    end: float
 
 
 class Tables(NamedTuple):
@@ -80,25 +149,25 @@ class Tables(NamedTuple):
 
     Attributes:
         lists: those of the devices, one behind the other, then others.
-        barriers: per update and stage, its sums; then per group, its gathers of all steps.
+        barriers: per update and stage, its all-reduces; then per group, its gathers of all steps.
         pieces: per update and piece.
         free: per port, when it is.
         speeds: of each of 0, 1, 2, ... jobs of a host.
         runs: per device and unit in its list.
     """
 
-    clock: Table
-    lists: Table
-    nodes: Table
-    devices: Table
-    units: Table
-    parts: Table
-    messages: Table
-    barriers: Table
-    sums: Table
-    queues: Table
-    pieces: Table
-    hosts: Table
-    free: Table
-    speeds: Table
-    runs: Table
+    clock: Table[ClockRecord]
+    lists: Ints
+    nodes: Table[NodeRecord]
+    devices: Table[DeviceRecord]
+    units: Table[UnitRecord]
+    parts: Table[PartRecord]
+    messages: Table[MessageRecord]
+    barriers: Table[BarrierRecord]
+    sums: Table[SumRecord]
+    queues: Table[QueueRecord]
+    pieces: Table[PieceRecord]
+    hosts: Table[HostRecord]
+    free: Floats
+    speeds: Floats
+    runs: Table[RunRecord]

@@ -39,12 +39,12 @@ class Step:
     @property
     def end(self) -> float:
         """Seconds of the step."""
-        return float(self._tables.clock["end"][0])
+        return float(self._tables.clock[0].end)
 
     @property
     def begun(self) -> float:
         """Of several steps, when a device last began one."""
-        return float(self._tables.clock["begun"][0])
+        return float(self._tables.clock[0].begun)
 
     @cached_property
     def starts(self) -> list[list[float]]:
@@ -64,7 +64,7 @@ class Step:
     def summed(self) -> list[tuple[int, float]]:
         """Per all-reduce of a piece, its index and when it began."""
         pieces = self._tables.pieces
-        places = np.argsort(pieces["begun"])[len(pieces) - int(self._tables.clock["summed"][0]) :]
+        places = np.argsort(pieces["begun"])[len(pieces) - self._tables.clock[0].summed :]
         numbers = places % max(len(self.program.sums), 1)
         return list(zip(numbers.tolist(), pieces["start"][places].tolist(), strict=True))
 

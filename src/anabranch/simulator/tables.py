@@ -7,27 +7,27 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from anabranch.compiled import Table, records
 from anabranch.cost.overheads import slowdown_of
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.engine import tournament
 from anabranch.simulator.events import Role
 from anabranch.simulator.program import Program
 from anabranch.simulator.records import (
-    BARRIER,
-    CLOCK,
-    DEVICE,
-    HOST,
-    MESSAGE,
-    NODE,
-    PART,
-    PIECE,
-    QUEUE,
-    RUN,
-    SUM,
-    UNIT,
+    BarrierRecord,
+    ClockRecord,
+    DeviceRecord,
+    HostRecord,
+    MessageRecord,
+    NodeRecord,
+    PartRecord,
+    PieceRecord,
+    QueueRecord,
+    RunRecord,
+    SumRecord,
     Tables,
+    UnitRecord,
 )
 
 
@@ -77,7 +77,8 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
         (work.queue, *lists.add(work.ports), *lists.add(work.stages), work.seconds)
         for work in program.sums
     ]
-    devices = np.zeros(len(hosts), DEVICE)
+    pieces = [(work.waits_for, -1, 0.0) for work in program.sums]
+    devices = records(DeviceRecord, len(hosts))
     for field in ("unit", "part", "message", "behind", "next_job"):
         devices[field] = -1
     devices["at"], devices["stop"] = program.first[:-1], program.first[1:]
@@ -91,35 +92,32 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     counts = np.zeros(stages * len(hosts), np.int64)
     nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
     return Tables(
-        clock=np.array(
-            [(0, 0, 0, 0, stages, 0.0, 0.0, 0.0, lost.agreement.latency_s)],
-            CLOCK,
-        ),
+        clock=records(ClockRecord, [(0, 0, 0, 0, stages, 0.0, 0.0, 0.0, lost.agreement.latency_s)]),
         lists=np.concatenate([program.entries, np.array(lists.entries, np.int64), counts]),
-        nodes=np.array(nodes, NODE),
+        nodes=records(NodeRecord, nodes),
         devices=devices,
-        units=np.array(units, UNIT),
-        parts=np.array(parts, PART),
+        units=records(UnitRecord, units),
+        parts=records(PartRecord, parts),
         messages=messages,
-        barriers=np.array(barriers, BARRIER),
-        sums=np.array(sums, SUM),
-        queues=np.array([(first, stop, first, 0, 0) for first, stop in summing], QUEUE),
-        pieces=np.array([(w.waits_for, -1, 0.0) for w in program.sums] * program.updates, PIECE),
-        hosts=np.array([(0, -1, 0.0, 0.0)] * len(shared), HOST),
+        barriers=records(BarrierRecord, barriers),
+        sums=records(SumRecord, sums),
+        queues=records(QueueRecord, [(first, stop, first, 0, 0) for first, stop in summing]),
+        pieces=records(PieceRecord, pieces * program.updates),
+        hosts=records(HostRecord, [(0, -1, 0.0, 0.0)] * len(shared)),
         free=np.zeros(1 + max(used, program.messages.ports.max(initial=-1))),
         speeds=np.array([0.0, *(1 / times for times in slowdown)]),
-        runs=np.zeros(ran[-1], RUN),
+        runs=records(RunRecord, int(ran[-1])),
     )
 
 
-def _messages(program: Program) -> tuple[NDArray[np.void], SharedLists]:
+def _messages(program: Program) -> tuple[Table[MessageRecord], SharedLists]:
     """The messages, and lists that begin with those that are posted with each other and their
     ports.
     """
     found, opener = program.messages, program.messages.opener
     opened = np.argsort(opener, kind="stable")[np.count_nonzero(opener < 0) :]
     lists = SharedLists(len(program.entries), [*opened.tolist(), *found.ports.tolist()])
-    table = np.zeros(len(found), MESSAGE)
+    table = records(MessageRecord, len(found))
     before = len(program.entries) + len(opened)
     table["first"], table["stop"] = found.first + before, found.stop + before
     bounds = len(program.entries) + np.searchsorted(opener[opened], np.arange(len(found) + 1))
