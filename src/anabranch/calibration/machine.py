@@ -19,51 +19,44 @@ def this_machine() -> Machine:
 
 def difference(measured: Machine, here: Machine) -> str:
     """What differs between the machine of a calibration and this one, as text; empty if nothing."""
-    found = []
-    if measured.processor != here.processor:
-        found.append(f"its processor is {measured.processor}, the one here {here.processor}")
-    if measured.cores != here.cores:
-        found.append(f"it has {measured.cores} cores, this one {here.cores}")
-    if measured.torch != here.torch:
-        found.append(f"it ran torch {measured.torch}, here is {here.torch}")
-    return "; ".join(found)
+    facts = (
+        (measured.processor, here.processor, "its processor is {}, the one here {}"),
+        (measured.cores, here.cores, "it has {} cores, this one {}"),
+        (measured.torch, here.torch, "it ran torch {}, here is {}"),
+    )
+    return "; ".join(text.format(then, now) for then, now, text in facts if then != now)
 
 
 class OtherLoad:
-    """What processes besides this one and its children, once they have ended, compute from now on;
-    nothing where the kernel does not say (it is Linux that does).
+    """Load by processes besides this one and its ended children since it was made; 0 where the
+    kernel does not say (Linux does).
     """
 
     def __init__(self) -> None:
         self._began, self._before = time.perf_counter(), _others_s()
 
     def cores(self) -> float:
-        """Processor cores that they have kept busy, as a mean."""
+        """Mean number of processor cores that they have kept busy."""
         seconds = time.perf_counter() - self._began
         return max(0.0, _others_s() - self._before) / max(seconds, 1e-9)
 
     def share(self) -> float:
-        """Of the time of all cores, what they have taken."""
+        """Share of the time of all cores that they have taken."""
         return min(1.0, self.cores() / (os.cpu_count() or 1))
 
 
 def _others_s() -> float:
     """Processor seconds of others since the machine was started."""
-    line = _times()
-    return computed_s(line, os.sysconf("SC_CLK_TCK")) - sum(os.times()[:4]) if line else 0.0
-
-
-def _times() -> str:
-    """The first line of /proc/stat; empty where there is none."""
     try:
-        return Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
     except OSError:
-        return ""
+        return 0.0
+    return computed_s(line, os.sysconf("SC_CLK_TCK")) - sum(os.times()[:4])
 
 
 def computed_s(line: str, ticks: int) -> float:
-    """Seconds that all cores have computed by the first line of /proc/stat, of which idling and
-    waiting for a disk are no part; what a hypervisor gave to other machines is.
+    """Seconds that all cores have computed by the first line of /proc/stat, with what a hypervisor
+    gave to other machines; idling and waiting for a disk are no part.
     """
     user, nice, system, _, _, *interrupts_and_stolen = map(int, line.split()[1:9])
     return (user + nice + system + sum(interrupts_and_stolen)) / ticks

@@ -62,16 +62,13 @@ def calibrate_job() -> Cluster | None:
 def _calibration() -> Calibration:
     """What local ranks tell; nothing of a message's bytes."""
     load, machine = OtherLoad(), this_machine()
-    overheads, slowdown = measure_overheads(), measure_slowdown(machine.cores)
+    overheads = measure_overheads()
     return Calibration(
         machine,
         datetime.now(UTC).date().isoformat(),
-        slowdown,
-        message_s=overheads.message_s,
+        measure_slowdown(machine.cores),
+        **overheads._asdict(),
         message_byte_s=0.0,
-        pass_s=overheads.pass_s,
-        step_s=overheads.step_s,
-        all_reduce_byte_s=overheads.all_reduce_byte_s,
         memory_bandwidth=_memory_bandwidth(),
         lost_share=load.cores(),
     )
