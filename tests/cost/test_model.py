@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
+from anabranch.cost.interpolation import between, row_below
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
@@ -198,3 +199,11 @@ def test_border_agrees_with_the_definition(graph, data):
     assert border.leaving.at(3) == sum(v.size(3) for v in made)
     assert border.entering_gradients.at(3) == sum(v.size(3) for v in made if v.grad)
     assert border.leaving_gradients.at(3) == sum(v.size(3) for v in read if v.grad)
+
+
+def test_seconds_are_exact_where_they_were_measured():
+    """At either end of a line between counts; planners that compile it find the same."""
+    assert row_below(1, (1, 2, 4)) == (0, 0.0)
+    assert row_below(2, (1, 2, 4)) == (0, 1.0)
+    assert row_below(3, (1, 2, 4)) == (1, 0.5)
+    assert [between(0.1, 0.7, share) for share in (0.0, 1.0)] == [0.1, 0.7]

@@ -8,7 +8,6 @@ rounding, and sums in whatever order agree to the last bit.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from anabranch.cluster import Calibration, Cluster
 from anabranch.cost import sparse
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price
+from anabranch.cost.interpolation import between, row_below
 from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, memory_terms
 from anabranch.cost.overheads import FREE, update_cost
 from anabranch.cost.passes import StagePasses
@@ -66,7 +66,7 @@ class CostModel:
         return self.profile.graph
 
     def covers(self, samples: float) -> bool:
-        """Whether the profile can price this sample count (a proportional one prices any)."""
+        """Whether the profile prices this sample count; a proportional one prices any."""
         measured = self.profile.samples
         return samples > 0 and (self.profile.proportional or measured[0] <= samples <= measured[-1])
 
@@ -91,14 +91,11 @@ class CostModel:
                 f"{measured[-1]} samples"
             )
         ways = self._measured_s
-        if self.profile.proportional:
+        if self.profile.proportional or len(measured) == 1:
             return ways[:, :, 0] * (samples / measured[0])
-        right = bisect_left(measured, samples)
-        if measured[right] == samples:
-            return ways[:, :, right]
-        low, high = measured[right - 1], measured[right]
-        t = (samples - low) / (high - low)
-        return ways[:, :, right - 1] * (1 - t) + ways[:, :, right] * t
+        row, share = row_below(samples, measured)
+        seconds: Floats = between(ways[:, :, row], ways[:, :, row + 1], share)
+        return seconds
 
     @remembered
     def stage_s(self, mask: int, samples: float, *, recompute: bool = False) -> tuple[float, float]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes
 from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
+from anabranch.cost.interpolation import between, row_below
 from anabranch.cost.memory import MOST_TERMS, memory_terms
 from anabranch.cost.passes import pass_behind
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
@@ -166,27 +167,16 @@ def split_samples(problem: Problem, stages: Table) -> bool:
         stage.last = numbers.batch_size - (stage.total - 1) * b
         if max(stage.last // replicas, 1) < numbers.fewest or stage.samples > numbers.most:
             return False
-        stage.row[0], stage.above[0] = _place(stage.samples, measured)
-        stage.row[1], stage.above[1] = _place(-(-stage.last // replicas), measured)
+        stage.row[0], stage.above[0] = row_below(stage.samples, measured)
+        stage.row[1], stage.above[1] = row_below(-(-stage.last // replicas), measured)
     return True
-
-
-def _place(samples: int, measured: Table) -> tuple[int, float]:
-    """The row of seconds below so many samples, and how far they are above it on the way to the
-    next one.
-    """
-    row = 0
-    while row < len(measured) - 2 and measured[row + 1] < samples:
-        row += 1
-    low, high = measured[row], measured[row + 1]
-    return row, (samples - low) / (high - low)
 
 
 def _operator_s(i: int, way: int, last: int, stage: Record, op_seconds: Table) -> float:
     """Seconds of an operator in a micro-batch of a stage, all or the last one."""
     row = stage.row[last]
     low, high = op_seconds[row, i, way], op_seconds[row + 1, i, way]
-    return float(low + (high - low) * stage.above[last])
+    return float(between(low, high, stage.above[last]))
 
 
 def sum_operators(home: Table, problem: Problem, stages: Table) -> bool:
