@@ -160,7 +160,7 @@ class Session:
         self.feed.fail, self.feed.reads = self._fail, self._reads
         # Which bucket a batch is of, its tensors tell together, so none is left out.
         self.feed.types = None if workload.buckets else self.captured.layout.types
-        self.trace = Trace(self.captured, self.state.parameters, self.mesh)
+        self.trace = Trace(self.captured, self.mesh)
         self._evaluation = Evaluation(self.workers, self._begin_batch)
         POSITION.leave()
 

@@ -22,7 +22,6 @@ from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.numerics.nonfinite import Ran
 from anabranch.runtime.placement import fetched
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
@@ -195,12 +194,13 @@ class StepRunner:
         overflow: bool = False,
         is_first: bool = True,
     ) -> StepTotals:
-        ran = Ran(self.ran[0], self.ran[1], self._number, outcome)
+        (worker, leaves, _), step = self.ran, self._number
+        trace = self._session.trace
         return StepTotals(
             self._mesh,
             outcome,
             self._session.captured.metrics,
-            lambda: self._session.trace.why(ran, is_first=is_first),
+            lambda: trace.error(worker, outcome, leaves, step, is_first=is_first),
             squares=squares,
             overflow=overflow,
             digest=self._session.batch_digest,

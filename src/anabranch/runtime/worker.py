@@ -108,12 +108,6 @@ class Worker:
         compute = copy.copy(self._compute)
         return Run(self, compute, self._training, leaves, number, watcher, train=True)
 
-    def through(self, wrap: Callable[[Compute], Compute]) -> Worker:
-        """Return the same worker with its compute wrapped."""
-        other = copy.copy(self)
-        other._compute = wrap(self._compute)
-        return other
-
     @property
     def last_backwards(self) -> tuple[int, ...]:
         """Stages with a backward here, in the order of their last ones."""
