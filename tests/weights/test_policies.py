@@ -19,9 +19,9 @@ from anabranch.weights import (
     Unit,
     VerticalSync,
     WeightPolicy,
-    draw,
     policy_named,
 )
+from tests.weights.drawing import draw
 
 CHAIN = ((0, 1), (1, 2), (2, 3))
 TWO_BRANCHES = ((0, 1), (0, 3), (1, 2), (2, 4), (3, 4))

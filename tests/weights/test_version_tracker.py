@@ -17,9 +17,9 @@ from anabranch.weights import (
     Stash,
     TwoBuffers,
     VersionTracker,
-    draw,
     versions_held,
 )
+from tests.weights.drawing import draw
 from tests.weights.test_policies import CHAIN, TWO_BRANCHES, graph_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "policies"

@@ -85,6 +85,35 @@ def warm_up(graph: StageGraph) -> StageGraph:
     return full_pipeline(graph)
 
 
+def units_in_flight(in_flight: int, microbatches: int) -> int:
+    """Return the mini-batches of which a stage has a part in flight.
+
+    Args:
+        in_flight: micro-batches in flight.
+        microbatches: of a mini-batch.
+    """
+    return 1 - (1 - in_flight) // microbatches
+
+
+def stage_actions(
+    stage: int, in_flight: int, per_update: int, microbatches: int | None = None
+) -> Iterator[Action]:
+    """Generate forwards, backwards and updates of a stage.
+
+    Args:
+        per_update: micro-batches of an update.
+        microbatches: in all; None for no end.
+    """
+    for i in count() if microbatches is None else range(microbatches + in_flight - 1):
+        if microbatches is None or i < microbatches:
+            yield Action(stage, Kind.FORWARD, i)
+        done = i - in_flight + 1
+        if done >= 0 and (microbatches is None or done < microbatches):
+            yield Action(stage, Kind.BACKWARD, done)
+            if (done + 1) % per_update == 0:
+                yield Action(stage, Kind.UPDATE, done // per_update)
+
+
 @dataclass(frozen=True)
 class AsynchronousOrder:
     """Order of forwards, backwards and updates of a stage graph without a flush.
@@ -108,7 +137,7 @@ class AsynchronousOrder:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """Per stage, updates of which a device holds a part between forward and backward."""
-        return tuple(-(-(s.in_flight - 1) // self.per_update) + 1 for s in self.graph.stages)
+        return tuple(units_in_flight(s.in_flight, self.per_update) for s in self.graph.stages)
 
     @cached_property
     def late(self) -> int:
@@ -123,15 +152,7 @@ class AsynchronousOrder:
     def actions(self, stage: int, microbatches: int | None = None) -> Iterator[Action]:
         """Generate the computes and updates of a stage, without end by default."""
         held = self.graph.stages[stage].in_flight
-        steps = count() if microbatches is None else range(microbatches + held - 1)
-        for i in steps:
-            if microbatches is None or i < microbatches:
-                yield Action(stage, Kind.FORWARD, i)
-            done = i - held + 1
-            if done >= 0 and (microbatches is None or done < microbatches):
-                yield Action(stage, Kind.BACKWARD, done)
-                if (done + 1) % self.per_update == 0:
-                    yield Action(stage, Kind.UPDATE, done // self.per_update)
+        return stage_actions(stage, held, self.per_update, microbatches)
 
     def schedule(
         self, batches: int | None = None, edges: MessageEdges = EVERY_EDGE

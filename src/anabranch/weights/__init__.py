@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from anabranch.errors import PolicyError
+from anabranch.schedule.asynchronous import units_in_flight
 from anabranch.weights.base import Reading, Unit, WeightPolicy
 from anabranch.weights.optimizers import OPTIMIZERS, OptimizerFacts
 from anabranch.weights.policies import (
@@ -26,10 +27,8 @@ from anabranch.weights.requirements import (
 )
 from anabranch.weights.version_tracker import (
     VersionTracker,
-    draw,
     keeps,
     predicts,
-    units_in_flight,
     versions_held,
 )
 
@@ -48,7 +47,6 @@ __all__ = [
     "VersionTracker",
     "VerticalSync",
     "WeightPolicy",
-    "draw",
     "keeps",
     "optimizer_remark",
     "policy_named",

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from anabranch.plans.stages import StageGraph
-from anabranch.schedule.kfkb import alternate
+from anabranch.schedule.asynchronous import stage_actions, units_in_flight
 from anabranch.schedule.schedule import Kind
 from anabranch.weights.base import Reading, Unit, WeightPolicy
 
@@ -118,13 +117,6 @@ class VersionTracker:
         )
 
 
-def units_in_flight(in_flight: int, microbatches: int) -> int:
-    """Mini-batches of which a stage has a part in flight, at so many micro-batches in flight and
-    per mini-batch.
-    """
-    return 1 - (1 - in_flight) // microbatches
-
-
 @lru_cache(maxsize=1 << 12)
 def versions_held(
     policy: WeightPolicy,
@@ -151,15 +143,14 @@ def versions_held(
     peak = 1
     # The fill, one round of the steady state for every version there may be, and the drain.
     count = microbatches * (units + 2 * deepest + 2)
-    for action in alternate(0, count, in_flight, 1):
-        number = action.microbatch // microbatches
-        forward = action.kind is Kind.FORWARD
-        reading = tracker.forward(number) if forward else tracker.backward(number)
-        copy = bool(reading.ahead) and not tracker.keeps
-        peak = max(peak, len(tracker.versions) + len(tracker.predictions) + copy + kept_update)
-        if not forward and (action.microbatch + 1) % microbatches == 0:
+    for action in stage_actions(0, in_flight, microbatches, count):
+        copy = False
+        if action.kind is Kind.UPDATE:
             tracker.finish()
-            peak = max(peak, len(tracker.versions) + len(tracker.predictions) + kept_update)
+        else:
+            begin = tracker.forward if action.kind is Kind.FORWARD else tracker.backward
+            copy = bool(begin(action.microbatch // microbatches).ahead) and not tracker.keeps
+        peak = max(peak, len(tracker.versions) + len(tracker.predictions) + copy + kept_update)
     return peak
 
 
@@ -175,38 +166,3 @@ def predicts(policy: WeightPolicy) -> bool:
 
 _STALE = Unit(number=8, filled=0, in_flight=3, deepest=4)
 """A unit under which policies differ: in the full pipeline, with a version difference of 2."""
-
-
-def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: int = 1) -> str:
-    """Per stage and mini-batch what forward (F) and backward (B) read, from a fill on.
-
-    ``2`` are the weights after two updates, ``2+3`` the same extrapolated by three; in front of a
-    stage's rows stands how many copies of its weights are alive at most.
-    """
-    lines = [["", "copies", "mini-batch", *map(str, range(count))]]
-    units = [units_in_flight(stage.in_flight, microbatches) for stage in graph.stages]
-    deepest = max(units)
-    for s, stage in enumerate(graph.stages):
-        tracker = VersionTracker(policy, in_flight=units[s], deepest=deepest)
-        read: dict[Kind, dict[int, Reading]] = {Kind.FORWARD: {}, Kind.BACKWARD: {}}
-        for action in alternate(s, count * microbatches, stage.in_flight, 1):
-            number, i = divmod(action.microbatch, microbatches)
-            enter = tracker.forward if action.kind is Kind.FORWARD else tracker.backward
-            read[action.kind][number] = enter(number)
-            if action.kind is Kind.BACKWARD and i == microbatches - 1:
-                tracker.finish()
-        held = versions_held(
-            policy, in_flight=stage.in_flight, deepest=deepest, microbatches=microbatches
-        )
-        for kind, first in ((Kind.FORWARD, True), (Kind.BACKWARD, False)):
-            head = [f"stage {s}", str(held)] if first else ["", ""]
-            lines.append([*head, str(kind), *(_text(read[kind][n]) for n in range(count))])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def _text(reading: Reading) -> str:
-    return f"{reading.version}+{reading.ahead}" if reading.ahead else str(reading.version)

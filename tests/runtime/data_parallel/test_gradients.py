@@ -15,11 +15,11 @@ from anabranch.cost import buckets
 from anabranch.runtime.data_parallel.gradients import (
     Holders,
     clip,
-    reduce_gradients,
     same_start,
     share_first,
     sum_of_squares,
 )
+from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import fetched
 from anabranch.runtime.plan_parts import parts_of
@@ -82,7 +82,9 @@ def test_sums_run_over_the_holders_only() -> None:
     """a is held by ranks 0 and 1, b by 1 and 2, c by 0 alone; buckets of one parameter each and of
     all give the same.
     """
-    holders = Holders({"a": (0, 1), "b": (1, 2), "c": (0,), "d": (0, 1)}, {}, {})
+    holders = Holders(
+        {"a": (0, 1), "b": (1, 2), "c": (0,), "d": (0, 1)}, {}, dict.fromkeys("abcd", (0,))
+    )
 
     def work() -> dict[str, list[float] | None]:
         mesh = Mesh((0, 1, 2), holders.sets, timeout=20.0)
@@ -90,7 +92,7 @@ def test_sums_run_over_the_holders_only() -> None:
         mine = {n: parameter(rank + 1, 10.0) for n, r in holders.parameters.items() if rank in r}
         if "d" in mine:
             mine["d"].grad = None
-        reduce_gradients(mine, holders, mesh)
+        Reducer(mine, holders, mesh).sum_now()
         return {n: None if p.grad is None else p.grad.tolist() for n, p in mine.items()}
 
     expected = [
@@ -109,12 +111,12 @@ def test_sums_run_over_the_holders_only() -> None:
 @pytest.mark.dist
 def test_a_gradient_on_one_holder_is_the_sum() -> None:
     """A short micro-batch may leave the other replica without samples."""
-    holders = Holders({"a": (0, 1)}, {}, {})
+    holders = Holders({"a": (0, 1)}, {}, {"a": (0,)})
 
     def work() -> list[float]:
         mesh = Mesh((0, 1), holders.sets, timeout=20.0)
         mine = {"a": parameter(2.0) if mesh.rank else parameter(None)}
-        reduce_gradients(mine, holders, mesh)
+        Reducer(mine, holders, mesh).sum_now()
         assert mine["a"].grad is not None
         return mine["a"].grad.tolist()
 

@@ -13,7 +13,7 @@ from anabranch import launch
 from anabranch.cost import buckets
 from anabranch.plans.plan import Plan
 from anabranch.runtime.data_feed import leaves_of
-from anabranch.runtime.data_parallel.gradients import Holders, reduce_gradients
+from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.pipeline import Pipeline
@@ -68,7 +68,8 @@ def test_sums_are_those_of_afterwards(
         worker = pipeline._session.workers.worker(samples)
         worker.run(leaves_of(model.captured, leaves, CPU), 0)
         parameters = pipeline._state.parameters
-        reduce_gradients(parameters, pipeline._session.holders, pipeline._mesh)
+        afterwards = Reducer(parameters, pipeline._session.holders, pipeline._mesh)
+        afterwards.sum_now(everywhere=True)
         expected = {key: p.grad for key, p in parameters.items() if p.grad is not None}
         wrong = [key for key, g in expected.items() if not torch.equal(g, found[key])]
         return sorted(found.keys() ^ expected.keys()), wrong

@@ -23,7 +23,7 @@ from anabranch.checkpoint.optimizer import laid_out
 from anabranch.cost.memory import deal
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, dense, entries, take
+from anabranch.runtime.data_parallel.buckets import Ranks, dense, entries
 from anabranch.runtime.data_parallel.pieces import Piece, Pieces, pieces_of
 from anabranch.runtime.mesh import Mesh
 
@@ -132,25 +132,6 @@ class Holders:
 
 def _ascending(found: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
-
-
-def reduce_gradients(parameters: Mapping[str, nn.Parameter], holders: Holders, mesh: Mesh) -> None:
-    """Sum the gradients of every parameter over its holders, and wait for it.
-
-    One that has a gradient on none of them keeps none, so that the optimizer leaves it alone.
-    """
-    groups: dict[Ranks, list[Named]] = defaultdict(list)
-    buckets: list[Bucket] = []
-    for name, parameter in parameters.items():
-        if parameter.requires_grad and len(holders.parameters[name]) > 1:
-            groups[holders.parameters[name]].append((name, parameter))
-    for ranks, named in sorted(groups.items(), key=lambda group: group[0]):
-        for bucket in cut(ranks, named, mesh, {}):
-            for index in range(len(bucket.named)):
-                bucket.put(index)
-            bucket.start()
-            buckets.append(bucket)
-    take(buckets)
 
 
 def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:

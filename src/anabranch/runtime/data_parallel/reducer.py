@@ -190,9 +190,9 @@ class Reducer:
         for name in names:
             self._is_final(name)
 
-    def sum_now(self, batch_sizes: Sequence[int] = ()) -> None:
+    def sum_now(self, batch_sizes: Sequence[int] = (), *, everywhere: bool = False) -> None:
         """Sum the gradients as they are, and wait for it; see ``begin``."""
-        self.begin((), batch_sizes=batch_sizes)
+        self.begin((), batch_sizes=batch_sizes, everywhere=everywhere)
         self.take_all()
 
     def _is_final(self, name: str) -> None:

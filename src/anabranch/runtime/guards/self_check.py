@@ -25,7 +25,8 @@ from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.runtime.data_parallel.buckets import dense, entries
-from anabranch.runtime.data_parallel.gradients import Holders, reduce_gradients
+from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.numerics.no_dropout import NoDropout
 from anabranch.runtime.reference import (
@@ -92,7 +93,7 @@ def compare_with_eager(
     for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
         parameter = parameters[name]
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    reduce_gradients(parameters, holders, mesh)
+    Reducer(parameters, holders, mesh).sum_now(everywhere=True)
     names = sorted(
         n for n, p in module.named_parameters() if p.requires_grad and n in holders.parameters
     )
