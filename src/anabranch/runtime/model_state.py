@@ -20,7 +20,7 @@ from anabranch.checkpoint.pretrained import pretrained_in
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import TrainingError
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
-from anabranch.runtime.data_parallel.pieces import hold, joined_state
+from anabranch.runtime.data_parallel.shards import hold, joined_state
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import move
@@ -35,7 +35,7 @@ class ModelState:
     device.
 
     Attributes:
-        pieces: of parameters that are cut, what this rank's optimizer has in their place.
+        shards: of parameters that are cut, what this rank's optimizer has in their place.
 
     Args:
         goes_on: values are to come from ``load``, so those of the module do not count.
@@ -90,7 +90,7 @@ class ModelState:
         ]
         self.optimizer = workload.make_optimizer(trainable) if trainable else None
         self._rows = holders.cut_for(mesh.rank)
-        self.pieces = hold(self.optimizer, self._rows, self.parameters) if self.optimizer else {}
+        self.shards = hold(self.optimizer, self._rows, self.parameters) if self.optimizer else {}
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
 
@@ -138,21 +138,21 @@ class ModelState:
             self.optimizer.state.clear()
 
     def forget_gradients(self) -> None:
-        """Of whole parameters and of pieces."""
-        for parameter in (*self.parameters.values(), *self.pieces.values()):
+        """Of whole parameters and of shards."""
+        for parameter in (*self.parameters.values(), *self.shards.values()):
             parameter.grad = None
 
     @property
     def updated(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, pieces in place of those that are cut."""
-        return {**self.parameters, **self.pieces}
+        """This rank's parameters, shards in place of those that are cut."""
+        return {**self.parameters, **self.shards}
 
     def cut_gradients(self) -> None:
-        """Give pieces their part of the gradients of whole parameters."""
+        """Give shards their part of the gradients of whole parameters."""
         for name, rows in self._rows.items():
-            whole, piece = self.parameters[name], self.pieces[name]
-            piece.data = rows.of(whole.data)  # which may have been moved
-            piece.grad = None if whole.grad is None else rows.of(whole.grad)
+            whole, shard = self.parameters[name], self.shards[name]
+            shard.data = rows.of(whole.data)  # which may have been moved
+            shard.grad = None if whole.grad is None else rows.of(whole.grad)
             whole.grad = None
 
     def share_buffers(self) -> None:
@@ -168,8 +168,8 @@ class ModelState:
         ]
 
     def gradients(self) -> list[Tensor]:
-        """Of this rank's parameters and pieces, as far as there are any."""
-        held = (*self.parameters.values(), *self.pieces.values())
+        """Of this rank's parameters and shards, as far as there are any."""
+        held = (*self.parameters.values(), *self.shards.values())
         return [p.grad for p in held if p.grad is not None]
 
     def part(self, further: Mapping[str, Tensor], *, copies: dict[str, Tensor] | None) -> RankPart:
@@ -206,7 +206,7 @@ class ModelState:
             found = pretrained_in(self._module)
             part = replace(part, aliases=aliases, transient=transient, pretrained=found)
         cut = self._holders.cut
-        joined = joined_state(self.optimizer, self.pieces, cut, self.parameters, self._mesh)
+        joined = joined_state(self.optimizer, self.shards, cut, self.parameters, self._mesh)
         if self.optimizer is None:
             return part
         owned = {name for name in self.parameters if self._saves(name)}

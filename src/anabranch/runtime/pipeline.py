@@ -303,7 +303,7 @@ class Pipeline(BasePipeline):
                 if before is not None:
                     yield self._steps.read(before)
                 before = totals
-            self._steps.finish_share()
+            self._steps.finish_all_gather()
             if before is not None:
                 yield self._steps.read(before)
         except (GeneratorExit, DataError):
@@ -314,7 +314,7 @@ class Pipeline(BasePipeline):
         self._session.count()
         every = self._check_copies
         if every and self.step_number % every == 0 and self.is_between_updates:
-            self._steps.finish_share()
+            self._steps.finish_all_gather()
             self._session.require_same_copies()
 
     def update(self) -> None:
@@ -384,7 +384,7 @@ class Pipeline(BasePipeline):
                 self._steps.settle()
             else:
                 self._steps.refuse_spoilt()
-                self._steps.finish_share()
+                self._steps.finish_all_gather()
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
         if self._steps.unread is None:

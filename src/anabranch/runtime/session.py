@@ -24,7 +24,11 @@ from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.data_parallel.rows import SharedTable, shared_tables, takes_rows
+from anabranch.runtime.data_parallel.sparse_gradients import (
+    SharedTable,
+    shared_tables,
+    takes_sparse,
+)
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.memory_budget import lack, require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -173,7 +177,7 @@ class Session:
     def _require_sparse_updates(self) -> None:
         mine = self.state.parameters
         tables = [p.name for p in self.captured.graph.parameters if p.table and p.name in mine]
-        if tables and not takes_rows(self.state.optimizer):
+        if tables and not takes_sparse(self.state.optimizer):
             raise TrainingError(
                 f"{type(self.state.optimizer).__name__}, as it is set, takes no sparse gradients, "
                 f"which sparse_embeddings gives {', '.join(tables)}; have the Workload's optimizer "

@@ -88,7 +88,7 @@ class StepRunner:
         self.updates.finish(self.ran[0], outcome)
         POSITION.begin(self._number, Phase.UPDATE)
         self._update_alone(outcome)
-        self.updates.start_share()
+        self.updates.start_all_gather()
         self.unread = self._totals(outcome, is_first=False)
         POSITION.leave()
         return self.unread
@@ -167,8 +167,8 @@ class StepRunner:
             self.updates.drop()
         else:
             self.updates.apply(totals.squares, self._clip_norm)
-            self.updates.start_share()
-            self.updates.finish_share()
+            self.updates.start_all_gather()
+            self.updates.finish_all_gather()
         return totals.loss
 
     def _update_alone(self, outcome: Outcome) -> None:
@@ -225,22 +225,22 @@ class StepRunner:
     def settle(self) -> None:
         """Find out whether the last step was a good one, and have its parameters."""
         self.refuse_spoilt()
-        self.finish_share()
+        self.finish_all_gather()
         unread, self.unread = self.unread, None
         if unread is not None:
             self.read(unread)
 
-    def finish_share(self) -> None:
+    def finish_all_gather(self) -> None:
         """Wait for the parameters that other ranks have updated."""
         with self._session.failing():
-            self.updates.finish_share()
+            self.updates.finish_all_gather()
 
     def leave(self) -> None:
         """End a loop; the others need this rank's messages and its share of the last totals."""
         if self._session.transport is not None:
             self._session.transport.flush()
         with suppress(TrainingError):  # whoever goes on hears of it
-            self.finish_share()
+            self.finish_all_gather()
             if self.unread is not None:
                 self.unread.read()
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from anabranch.runtime.data_parallel.buckets import FlatBucket
+from anabranch.runtime.data_parallel.buckets import DenseBucket
 
 ALONE: Any = SimpleNamespace(size=1, rank=0)
 
 
-def bucket(*parameters: nn.Parameter) -> FlatBucket:
-    return FlatBucket((0, 1), [(f"p{i}", p) for i, p in enumerate(parameters)], ALONE)
+def bucket(*parameters: nn.Parameter) -> DenseBucket:
+    return DenseBucket((0, 1), [(f"p{i}", p) for i, p in enumerate(parameters)], ALONE)
 
 
-def held(parameter: nn.Parameter, into: FlatBucket) -> bool:
+def held(parameter: nn.Parameter, into: DenseBucket) -> bool:
     """Whether the gradient is in the bucket's memory."""
     assert parameter.grad is not None
     assert into.flat is not None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from anabranch import launch
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.data_parallel.pieces import Piece
+from anabranch.runtime.data_parallel.shards import Shard
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters
 from tests.runtime.data_parallel.test_updates import BATCHES, adam, decay, momentum, run, trained
@@ -61,7 +61,7 @@ def test_the_largest_parameters_are_dealt_out_first() -> None:
     sizes = {"a": 2, "b": 1, "c": 1, "d": 4, "e": 9}
     trainable = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
     sharded = holders.sharded(trainable, cut=True)
-    assert sharded.pieces == {"d": (Piece(0),)} | dict.fromkeys("cba", (Piece(1),))
+    assert sharded.shards == {"d": (Shard(0),)} | dict.fromkeys("cba", (Shard(1),))
     assert [sharded.owner(name) for name in "abcde"] == [1, 1, 1, 0, 2]
     assert holders.owner("a") == 0
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from anabranch.cost.buckets import cut_into_buckets
 from anabranch.runtime.collectives import Pending
-from anabranch.runtime.data_parallel.pieces import Pieces
+from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.mesh import Mesh
 
 Ranks = tuple[int, ...]
@@ -39,17 +39,17 @@ class Bucket(ABC):
 
     Args:
         ranks: who holds them, ascending.
-        pieces: of each, who alone updates them.
+        shards: of each, who alone updates them.
     """
 
     missing: int
 
-    def __init__(self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, pieces: Pieces) -> None:
-        self.ranks, self.named, self.pieces = ranks, tuple(named), pieces
+    def __init__(self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, shards: Shards) -> None:
+        self.ranks, self.named, self.shards = ranks, tuple(named), shards
         self._mesh = mesh
-        self._own = [piece for piece in pieces if piece.rank == mesh.rank]
+        self._own = [shard for shard in shards if shard.rank == mesh.rank]
         self._pending: list[Pending] = []
-        self._sharing: list[Pending] = []
+        self._gathering: list[Pending] = []
         self._is_mine = True
 
     @property
@@ -91,32 +91,32 @@ class Bucket(ABC):
         """Make the sums the gradients, by these numbers."""
 
     @abstractmethod
-    def start_share(self) -> None:
+    def start_all_gather(self) -> None:
         """Start to give all ranks the parameters that one of them has updated; gradients are gone
         then.
         """
 
-    def finish_share(self) -> None:
+    def finish_all_gather(self) -> None:
         """Wait until they are there."""
-        for pending in self._sharing:
+        for pending in self._gathering:
             pending.wait()
-        if self._sharing and len(self._own) < len(self.pieces):
+        if self._gathering and len(self._own) < len(self.shards):
             with torch.no_grad():
-                self._take_shared()
-        self._sharing = []
+                self._take_gathered()
+        self._gathering = []
 
     @abstractmethod
-    def _take_shared(self) -> None:
+    def _take_gathered(self) -> None:
         """Make what has come the parameters."""
 
 
-class FlatBucket(Bucket):
+class DenseBucket(Bucket):
     """Gradients side by side in one buffer."""
 
     def __init__(
-        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, pieces: Pieces = ()
+        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, shards: Shards = ()
     ) -> None:
-        super().__init__(ranks, named, mesh, pieces)
+        super().__init__(ranks, named, mesh, shards)
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self.begin()
@@ -167,34 +167,34 @@ class FlatBucket(Bucket):
     def start(self, *, everywhere: bool = False) -> None:
         assert self.missing == 0
         flat, mesh, ranks = self._buffer(), self._mesh, self.ranks
-        all_get_it = everywhere or not self.pieces
+        all_get_it = everywhere or not self.shards
         self._is_mine = all_get_it or bool(self._own)
         if all_get_it:
             self._pending = [mesh.start_all_reduce(flat, ranks)]
         else:
             self._pending = [mesh.start_reduce(part, ranks, rank) for part, rank in self._parts()]
-            if len(self.pieces) > 1:
+            if len(self.shards) > 1:
                 self._pending.append(mesh.start_all_reduce(self._flags, ranks))
 
     def _parts(self) -> list[tuple[Tensor, int]]:
-        """What of the buffer comes to or from which updater: all of it, or piece by piece."""
+        """What of the buffer comes to or from which updater: all of it, or shard by shard."""
         flat = self._buffer()
-        if len(self.pieces) == 1:
-            return [(flat, self.pieces[0].rank)]
+        if len(self.shards) == 1:
+            return [(flat, self.shards[0].rank)]
         rows = [part.view(len(p), -1) for part, (_, p) in zip(self._flats, self.named, strict=True)]
-        return [(piece.of(part), piece.rank) for part in rows for piece in self.pieces]
+        return [(shard.of(part), shard.rank) for part in rows for shard in self.shards]
 
-    def start_share(self) -> None:
+    def start_all_gather(self) -> None:
         self._buffer()
         with torch.no_grad():
             for (_, parameter), view in zip(self.named, self._views, strict=True):
                 parameter.grad = None
-                for piece in self._own:
-                    piece.of(view).copy_(piece.of(parameter))
+                for shard in self._own:
+                    shard.of(view).copy_(shard.of(parameter))
         share = self._mesh.start_broadcast
-        self._sharing = [share(part, rank, self.ranks) for part, rank in self._parts()]
+        self._gathering = [share(part, rank, self.ranks) for part, rank in self._parts()]
 
-    def _take_shared(self) -> None:
+    def _take_gathered(self) -> None:
         for (_, parameter), view in zip(self.named, self._views, strict=True):
             parameter.copy_(view)
 
@@ -237,8 +237,8 @@ def take(buckets: Iterable[Bucket]) -> None:
 
 
 def cut(
-    ranks: Ranks, named: Iterable[Named], mesh: Mesh, pieces: Mapping[str, Pieces]
-) -> list[FlatBucket]:
+    ranks: Ranks, named: Iterable[Named], mesh: Mesh, shards: Mapping[str, Shards]
+) -> list[DenseBucket]:
     """Buckets of one element type and the same updaters each."""
     runs = cut_into_buckets(
         named,
@@ -246,17 +246,17 @@ def cut(
         lambda item: item[1].dtype,
     )
     return [
-        FlatBucket(ranks, part, mesh, cut) for run in runs for cut, part in by_pieces(run, pieces)
+        DenseBucket(ranks, part, mesh, cut) for run in runs for cut, part in by_shards(run, shards)
     ]
 
 
-def by_pieces(
-    named: Iterable[Named], pieces: Mapping[str, Pieces]
-) -> list[tuple[Pieces, list[Named]]]:
+def by_shards(
+    named: Iterable[Named], shards: Mapping[str, Shards]
+) -> list[tuple[Shards, list[Named]]]:
     """Who alone updates what of each, and of which ones."""
-    parts: dict[Pieces, list[Named]] = {}
+    parts: dict[Shards, list[Named]] = {}
     for name, parameter in named:
-        parts.setdefault(pieces.get(name, ()), []).append((name, parameter))
+        parts.setdefault(shards.get(name, ()), []).append((name, parameter))
     return list(parts.items())
 
 

@@ -24,7 +24,7 @@ from anabranch.cost.memory import deal
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.data_parallel.buckets import Ranks, dense, entries
-from anabranch.runtime.data_parallel.pieces import Piece, Pieces, pieces_of
+from anabranch.runtime.data_parallel.shards import Shard, Shards, shards_of
 from anabranch.runtime.mesh import Mesh
 
 
@@ -36,14 +36,14 @@ class Holders:
         parameters: name -> ranks, ascending.
         buffers: name -> ranks, ascending.
         stages: parameter -> stages that read it, ascending.
-        pieces: trainable parameter -> its pieces, whose optimizer state one rank alone has and
+        shards: trainable parameter -> its shards, whose optimizer state one rank alone has and
             which it updates, for those whose state is not held by every holder (see ``sharded``).
     """
 
     parameters: Mapping[str, Ranks]
     buffers: Mapping[str, Ranks]
     stages: Mapping[str, tuple[int, ...]]
-    pieces: Mapping[str, Pieces] = field(default_factory=dict)
+    shards: Mapping[str, Shards] = field(default_factory=dict)
 
     def sharded(self, trainable: Mapping[str, nn.Parameter], *, cut: bool) -> Holders:
         """With the optimizer state of each parameter on one of its holders (ZeRO, Rajbhandari et
@@ -58,13 +58,13 @@ class Holders:
         for name in reversed(list(trainable)):
             if len(self.parameters.get(name, ())) > 1:
                 groups[self.parameters[name]].append(name)
-        found: dict[str, Pieces] = {}
+        found: dict[str, Shards] = {}
         for ranks, names in groups.items():
             dealt = deal([trainable[name].nbytes for name in names], len(ranks), cut=cut)
             for name, given in zip(names, dealt, strict=True):
                 on_ranks = [(ranks[replica], nbytes) for replica, nbytes in given]
-                found[name] = pieces_of(trainable[name], on_ranks)
-        return replace(self, pieces=found)
+                found[name] = shards_of(trainable[name], on_ranks)
+        return replace(self, shards=found)
 
     @staticmethod
     def of(split: Split, graph: StageGraph) -> Holders:
@@ -115,18 +115,18 @@ class Holders:
 
     def updaters(self, name: str) -> Ranks:
         """The ranks that have optimizer state of a trainable parameter."""
-        pieces = self.pieces.get(name)
-        return tuple(piece.rank for piece in pieces) if pieces else self.parameters[name]
+        shards = self.shards.get(name)
+        return tuple(shard.rank for shard in shards) if shards else self.parameters[name]
 
     @cached_property
-    def cut(self) -> dict[str, Pieces]:
-        """The parameters of several pieces."""
-        return {name: pieces for name, pieces in self.pieces.items() if len(pieces) > 1}
+    def cut(self) -> dict[str, Shards]:
+        """The parameters of several shards."""
+        return {name: shards for name, shards in self.shards.items() if len(shards) > 1}
 
-    def cut_for(self, rank: int) -> dict[str, Piece]:
-        """The pieces that a rank updates of these."""
+    def cut_for(self, rank: int) -> dict[str, Shard]:
+        """The shards that a rank updates of these."""
         return {
-            n: piece for n, pieces in self.cut.items() for piece in pieces if piece.rank == rank
+            n: shard for n, shards in self.cut.items() for shard in shards if shard.rank == rank
         }
 
 
@@ -211,7 +211,7 @@ def sum_of_squares(
     parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int
 ) -> list[Tensor]:
     """Of the gradients that this rank speaks for, so that a sum over the ranks counts each once; a
-    number if there are any. Of parameters that are cut this rank has its own piece.
+    number if there are any. Of parameters that are cut this rank has its own shard.
     """
     norms = [
         torch.linalg.vector_norm(entries(p.grad), dtype=torch.float64)

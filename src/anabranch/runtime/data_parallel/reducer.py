@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from anabranch.cost.buckets import turn
 from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, take
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.data_parallel.rows import SharedTable, cut_tables
+from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, sparse_buckets
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import fetched
 
@@ -89,9 +89,9 @@ class Reducer:
         ):
             queue = queues.setdefault(ranks, _Queue([]))
             buckets: Sequence[Bucket] = (
-                cut_tables(ranks, named, tables, mesh, holders.pieces)
+                sparse_buckets(ranks, named, tables, mesh, holders.shards)
                 if are_tables
-                else cut(ranks, named, mesh, holders.pieces)
+                else cut(ranks, named, mesh, holders.shards)
             )
             for bucket in buckets:
                 queue.buckets.append(bucket)
@@ -106,7 +106,7 @@ class Reducer:
         weakref.finalize(self, _remove, self._handles)
         self._waiting: set[str] = set()
         self._armed: set[str] = set()
-        self._sharing: list[Bucket] = []
+        self._gathering: list[Bucket] = []
 
     def finals(self, order: Sequence[int]) -> Mapping[int, Sequence[str]]:
         """Which trainable parameters have their final gradient after a stage's last backward.
@@ -160,7 +160,7 @@ class Reducer:
         self._waiting = set(self._places) if is_last else set()
         self._totals.clear()
         # Their buffers take gradients now, of stages without a forward here as well.
-        self._finish_share(lambda stages: stages.isdisjoint(self._order))
+        self._finish_all_gather(lambda stages: stages.isdisjoint(self._order))
         for queue in self._queues:
             queue.started = 0
             for bucket in queue.buckets:
@@ -169,7 +169,7 @@ class Reducer:
 
     def before_forward(self, stage: int) -> None:
         """Wait for the parameters of a stage that others have updated; see ``Watcher``."""
-        self.finish_share(stage)
+        self.finish_all_gather(stage)
 
     def before_last(self, stage: int) -> None:
         """The last backward of a stage begins; see ``Watcher``."""
@@ -209,31 +209,31 @@ class Reducer:
             bucket.start(everywhere=self._everywhere)
             queue.started += 1
 
-    def start_share(self) -> None:
+    def start_all_gather(self) -> None:
         """Start to give all holders the parameters that one of them has updated; all of them call
         it between the same sums. What the first stages read, and need first, goes first.
         """
-        self.finish_share()
+        self.finish_all_gather()
         for queue in sorted(self._queues, key=lambda queue: queue.buckets[0].ranks):
             for bucket in reversed(queue.buckets):
-                if bucket.pieces:
-                    bucket.start_share()
-                    self._sharing.append(bucket)
+                if bucket.shards:
+                    bucket.start_all_gather()
+                    self._gathering.append(bucket)
 
-    def finish_share(self, stage: int | None = None) -> None:
+    def finish_all_gather(self, stage: int | None = None) -> None:
         """Wait for the parameters of a stage that others have updated, or for all."""
-        if self._sharing:
-            self._finish_share(lambda stages: stage is None or stage in stages)
+        if self._gathering:
+            self._finish_all_gather(lambda stages: stage is None or stage in stages)
 
-    def _finish_share(self, takes: Callable[[frozenset[int]], bool]) -> None:
+    def _finish_all_gather(self, takes: Callable[[frozenset[int]], bool]) -> None:
         """Wait for buckets by the stages that read them, which all of a bucket have in common."""
         left = []
-        for bucket in self._sharing:
+        for bucket in self._gathering:
             if takes(frozenset(self._stages_of[bucket.named[0][0]])):
-                bucket.finish_share()
+                bucket.finish_all_gather()
             else:
                 left.append(bucket)
-        self._sharing = left
+        self._gathering = left
 
     @property
     def has_finite_terms(self) -> bool:

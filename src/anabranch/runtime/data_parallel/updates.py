@@ -34,7 +34,7 @@ from anabranch.runtime.data_parallel.gradients import (
     sum_of_squares,
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.data_parallel.rows import SharedTable
+from anabranch.runtime.data_parallel.sparse_gradients import SharedTable
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import bad_names, norms
@@ -173,18 +173,18 @@ class Updates:
         if self._state.scheduler is not None:
             self._state.scheduler.step()
 
-    def start_share(self) -> None:
+    def start_all_gather(self) -> None:
         """After an update, or instead of one that some ranks refuse: all holders of a parameter get
         it from the one that updates it, by the next forward of a stage that reads it.
         """
         if self._is_last:
-            self.reducer.start_share()
-            for piece in self._state.pieces.values():
-                piece.grad = None  # it was where parameters are now
+            self.reducer.start_all_gather()
+            for shard in self._state.shards.values():
+                shard.grad = None  # it was where parameters are now
 
-    def finish_share(self) -> None:
+    def finish_all_gather(self) -> None:
         """Wait until all parameters of this rank are there."""
-        self.reducer.finish_share()
+        self.reducer.finish_all_gather()
 
     @property
     def may_guard(self) -> bool:

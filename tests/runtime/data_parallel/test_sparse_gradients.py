@@ -20,7 +20,7 @@ from anabranch.errors import TrainingError
 from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.data_parallel.rows import RowBucket
+from anabranch.runtime.data_parallel.sparse_gradients import SparseBucket
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import Batch, Built, num_ranks, plan, train_alone
@@ -122,9 +122,9 @@ def on_ranks(
 def row_tables(pipeline: Pipeline) -> list[str]:
     """The tables whose rows are exchanged."""
     buckets = [b for queue in pipeline._updates.reducer._queues for b in queue.buckets]
-    tables = [b for b in buckets if isinstance(b, RowBucket)]
+    tables = [b for b in buckets if isinstance(b, SparseBucket)]
     # Nothing is kept of earlier steps, also where this rank updates them.
-    assert all(len(b._updated) <= len(b.named) * max(len(b.pieces), 1) for b in tables)
+    assert all(len(b._updated) <= len(b.named) * max(len(b.shards), 1) for b in tables)
     return sorted(name for b in tables for name, _ in b.named)
 
 

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from anabranch.cost.memory import deal
 from anabranch.errors import TrainingError
-from anabranch.runtime.data_parallel.pieces import Piece, hold, pieces_of
+from anabranch.runtime.data_parallel.shards import Shard, hold, shards_of
 from anabranch.runtime.optimizer_facts import BY_ELEMENT
 
 
 def test_pieces_are_whole_rows() -> None:
     """Of ten rows of 64 bytes 300 and 340 are nearest to four and six, if two belong together; all
-    or none are no piece.
+    or none are no shard.
     """
     parameter = torch.zeros(10, 16)
-    assert pieces_of(parameter, [(4, 300), (2, 340)]) == (Piece(4, 0, 4), Piece(2, 4, 10))
-    assert pieces_of(parameter, [(4, 600), (2, 40)]) == (Piece(4),)
-    assert pieces_of(parameter, [(4, 40), (2, 600)]) == (Piece(2),)
-    assert pieces_of(torch.tensor(1.0), [(3, 4)]) == (Piece(3),)
-    assert pieces_of(torch.zeros(0, 2), [(3, 0)]) == (Piece(3),)
+    assert shards_of(parameter, [(4, 300), (2, 340)]) == (Shard(4, 0, 4), Shard(2, 4, 10))
+    assert shards_of(parameter, [(4, 600), (2, 40)]) == (Shard(4),)
+    assert shards_of(parameter, [(4, 40), (2, 600)]) == (Shard(2),)
+    assert shards_of(torch.tensor(1.0), [(3, 4)]) == (Shard(3),)
+    assert shards_of(torch.zeros(0, 2), [(3, 0)]) == (Shard(3),)
 
 
 @given(
@@ -36,9 +36,9 @@ def test_every_row_is_in_one_piece(shapes: list[list[int]], replicas: int) -> No
     parameters = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in shapes]
     dealt = deal([parameter.nbytes for parameter in parameters], replicas)
     for parameter, given_ in zip(parameters, dealt, strict=True):
-        pieces = pieces_of(parameter, given_)
-        assert len({piece.rank for piece in pieces}) == len(pieces)
-        parts = [piece.of(parameter) for piece in pieces]
+        shards = shards_of(parameter, given_)
+        assert len({shard.rank for shard in shards}) == len(shards)
+        parts = [shard.of(parameter) for shard in shards]
         assert torch.equal(torch.cat(parts) if parameter.dim() else parts[0], parameter)
 
 
@@ -47,7 +47,7 @@ def test_rows_of_a_sparse_gradient() -> None:
     gradient = torch.sparse_coo_tensor(
         torch.tensor([[0, 3, 4]]), torch.ones(3, 1), (6, 1), check_invariants=False
     )
-    rows = Piece(0, 2, 5).of(gradient)
+    rows = Shard(0, 2, 5).of(gradient)
     assert rows.is_sparse
     assert torch.equal(rows.to_dense(), gradient.to_dense()[2:5])
 
@@ -56,7 +56,7 @@ def test_an_optimizer_that_needs_whole_parameters_gets_no_rows() -> None:
     """Where a recipe makes another one than for all that the rank holds."""
     parameter = nn.Parameter(torch.zeros(8, 8))
     with pytest.raises(TrainingError, match=r"makes Adafactor for .* as table is shared; have it"):
-        hold(torch.optim.Adafactor([parameter]), {"table": Piece(0, 0, 4)}, {"table": parameter})
+        hold(torch.optim.Adafactor([parameter]), {"table": Shard(0, 0, 4)}, {"table": parameter})
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -69,13 +69,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def stepped(ways: list[tuple[torch.optim.Optimizer, Tensor, Piece]], whole: Tensor) -> Tensor:
+def stepped(ways: list[tuple[torch.optim.Optimizer, Tensor, Shard]], whole: Tensor) -> Tensor:
     """The parameter, once optimizers have made four updates, each of its rows."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         gradient = torch.randn(whole.shape, generator=generator)
-        for optimizer, parameter, piece in ways:
-            parameter.grad = piece.of(gradient)
+        for optimizer, parameter, shard in ways:
+            parameter.grad = shard.of(gradient)
             optimizer.step()
     return whole.detach()
 
@@ -90,15 +90,15 @@ def test_optimizers_update_each_element_by_itself(name: str, options: dict[str, 
     whole = nn.Parameter(torch.randn(13, 8))
     cut = nn.Parameter(whole.detach().clone())
     alone = make([whole], lr=0.1, **options)
-    ways: list[tuple[torch.optim.Optimizer, Tensor, Piece]] = []
+    ways: list[tuple[torch.optim.Optimizer, Tensor, Shard]] = []
     half = whole.nbytes // 2
-    for piece in pieces_of(whole, [(0, half), (1, half)]):
+    for shard in shards_of(whole, [(0, half), (1, half)]):
         optimizer = make([cut], lr=0.1, **options)
-        rows = hold(optimizer, {"p": piece}, {"p": cut})["p"]
-        ways.append((optimizer, rows, piece))
-    assert torch.equal(stepped(ways, cut), stepped([(alone, whole, Piece(0))], whole))
+        rows = hold(optimizer, {"p": shard}, {"p": cut})["p"]
+        ways.append((optimizer, rows, shard))
+    assert torch.equal(stepped(ways, cut), stepped([(alone, whole, Shard(0))], whole))
     assert len(ways) == 2
-    for optimizer, rows, piece in ways:
+    for optimizer, rows, shard in ways:
         for key, value in alone.state[whole].items():
             if isinstance(value, Tensor):
-                assert torch.equal(optimizer.state[rows][key], piece.of_state(value)), key
+                assert torch.equal(optimizer.state[rows][key], shard.of_state(value)), key

@@ -24,9 +24,9 @@ from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples, rows
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import OpGraph, Table
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, by_pieces
+from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, by_shards
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.data_parallel.pieces import Pieces
+from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.mesh import Mesh
 
 
@@ -57,7 +57,7 @@ class SharedTable:
         return message_bytes(self.table, self.samples(self.batch_size))
 
 
-class RowBucket(Bucket):
+class SparseBucket(Bucket):
     """Rows of tables, with room for as many as a batch looks up.
 
     Args:
@@ -70,9 +70,9 @@ class RowBucket(Bucket):
         named: Iterable[Named],
         tables: Mapping[str, SharedTable],
         mesh: Mesh,
-        pieces: Pieces = (),
+        shards: Shards = (),
     ) -> None:
-        super().__init__(ranks, named, mesh, pieces)
+        super().__init__(ranks, named, mesh, shards)
         self._tables = [tables[name] for name, _ in self.named]
         self._gradients: list[Tensor | None] = []
         self._values: Tensor | None = None
@@ -102,7 +102,7 @@ class RowBucket(Bucket):
 
     def start(self, *, everywhere: bool = False) -> None:
         assert self.missing == 0
-        self._is_mine = everywhere or not self.pieces or bool(self._own)
+        self._is_mine = everywhere or not self.shards or bool(self._own)
         first = self.named[0][1]
         head = INDEX_BYTES * (len(self.named) + sum(self._room))
         size = sum(
@@ -144,17 +144,17 @@ class RowBucket(Bucket):
         shaped = [v.view(room, width) for v, room, width in zip(values, rooms, widths, strict=True)]
         return numbers[:tables], torch.split(numbers[tables:], rooms), shaped
 
-    def start_share(self) -> None:
+    def start_all_gather(self) -> None:
         self._updated = []
         for _, parameter in self.named:
             parameter.grad = None
-            for piece in self.pieces:
-                rows = piece.of(parameter.detach())
+            for shard in self.shards:
+                rows = shard.of(parameter.detach())
                 value = rows.contiguous()
                 self._updated.append((rows, value))
-                self._sharing.append(self._mesh.start_broadcast(value, piece.rank, self.ranks))
+                self._gathering.append(self._mesh.start_broadcast(value, shard.rank, self.ranks))
 
-    def _take_shared(self) -> None:
+    def _take_gathered(self) -> None:
         for rows, value in self._updated:
             rows.copy_(value)
 
@@ -189,21 +189,21 @@ def _added(parameter: nn.Parameter, terms: Sequence[tuple[Tensor, Tensor]]) -> T
     ).coalesce()
 
 
-def cut_tables(
+def sparse_buckets(
     ranks: Ranks,
     named: Iterable[Named],
     tables: Mapping[str, SharedTable],
     mesh: Mesh,
-    pieces: Mapping[str, Pieces],
-) -> list[RowBucket]:
+    shards: Mapping[str, Shards],
+) -> list[SparseBucket]:
     """Buckets of one element type and the same updaters each."""
     runs = cut_into_buckets(
         named, lambda item: tables[item[0]].planned_bytes, lambda item: item[1].dtype
     )
     return [
-        RowBucket(ranks, part, tables, mesh, cut)
+        SparseBucket(ranks, part, tables, mesh, cut)
         for run in runs
-        for cut, part in by_pieces(run, pieces)
+        for cut, part in by_shards(run, shards)
     ]
 
 
@@ -265,10 +265,10 @@ def _takes(optimizer: torch.optim.Optimizer | None) -> int:
         return _DENSE
     # Momentum would be kept as rows, more of them with every step. The others are refused.
     besides = ("momentum", "weight_decay", "fused")
-    takes_rows = not any(group.get(key) for group in optimizer.param_groups for key in besides)
-    return _EITHER if takes_rows else _DENSE
+    takes_sparse = not any(group.get(key) for group in optimizer.param_groups for key in besides)
+    return _EITHER if takes_sparse else _DENSE
 
 
-def takes_rows(optimizer: torch.optim.Optimizer | None) -> bool:
+def takes_sparse(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether an optimizer takes sparse gradients."""
     return _takes(optimizer) != _DENSE

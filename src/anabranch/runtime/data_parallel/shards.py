@@ -1,4 +1,4 @@
-"""Pieces of parameters: rows that one of the ranks that hold a parameter updates for all of them.
+"""Shards of parameters: rows that one rank of a replica group updates for all of them.
 
 ::
 
@@ -6,7 +6,7 @@
     gradient    | summed on rank 0        | summed on rank 1          |   in one bucket
     state       | on rank 0               | on rank 1                 |
 
-A rank's optimizer holds its piece, a view of the parameter, where the recipe has put the parameter.
+The optimizer of a rank holds its shard, a view of the parameter, in place of the parameter.
 In checkpoints there is the state of whole parameters.
 """
 
@@ -25,7 +25,7 @@ from anabranch.runtime.optimizer_facts import BY_ELEMENT
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Shard:
     """Rows of a parameter that one rank updates; all of them where there is no ``stop``."""
 
     rank: int
@@ -45,7 +45,7 @@ class Piece:
         return self.of(tensor).clone() if tensor.dim() else tensor
 
 
-Pieces = tuple[Piece, ...]
+Shards = tuple[Shard, ...]
 """Of one parameter, from its first rows to its last, of a rank each; none where all ranks that hold
 it update it.
 """
@@ -55,30 +55,30 @@ _VECTOR = 32
 """Elements that a processor computes at once, at most."""
 
 
-def pieces_of(parameter: Tensor, dealt: Sequence[tuple[int, int]]) -> Pieces:
+def shards_of(parameter: Tensor, dealt: Sequence[tuple[int, int]]) -> Shards:
     """Whole rows, for ranks that are to update so many bytes each (``cost.memory.deal``); all where
     rows do not lie in memory one behind the other (strides are 0 where a rank has no values yet).
 
-    A piece begins where a vector of the processor does in the whole parameter, since the rounding
+    A shard begins where a vector of the processor does in the whole parameter, since the rounding
     of elements behind the last full vector is another one (fused Adam on a CPU).
     """
     rows, nbytes = len(parameter) if parameter.dim() else 1, parameter.nbytes
     if parameter.dim() and parameter.stride(0) not in (0, parameter.numel() // max(rows, 1)):
         rows = 1
     step = _VECTOR // math.gcd(_VECTOR, parameter.numel() // max(rows, 1))
-    found: list[Piece] = []
+    found: list[Shard] = []
     before = start = 0
     for rank, given in dealt:
         before += given
         stop = min(rows, step * round(rows * before / nbytes / step)) if before < nbytes else rows
         if stop > start:
-            found.append(Piece(rank, start, stop))
+            found.append(Shard(rank, start, stop))
         start = stop
-    return tuple(found) if len(found) > 1 else (Piece(found[0].rank if found else dealt[0][0]),)
+    return tuple(found) if len(found) > 1 else (Shard(found[0].rank if found else dealt[0][0]),)
 
 
 def hold(
-    optimizer: torch.optim.Optimizer, pieces: Mapping[str, Piece], whole: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer, shards: Mapping[str, Shard], whole: Mapping[str, nn.Parameter]
 ) -> dict[str, nn.Parameter]:
     """Have an optimizer that was made for whole parameters update these rows of some.
 
@@ -88,14 +88,14 @@ def hold(
     Raises:
         TrainingError: if it may look at whole parameters, unlike that of all that this rank holds.
     """
-    if pieces and type(optimizer) not in BY_ELEMENT:
+    if shards and type(optimizer) not in BY_ELEMENT:
         raise TrainingError(
             f"the optimizer recipe makes {type(optimizer).__name__} for the parameters that this "
             "rank updates, which needs whole ones, but for all that the rank holds an optimizer "
-            f"that takes rows, as {next(iter(pieces))} is shared; have it make one kind, or train "
+            f"that takes rows, as {next(iter(shards))} is shared; have it make one kind, or train "
             "with --no-shard-optimizer (shard_optimizer=False)"
         )
-    views = {name: nn.Parameter(piece.of(whole[name].detach())) for name, piece in pieces.items()}
+    views = {name: nn.Parameter(shard.of(whole[name].detach())) for name, shard in shards.items()}
     held = {whole[name]: view for name, view in views.items()}
     for group in optimizer.param_groups:
         group["params"] = [held.get(p, p) for p in group["params"]]
@@ -103,7 +103,7 @@ def hold(
         state = optimizer.state.pop(whole[name], None)
         if state is not None:  # as Adagrad's, from the start
             optimizer.state[view] = {
-                key: pieces[name].of_state(value) if isinstance(value, Tensor) else value
+                key: shards[name].of_state(value) if isinstance(value, Tensor) else value
                 for key, value in state.items()
             }
     return views
@@ -111,15 +111,15 @@ def hold(
 
 def joined_state(
     optimizer: torch.optim.Optimizer | None,
-    pieces: Mapping[str, nn.Parameter],
-    cut: Mapping[str, Pieces],
+    shards: Mapping[str, nn.Parameter],
+    cut: Mapping[str, Shards],
     parameters: Mapping[str, Tensor],
     mesh: Mesh,
 ) -> dict[str, Tensor]:
-    """The state of parameters that are cut, on the rank of the first piece; all ranks together.
+    """The state of parameters that are cut, on the rank of the first shard; all ranks together.
 
     Args:
-        pieces: of this rank; see ``hold``.
+        shards: of this rank; see ``hold``.
 
     Returns:
         Tensors on the CPU by their keys in a checkpoint.
@@ -130,7 +130,7 @@ def joined_state(
     if transport is None:
         return found
     for name, ranks in cut.items():
-        state = optimizer.state.get(pieces[name], {}) if optimizer and name in pieces else {}
+        state = optimizer.state.get(shards[name], {}) if optimizer and name in shards else {}
         for key, mine in state.items():
             if not isinstance(mine, Tensor) or not mine.dim():
                 continue  # each of them has it
@@ -138,12 +138,12 @@ def joined_state(
                 transport.send([mine.cpu().contiguous()], ranks[0].rank, 0)
                 continue
             whole = torch.empty(parameters[name].shape, dtype=mine.dtype)
-            for piece in ranks:
-                rows = piece.of(whole)
-                if piece.rank == mesh.rank:
+            for shard in ranks:
+                rows = shard.of(whole)
+                if shard.rank == mesh.rank:
                     rows.copy_(mine)
                 else:
-                    receipt = transport.receive([(rows.shape, rows.dtype)], cpu, piece.rank, 0)
+                    receipt = transport.receive([(rows.shape, rows.dtype)], cpu, shard.rank, 0)
                     rows.copy_(receipt.wait()[0])
             found[f"optimizer/{key}/{name}"] = whole
         mesh.barrier()  # what was sent has been taken
