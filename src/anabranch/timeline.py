@@ -36,7 +36,7 @@ class SumSpan:
 
 @dataclass(frozen=True, slots=True)
 class OverheadSpan:
-    """What a device does besides its actions, in seconds from the start.
+    """Time of a device besides its actions, in seconds from the start.
 
     Attributes:
         what: ``bookkeeping`` (of messages and of the step), ``agreement``, ``update`` or ``gather``

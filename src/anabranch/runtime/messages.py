@@ -89,7 +89,7 @@ def gradient_ports(ports: Iterable[Port]) -> tuple[Port, ...]:
 
 
 class Model(Protocol):
-    """What has the model's values: a captured module, or a profile."""
+    """Values of a model: a captured module, or a profile."""
 
     @property
     def graph(self) -> OpGraph:
@@ -97,10 +97,10 @@ class Model(Protocol):
 
 
 class Programs(Protocol):
-    """What knows the stages' programs: ``Split``."""
+    """Programs of stages: ``Split``."""
 
     def program(self, stage: int, samples: int) -> StageProgram:
-        """What a stage runs for a number of samples."""
+        """Return the program of a stage for a number of samples."""
 
 
 class Layout:
@@ -116,7 +116,7 @@ class Layout:
         return self._graph.slice(stage, microbatch, replica)
 
     def program(self, stage: int, microbatch: int) -> StageProgram:
-        """What this device runs for a micro-batch, whose slice must not be empty."""
+        """Return the program of a micro-batch here, whose slice must not be empty."""
         start, stop = self.slice(stage, microbatch)
         return self._split.program(stage, stop - start)
 
@@ -149,7 +149,7 @@ class Layout:
         return action.kind.is_send == action.kind.is_forward
 
     def _is_first_of_slice(self, action: Action) -> bool:
-        """Whether the message has the first sample of what its consumer computes at once."""
+        """Return whether a message has the first sample of its consumer's slice."""
         producer = self._is_producer(action)
         stage = action.peer_stage if producer else action.stage
         device = action.peer if producer else self._device

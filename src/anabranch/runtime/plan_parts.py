@@ -83,7 +83,7 @@ def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
 
 
 def can_be_exact(graph: StageGraph) -> bool:
-    """Whether every stage sees the same micro-batches, whole."""
+    """Return whether all stages have the same micro-batches, and one replica."""
     sizes = {stage.microbatch_size for stage in graph.stages}
     return len(sizes) == 1 and all(stage.replicas == 1 for stage in graph.stages)
 

@@ -124,7 +124,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class _Handover:
-    """What a micro-batch of a stage has for one of another stage on the device, as each has it."""
+    """Values or gradients that one stage hands to another on the same device."""
 
     given: tuple[Item, ...]
     taken: tuple[Item, ...]
@@ -198,7 +198,7 @@ def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
 
 
 def _handovers(worker: Worker) -> Mapping[Action, Sequence[_Handover]]:
-    """Compute -> what its stage then has for other stages of this device."""
+    """Map a compute to the tensors that its stage hands to other stages of this device."""
     found: defaultdict[Action, list[_Handover]] = defaultdict(list)
     graph, items, me = worker.graph, worker.layout.items, worker.device
     for x, y in graph.edges:
@@ -305,7 +305,7 @@ class Run:
             self.post(task.channel)
 
     def take(self, key: Key, items: Sequence[Item], tensors: Sequence[Tensor]) -> None:
-        """Keep what has come for a micro-batch."""
+        """Keep received tensors for a micro-batch."""
         values, gradients = self.values[key], self.gradients[key]
         for item, tensor in zip(items, tensors, strict=True):
             if item is TOKEN:
@@ -322,7 +322,7 @@ class Run:
             self.transport.send(tensors, task.rank, task.tag)
 
     def parts(self, stage: int, items: Sequence[Item]) -> list[Tensor]:
-        """What a stage has just made, for others."""
+        """Return the parts of a stage's last outputs that a message carries."""
         tensors = []
         for item in items:
             if item is TOKEN:
@@ -365,7 +365,7 @@ class Run:
 
 @cache
 def _nothing(kind: str) -> Tensor:
-    """What a token carries: memory of the host, from which a copy to a GPU makes nobody wait."""
+    """Return the tensor of a token, pinned so that a copy to a GPU does not block."""
     return torch.zeros(TOKEN.shape, dtype=TOKEN.dtype, pin_memory=kind == "cuda")
 
 

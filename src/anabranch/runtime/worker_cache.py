@@ -100,7 +100,7 @@ class WorkerCache:
         return frozenset[str]().union(*(self.parts.leaves(s) for s in mine))
 
     def worker(self, samples: int) -> Worker:
-        """What this rank does for a batch of that many samples."""
+        """Return the worker for batches of so many samples."""
         if samples not in self._workers:
             planned = self._plan.stage_graph
             graph = with_whole_batches(replace(planned, batch_size=samples), self.captured.graph)
@@ -111,13 +111,13 @@ class WorkerCache:
         return self._workers[samples]
 
     def worker_of(self, graph: StageGraph) -> Worker:
-        """What this rank does for a variation of the plan's stage graph."""
+        """Return the worker for a variation of the plan's stage graph."""
         if graph not in self._workers:
             self._workers[graph] = self.build(graph, self.options)
         return self._workers[graph]
 
     def build(self, graph: StageGraph, options: ComputeOptions = PLAIN) -> Worker:
-        """A worker for a variation of the plan's stage graph, and of the options."""
+        """Make a worker for a variation of the plan's stage graph, and of the options."""
         # In evaluation an operator may fall away and leave an edge that spans its stage.
         edges = tuple(sorted({*graph.edges, *self._data}))
         graph = replace(graph, edges=edges)

@@ -63,7 +63,7 @@ class Reading:
 
 
 class WeightPolicy(Protocol):
-    """What forwards and backwards of one stage read.
+    """Weights that forwards and backwards of one stage read.
 
     Attributes:
         name: key in ``weights.POLICIES``.
@@ -81,7 +81,7 @@ class WeightPolicy(Protocol):
         """Policies are values: what has been worked out for one holds for its equals."""
 
     def forward(self, unit: Unit) -> Reading:
-        """What the forward reads; ``version`` is at most ``unit.seen``."""
+        """Return the reading of the forward; ``version`` is at most ``unit.seen``."""
 
     def backward(self, unit: Unit) -> Reading:
-        """What the backward reads; ``version`` is at most ``unit.number``, current at that time."""
+        """Return the reading of the backward; ``version`` is at most ``unit.number``."""

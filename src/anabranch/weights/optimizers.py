@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Rule = Literal["momentum", "adam", "last update"]
-"""Where a prediction comes from: the momentum buffer, Adam's moments, or the last update itself,
+"""Source of predictions: the momentum buffer, Adam's moments, or the last update itself,
 which is then kept as one more copy of the weights."""
 
 
@@ -30,7 +30,7 @@ class OptimizerFacts:
 
     @property
     def keeps_last_update(self) -> bool:
-        """Whether a policy that predicts keeps the last update, for want of a rule."""
+        """True if a policy that predicts keeps the last update, for want of a rule."""
         return self.rule == "last update"
 
 

@@ -99,7 +99,7 @@ def require_optimizer(policy: WeightPolicy, optimizer: OptimizerFacts) -> None:
 
 
 def optimizer_remark(policy: WeightPolicy, optimizer: OptimizerFacts) -> str:
-    """What to know of an optimizer whose predictions say nothing; empty if they do."""
+    """Return a warning if predictions from an optimizer are useless, else an empty text."""
     if optimizer.momentum or not predicts(policy):
         return ""
     nothing = "the current weights" if optimizer.rule == "momentum" else "one gradient"

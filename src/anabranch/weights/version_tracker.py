@@ -155,12 +155,12 @@ def versions_held(
 
 
 def keeps(policy: WeightPolicy) -> bool:
-    """Whether backwards read what their forwards read; otherwise, what is current."""
+    """Return whether backwards read the weights of their forwards instead of current ones."""
     return policy.forward(_STALE) == policy.backward(_STALE)
 
 
 def predicts(policy: WeightPolicy) -> bool:
-    """Whether any pass reads a prediction."""
+    """Return whether any pass reads a prediction."""
     return any(reading.ahead for reading in (policy.forward(_STALE), policy.backward(_STALE)))
 
 

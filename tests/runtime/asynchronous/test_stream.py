@@ -182,7 +182,11 @@ def test_peak_versions_are_those_that_policies_promise() -> None:
             fresh(model, start)
             pipe = pipeline(model, chosen[4 if policy == "2bw" else 1], policy)
             list(pipe.steps(data))
-            found[policy] = pipe.peak_versions, pipe.weight_bytes, pipe._weights.peak_versions
+            found[policy] = (
+                pipe.peak_versions,
+                pipe.weight_bytes,
+                pipe._updates.weights.peak_versions,
+            )
         return found
 
     results = on_ranks(chosen[1], work)

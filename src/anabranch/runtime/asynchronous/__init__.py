@@ -2,6 +2,7 @@
 
 pipeline              what the user holds
 stream                execution of the asynchronous schedule, with ``versions`` of a stage's weights
+stage_updates         updates from summed gradients, until a number is not finite
 requirements          plans and policies that can be trained so, and the policy to take
 prediction            weights as they will be
 minibatch_totals      loss and metrics of mini-batches, begun in one order on all ranks

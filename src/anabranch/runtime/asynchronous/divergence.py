@@ -42,7 +42,7 @@ class Divergence:
 
 
 def circumstances(policy: str, behind: Sequence[int], optimizer: Optimizer | None) -> str:
-    """What to know about a run that diverges, and what helps."""
+    """Describe the settings of a run that diverges, with advice."""
     groups = optimizer.param_groups if optimizer is not None else []
     rates = [float(group["lr"]) for group in groups]
     lr = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(rates)) or "nothing to learn with"

@@ -22,7 +22,7 @@ from anabranch.runtime.step_totals import StepTotals
 
 
 class MinibatchTotals:
-    """Mini-batches of one rank from when they are given out until their loss is read."""
+    """Sums of loss and metrics over all ranks, of mini-batches whose loss has not been read."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class MinibatchTotals:
         self._told: deque[tuple[int, StepTotals]] = deque()
 
     def give_out(self, number: int, leaves: Mapping[str, Tensor], digest: bytes) -> None:
-        """A mini-batch is the next one."""
+        """Add the next mini-batch."""
         self._given_out.append((number, leaves, digest))
 
     def note(self, number: int, outcome: Outcome) -> None:
-        """This rank's part of a mini-batch is learned, or it has none."""
+        """Note that this rank has learned from its part of a mini-batch, or has none."""
         self._learned[number] = outcome
 
     def tell(self) -> None:
-        """Begin the sums whose turn it is."""
+        """Begin all sums before which no other is missing."""
         while self._given_out and self._given_out[0][0] in self._learned:
             number, leaves, digest = self._given_out.popleft()
             tally = StepTotals(
@@ -64,10 +64,10 @@ class MinibatchTotals:
             tally.read()
 
     def take(self, before: int) -> Iterator[tuple[int, StepTotals]]:
-        """The sums of mini-batches up to a number, each once, which may still be on their way."""
+        """Generate the sums of mini-batches before a number, each once; they may be under way."""
         while self._told and self._told[0][0] < before:
             yield self._told.popleft()
 
     def last(self) -> tuple[int, StepTotals]:
-        """That of the mini-batch that was told last, which is not taken any more."""
+        """Remove and return the sums that were begun last."""
         return self._told.pop()

@@ -38,23 +38,18 @@ from anabranch.runtime.asynchronous.requirements import (
     order_of,
     require_asynchronous,
 )
+from anabranch.runtime.asynchronous.stage_updates import StageUpdates
 from anabranch.runtime.asynchronous.stream import Stream
-from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
-from anabranch.runtime.data_parallel.buckets import entries
-from anabranch.runtime.data_parallel.gradients import divide
-from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.messages import channels
-from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
-from anabranch.runtime.optimizer_facts import facts_of
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
-from anabranch.runtime.worker import Run, Worker
+from anabranch.runtime.worker import Run
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy
 from anabranch.workload import Batch, Workload
@@ -154,20 +149,24 @@ class AsyncPipeline(BasePipeline):
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory:
             with session.failing():
-                keeps = self.optimizer is not None and facts_of(self.optimizer).keeps_last_update
-                expected = budgeted(plan, order, session.captured, self.policy, last_update=keeps)
-                session.require_memory(expected)
+                session.require_memory(
+                    budgeted(plan, order, session.captured, self.policy, self.optimizer)
+                )
         stages = enumerate(graph.stages)
         self._stage = next(s for s, stage in stages if self._mesh.device in stage.devices)
-        self._outcomes = MinibatchTotals(
-            self._mesh, session.captured.metrics, self._why, self._spoil
-        )
+        metrics = session.captured.metrics
+        self._outcomes = MinibatchTotals(self._mesh, metrics, self._why, self._spoil)
         with session.failing():
-            self._start()
-        self._clip, self._divergence = clip_stage_norm, Divergence()
-        self._first_bad: tuple[int, list[Finding]] | None = None
-        self._has_stopped = self._is_spoilt = False
-        self._has_warned = False
+            self._updates = StageUpdates(session, self.policy, order, self._stage, clip_stage_norm)
+            self._stream = Stream(
+                session,
+                order,
+                self._stage,
+                self._updates.weights,
+                update=self._learn,
+                tell=self._outcomes.tell,
+            )
+        self._divergence, self._is_spoilt = Divergence(), False
         self._measured_at = -1
         self._number, self._parted, self._loops = next(_NUMBERS), count(), count()
         self._recent_s: deque[float] = deque(maxlen=8)
@@ -180,41 +179,8 @@ class AsyncPipeline(BasePipeline):
 
     @property
     def is_round_robin(self) -> bool:
-        """Whether a stage has replicas, and they take mini-batches in turn."""
+        """True if a stage has replicas that take mini-batches in turn."""
         return self._order.round_robin
-
-    def _start(self) -> None:
-        """Weights and an empty stream, for the optimizer as it is."""
-        s, order = self._stage, self._order
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rank 0 has told of the optimizer for all (choose)
-            self._weights = VersionedWeights(
-                self._state.parameters,
-                self.optimizer,
-                self.policy,
-                in_flight=order.in_flight[s],
-                deepest=order.deepest(s),
-                scheduler=self.scheduler,
-            )
-        parameters, holders = self._state.parameters, self._session.holders
-        self._stream = Stream(
-            order,
-            s,
-            self._mesh.device,
-            self._worker,
-            self._weights,
-            Reducer(parameters, holders, self._mesh, notes=order.round_robin),
-            update=self._learn,
-            tell=self._outcomes.tell,
-        )
-
-    def _worker(self, leaves: Mapping[str, Tensor], turn: int) -> Worker:
-        workers, samples = self._session.workers.for_batch(leaves), samples_of(leaves)
-        if not self._order.round_robin:
-            return workers.worker(samples)
-        return workers.worker_of(self._order.for_turn(turn, samples))
-
-    # Training
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Train on mini-batches that follow each other without a flush.
@@ -317,36 +283,12 @@ class AsyncPipeline(BasePipeline):
         self._session.count()
 
     def _learn(self, run: Run | None, blame: bool, minibatches: int) -> None:
-        """Take the gradients of a mini-batch, or of a round in which this rank may have none."""
-        parameters = self._state.parameters
-        divide(parameters, minibatches)
-        gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-        bad = bad_names(gradients)
-        if not self._has_warned:
-            self._has_warned = True
-            self._session.warn_without_gradient()
-        self._has_stopped |= bool(bad)
+        """Make an update, with the outcome of this rank's mini-batch if it has one."""
+        self._updates.make(run, blame, minibatches)
         if run is not None:
-            self._note(run, bad if blame else [])
-        if self._clip is not None:
-            with_gradient = [p for p in parameters.values() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm([entries(g) for g in gradients.values()])
-            torch.nn.utils.clip_grads_with_norm_(with_gradient, self._clip, norm)
-        self._weights.update(skip=self._has_stopped, minibatches=minibatches)
-
-    def _note(self, run: Run, bad: list[str]) -> None:
-        """Of a mini-batch that has been learned."""
-        outcome = run.outcome
-        outcome.bad_parameters.extend(bad)
-        if outcome.is_bad and self._first_bad is None:
-            self._has_stopped = True
-            seen = self._session.trace.seen(self._stage, outcome)
-            self._first_bad = run.number, seen
-        self._outcomes.note(run.number, outcome)
-        if self._recording is not None:
-            self._recording.note(run)
-
-    # What mini-batches came to
+            self._outcomes.note(run.number, run.outcome)
+            if self._recording is not None:
+                self._recording.note(run)
 
     def _known(self, first: int, before: int) -> Iterator[float]:
         """Losses from one mini-batch up to another, as far as they have not been told."""
@@ -378,14 +320,7 @@ class AsyncPipeline(BasePipeline):
         self._outcomes.tell()
 
     def _why(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
-        bad = self._first_bad
-        found = bad[1] if bad is not None and bad[0] == number else []
-        text = self._session.trace.told(found, leaves, f"mini-batch {number}")
-        return NonFiniteError(
-            f"{text}; mini-batches follow each other without waiting, so other stages may have "
-            f"been updated by then: resume from a checkpoint; "
-            f"{data_advice(leaves, f'mini-batch {number}') or self._advice()}"
-        )
+        return self._updates.error(number, leaves, self._advice())
 
     def _refuse_spoilt(self) -> None:
         """Raises TrainingError where stages have parted ways."""
@@ -413,7 +348,7 @@ class AsyncPipeline(BasePipeline):
         if self._measured_at == self.step_number:
             return
         self._measured_at = self.step_number
-        weights = self._weights
+        weights = self._updates.weights
         mine = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
         rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(mine))]
         self.peak_versions = tuple(row[0] for row in rows)
@@ -425,8 +360,6 @@ class AsyncPipeline(BasePipeline):
             self._session.workers.clock.end()
             self.timeline, self._recording = self._recording.timeline(self._mesh), None
 
-    # Evaluation and state on disk
-
     def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
         """Drain, then do as ``Pipeline.evaluate``."""
         self.drain()
@@ -435,12 +368,12 @@ class AsyncPipeline(BasePipeline):
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
         self.drain()
-        entries = self._weights.entries()
+        entries = self._updates.weights.entries()
         self._session.checkpoints.save(folder, entries, wait=wait, keep=keep).confirm()
 
     @property
     def is_between_updates(self) -> bool:
-        """Whether a checkpoint can be written now."""
+        """True: a checkpoint can always be written."""
         return True
 
     @classmethod
@@ -455,7 +388,7 @@ class AsyncPipeline(BasePipeline):
         pipeline = cls(workload, plan, **options)
         saved = pipeline._session.load(folder)
         with pipeline._session.failing():
-            pipeline._weights.load(saved)
+            pipeline._updates.weights.load(saved)
         return pipeline
 
 
@@ -463,4 +396,4 @@ _PATIENCE_S = 10.0
 """Seconds that a rank that leaves a loop waits for the others at most."""
 
 _NUMBERS = count()
-"""Of pipelines of this process, which all ranks make in one order."""
+"""Numbers of the pipelines of this process, which all ranks make in one order."""

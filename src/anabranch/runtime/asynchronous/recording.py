@@ -33,7 +33,7 @@ machines began when these did.
 
 
 class Recording:
-    """What one rank does for some mini-batches."""
+    """Actions of one rank for some mini-batches."""
 
     def __init__(
         self, first: int, last: int, batch_size: int, microbatches: int, clock: Clock
@@ -44,7 +44,7 @@ class Recording:
         self._rows: list[list[Any]] = []
 
     def note(self, run: Run) -> None:
-        """A mini-batch has been learned here."""
+        """Note the actions of a mini-batch after its update."""
         if not self.first <= run.number <= self.last:
             return
         past = run.number - self.first
@@ -66,7 +66,7 @@ class Recording:
             )
 
     def timeline(self, mesh: Mesh) -> Timeline | None:
-        """Of all ranks together; None if there is no time for which all have noted everything."""
+        """Gather the timeline of all ranks; None without a time that all have recorded."""
         count = torch.tensor([len(self._rows)])
         most = max(int(number) for number in mesh.all_gather(count))
         if not most:
@@ -93,7 +93,7 @@ def _action(row: list[float]) -> Action:
 
 
 def _cut(spans: list[Span], devices: tuple[int, ...]) -> Timeline | None:
-    """To the time that all devices have in common, which then begins at 0."""
+    """Cut spans to the time that all devices have in common, which then begins at 0."""
     begun: dict[int, float] = {}
     ended: dict[int, float] = {}
     for span in spans:

@@ -46,7 +46,7 @@ from anabranch.workload import Workload
 
 
 def asynchronous_stages(plan: Plan) -> StageGraph:
-    """The plan's stages, with the micro-batches that each has in flight where no batch ends.
+    """Return a plan's stages with their in-flight counts without a flush.
 
     Raises:
         InvalidPlanError: if the schedule is no 1F1B, or the micro-batches of an asynchronous plan
@@ -65,7 +65,7 @@ def asynchronous_stages(plan: Plan) -> StageGraph:
 
 
 def _per_hop(plan: Plan) -> int:
-    """Micro-batches that the plan's schedule lets a stage have in flight beyond the next."""
+    """Return how many more micro-batches a stage holds than the next one."""
     per_hop = rule_named(plan.schedule).per_hop
     if not per_hop or any(stage.k != 1 for stage in plan.stage_graph.stages):
         groups = max(stage.k for stage in plan.stage_graph.stages)
@@ -78,7 +78,7 @@ def _per_hop(plan: Plan) -> int:
 
 
 def round_robin_of(plan: Plan) -> AsynchronousOrder | None:
-    """The order in which replicas take mini-batches in turn; None if no stage has replicas."""
+    """Return the round-robin order of a plan; None if no stage has replicas."""
     per_hop = _per_hop(plan)
     if all(len(stage.devices) == 1 for stage in plan.stage_graph.stages):
         return None
@@ -86,7 +86,7 @@ def round_robin_of(plan: Plan) -> AsynchronousOrder | None:
 
 
 def order_of(plan: Plan, graph: StageGraph, *, round_robin: bool) -> AsynchronousOrder:
-    """The order in which a plan is trained.
+    """Return the order in which a plan is trained.
 
     Args:
         graph: that of ``asynchronous_stages``.
@@ -103,16 +103,16 @@ def budgeted(
     order: AsynchronousOrder,
     captured: Captured,
     policy: WeightPolicy,
-    *,
-    last_update: bool = False,
+    optimizer: Optimizer | None = None,
 ) -> Plan:
-    """The plan with the peaks of a round-robin order; one that predicts no peaks stays as it is."""
+    """Return a plan with the peaks of a round-robin order, unless it predicts no peaks."""
     if plan.predicted is None or not any(plan.predicted.device_peak_bytes):
         return plan
     size = plan.stage_graph.batch_size
     cluster = plan.machines or Cluster.preset(f"local:{len(plan.stage_graph.devices)}")
     cost = CostModel(estimate(captured, samples=(size,)), cluster)
     whole, peaks = order.for_turn(0, size), dict[int, int]()
+    last_update = optimizer is not None and facts_of(optimizer).keeps_last_update
     for s, stage in enumerate(plan.stage_graph.stages):
         held, deepest = order.in_flight[s], order.deepest(s)
         versions = versions_held(policy, in_flight=held, deepest=deepest, last_update=last_update)
@@ -123,7 +123,7 @@ def budgeted(
 
 
 def num_microbatches(graph: StageGraph) -> int:
-    """M, micro-batches of one mini-batch, which are the same for all stages."""
+    """Return M, the micro-batches of a mini-batch, which all stages have in common."""
     counts = [graph.num_microbatches(s) for s in range(len(graph))]
     sizes = [stage.microbatch_size for stage in graph.stages]
     if len(set(counts)) > 1 or (counts[0] > 1 and len(set(sizes)) > 1):
@@ -258,7 +258,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def choose(
     policy: WeightPolicy | str | None, plan: Plan, microbatches: int, workload: Workload
 ) -> tuple[WeightPolicy, str]:
-    """The policy to train with, the same on every rank, and why, where nobody has named one."""
+    """Choose the policy, the same on every rank; the reason is empty if the user named it."""
     optimizer, reason = _optimizer_of(workload), ""
     policy = policy or plan.policy or "auto"
     if policy == "auto" and microbatches > 1:
@@ -278,12 +278,12 @@ def choose(
 
 
 def _optimizer_of(workload: Workload) -> Optimizer | None:
-    """Of the whole model: ranks without parameters have none of their own to look at."""
+    """Make the optimizer of the whole model; ranks without parameters have none of their own."""
     trainable = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
     return workload.make_optimizer(trainable) if trainable else None
 
 
 def _is_first() -> bool:
-    """Whether this is rank 0, perhaps before the ranks have met."""
+    """Return whether this is rank 0, also before the process group exists."""
     first = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return first == 0

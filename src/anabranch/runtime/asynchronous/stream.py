@@ -27,8 +27,10 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from anabranch.runtime.asynchronous.versions import VersionedWeights
+from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.position import POSITION
+from anabranch.runtime.session import Session
 from anabranch.runtime.worker import Run, Worker
 from anabranch.schedule.asynchronous import AsynchronousOrder
 from anabranch.schedule.schedule import Action, Kind
@@ -42,7 +44,6 @@ class Stream:
             version difference of this rank's stage.
 
     Args:
-        worker: from the tensors of a mini-batch and its number since the pipeline was empty.
         update: called when summed gradients are there, with this rank's mini-batch (None if it has
             none), whether numbers that are not finite count as its own, and the number of
             mini-batches of the update.
@@ -51,27 +52,28 @@ class Stream:
 
     def __init__(
         self,
+        session: Session,
         order: AsynchronousOrder,
         stage: int,
-        device: int,
-        worker: Callable[[Mapping[str, Tensor], int], Worker],
         weights: VersionedWeights,
-        reducer: Reducer,
         *,
         update: Callable[[Run | None, bool, int], None],
         tell: Callable[[], None],
     ) -> None:
-        self._order, self._stage, self._worker = order, stage, worker
-        self._weights, self._reducer, self._tell, self._learn = weights, reducer, tell, update
+        self._session, self._order, self._stage = session, order, stage
+        self._weights, self._tell, self._learn = weights, tell, update
+        self._reducer = Reducer(
+            session.state.parameters, session.holders, session.mesh, notes=order.round_robin
+        )
         self._turns, self._per_update = order.turns[stage], order.per_update
-        self._turn = order.graph.stages[stage].devices.index(device) % self._turns
+        self._turn = order.graph.stages[stage].devices.index(session.mesh.device) % self._turns
         self._runs: dict[int, Run] = {}
         self._versions: dict[int, int] = {}
         self._count = self.most_behind = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether no mini-batch is between forward and update; the same on all ranks."""
+        """True if no mini-batch is between forward and update, which is so on all ranks at once."""
         return not self._count
 
     def put(self, leaves: Mapping[str, Tensor], number: int) -> bool:
@@ -89,7 +91,7 @@ class Stream:
         self._count += 1
         if turn != self._turn:
             return False
-        worker = self._worker(leaves, self._count - 1)
+        worker = self._worker(leaves)
         run = self._runs[unit] = worker.begin(leaves, number, self._reducer)
         run.expect(Kind.RECEIVE_FORWARD)
         if len(self._runs) == 1:
@@ -106,6 +108,13 @@ class Stream:
         while self._count and self._weights.version < self._first + updates:
             self._do(next(self._actions))
         self._count = 0
+
+    def _worker(self, leaves: Mapping[str, Tensor]) -> Worker:
+        """Return the worker for the mini-batch that was put in last."""
+        workers, samples = self._session.workers.for_batch(leaves), samples_of(leaves)
+        if not self._order.round_robin:
+            return workers.worker(samples)
+        return workers.worker_of(self._order.for_turn(self._count - 1, samples))
 
     def _do(self, action: Action) -> None:
         if action.kind is Kind.UPDATE:

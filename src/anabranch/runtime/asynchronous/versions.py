@@ -96,7 +96,7 @@ class VersionedWeights:
         return self.peak_versions * sum(t.numel() * t.element_size() for t in self._current)
 
     def fill(self, number: int) -> None:
-        """The pipeline is empty, a mini-batch is the next one; its parameters may be new."""
+        """Begin to fill the empty pipeline; parameters may have been replaced."""
         self._tracker.fill(number)
         self._release()
         self._current = [parameter.data for parameter in self._parameters]
@@ -195,7 +195,7 @@ class VersionedWeights:
             parameter.grad = None
 
     def _release(self) -> None:
-        """Give back what nobody will read."""
+        """Give storages back that no pass will read."""
         tracker = self._tracker
         for number in [n for n in self._predicted if n not in tracker.predictions]:
             self._pool.give(self._predicted.pop(number))
@@ -239,7 +239,7 @@ class VersionedWeights:
         self._norm = torch.where(norm.isfinite(), usual, self._norm)
 
     def entries(self) -> dict[str, Tensor]:
-        """What a checkpoint needs besides the optimizer's state, per parameter, when drained."""
+        """Return the tensors of a checkpoint besides the optimizer's state, when drained."""
         found: dict[str, Tensor] = {}
         for i, name in enumerate(self._names):
             found[f"{_VERSION}/{name}"] = torch.tensor(self.version)
@@ -277,14 +277,14 @@ class _Pool:
         self._free: list[Storage] = []
 
     def take(self, like: Storage) -> Storage:
-        """A storage with any content."""
+        """Return a storage with any content."""
         if self._free:
             return self._free.pop()
         self.made += 1
         return [torch.empty_like(tensor) for tensor in like]
 
     def give(self, storage: Storage) -> None:
-        """The storage is not needed any more."""
+        """Take a storage back."""
         self._free.append(storage)
 
 

@@ -21,7 +21,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class ComputeOptions:
-    """How stages are computed.
+    """Options of the computation of stages.
 
     Attributes:
         precision: ``fp32`` leaves every operation as the model has it. ``bf16`` and ``fp16`` run
@@ -98,7 +98,7 @@ class ComputeOptions:
 
 
 PLAIN = ComputeOptions()
-"""What one process does without any option."""
+"""Defaults: the computation of one process."""
 
 
 def require_exact(options: ComputeOptions, parts: Split) -> None:

@@ -57,7 +57,7 @@ class StagePrograms:
 
     @remembered
     def program(self, stage: int, samples: int) -> StageProgram:
-        """What a stage runs for a number of samples, with the types that its values have."""
+        """Return the program of a stage for a number of samples, with the types under autocast."""
         program = self._parts.program(stage, samples, device=self.place)
         shapes = {
             value: (shape, self._types.get(value, dtype))
@@ -66,16 +66,16 @@ class StagePrograms:
         return replace(program, shapes=shapes)
 
     def weights(self, samples: int, batch_size: int) -> dict[str, float]:
-        """Of loss and metrics of so many samples in those of a batch."""
+        """Return the weights of loss and metrics of so many samples in those of a batch."""
         return self._captured.weights(samples, batch_size)
 
     def with_statistics(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a whole batch, and what stages read of it besides."""
+        """Add the statistics of a whole batch that stages read to its tensors."""
         return self._captured.programs.with_statistics(leaves, self.place)
 
     @remembered
     def runnable(self, stage: int, samples: int) -> StageCall:
-        """What is called; CaptureError if an operation's random numbers cannot be had by sample."""
+        """Return the call of a stage; CaptureError if a random operation cannot draw by sample."""
         program = self.program(stage, samples)
         if self.options.sparse_embeddings:
             program = replace(program, module=with_sparse_lookups(program.module))
@@ -133,7 +133,7 @@ def with_sparse_lookups(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def is_random(module: nn.Module) -> bool:
-    """Whether a stage draws from a generator; known once per module."""
+    """Return whether a stage draws from a generator, cached per module."""
     cached = module.__dict__.get("_anabranch_is_random")
     if cached is None:
         graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]

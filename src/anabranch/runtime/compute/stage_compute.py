@@ -36,8 +36,8 @@ Key = tuple[int, int]
 
 
 class BadValue(NamedTuple):
-    """Something that left a stage and was not finite: a value, or the gradient of one. Minus
-    infinity alone, which may be a mask, is none.
+    """A value that left a stage, or its gradient, with NaN or infinity; minus infinity alone may be
+    a mask and does not count.
     """
 
     key: Key
@@ -46,7 +46,7 @@ class BadValue(NamedTuple):
 
 
 class Outcome:
-    """What a device found out in one step.
+    """Losses, metrics and bad numbers of one step on a device.
 
     Losses and metrics are read when somebody asks: a look at a GPU waits for all before it.
     So is the largest number of each tensor that left a stage, which outlives it: one pass, and NaN
@@ -76,7 +76,7 @@ class Outcome:
 
     @property
     def bad_values(self) -> list[BadValue]:
-        """What left a stage and was not finite, in its order."""
+        """Tensors that left a stage and were not finite, in their order."""
         largest = fetched([number for *_, number in self._left])
         return [
             BadValue(key, value, is_gradient)
@@ -138,12 +138,12 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        """Whether the optimizer must not have what came of this step."""
+        """True if the optimizer must not see the gradients of this step."""
         return self.bad is not None or bool(self.bad_parameters)
 
 
 class Compute(Protocol):
-    """What a worker asks for between messages."""
+    """Computation of micro-batches between messages."""
 
     def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
         """Start a step."""
@@ -159,8 +159,8 @@ class Compute(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """What one micro-batch of a stage is on this device: ``weights`` are those of its loss and
+class _Slice:
+    """One micro-batch of a stage on this device: ``weights`` are those of its loss and
     metrics in the batch's, ``recompute`` whether its backward begins with another forward,
     ``returned`` uses with a gradient.
     """
@@ -203,7 +203,7 @@ class StageCompute:
         self._layout, self._graph, self._parameters = layout, graph, parameters
         self._prepared, self._place, self._seed = prepared, prepared.place, seed
         self._offload = Offload(parameters.values(), self._place)
-        self._pieces: dict[Key, _Piece] = {}
+        self._pieces: dict[Key, _Slice] = {}
         self._starts: dict[int, Tensor] = {}
         self._loss_scale = loss_scale
 
@@ -243,12 +243,12 @@ class StageCompute:
             self._outcome.leaves(key, made.items(), is_gradient=False)
         return made
 
-    def _piece(self, key: Key) -> _Piece:
+    def _piece(self, key: Key) -> _Slice:
         piece = self._pieces.get(key)
         if piece is None:
             start, stop = self._layout.slice(*key)
             runnable = self._prepared.runnable(key[0], stop - start)
-            piece = self._pieces[key] = _Piece(
+            piece = self._pieces[key] = _Slice(
                 runnable,
                 start,
                 stop - start,
@@ -263,7 +263,7 @@ class StageCompute:
         return self._offload() if wanted else nullcontext()
 
     def _call(
-        self, piece: _Piece, key: Key, inputs: list[Tensor], aliases: list[Tensor]
+        self, piece: _Slice, key: Key, inputs: list[Tensor], aliases: list[Tensor]
     ) -> tuple[Tensor, ...]:
         runnable, start = piece.runnable, piece.start
         names = runnable.program.batch
@@ -305,7 +305,7 @@ class StageCompute:
         return returned
 
     def _differentiate(
-        self, piece: _Piece, key: Key, stash: _Stash, arrived: Mapping[Port, Tensor]
+        self, piece: _Slice, key: Key, stash: _Stash, arrived: Mapping[Port, Tensor]
     ) -> dict[Port, Tensor]:
         tensors, gradients = [], []
         for port, output in stash.outputs:
@@ -324,7 +324,7 @@ class StageCompute:
         leaves = dict(stash.leaves)
         return {port: _gradient(leaves[port]) for port in piece.returned}
 
-    def _recompute(self, piece: _Piece, key: Key, stash: _Stash) -> _Stash:
+    def _recompute(self, piece: _Slice, key: Key, stash: _Stash) -> _Stash:
         """The forward once more, for its autograd graph."""
         results = self._call(piece, key, [leaf for _, leaf in stash.leaves], stash.aliases)
         outputs, loss = _outputs_and_loss(piece.runnable.program, results)

@@ -32,14 +32,14 @@ Named = tuple[str, nn.Parameter]
 
 
 class Bucket(ABC):
-    """Parameters of one element type that the same ranks hold, and what is summed of them.
+    """Parameters of one element type and one replica group, and the sum of their gradients.
 
     Attributes:
         missing: parameters whose gradient has not been put.
 
     Args:
-        ranks: who holds them, ascending.
-        shards: of each, who alone updates them.
+        ranks: the replica group, ascending.
+        shards: of each parameter.
     """
 
     missing: int
@@ -54,17 +54,17 @@ class Bucket(ABC):
 
     @property
     def is_pending(self) -> bool:
-        """Whether there is something to take."""
+        """True from ``start`` until the sums have been taken."""
         return bool(self._pending)
 
     @property
     @abstractmethod
     def flat(self) -> Tensor | None:
-        """This rank's terms, as they are sent, once there are any."""
+        """Buffer of this rank's terms; None before the first gradient."""
 
     @abstractmethod
     def begin(self, batch_sizes: Sequence[int] = ()) -> None:
-        """No gradient has been put; they will be of batches of these sizes."""
+        """Begin an update from batches of these sizes."""
 
     @abstractmethod
     def hold(self, index: int) -> None:
@@ -72,7 +72,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def put(self, index: int) -> None:
-        """Take a parameter's gradient of this rank; ``.grad`` is None until ``take``."""
+        """Move a final gradient into the bucket; ``.grad`` is None until ``take``."""
 
     @abstractmethod
     def start(self, *, everywhere: bool = False) -> None:
@@ -84,20 +84,18 @@ class Bucket(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """Wait for the other ranks; numbers that tell of their gradients."""
+        """Wait for the sums; return the numbers that ``hand_out`` needs on the host."""
 
     @abstractmethod
     def hand_out(self, numbers: Sequence[float]) -> None:
-        """Make the sums the gradients, by these numbers."""
+        """Make the sums the gradients, given the numbers of ``wait``."""
 
     @abstractmethod
     def start_all_gather(self) -> None:
-        """Start to give all ranks the parameters that one of them has updated; gradients are gone
-        then.
-        """
+        """Start the all-gather of updated parameters; gradients are None then."""
 
     def finish_all_gather(self) -> None:
-        """Wait until they are there."""
+        """Wait for the updated parameters."""
         for pending in self._gathering:
             pending.wait()
         if self._gathering and len(self._own) < len(self.shards):
@@ -107,7 +105,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def _take_gathered(self) -> None:
-        """Make what has come the parameters."""
+        """Copy received values into the parameters."""
 
 
 class DenseBucket(Bucket):
@@ -177,7 +175,7 @@ class DenseBucket(Bucket):
                 self._pending.append(mesh.start_all_reduce(self._flags, ranks))
 
     def _parts(self) -> list[tuple[Tensor, int]]:
-        """What of the buffer comes to or from which updater: all of it, or shard by shard."""
+        """Return (part of the buffer, rank that updates it), shard by shard."""
         flat = self._buffer()
         if len(self.shards) == 1:
             return [(flat, self.shards[0].rank)]
@@ -199,7 +197,7 @@ class DenseBucket(Bucket):
             parameter.copy_(view)
 
     def wait(self) -> Tensor:
-        """Wait for the sums; which of the parameters have a gradient on some rank."""
+        """Wait for the sums; return per parameter whether any rank has a gradient."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
@@ -223,12 +221,12 @@ class DenseBucket(Bucket):
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Of its gradient, as autograd makes it."""
+    """Return the strides of its gradient, as autograd makes it."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
 def take(buckets: Iterable[Bucket]) -> None:
-    """Wait for the sums of buckets and make them the gradients, with one look at the device."""
+    """Wait for the sums of buckets and make them the gradients, with one device read."""
     pending = [bucket for bucket in buckets if bucket.is_pending]
     told = [bucket.wait().double() for bucket in pending]
     numbers = iter(torch.cat(told).tolist() if told else ())
@@ -253,7 +251,7 @@ def cut(
 def by_shards(
     named: Iterable[Named], shards: Mapping[str, Shards]
 ) -> list[tuple[Shards, list[Named]]]:
-    """Who alone updates what of each, and of which ones."""
+    """Group parameters by their shards."""
     parts: dict[Shards, list[Named]] = {}
     for name, parameter in named:
         parts.setdefault(shards.get(name, ()), []).append((name, parameter))

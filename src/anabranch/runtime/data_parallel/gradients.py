@@ -30,7 +30,7 @@ from anabranch.runtime.mesh import Mesh
 
 @dataclass(frozen=True)
 class Holders:
-    """Which ranks hold which parameters and buffers; the same on every rank.
+    """Replica groups of parameters and buffers; the same on every rank.
 
     Attributes:
         parameters: name -> ranks, ascending.
@@ -68,7 +68,7 @@ class Holders:
 
     @staticmethod
     def of(split: Split, graph: StageGraph) -> Holders:
-        """Read the holders off the stages."""
+        """Return the replica groups of a stage graph."""
         parameters: dict[str, set[int]] = defaultdict(set)
         buffers: dict[str, set[int]] = defaultdict(set)
         stages: dict[str, set[int]] = defaultdict(set)
@@ -83,7 +83,7 @@ class Holders:
 
     @property
     def sets(self) -> set[Ranks]:
-        """Sets of ranks that share something."""
+        """Replica groups of several ranks."""
         return {r for r in (*self.parameters.values(), *self.buffers.values()) if len(r) > 1}
 
     def resident_bytes(self, module: nn.Module, rank: int, place: torch.device) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class Holders:
         return self.updaters(name)
 
     def owner(self, name: str) -> int:
-        """The rank that speaks for a parameter or buffer where it must be counted or saved once."""
+        """Return the rank that counts or saves a parameter or buffer."""
         return self.buffers[name][0] if name in self.buffers else self.updaters(name)[0]
 
     def held_by(self, rank: int) -> set[str]:
@@ -210,8 +210,8 @@ def fold_tied(
 def sum_of_squares(
     parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int
 ) -> list[Tensor]:
-    """Of the gradients that this rank speaks for, so that a sum over the ranks counts each once; a
-    number if there are any. Of parameters that are cut this rank has its own shard.
+    """Return the squared norm of the gradients that this rank owns, in a list that is empty without
+    any; the sum over the ranks counts each gradient once.
     """
     norms = [
         torch.linalg.vector_norm(entries(p.grad), dtype=torch.float64)

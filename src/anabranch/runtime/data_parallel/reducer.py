@@ -47,7 +47,7 @@ class _Queue:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where a parameter is: which bucket of which queue, and where in it."""
+    """Place of a parameter: bucket, queue of the bucket, index in it."""
 
     queue: _Queue
     bucket: Bucket
@@ -109,7 +109,7 @@ class Reducer:
         self._gathering: list[Bucket] = []
 
     def finals(self, order: Sequence[int]) -> Mapping[int, Sequence[str]]:
-        """Which trainable parameters have their final gradient after a stage's last backward.
+        """Return the trainable parameters whose gradients are final after a stage's last backward.
 
         Args:
             order: stages with a backward on this rank, in the order of their last ones.
@@ -129,7 +129,7 @@ class Reducer:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What sums are made in; that of whole gradients is kept from step to step."""
+        """Buffers of the sums."""
         flats = (bucket.flat for queue in self._queues for bucket in queue.buckets)
         return [flat for flat in flats if flat is not None]
 
@@ -168,7 +168,7 @@ class Reducer:
         self.after_last(-1)
 
     def before_forward(self, stage: int) -> None:
-        """Wait for the parameters of a stage that others have updated; see ``Watcher``."""
+        """Wait for the all-gather of the parameters of a stage; see ``Watcher``."""
         self.finish_all_gather(stage)
 
     def before_last(self, stage: int) -> None:
@@ -210,8 +210,8 @@ class Reducer:
             queue.started += 1
 
     def start_all_gather(self) -> None:
-        """Start to give all holders the parameters that one of them has updated; all of them call
-        it between the same sums. What the first stages read, and need first, goes first.
+        """Start the all-gather of updated parameters, those of the first stages first; all ranks
+        call it between the same sums.
         """
         self.finish_all_gather()
         for queue in sorted(self._queues, key=lambda queue: queue.buckets[0].ranks):
@@ -221,7 +221,7 @@ class Reducer:
                     self._gathering.append(bucket)
 
     def finish_all_gather(self, stage: int | None = None) -> None:
-        """Wait for the parameters of a stage that others have updated, or for all."""
+        """Wait for the all-gather of the parameters of a stage, or of all."""
         if self._gathering:
             self._finish_all_gather(lambda stages: stage is None or stage in stages)
 
@@ -237,7 +237,7 @@ class Reducer:
 
     @property
     def has_finite_terms(self) -> bool:
-        """Whether what this rank gave to the last sums was finite; needs ``notes``."""
+        """True if this rank's terms of the last sums were finite; needs ``notes``."""
         return all(map(math.isfinite, fetched(self._totals)))
 
     def take_all(self) -> None:

@@ -46,9 +46,7 @@ class Shard:
 
 
 Shards = tuple[Shard, ...]
-"""Of one parameter, from its first rows to its last, of a rank each; none where all ranks that hold
-it update it.
-"""
+"""Shards of one parameter in order of its rows; empty if every rank of its group updates it."""
 
 
 _VECTOR = 32

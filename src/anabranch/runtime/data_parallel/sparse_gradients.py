@@ -1,4 +1,4 @@
-"""Rows of embedding tables that travel in place of the whole gradients.
+"""Sparse gradients of embedding tables, which are gathered in place of a dense all-reduce.
 
 Every holder of a table sends all others the rows that it looked up and what they are to change by;
 each adds up what it gets, in the order of the ranks, so all have the same bits::
@@ -44,7 +44,7 @@ class SharedTable:
     batch_size: int
 
     def samples(self, batch_size: int) -> int:
-        """Of a batch on the fullest holder, at most."""
+        """Return the most samples of a batch that any rank of the group has."""
         return max(most_samples(batch_size, *size) for size in self.slices)
 
     def rows(self, batch_sizes: Iterable[int]) -> int:
@@ -53,7 +53,7 @@ class SharedTable:
 
     @property
     def planned_bytes(self) -> int:
-        """Of its part of a message, for the batch of the plan."""
+        """Bytes of its part of a message, for the batch of the plan."""
         return message_bytes(self.table, self.samples(self.batch_size))
 
 
@@ -93,7 +93,7 @@ class SparseBucket(Bucket):
         return self._values
 
     def hold(self, index: int) -> None:
-        """Nothing: rows of several micro-batches are kept as they come."""
+        """No-op: sparse gradients are concatenated later."""
 
     def put(self, index: int) -> None:
         parameter = self.named[index][1]
@@ -134,7 +134,7 @@ class SparseBucket(Bucket):
         return count
 
     def _parts(self, message: Tensor) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
-        """Of a rank's message: counts, and per table the rows and their gradients."""
+        """Return views of a rank's message: counts, and per table row numbers and gradients."""
         tables, rooms = len(self.named), self._room
         head = INDEX_BYTES * (tables + sum(rooms))
         numbers = message[:head].view(torch.int64)
@@ -210,7 +210,7 @@ def sparse_buckets(
 # Which tables
 
 _NOTHING, _DENSE, _EITHER, _ROWS = range(4)
-"""What gradients of tables the optimizer of a rank takes: it has none, whole ones, any, rows."""
+"""Gradients of tables that the optimizer of a rank takes: none, dense, both, sparse."""
 
 
 def shared_tables(
@@ -254,7 +254,7 @@ def shared_tables(
 
 
 def _takes(optimizer: torch.optim.Optimizer | None) -> int:
-    """By what PyTorch's optimizers refuse. Those of others get what the model asks for."""
+    """Return the gradients an optimizer takes; one that is not PyTorch's takes sparse ones."""
     if optimizer is None:
         return _NOTHING
     if isinstance(optimizer, torch.optim.SparseAdam) or not (
@@ -270,5 +270,5 @@ def _takes(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 def takes_sparse(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether an optimizer takes sparse gradients."""
+    """Return whether an optimizer takes sparse gradients."""
     return _takes(optimizer) != _DENSE

@@ -42,7 +42,7 @@ from anabranch.runtime.worker import Worker
 
 
 class Updates:
-    """Gradients of one rank, and what becomes of them.
+    """Updates of one rank's parameters from its gradients.
 
     Attributes:
         reducer: sums them over the ranks; the ``Watcher`` of this rank's steps.
@@ -79,7 +79,7 @@ class Updates:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What this rank holds between two steps: parameters, gradients, optimizer state."""
+        """Tensors of this rank between two steps: parameters, gradients, optimizer state."""
         optimizer = self._state.optimizer
         state = optimizer.state.values() if optimizer is not None else ()
         moments = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
@@ -90,11 +90,11 @@ class Updates:
 
     @property
     def is_last(self) -> bool:
-        """Whether an update is due after the batch that was prepared last."""
+        """True if an update is due after the batch that was prepared last."""
         return self._is_last
 
     def prepare(self, worker: Worker, samples: int, *, alone: bool = False) -> None:
-        """A batch is about to run.
+        """Begin a batch.
 
         Args:
             samples: of all ranks.
@@ -145,7 +145,7 @@ class Updates:
         outcome.bad_parameters.extend(bad_names(gradients))
 
     def finish_early(self) -> None:
-        """Make do with the batches since the last update."""
+        """End an update with the batches that it has so far."""
         self._is_last = self._is_summed = True
         self.reducer.sum_now(self._batch_sizes)
         self._state.cut_gradients()
@@ -158,7 +158,7 @@ class Updates:
         self._is_open, self.accumulated = False, 0
 
     def squares(self) -> list[Tensor]:
-        """Of the gradients that this rank speaks for; their sum over the ranks counts each once."""
+        """Return ``sum_of_squares`` of this rank."""
         return sum_of_squares(self._updated, self._holders, self._mesh.rank)
 
     def apply(self, squares: float = 0.0, largest: float | None = None) -> None:
@@ -174,8 +174,8 @@ class Updates:
             self._state.scheduler.step()
 
     def start_all_gather(self) -> None:
-        """After an update, or instead of one that some ranks refuse: all holders of a parameter get
-        it from the one that updates it, by the next forward of a stage that reads it.
+        """Start the all-gather of updated parameters, which ends by the next forward of a stage
+        that reads them; called after an update, or in place of one that some ranks refuse.
         """
         if self._is_last:
             self.reducer.start_all_gather()
@@ -183,13 +183,13 @@ class Updates:
                 shard.grad = None  # it was where parameters are now
 
     def finish_all_gather(self) -> None:
-        """Wait until all parameters of this rank are there."""
+        """Wait for the all-gather of all parameters of this rank."""
         self.reducer.finish_all_gather()
 
     @property
     def may_guard(self) -> bool:
-        """Whether an update is due from an optimizer that can be told on the device to do nothing:
-        the fused ones can, for ``torch.amp.GradScaler``.
+        """True if an update is due from an optimizer that the device can tell to do nothing, as
+        fused ones can for ``torch.amp.GradScaler``.
         """
         optimizer = self._state.optimizer
         knows = getattr(optimizer, "_step_supports_amp_scaling", False)

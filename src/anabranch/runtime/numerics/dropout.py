@@ -30,7 +30,7 @@ _BY_INPUT = ("aten::native_dropout", "aten::scaled_dot_product_attention")
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers; dropout of nothing, or out of training, does not."""
+    """Return whether a call draws random numbers; dropout with p=0 or out of training does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     given = arguments(node)
@@ -120,7 +120,7 @@ class BySample:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """Of the numbers that a call draws."""
+    """Return the shape of the numbers that a call draws."""
     name = schema_name(node)
     if name == "aten::scaled_dot_product_attention":
         query, key = (arg.meta["val"].shape for arg in node.args[:2])  # type: ignore[union-attr]

@@ -175,7 +175,7 @@ def _stage_of(name: str, worker: Worker) -> int:
 
 
 def _is_harmful(tensor: Tensor) -> bool:
-    """Whether there is more than minus infinity."""
+    """Return whether a tensor has NaN or plus infinity."""
     return bool(_harmful(tensor).any())
 
 

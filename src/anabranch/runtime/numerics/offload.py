@@ -44,7 +44,7 @@ class Offload:
 
 
 class Saved:
-    """What the forward of one micro-batch saved; without a stream copies are made in line."""
+    """Saved tensors of one micro-batch; without a stream copies are made in line."""
 
     def __init__(self, parameters: Iterable[Tensor], stream: torch.cuda.Stream | None) -> None:
         self._kept = {parameter.untyped_storage()._cdata for parameter in parameters}

@@ -42,7 +42,7 @@ def mix(number: int) -> int:
 
 
 def step_key(seed: int, step: int) -> int:
-    """What all streams of a step start from, as an int64."""
+    """Return the key of all streams of a step, as an int64."""
     return _signed(mix((mix((seed + _GOLDEN) & _MASK) + step * _GOLDEN) & _MASK))
 
 
@@ -59,7 +59,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def counters(calls: Sequence[int], place: torch.device) -> Tensor:
-    """What the streams of random operations begin with; ``calls`` are their places in the model."""
+    """Return the start values of the streams of random operations at these calls of the model."""
     return torch.tensor([_signed((call + 1) * _GOLDEN) for call in calls], device=place)
 
 
