@@ -73,19 +73,19 @@ def tag_of(x: int, y: int, num_stages: int, *, back: bool) -> int:
 
 def channels(graph: StageGraph) -> list[Channel]:
     """All channels that a batch of the planned size uses, the same on every rank."""
-    found = set()
+    result = set()
     for source, target, forward in directions(graph):
         x, y = (source, target) if forward else (target, source)
         tag = tag_of(x, y, len(graph), back=not forward)
         for message in messages(graph, source, target, forward=forward):
-            found.add(Channel(graph.rank_of[message.sender], graph.rank_of[message.receiver], tag))
-    return sorted(found)
+            result.add(Channel(graph.rank_of[message.sender], graph.rank_of[message.receiver], tag))
+    return sorted(result)
 
 
 def gradient_ports(ports: Iterable[Port]) -> tuple[Port, ...]:
     """The uses whose gradients flow back, in the order in which they travel."""
-    found = (port for port in ports if port.grad)
-    return tuple(sorted(found, key=lambda port: (port.value, port.order)))
+    result = (port for port in ports if port.grad)
+    return tuple(sorted(result, key=lambda port: (port.value, port.order)))
 
 
 class Model(Protocol):
@@ -124,16 +124,16 @@ class Layout:
         """The tensors of a message, in the order in which they travel."""
         program = self.program(action.stage, action.microbatch)
         ports = program.outputs if self._is_producer(action) else program.inputs
-        mine = [p for p in ports if action.peer_stage in (p.source, p.target)]
-        if not mine:
+        own = [p for p in ports if action.peer_stage in (p.source, p.target)]
+        if not own:
             return (TOKEN,)
         first = self._is_first_of_slice(action)
         if action.kind.is_forward:
             uses: Iterable[tuple[int, Port | None]] = (
-                (value, None) for value in sorted({port.value for port in mine})
+                (value, None) for value in sorted({port.value for port in own})
             )
         else:
-            uses = ((port.value, port) for port in gradient_ports(mine))
+            uses = ((port.value, port) for port in gradient_ports(own))
         return tuple(
             self._item(action, program, value, port)
             for value, port in uses

@@ -126,8 +126,8 @@ class Worker:
 class _Handover:
     """Values or gradients that one stage hands to another on the same device."""
 
-    given: tuple[Item, ...]
-    taken: tuple[Item, ...]
+    sent: tuple[Item, ...]
+    received: tuple[Item, ...]
     key: Key
 
 
@@ -199,25 +199,25 @@ def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
 
 def _handovers(worker: Worker) -> Mapping[Action, Sequence[_Handover]]:
     """Map a compute to the tensors that its stage hands to other stages of this device."""
-    found: defaultdict[Action, list[_Handover]] = defaultdict(list)
+    handovers: defaultdict[Action, list[_Handover]] = defaultdict(list)
     graph, items, me = worker.graph, worker.layout.items, worker.device
     for x, y in graph.edges:
         if me not in graph.stages[x].devices or me not in graph.stages[y].devices:
             continue
-        mine = graph.stages[x].devices.index(me), graph.stages[y].devices.index(me)
+        own = graph.stages[x].devices.index(me), graph.stages[y].devices.index(me)
         for i, a, j, b, start, stop in overlaps(graph, x, y):
-            if (a, b) != mine:
+            if (a, b) != own:
                 continue
             there, back = (i, y, me, start, stop), (j, x, me, start, stop)
-            given = items(Action(x, Kind.SEND_FORWARD, *there))
-            if given == (TOKEN,):
+            sent = items(Action(x, Kind.SEND_FORWARD, *there))
+            if sent == (TOKEN,):
                 continue
-            taken = items(Action(y, Kind.RECEIVE_FORWARD, *back))
-            found[Action(x, Kind.FORWARD, i)].append(_Handover(given, taken, (y, j)))
-            given = items(Action(y, Kind.SEND_BACKWARD, *back))
-            taken = items(Action(x, Kind.RECEIVE_BACKWARD, *there))
-            found[Action(y, Kind.BACKWARD, j)].append(_Handover(given, taken, (x, i)))
-    return found
+            received = items(Action(y, Kind.RECEIVE_FORWARD, *back))
+            handovers[Action(x, Kind.FORWARD, i)].append(_Handover(sent, received, (y, j)))
+            sent = items(Action(y, Kind.SEND_BACKWARD, *back))
+            received = items(Action(x, Kind.RECEIVE_BACKWARD, *there))
+            handovers[Action(y, Kind.BACKWARD, j)].append(_Handover(sent, received, (x, i)))
+    return handovers
 
 
 class Run:
@@ -360,7 +360,7 @@ class Run:
 
     def hand_over(self, task: _Task) -> None:
         for handover in task.handovers:
-            self.take(handover.key, handover.taken, self.parts(task.action.stage, handover.given))
+            self.take(handover.key, handover.received, self.parts(task.action.stage, handover.sent))
 
 
 @cache

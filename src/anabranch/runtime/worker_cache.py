@@ -96,8 +96,8 @@ class WorkerCache:
     @cached_property
     def _read(self) -> frozenset[str]:
         stages = enumerate(self.stage_graph.stages)
-        mine = [s for s, stage in stages if self.mesh.device in stage.devices]
-        return frozenset[str]().union(*(self.parts.leaves(s) for s in mine))
+        own = [s for s, stage in stages if self.mesh.device in stage.devices]
+        return frozenset[str]().union(*(self.parts.leaves(s) for s in own))
 
     def worker(self, samples: int) -> Worker:
         """Return the worker for batches of so many samples."""

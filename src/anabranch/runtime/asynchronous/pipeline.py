@@ -301,9 +301,9 @@ class AsyncPipeline(BasePipeline):
         with self._session.failing(), POSITION.doing(Phase.SUMS):
             tally.read()
         self.metrics, loss = tally.metrics, tally.loss
-        told = self._divergence.note(loss)
-        if told and self.rank == 0:
-            warnings.warn(f"{told}, at mini-batch {number}: {self._advice()}", stacklevel=4)
+        warning = self._divergence.note(loss)
+        if warning and self.rank == 0:
+            warnings.warn(f"{warning}, at mini-batch {number}: {self._advice()}", stacklevel=4)
         return loss
 
     def _advice(self) -> str:

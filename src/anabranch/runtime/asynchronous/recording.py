@@ -71,12 +71,12 @@ class Recording:
         most = max(int(number) for number in mesh.all_gather(count))
         if not most:
             return None
-        mine = torch.full((most + 1, 9), -1.0, dtype=torch.float64)
-        mine[0, 0], mine[0, 1] = len(self._rows), time.perf_counter()
+        noted = torch.full((most + 1, 9), -1.0, dtype=torch.float64)
+        noted[0, 0], noted[0, 1] = len(self._rows), time.perf_counter()
         if self._rows:
             rows = [[*row[:7], *self._clock.seconds(row[7:])] for row in self._rows]
-            mine[1 : len(rows) + 1] = torch.tensor(rows, dtype=torch.float64)
-        gathered = [theirs.tolist() for theirs in mesh.all_gather(mine)]
+            noted[1 : len(rows) + 1] = torch.tensor(rows, dtype=torch.float64)
+        gathered = [theirs.tolist() for theirs in mesh.all_gather(noted)]
         now = [rows[0][1] for rows in gathered]
         zero = now if max(now) - min(now) > _ONE_CLOCK_S else [0.0] * len(now)
         spans = [

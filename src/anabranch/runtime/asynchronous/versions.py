@@ -240,16 +240,16 @@ class VersionedWeights:
 
     def entries(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint besides the optimizer's state, when drained."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for i, name in enumerate(self._names):
-            found[f"{_VERSION}/{name}"] = torch.tensor(self.version)
+            tensors[f"{_VERSION}/{name}"] = torch.tensor(self.version)
             if self._last is not None:
-                found[f"{_LAST}/{name}"] = self._last[i].clone()
+                tensors[f"{_LAST}/{name}"] = self._last[i].clone()
             if self._moved is not None:
-                found[f"{_MOVED}/{name}"] = torch.tensor(i in self._moved)
+                tensors[f"{_MOVED}/{name}"] = torch.tensor(i in self._moved)
             if self._norm is not None:
-                found[f"{_NORM}/{name}"] = self._norm
-        return found
+                tensors[f"{_NORM}/{name}"] = self._norm
+        return tensors
 
     def load(self, saved: Checkpoint) -> None:
         """Take over ``entries``; a synchronous run leaves nothing but its steps."""

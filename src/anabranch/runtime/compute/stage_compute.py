@@ -115,8 +115,8 @@ class Outcome:
                     self._bad = key
                 self._loss += number * weights["loss"]
             for name in metrics:
-                found = self._metrics.get(name, 0.0)
-                self._metrics[name] = found + next(numbers) * weights[name]
+                total = self._metrics.get(name, 0.0)
+                self._metrics[name] = total + next(numbers) * weights[name]
 
     @property
     def loss(self) -> float:

@@ -228,9 +228,9 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 def take(buckets: Iterable[Bucket]) -> None:
     """Wait for the sums of buckets and make them the gradients, with one device read."""
     pending = [bucket for bucket in buckets if bucket.is_pending]
-    told = [bucket.wait().double() for bucket in pending]
-    numbers = iter(torch.cat(told).tolist() if told else ())
-    for bucket, part in zip(pending, told, strict=True):
+    flags = [bucket.wait().double() for bucket in pending]
+    numbers = iter(torch.cat(flags).tolist() if flags else ())
+    for bucket, part in zip(pending, flags, strict=True):
         bucket.hand_out(list(islice(numbers, len(part))))
 
 

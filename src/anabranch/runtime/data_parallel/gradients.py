@@ -58,13 +58,13 @@ class Holders:
         for name in reversed(list(trainable)):
             if len(self.parameters.get(name, ())) > 1:
                 groups[self.parameters[name]].append(name)
-        found: dict[str, Shards] = {}
+        shards: dict[str, Shards] = {}
         for ranks, names in groups.items():
             dealt = deal([trainable[name].nbytes for name in names], len(ranks), cut=cut)
             for name, given in zip(names, dealt, strict=True):
                 on_ranks = [(ranks[replica], nbytes) for replica, nbytes in given]
-                found[name] = shards_of(trainable[name], on_ranks)
-        return replace(self, shards=found)
+                shards[name] = shards_of(trainable[name], on_ranks)
+        return replace(self, shards=shards)
 
     @staticmethod
     def of(split: Split, graph: StageGraph) -> Holders:
@@ -130,8 +130,8 @@ class Holders:
         }
 
 
-def _ascending(found: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
+def _ascending(ranks_of: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(sorted(numbers)) for name, numbers in ranks_of.items()}
 
 
 def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
@@ -197,8 +197,8 @@ def fold_tied(
         for microbatch in range(num_microbatches):
             folded: Tensor | None = None
             for order, rank in sorted(expected[name]):
-                mine = uses.get((name, microbatch, order))
-                gradient = torch.zeros_like(parameter) if mine is None else dense(mine)
+                term = uses.get((name, microbatch, order))
+                gradient = torch.zeros_like(parameter) if term is None else dense(term)
                 gradient = gradient.detach().contiguous()
                 mesh.broadcast(gradient, rank, ranks)
                 folded = gradient if folded is None else folded + gradient

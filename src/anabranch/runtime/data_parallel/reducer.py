@@ -120,11 +120,11 @@ class Reducer:
         key = tuple(order)
         if key not in self._finals:
             at = {stage: i for i, stage in enumerate(key)}
-            found: dict[int, list[str]] = {stage: [] for stage in (*key, -1)}
+            finals: dict[int, list[str]] = {stage: [] for stage in (*key, -1)}
             for name in self._trainable:
-                mine = [stage for stage in self._stages_of[name] if stage in at]
-                found[max(mine, key=at.__getitem__, default=-1)].append(name)
-            self._finals[key] = found
+                stages = [stage for stage in self._stages_of[name] if stage in at]
+                finals[max(stages, key=at.__getitem__, default=-1)].append(name)
+            self._finals[key] = finals
         return self._finals[key]
 
     @property

@@ -64,15 +64,15 @@ def shards_of(parameter: Tensor, dealt: Sequence[tuple[int, int]]) -> Shards:
     if parameter.dim() and parameter.stride(0) not in (0, parameter.numel() // max(rows, 1)):
         rows = 1
     step = _VECTOR // math.gcd(_VECTOR, parameter.numel() // max(rows, 1))
-    found: list[Shard] = []
+    shards: list[Shard] = []
     before = start = 0
-    for rank, given in dealt:
-        before += given
+    for rank, share in dealt:
+        before += share
         stop = min(rows, step * round(rows * before / nbytes / step)) if before < nbytes else rows
         if stop > start:
-            found.append(Shard(rank, start, stop))
+            shards.append(Shard(rank, start, stop))
         start = stop
-    return tuple(found) if len(found) > 1 else (Shard(found[0].rank if found else dealt[0][0]),)
+    return tuple(shards) if len(shards) > 1 else (Shard(shards[0].rank if shards else dealt[0][0]),)
 
 
 def hold(
@@ -122,28 +122,28 @@ def joined_state(
     Returns:
         Tensors on the CPU by their keys in a checkpoint.
     """
-    found: dict[str, Tensor] = {}
+    joined: dict[str, Tensor] = {}
     cpu = torch.device("cpu")
     transport = mesh.transport(cpu) if cut else None
     if transport is None:
-        return found
+        return joined
     for name, ranks in cut.items():
         state = optimizer.state.get(shards[name], {}) if optimizer and name in shards else {}
-        for key, mine in state.items():
-            if not isinstance(mine, Tensor) or not mine.dim():
+        for key, rows_here in state.items():
+            if not isinstance(rows_here, Tensor) or not rows_here.dim():
                 continue  # each of them has it
             if ranks[0].rank != mesh.rank:
-                transport.send([mine.cpu().contiguous()], ranks[0].rank, 0)
+                transport.send([rows_here.cpu().contiguous()], ranks[0].rank, 0)
                 continue
-            whole = torch.empty(parameters[name].shape, dtype=mine.dtype)
+            whole = torch.empty(parameters[name].shape, dtype=rows_here.dtype)
             for shard in ranks:
                 rows = shard.of(whole)
                 if shard.rank == mesh.rank:
-                    rows.copy_(mine)
+                    rows.copy_(rows_here)
                 else:
                     receipt = transport.receive([(rows.shape, rows.dtype)], cpu, shard.rank, 0)
                     rows.copy_(receipt.wait()[0])
-            found[f"optimizer/{key}/{name}"] = whole
+            joined[f"optimizer/{key}/{name}"] = whole
         mesh.barrier()  # what was sent has been taken
     transport.close()
-    return found
+    return joined

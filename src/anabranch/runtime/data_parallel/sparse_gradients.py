@@ -172,12 +172,12 @@ class SparseBucket(Bucket):
         assert self._gathered is not None
         parts = [self._parts(message) for message in self._gathered] if self._is_mine else []
         for i, (_, parameter) in enumerate(self.named):
-            found: list[tuple[Tensor, Tensor]] = []
+            terms: list[tuple[Tensor, Tensor]] = []
             for r, (_, indices, values) in enumerate(parts):
                 count = int(numbers[r * len(self.named) + i])
                 if count >= 0:
-                    found.append((indices[i][:count], values[i][:count]))
-            parameter.grad = _added(parameter, found) if found else None
+                    terms.append((indices[i][:count], values[i][:count]))
+            parameter.grad = _added(parameter, terms) if terms else None
         self._gathered = self._values = None
 
 
@@ -231,20 +231,20 @@ def shared_tables(
         sparse_embeddings: also those for which the model does not ask for it.
         accumulate: batches of an update.
     """
-    found = {}
+    candidates = {}
     for parameter in graph.parameters:
         table, name = parameter.table, parameter.name
         is_shared = len(holders.parameters.get(name, ())) > 1
         if parameter.trainable and is_shared and table and (table.sparse or sparse_embeddings):
             read = (stages.stages[s] for s in holders.stages[name])
             slices = tuple((stage.microbatch_size, stage.replicas) for stage in read)
-            found[name] = SharedTable(table, slices, stages.batch_size)
-    if not found:
+            candidates[name] = SharedTable(table, slices, stages.batch_size)
+    if not candidates:
         return {}
     takes = [int(kind) for kind in mesh.all_gather(torch.tensor([_takes(optimizer)]))]
     sizes = {parameter.name: parameter.nbytes for parameter in graph.parameters}
     chosen = {}
-    for name, shared in found.items():
+    for name, shared in candidates.items():
         kinds = {takes[rank] for rank in holders.parameters[name]}
         samples = shared.samples(stages.batch_size) * accumulate
         pays = rows_pay(shared.table, sizes[name], samples, len(holders.parameters[name]))

@@ -233,12 +233,12 @@ class Updates:
 
     def _uses(self) -> dict[str, list[tuple[int, int]]]:
         """Tied parameter -> (order, rank) of all its uses, on all ranks."""
-        found: dict[str, list[tuple[int, int]]] = {}
+        uses: dict[str, list[tuple[int, int]]] = {}
         for s, stage in enumerate(self._graph.stages):
             rank = self._graph.rank_of[stage.devices[0]]
             for use in self._parts.program(s, stage.microbatch_size).tied:
-                found.setdefault(use.name, []).append((use.order, rank))
-        return found
+                uses.setdefault(use.name, []).append((use.order, rank))
+        return uses
 
     def _fold(self, worker: Worker, outcome: Outcome) -> None:
         fold_tied(

@@ -33,10 +33,10 @@ def draws(node: fx.Node) -> bool:
     """Return whether a call draws random numbers; dropout with p=0 or out of training does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    given = arguments(node)
-    idle = any(given.get(name) is False for name in ("train", "training"))
-    idle = idle or given.get("num_layers") == 1  # dropout of LSTMs is between layers
-    return not idle and not any(given.get(n) == 0 for n in ("p", "dropout_p", "dropout"))
+    options = arguments(node)
+    idle = any(options.get(name) is False for name in ("train", "training"))
+    idle = idle or options.get("num_layers") == 1  # dropout of LSTMs is between layers
+    return not idle and not any(options.get(n) == 0 for n in ("p", "dropout_p", "dropout"))
 
 
 class BySample:
@@ -75,11 +75,11 @@ class BySample:
         graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
         first = graph.placeholder("key"), graph.placeholder("start")
         graph.output(graph.graph_copy(module.graph, copied))
-        found = [(copied[node], node) for node in module.graph.nodes if draws(node)]
-        calls = [old.meta[CALL] for _, old in found]
-        with graph.inserting_before(found[0][0]):
+        pairs = [(copied[node], node) for node in module.graph.nodes if draws(node)]
+        calls = [old.meta[CALL] for _, old in pairs]
+        with graph.inserting_before(pairs[0][0]):
             rows = graph.call_function(streams, (*first, calls, samples))
-        for row, (new, old) in enumerate(found):
+        for row, (new, old) in enumerate(pairs):
             self._replace(graph, new, old, rows, row, samples)
         result = fx.GraphModule(module, graph)
         # On the device from now on: as a list it would be copied there in every micro-batch.

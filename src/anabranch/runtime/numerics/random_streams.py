@@ -94,9 +94,9 @@ class RandomSite(NamedTuple):
     def hashes(self, count: int) -> Tensor:
         """64 random bits each, of shape [samples or 1, count]."""
         samples = self.blocks[1]
-        mine = self.streams[self.row, 1 : 1 + samples] if samples else self.streams[self.row, :1]
-        counter = torch.arange(1, count + 1, device=mine.device) * _STEP
-        return _mix(mine.unsqueeze(1) + counter)
+        keys = self.streams[self.row, 1 : 1 + samples] if samples else self.streams[self.row, :1]
+        counter = torch.arange(1, count + 1, device=keys.device) * _STEP
+        return _mix(keys.unsqueeze(1) + counter)
 
     def _placed(self, numbers: Tensor) -> Tensor:
         """From one row per sample to the value's own shape."""
