@@ -43,6 +43,9 @@ _ROW = "1F1B on a row"
 
 CONTESTANTS: Mapping[str, Contestant] = {
     "auto": Contestant("auto", "simulated step", "overlapped, by buckets", "as simulated"),
+    "chain": Contestant(
+        "chain", "simulated step of a row", "overlapped, by buckets", "as simulated"
+    ),
     "graphpipe": Contestant(
         "graphpipe", "slowest stage", "beyond the backward, per micro-batch", _GRAPH
     ),
@@ -90,7 +93,7 @@ def applies(name: str, case: Case) -> bool:
     if case.group == "scale":
         return name in ("auto", "graphpipe", "data-parallel")
     if case.group == "map":
-        return name in ("auto", "graphpipe", "sequential", "data-parallel")
+        return name in ("auto", "chain", "graphpipe", "sequential", "data-parallel")
     return True
 
 

@@ -96,6 +96,7 @@ PLAN: dict[str, Any] = {
     "batch_size": 8,
     "schedule": "1f1b",
     "depth": 2,
+    "shape": "graph",
     "search_s": 0.25,
     "simulate_s": 0.5,
     "improve_s": 0.0,

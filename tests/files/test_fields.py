@@ -86,6 +86,7 @@ BROKEN: list[tuple[str, tuple[int | str, ...], object, str]] = [
     ("plan", ("edges",), [[0, 3], [1, 2]], "stage edge 0 -> 3"),
     ("plan", ("edges",), [[2, 0]], "stage edge 2 -> 0"),
     ("plan", ("depth",), 3, "depth is 3, but the edges make it 2"),
+    ("plan", ("shape",), "chain", "shape is 'chain', but the edges make it 'graph'"),
     ("plan", ("predicted", "device_peak_bytes"), [1], "devices; leave predicted out"),
     ("plan", ("predicted", "samples_per_s"), 17.0, "predicted.samples_per_s is 17"),
     ("plan", ("stages", 2, "devices"), [2, 2], "stages[2]: a stage"),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
-from anabranch.plans.contraction import contract
+from anabranch.plans.contraction import contract, in_a_row
 from anabranch.plans.partitions import partitions
 from anabranch.plans.stages import Stage, StageGraph
 from tests.planner.helpers import cluster as devices_of
@@ -25,6 +25,18 @@ def test_sets_that_overlap_become_one():
     """Two parameters with a reader in common."""
     profile = linked_model(4, [(0, 3), (1, 3), (2, 3)]).profile
     assert contract(profile, [0b0011, 0b0110]).masks == (0b0111, 0b1000)
+
+
+def test_operators_in_a_row_are_cut_into_runs_alone():
+    """Two branches, one after the other: the only cuts left are those of the order, and stages pass
+    the same values.
+    """
+    profile = linked_model(4, [(0, 2), (1, 3)]).profile
+    row = in_a_row(profile, [0, 2, 1, 3])
+    assert [op.name for op in row.graph.ops] == ["op0", "op2", "op1", "op3"]
+    assert [(v.producer, v.consumers) for v in row.graph.values[:2]] == [(0, (1,)), (2, (3,))]
+    cut = {masks for masks, _ in partitions(CostModel(row, devices_of(2))) if len(masks) == 2}
+    assert cut == {(0b0001, 0b1110), (0b0011, 0b1100), (0b0111, 0b1000)}
 
 
 @settings(max_examples=60)

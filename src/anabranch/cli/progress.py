@@ -32,7 +32,7 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
 
 def begin_compiling(planner: str) -> None:
     """Begin to compile what takes longest in a search, as far as it is not kept."""
-    if planner != "auto":
+    if planner not in ("auto", "chain"):
         return
     from anabranch.cluster import Cluster
     from anabranch.compiled import begin

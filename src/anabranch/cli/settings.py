@@ -37,6 +37,11 @@ else:
     PolicyName = Literal["auto", *POLICIES]
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
+Shape = Annotated[
+    Literal["graph", "chain"] | None,
+    typer.Option(help="For planner auto: stages as a graph (the default) or in one row."),
+]
+
 
 def _writable_output(values: list[str] | None) -> list[str] | None:
     """Accept what ``-o`` has, if its file can be written."""

@@ -88,6 +88,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         **mode,
         **{trait: True for trait in traits if getattr(plan, trait)},
         "depth": graph.depth,
+        "shape": graph.shape,
         "search_s": plan.search_s,
         "simulate_s": plan.simulate_s,
         "improve_s": plan.improve_s,
@@ -101,7 +102,16 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     return document
 
 
-_BESIDES = ("planner", "profile", "model_size", "interrupted", "depth", "predicted", "notes")
+_BESIDES = (
+    "planner",
+    "profile",
+    "model_size",
+    "interrupted",
+    "depth",
+    "shape",
+    "predicted",
+    "notes",
+)
 """Keys of a plan that nothing is predicted from, besides those of how long its search took."""
 
 
@@ -169,6 +179,7 @@ class _PlanFile(Strict):
     sparse_embeddings: bool = False
     interrupted: bool = False
     depth: int | None = None
+    shape: Literal["graph", "chain"] | None = None
     search_s: Seconds = 0.0
     simulate_s: Seconds = 0.0
     improve_s: Seconds = 0.0
@@ -183,6 +194,8 @@ def _to_plan(file: _PlanFile) -> Plan:
     graph = _in_flight(file, _to_graph(file))
     if file.depth not in (None, graph.depth):
         raise ValueError(f"depth is {file.depth}, but the edges make it {graph.depth}")
+    if file.shape not in (None, graph.shape):
+        raise ValueError(f"shape is {file.shape!r}, but the edges make it {graph.shape!r}")
     machines = to_cluster(file.machines) if file.machines is not None else None
     if machines is not None and machines.name != file.cluster:
         raise ValueError(
@@ -202,7 +215,7 @@ def _to_plan(file: _PlanFile) -> Plan:
         "machines": machines,
         "model_size": ModelSize(**file.model_size.model_dump()) if file.model_size else None,
     }
-    not_of_plans = {"schema_", "batch_size", "depth", "stages", "edges"}
+    not_of_plans = {"schema_", "batch_size", "depth", "shape", "stages", "edges"}
     return Plan(**core_fields(file, leave_out=not_of_plans) | changed)
 
 

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from anabranch.planner.base import Planner
 
 
-def _planner(home: str, name: str) -> Callable[..., Planner]:
+def _planner(home: str, name: str, **fixed: Any) -> Callable[..., Planner]:
     """A planner that is imported when it is made, so that the names alone cost nothing."""
 
     def make(**options: Any) -> Planner:
-        planner: Planner = getattr(import_module(f"{__name__}.{home}"), name)(**options)
+        planner: Planner = getattr(import_module(f"{__name__}.{home}"), name)(**fixed, **options)
         return planner
 
     return make
@@ -22,6 +22,7 @@ def _planner(home: str, name: str) -> Callable[..., Planner]:
 
 PLANNERS: Mapping[str, Callable[..., Planner]] = {
     "auto": _planner("auto.planner", "Auto"),
+    "chain": _planner("auto.planner", "Auto", shape="chain"),
     "graphpipe": _planner("graphpipe.planner", "GraphPipe"),
     "pipedream": _planner("pipedream.planner", "PipeDream"),
     "dapple": _planner("dapple.planner", "Dapple"),

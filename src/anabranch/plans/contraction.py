@@ -69,6 +69,16 @@ def in_runs(profile: Profile, most: int) -> Contracted:
     return contract(profile, [group[i] for i in range(len(graph)) if head[i] == i])
 
 
+def in_a_row(profile: Profile, order: Sequence[int]) -> Profile:
+    """Put operators in a topological order, with an edge without bytes from each to the next.
+
+    Stages of such a model are runs of its operators, and every stage follows the one before it.
+    """
+    row = _joined(profile, [1 << op for op in order])
+    links = (Value(i, (i + 1,), 0, grad=False) for i in range(len(order) - 1))
+    return replace(row, graph=replace(row.graph, values=(*row.graph.values, *links)))
+
+
 def _disjoint(count: int, sets: Sequence[int]) -> list[int]:
     """Partition all operators so that every set stays together."""
     parts = [1 << i for i in range(count)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,11 @@ class StageGraph:
     def depth(self) -> int:
         """Stages on the longest path."""
         return max(self.height) + 1
+
+    @property
+    def shape(self) -> Literal["graph", "chain"]:
+        """``chain`` if one path of edges goes through all stages."""
+        return "chain" if self.depth == len(self) else "graph"
 
     @cached_property
     def devices(self) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ class EndlessSearch:
     def _every_partition(self, policy: WeightPolicy) -> list[StageGraph]:
         """For planners whose stages may be any, in micro-batches of any size."""
         planner: Any = self._proposals.planner
-        if self._name not in _ANY_STAGES:
+        if self._name not in _ANY_STAGES or self._in_a_row:
             return []
         fewer = brought_down(self._cost.profile)
         found = EveryPartition(
@@ -233,12 +233,17 @@ class EndlessSearch:
         judge.consider(self._less_waiting(search), allowed)
         improve(judge, search.near, BUDGET)
 
+    @property
+    def _in_a_row(self) -> bool:
+        return getattr(self._proposals.planner, "shape", "graph") == "chain"
+
     def _less_waiting(self, graphs: Iterable[StageGraph]) -> Iterator[StageGraph]:
         """Every stage graph, and before it the same one whose stages wait for values alone: where
         they wait for more, a plan is deeper, and rarely quicker.
         """
         for graph in graphs:
-            yield replace(graph, edges=tuple(edge_values(graph, self._cost.graph)))
+            if not self._in_a_row:
+                yield replace(graph, edges=tuple(edge_values(graph, self._cost.graph)))
             yield graph
 
     def _chosen(self) -> tuple[str, str, tuple[ScheduledProposal, Stop | None]]:

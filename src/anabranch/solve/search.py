@@ -224,7 +224,7 @@ class StepSearch:
         stop = stopped if judged else KeyboardInterrupt()
         stops = [stop_note(stop, len(proposals))] if stop else []
         if improving is not None and (origin := improving.origin(best.proposal)):
-            stops.insert(0, f"found {origin}")
+            stops.insert(0, origin)
         return Found(
             self,
             best,
@@ -299,7 +299,7 @@ def _start(
     start: Plan, planner: str, batch_size: int, microbatch_size: int | None, mode: str
 ) -> StageGraph:
     """The stages of a plan to begin with, for batches of this size."""
-    if planner != "auto" or mode != "sync" or start.mode != "sync":
+    if planner not in ("auto", "chain") or mode != "sync" or start.mode != "sync":
         raise ValueError(
             f"only planner auto begins with a plan, in mode sync and with a plan for it; this is "
             f"planner {planner} in mode {mode} and a plan for mode {start.mode}"

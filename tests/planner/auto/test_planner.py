@@ -40,11 +40,27 @@ def test_never_behind_its_starts(name):
     assert set(starts) <= set(Auto(evaluations=0)(COST, batch_size=64))
 
 
+def test_chains_only():
+    """Every proposal is a chain, and none is quicker than the best graph by much."""
+    assert all(graph.shape == "chain" for graph in PLANNERS["chain"]()(COST, batch_size=64))
+    chains, graphs = found(shape="chain"), found()
+    assert chains.stage_graph.shape == "chain"
+    assert graphs.figures.step_s <= chains.figures.step_s * 1.01
+
+
+def test_a_chain_does_not_begin_with_a_graph():
+    """The two towers side by side are none."""
+    proposals = PLANNERS["graphpipe"]()(COST, batch_size=64)
+    graph = next(graph for graph in proposals if graph.shape == "graph")
+    with pytest.raises(InvalidPlanError, match="no chain"):
+        Auto(shape="chain")(COST, batch_size=64, start=graph)
+
+
 def test_the_default_says_where_its_plan_comes_from():
     """The last note: moves and the planner that it began with."""
     plan = found()
     assert plan.planner == "auto"
-    assert plan.notes[-1].startswith("found ")
+    assert "started from the plan of planner " in plan.notes[-1]
     assert any(name in plan.notes[-1] for name in (*STARTS, "dapple"))
 
 

@@ -44,8 +44,8 @@ def test_starts_come_first_and_the_best_is_found():
     assert proposals.count(UNEVEN) == 1
     best = proposals[1]
     assert len(best) == 1
-    assert found.origin(UNEVEN) == "as hand proposes it"
-    assert found.origin(best).endswith("from a proposal of hand")
+    assert found.origin(UNEVEN) == "started from the plan of hand"
+    assert found.origin(best).endswith("; started from the plan of hand")
 
 
 def test_what_lies_near():

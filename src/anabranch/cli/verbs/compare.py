@@ -37,6 +37,7 @@ from anabranch.cli.settings import (
     PlannerName,
     PlanningSettings,
     PolicyName,
+    Shape,
 )
 from anabranch.cli.spread import spread
 from anabranch.cli.writable import file_to_write
@@ -73,6 +74,7 @@ def compare(
             "that has it (recompute=false); repeatable.",
         ),
     ] = None,
+    shape: Shape = None,
     policy: Annotated[
         list[PolicyName] | None,
         typer.Option(help="With --mode async: only this policy; repeatable [default: all]."),
@@ -128,6 +130,8 @@ def compare(
     planners = list(dict.fromkeys(planner or ()))
     planners = planners or (["auto"] if is_async else comparable(costs, cluster))
     known = {name: options_of(name) for name in planners}
+    if shape is not None:
+        planner_option = [*(planner_option or ()), f"auto.shape={shape}"]
     options = {
         **planning.search,
         "planner_options": options_by_planner(planner_option, planners, known),

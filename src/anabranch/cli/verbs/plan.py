@@ -28,6 +28,7 @@ from anabranch.cli.settings import (
     PlannerName,
     PlanningSettings,
     Policy,
+    Shape,
 )
 from anabranch.cli.spread import spread
 from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
@@ -49,6 +50,7 @@ def plan(
             help="An option of the planner, like seed=1; repeatable. A wrong name lists all.",
         ),
     ] = None,
+    shape: Shape = None,
     policy: Policy = None,
     start: Annotated[
         Path | None,
@@ -106,7 +108,9 @@ def plan(
             planning.batch_size,
             planner=planner,
             **planning.search,
-            planner_options=named_values(planner_option),
+            planner_options=named_values(
+                [*(planner_option or ()), *([f"shape={shape}"] if shape else ())]
+            ),
             model=model.model,
             mode=planning.mode,
             policy=policy or "",
@@ -198,6 +202,7 @@ _TITLES = {
     "data-parallel": "data parallelism",
     "sequential": "the sequential pipeline",
     "straight sequential": "the sequential pipeline without replicas",
+    "chain": "the best chain",
 }
 """Baselines in words."""
 
@@ -207,7 +212,9 @@ def _options(name: str) -> str:
     from anabranch.solve import BASELINES
 
     given = BASELINES[name].items()
-    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in given if value)
+    return " ".join(
+        f"--{key.replace('_', '-')} {value}" for key, value in given if isinstance(value, str | int)
+    )
 
 
 def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:

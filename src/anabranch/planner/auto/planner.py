@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from anabranch.cost import CostModel
-from anabranch.errors import BudgetError, InfeasiblePlanError
+from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError
+from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner import PLANNERS
 from anabranch.planner.auto.coarse import Coarse, coarsen
 from anabranch.planner.auto.evaluator import Evaluator
@@ -24,10 +25,14 @@ from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
 from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.problem import Problem
+from anabranch.plans.contraction import in_a_row
 from anabranch.plans.stages import StageGraph
 
 STARTS = ("data-parallel", "even", "sequential", "graphpipe")
 """Planners whose proposals come first, as they take less time; on few devices DAPPLE's, too."""
+
+COARSER = "a coarser model"
+"""Source of starts, beside planners."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +44,23 @@ class Auto:
         recompute: stages may run their forward again in the backward.
         evaluations: drafts to evaluate at most. None: as ``SETTINGS`` says.
         seed: of the random numbers; with the same one it proposes the same.
+        shape: ``graph``, or ``chain`` for stages in one row, see ``contraction.in_a_row``.
     """
 
     max_replicas: int | None = None
     recompute: bool = True
     evaluations: int | None = None
     seed: int = 0
+    shape: str = "graph"
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
 
     def __post_init__(self) -> None:
         require_options("auto", self, max_replicas=1, evaluations=0, seed=0)
+        if self.shape not in ("graph", "chain"):
+            raise ValueError(
+                f"option shape of planner auto is {self.shape!r}; it is graph or chain"
+            )
 
     def __call__(
         self,
@@ -67,8 +78,15 @@ class Auto:
 
         Raises:
             InfeasiblePlanError: if nothing fits.
-            InvalidPlanError: if ``start`` leaves devices out or has several stages on one.
+            InvalidPlanError: if ``start`` leaves devices out, has several stages on one, or is
+                another shape than the one asked for.
         """
+        if start is not None and self.shape == "chain" != start.shape:
+            raise InvalidPlanError(
+                "the stages to begin with are no chain; begin with a plan in one row, or leave out "
+                "the shape"
+            )
+        cost = self._shaped(cost)
         problem = Problem(cost, batch_size, microbatch_size, self.max_replicas).checked()
         space = Space(cost, batch_size, problem.sizes, self.recompute)
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
@@ -85,7 +103,7 @@ class Auto:
         versions: tuple[float, float],
     ) -> Search:
         """Propose stage graphs with short periods; see ``planner.base``."""
-        graphs = list(starts)
+        graphs, cost = list(starts), self._shaped(cost)
         batch_size = graphs[0].batch_size
         return Search(
             Space(cost, batch_size, tuple(sorted(sizes)), self.recompute, flush=False),
@@ -95,6 +113,16 @@ class Auto:
             self.seed,
         )
 
+    def _shaped(self, cost: CostModel) -> CostModel:
+        """Prices of the model, or of its operators in a row."""
+        if self.shape == "graph":
+            return cost
+        row = cost.memo.get(in_a_row)
+        if row is None:
+            row = in_a_row(cost.profile, [*operators(decompose(cost.graph))])
+            cost.memo[in_a_row] = row
+        return replace(cost, profile=row)
+
     def _most(self, cost: CostModel) -> int:
         """Drafts to evaluate."""
         default = SETTINGS.evaluations * (2 if cost.cluster.num_devices <= SETTINGS.few else 1)
@@ -103,25 +131,26 @@ class Auto:
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
         """What others propose, and this one for a coarser model; the last error if nothing."""
         few = coarse is None and problem.devices <= SETTINGS.few
-        names = (*STARTS, "dapple") if few else STARTS
+        names = STARTS[:-1] if self.shape == "chain" else STARTS  # graphpipe has one for graphs
+        names = (*names, "dapple") if few else names
         sources = {name: self._proposed(name, problem) for name in names}
         if coarse is not None:
             del sources["even"]  # takes longer than all others there
-            sources = {"a coarser model": self._expanded(coarse, problem), **sources}
-        found = False
+            sources = {COARSER: self._expanded(coarse, problem), **sources}
+        found, last = False, [name for name in sources if name in STARTS][-1]
         for name, graphs in sources.items():
             try:
                 for graph in graphs:
                     if max(stage.replicas for stage in graph.stages) <= problem.most_replicas:
                         found = True
-                        yield name, graph
+                        yield name if name == COARSER else f"planner {name}", graph
             except (BudgetError, InfeasiblePlanError):
-                if name == STARTS[-1] and not found:
+                if name == last and not found:
                     raise
 
     def _expanded(self, coarse: Coarse, problem: Problem) -> Iterator[StageGraph]:
         part, size = coarse.factor, problem.microbatch_size
-        found = replace(self, max_replicas=max(problem.most_replicas // part, 1))(
+        found = replace(self, shape="graph", max_replicas=max(problem.most_replicas // part, 1))(
             coarse.cost,
             batch_size=problem.batch_size // part,
             microbatch_size=size and size // part,

@@ -48,7 +48,7 @@ class Search:
             if graph not in self._origins:
                 names.append(name)
                 drafts.append(draft_of(graph, self._space.cost))
-                yield self._remember(graph, f"as {name} proposes it")
+                yield self._remember(graph, f"started from the plan of {name}")
         annealing = Annealing(self._space, self._evaluate, self._rng)
         try:
             if self._evaluations:
@@ -62,9 +62,10 @@ class Search:
                 if not self._space.flush or suits(graph, self._space.cost):
                     self._likely.append(graph)
                     if graph not in self._origins:
-                        moves = f"{found.moves} move{'s' if found.moves != 1 else ''}"
+                        changes = f"{found.moves} local change{'s' if found.moves != 1 else ''}"
                         yield self._remember(
-                            graph, f"{moves} from a proposal of {names[found.start]}"
+                            graph,
+                            f"improved by {changes}; started from the plan of {names[found.start]}",
                         )
 
     def likely(self) -> list[StageGraph]:
@@ -81,7 +82,7 @@ class Search:
             found.setdefault(self._evaluate(draft, limit), (draft, moves))
         found.pop(math.inf, None)
         return [
-            self._remember(self._stages(draft), f"{self.origin(graph)}, then {moves}")
+            self._remember(self._stages(draft), f"{self.origin(graph)}, then by {moves}")
             for draft, moves in (found[s] for s in sorted(found)[: SETTINGS.near])
         ]
 
