@@ -51,7 +51,7 @@ def test_what_lies_near_the_best_is_tried_until_nothing_is_better(propose):
     plan = found(cost, 8)
     assert plan.stage_graph.stages[0].microbatch_size == 1
     assert asked == [8, 8, 4, 4, 2, 2, 1, 1]
-    assert plan.notes[-1] == "found with 1 samples"
+    assert plan.notes[-1] == "with 1 samples"
 
 
 def test_improvement_can_be_left_out(propose):

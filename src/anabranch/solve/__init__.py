@@ -6,9 +6,8 @@ flushes and minimises the time from one mini-batch to the next.
 
 from __future__ import annotations
 
-from anabranch.solve.attribution import explain
 from anabranch.solve.baselines import BASELINES, Baseline, baselines
-from anabranch.solve.explanation import Explanation
+from anabranch.solve.explanation import Explanation, explain
 from anabranch.solve.planner_options import options_of
 from anabranch.solve.policy_choice import MODES, check_mode
 from anabranch.solve.search import comparable, compare, compare_policies, plan

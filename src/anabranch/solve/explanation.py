@@ -1,27 +1,37 @@
-"""What a step is made of, as data and as one screen of text."""
+"""Explanation of a plan: why its step takes as long as it does, and what would shorten it.
+
+Three things tell: floors that no plan, or no step of this one, is faster than (``solve.floors``);
+the critical path of the simulated step, whose parts add up to it (``simulator.critical_path``); and
+steps simulated without one bottleneck (``solve.what_ifs``).
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from textwrap import wrap
-from typing import Any
+from typing import Any, TypeVar
 
+from anabranch.cluster import Cluster
 from anabranch.plans.plan import Plan
+from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
-from anabranch.simulator.critical_path import Cause
-from anabranch.solve.floors import Floor
-from anabranch.solve.relaxations import Relaxation
+from anabranch.profile.profile import Profile
+from anabranch.schedule import compute_order
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.critical_path import Cause, Segment, critical_path
+from anabranch.simulator.run import run
+from anabranch.solve.floors import Floor, floors
+from anabranch.solve.simulation import scheduled
+from anabranch.solve.what_ifs import WhatIf, what_ifs
+
+Key = TypeVar("Key")
 
 WIDTH = 80
 """Characters of a line."""
 
-MOST_EDGES = 3
-"""Stage edges that are named; what the others hold up is one line."""
-
-MOST_CHANGES = 3
-"""Changes that are named."""
+MOST_NAMED = 4
+"""Stages, edges and changes that are named; the other stages and edges are one line each."""
 
 TOO_LITTLE = 0.0005
 """Share of a step that is not worth a line."""
@@ -39,25 +49,12 @@ _FLOORS = {
 }
 
 _CAUSES = {
-    "work": ("work", "evenly, in its best slices"),
-    "small_slices": ("smaller slices", "of fewer samples each"),
-    "summing": ("summing gradients", "of its processor, the mean"),
-    "recompute": ("recompute", "the mean of all devices"),
-    "idle_devices": ("devices without a stage", ""),
-    "imbalance": ("imbalance", "above the mean device"),
-    "sharing": ("shared processors", "with ranks of its host"),
-    "overhead": ("messages and bookkeeping", "of its processor"),
-    "warm_up": ("warm-up", "until its first backward"),
-    "other_stages": ("waiting for other stages", "to compute"),
-    "drain": ("drain", "after its last forward"),
-    "all_reduce": ("all-reduce that sticks out", "of the last backward"),
-    "agreement": ("agreement on the loss", "of all devices"),
-    "update": ("update", "of its parameters"),
-    "other_updates": ("waiting for other updates", "of more or larger parameters"),
-    "gather": ("sending what was updated", "to replicas that share the optimizer"),
+    Cause.ALL_REDUCE: ("all-reduce", "beyond the last backward"),
+    Cause.AGREEMENT: ("agreement on the loss", "of all devices"),
+    Cause.UPDATE: ("update", "of parameters"),
+    Cause.GATHER: ("all-gather", "of updated parameters"),
+    Cause.OVERHEAD: ("messages and bookkeeping", "of processors"),
 }
-
-_MERGED = {Cause.ALL_REDUCE_PORTS.value: "all_reduce"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +62,10 @@ class Loss:
     """A part of the step.
 
     Attributes:
-        cause: see ``solve.attribution``; for waiting, ``warm_up``, ``drain``, ``other_stages``,
-            ``other_updates`` or a value of ``Cause``.
-        stages: whose compute, all-reduce or update; of messages, from which stage to which.
+        stages: that compute or sum gradients; of a message, from which to which.
     """
 
-    cause: str
+    cause: Cause
     seconds: float
     stages: tuple[int, ...] = ()
 
@@ -81,12 +76,10 @@ class Explanation:
 
     Attributes:
         step_s: as simulated.
-        device: the one that computes most.
+        device: the one that the critical path is on longest.
         floors: what no plan, or no step of this plan, can be faster than.
-        losses: the parts of the step; their seconds add up to it.
-        relaxations: what would change, the best first.
-        too_few_samples: of plain data parallelism, the most samples on a device whose backward is
-            shorter than the all-reduce; 0 if none are known to be.
+        losses: the parts of the critical path; their seconds add up to the step.
+        what_ifs: changes and the step with them, the shortest first.
     """
 
     plan: Plan
@@ -95,21 +88,11 @@ class Explanation:
     device: int
     floors: tuple[Floor, ...]
     losses: tuple[Loss, ...]
-    relaxations: tuple[Relaxation, ...]
-    too_few_samples: int = 0
+    what_ifs: tuple[WhatIf, ...]
 
-    def saves(self, relaxation: Relaxation) -> float:
+    def saves(self, what_if: WhatIf) -> float:
         """Share of the step."""
-        return 1 - relaxation.step_s / self.step_s if self.step_s else 0.0
-
-    def lost_s(self, *causes: str) -> float:
-        """Seconds of the step that go to some causes."""
-        return sum(loss.seconds for loss in self.losses if loss.cause in causes)
-
-    @property
-    def work_s(self) -> float:
-        """What no plan can be faster than."""
-        return self.floors[0].seconds
+        return 1 - what_if.step_s / self.step_s if self.step_s else 0.0
 
     @property
     def verdict(self) -> str:
@@ -120,7 +103,7 @@ class Explanation:
         """Name, seconds and remark of the parts of the step that are worth a line; the rest is one
         of them, so that they add up to it.
         """
-        return list(_losses(self))
+        return list(_parts(self))
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON document."""
@@ -128,16 +111,12 @@ class Explanation:
             "device": self.device,
             "floors": [asdict(floor) for floor in self.floors],
             "losses": [
-                {"cause": loss.cause, "stages": list(loss.stages), "seconds": loss.seconds}
+                {"cause": loss.cause.value, "stages": list(loss.stages), "seconds": loss.seconds}
                 for loss in self.losses
             ],
             "changes": [
-                {
-                    "change": relaxation.change,
-                    "step_s": relaxation.step_s,
-                    "saves": self.saves(relaxation),
-                }
-                for relaxation in self.relaxations
+                {"change": w.change, "step_s": w.step_s, "saves": self.saves(w)}
+                for w in self.what_ifs
             ],
             "verdict": self.verdict,
         }
@@ -147,15 +126,66 @@ class Explanation:
         return "\n".join(line.rstrip() for line in _lines(self))
 
 
+def explain(
+    plan_: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    schedule: str | None = None,
+    optimizer_factor: float = 2.0,
+) -> Explanation:
+    """Say what the step of a plan is spent on, and what would shorten it.
+
+    Args:
+        plan_: any synchronous plan for the profile's model.
+        profile: seconds and bytes of the model's operators.
+        cluster: where it shall run.
+        schedule: another schedule than the plan's, as for ``simulate``.
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+
+    Raises:
+        InvalidPlanError: if the plan does not suit model and cluster.
+        ValueError: for an asynchronous plan, which has no step.
+    """
+    if plan_.mode == "async":
+        raise ValueError(
+            "only the step of a synchronous plan can be explained; without a flush, the slowest "
+            "stage decides the time from one mini-batch to the next"
+        )
+    cost = prices_of(plan_, profile, cluster, optimizer_factor=optimizer_factor)
+    graph, name = scheduled(plan_, cost, schedule)
+    costs = ModelCosts(graph, cost)
+    order = compute_order(graph, name, slots=cost.receive_slots)
+    timeline = run(graph, order, costs, messages=False)
+    path = critical_path(timeline, graph, costs.message_edges)
+    seconds = _gathered(path, lambda part: (part.cause, part.stages))
+    devices = _gathered(path, lambda part: part.device)
+    return Explanation(
+        plan_,
+        graph,
+        timeline.step_s,
+        max(devices, key=lambda device: devices[device], default=graph.devices[0]),
+        tuple(floors(graph, costs)),
+        tuple(Loss(cause, s, stages) for (cause, stages), s in seconds.items()),
+        tuple(what_ifs(graph, name, cost, timeline)),
+    )
+
+
+def _gathered(path: list[Segment], key: Callable[[Segment], Key]) -> dict[Key, float]:
+    """Seconds of the parts of a path by a key, most first."""
+    seconds: dict[Key, float] = {}
+    for part in path:
+        seconds[key(part)] = seconds.get(key(part), 0.0) + part.end - part.start
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
 def _lines(why: Explanation) -> Iterator[str]:
     yield "why this plan: no step can be shorter than"
     for floor in why.floors:
         label, ms = f"{_FLOORS[floor.kind]:{LABEL}s}", _ms(floor.seconds)
         yield f"  {label}{ms}  {shorten(floor.what, WIDTH - LABEL - 16)}"
-    stages = [s for s, stage in enumerate(why.graph.stages) if why.device in stage.devices]
-    held = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-    yield f"the step of device {why.device} ({held}), which computes most, is"
-    for label, seconds, remark in _losses(why):
+    yield "the critical path of its step is"
+    for label, seconds, remark in _parts(why):
         share = seconds / why.step_s if why.step_s else 0.0
         yield f"  {label:{LABEL}s}{_ms(seconds)} {share:6.1%}  {remark}"
     yield f"  {'together':{LABEL}s}{_ms(why.step_s)} {1:6.1%}"
@@ -173,72 +203,70 @@ def shorten(line: str, room: int) -> str:
     return line if len(line) <= room else f"{line[: room - 2 - half]}..{line[-half:]}"
 
 
-def _losses(why: Explanation) -> Iterator[tuple[str, float, str]]:
+def _parts(why: Explanation) -> Iterator[tuple[str, float, str]]:
     """Label, seconds and remark of every part that is worth a line."""
-    least = why.step_s * TOO_LITTLE
-    seconds: dict[str, float] = defaultdict(float)
-    edges: dict[tuple[int, ...], list[Loss]] = defaultdict(list)
-    for loss in why.losses:
-        if loss.cause in (Cause.MESSAGE.value, Cause.MESSAGE_PORTS.value):
-            edges[loss.stages].append(loss)
-        else:
-            seconds[_MERGED.get(loss.cause, loss.cause)] += loss.seconds
-    shown = 0.0
+    stages, least = why.graph.stages, why.step_s * TOO_LITTLE
+    room, shown = WIDTH - LABEL - 24, 0.0
+
+    def of(cause: Cause) -> list[Loss]:
+        return [loss for loss in why.losses if loss.cause is cause]
+
+    computes, edges = of(Cause.COMPUTE), of(Cause.MESSAGE)
+    lines = [
+        (
+            f"stage {s} computes",
+            loss.seconds,
+            _pair(stages[s].operators[0], stages[s].operators[-1], "..", room),
+        )
+        for loss in computes[:MOST_NAMED]
+        for s in loss.stages
+    ]
+    lines.append(_others("stage", computes[MOST_NAMED:]))
+    lines += [
+        (f"edge {x} -> {y}", loss.seconds, _pair(*_ends(why.graph, x, y), "->", room))
+        for loss in edges[:MOST_NAMED]
+        for x, y in [loss.stages]
+    ]
+    lines.append(_others("edge", edges[MOST_NAMED:]))
     for cause, (label, remark) in _CAUSES.items():
-        if cause == "all_reduce":
-            for line in _edges(why.graph, edges, least):
-                shown += line[1]
-                yield line
-        if abs(seconds[cause]) > least or cause == "work":
-            shown += seconds[cause]
-            yield label, seconds[cause], remark
+        lines.append((label, sum(loss.seconds for loss in of(cause)), remark))
+    for line in lines:
+        if line[1] > least:
+            shown += line[1]
+            yield line
     if abs(why.step_s - shown) > least:
         yield "the rest", why.step_s - shown, "less than 0.05 % each"
 
 
-def _edges(
-    graph: StageGraph, edges: dict[tuple[int, ...], list[Loss]], least: float
-) -> Iterator[tuple[str, float, str]]:
-    """The stage edges whose messages hold up most, then the others together."""
-    whole = {ends: sum(loss.seconds for loss in losses) for ends, losses in edges.items()}
-    worst = sorted(whole, key=lambda ends: -whole[ends])
-    for ends in worst[:MOST_EDGES]:
-        if whole[ends] > least:
-            queued = sum(
-                loss.seconds for loss in edges[ends] if loss.cause == Cause.MESSAGE_PORTS.value
-            )
-            source, target = (graph.stages[s].operators for s in ends)
-            names = (source[-1], target[0]) if ends[0] < ends[1] else (source[0], target[-1])
-            label = f"edge {ends[0]} -> {ends[1]}, {queued / whole[ends]:.0%} queued"
-            yield label, whole[ends], _pair(*names, room=WIDTH - LABEL - 25)
-    others = sum(whole[ends] for ends in worst[MOST_EDGES:])
-    if others > least:
-        more = len(worst) - MOST_EDGES
-        yield f"{more} other edge{'s' if more > 1 else ''}", others, ""
+def _others(what: str, losses: list[Loss]) -> tuple[str, float, str]:
+    count = f"{len(losses)} other {what}{'s' if len(losses) > 1 else ''}"
+    return count, sum(loss.seconds for loss in losses), ""
 
 
-def _pair(a: str, b: str, room: int) -> str:
-    """Two operators with an arrow between them; a short one leaves its room to the other."""
-    half = (room - 4) // 2
-    first = shorten(a, max(half, room - 4 - len(b)))
-    return f"{first} -> {shorten(b, room - 4 - len(first))}"
+def _ends(graph: StageGraph, x: int, y: int) -> tuple[str, str]:
+    """The operators at both ends of an edge."""
+    source, target = graph.stages[x].operators, graph.stages[y].operators
+    return (source[-1], target[0]) if x < y else (source[0], target[-1])
+
+
+def _pair(a: str, b: str, between: str, room: int) -> str:
+    """Two names, or one if they are the same; a short one leaves its room to the other."""
+    if a == b:
+        return shorten(a, room)
+    first = shorten(a, max((room - 4) // 2, room - 4 - len(b)))
+    return f"{first} {between} {shorten(b, room - 4 - len(first))}"
 
 
 def _helps(why: Explanation) -> Iterator[str]:
-    if not why.relaxations and len(why.graph.devices) > 1:
+    if not why.what_ifs and len(why.graph.devices) > 1:
         yield "the step has too many actions to simulate what would help"
         return
-    best = [r for r in why.relaxations if why.saves(r) >= 0.001][:MOST_CHANGES]
+    best = [what_if for what_if in why.what_ifs if why.saves(what_if) >= 0.001][:MOST_NAMED]
     if not best:
         yield "no single change of links, updates, memory or balance would save 0.1% of it"
-        return
-    yield f"what would help most: {_said(why, best[0])}"
-    if best[1:]:
-        yield from (f"  then: {_said(why, other)}" for other in best[1:])
-
-
-def _said(why: Explanation, relaxation: Relaxation) -> str:
-    return f"{relaxation.what} would save {why.saves(relaxation):.1%}"
+    for what_if in best:
+        head = "what would help most" if what_if is best[0] else "  then"
+        yield f"{head}: {what_if.what} would save {why.saves(what_if):.1%}"
 
 
 def _verdict(why: Explanation) -> str:
@@ -251,20 +279,11 @@ def _verdict(why: Explanation) -> str:
         return ""
     known = why.plan.planner in ("", "data-parallel")
     sums = seconds.get("all_reduce", 0.0)
-    sticks = why.lost_s(Cause.ALL_REDUCE.value, Cause.ALL_REDUCE_PORTS.value)
-    hides = (
-        f"the last backward hides {max(1 - sticks / sums, 0):.0%} of the all-reduce" if sums else ""
-    )
-    said = (
+    exposed = sum(loss.seconds for loss in why.losses if loss.cause is Cause.ALL_REDUCE)
+    hides = f"the last backward hides {max(1 - exposed / sums, 0):.0%} of the all-reduce, and "
+    return (
         f"{'this is data parallelism' if known else 'data parallelism is best here'}: "
-        f"{f'{hides}, and ' if hides else ''}a graph of stages would have to lose less than "
-        f"{1 - why.work_s / why.step_s:.1%} of its step to small slices, warm-up, imbalance, "
+        f"{hides if sums else ''}a graph of stages would have to lose less than "
+        f"{1 - seconds['work'] / why.step_s:.1%} of its step to small slices, warm-up, imbalance, "
         "messages and update."
     )
-    if why.too_few_samples:
-        samples = "1 sample" if why.too_few_samples == 1 else f"{why.too_few_samples} samples"
-        said += (
-            f" It can win with slower links or from {samples} on a device down, where the "
-            "all-reduce outlasts a backward."
-        )
-    return said

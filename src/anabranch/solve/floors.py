@@ -1,4 +1,4 @@
-"""Floors of a step: seconds that no plan, or no step of one plan, can be faster than.
+"""Lower bounds of a step that need no simulation.
 
 work              every operator at the slice where a sample takes least, over all devices
 largest operator  likewise of one operator alone, on as many devices as there are slices
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.cost.model import Floats
 from anabranch.cost.overheads import computed_at_once
 from anabranch.plans.plan import memory_text, ranges
 from anabranch.plans.stages import StageGraph
-from anabranch.simulator.step import Step
+from anabranch.schedule.lower import directions, message_table
+from anabranch.simulator.costs import ModelCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Floor:
     Attributes:
         kind: ``work``, ``largest_operator``, ``longest_path``, ``busiest_link``, ``all_reduce`` or
             ``data_parallel_all_reduce``.
-        what: which operator, link or gradients, in words.
-        any_plan: whether it holds for every plan, not only for this one.
+        what: name of the operator, link or gradients.
+        any_plan: True if it holds for every plan of this batch, False if only for this one.
     """
 
     kind: str
@@ -44,13 +44,14 @@ class Floor:
 
 def work_floor(cost: CostModel, batch_size: int) -> float:
     """Seconds per device of all operators, each at the slice where a sample takes least."""
-    return float(_least_s_per_sample(cost, batch_size).sum()) * batch_size / _devices(cost)
+    seconds = float(least_s_per_sample(cost, batch_size).sum())
+    return seconds * batch_size / cost.cluster.num_devices
 
 
-def floors(graph: StageGraph, cost: CostModel) -> Iterator[Floor]:
-    """Those that hold for any plan of this batch on this cluster."""
-    batch_size, total = graph.batch_size, _devices(cost)
-    per_sample = _least_s_per_sample(cost, batch_size)
+def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
+    """Generate the floors of any plan, then those of this one."""
+    cost, batch_size = costs.cost, graph.batch_size
+    total, per_sample = cost.cluster.num_devices, least_s_per_sample(cost, batch_size)
     at_once = computed_at_once(cost.cluster)
     where = f"over {total} devices"
     if at_once < total:
@@ -63,13 +64,11 @@ def floors(graph: StageGraph, cost: CostModel) -> Iterator[Floor]:
     yield Floor("largest_operator", float(per_sample[largest]) * batch_size / parts, where, True)
     slices = "1 sample" if smallest == 1 else f"{smallest} samples"
     yield Floor("longest_path", _longest_path_s(cost, smallest), f"of {slices}", True)
+    yield _busiest_link(graph, costs)
+    yield from _all_reduces(costs)
 
 
-def _devices(cost: CostModel) -> int:
-    return cost.cluster.num_devices
-
-
-def _least_s_per_sample(cost: CostModel, batch_size: int) -> Floats:
+def least_s_per_sample(cost: CostModel, batch_size: int) -> Floats:
     """Per operator; between measured counts seconds are linear, so these are enough to ask."""
     if cost.profile.proportional:
         counts = [1]
@@ -89,42 +88,43 @@ def _longest_path_s(cost: CostModel, samples: int) -> float:
     return max(before + float(s) for before, s in zip(until, seconds, strict=True))
 
 
-def busiest_link(step: Step, cluster: Cluster) -> Floor:
-    """What the port carries that carries most."""
-    program, messages = step.program, step.program.messages
+def _busiest_link(graph: StageGraph, costs: ModelCosts) -> Floor:
+    """Seconds of all transfers through the port that carries most."""
     carried: dict[int, float] = defaultdict(float)
-    columns = messages.first, messages.stop, messages.occupies_s
-    moved = Counter(zip(*(column.tolist() for column in columns), strict=True))
-    for (first, stop, seconds), count in moved.items():
-        for port in messages.ports[first:stop].tolist():
-            carried[port] += count * seconds
-    for work in program.sums:
+    for source, target, forward in directions(graph, costs.message_edges):
+        edge = (source, target) if forward else (target, source)
+        _, senders, _, receivers, starts, stops = message_table(
+            graph, source, target, forward=forward
+        )
+        ways = zip(senders.tolist(), receivers.tolist(), (stops - starts).tolist(), strict=True)
+        for (sender, receiver, samples), count in Counter(ways).items():
+            route, nbytes = costs.route(sender, receiver), costs.message_bytes(*edge, samples)
+            for port in route.ports:
+                carried[port] += count * nbytes[not forward] * route.per_byte_s
+    for work in costs.all_reduces():
         for port in work.ports:
             carried[port] += work.seconds
     if not carried:
         return Floor("busiest_link", 0.0, "nothing is sent", False)
     busiest = max(carried, key=lambda port: carried[port])
-    return Floor("busiest_link", carried[busiest], _named(*cluster.port(busiest)), False)
-
-
-def _named(direction: str, level: int, group: int) -> str:
+    direction, level, group = costs.cost.cluster.port(busiest)
     way = "out of" if direction == "out" else "into"
     where = {0: "device", 1: "node"}.get(level, f"group of level {level - 1}")
-    return f"{way} {where} {group}"
+    return Floor("busiest_link", carried[busiest], f"{way} {where} {group}", False)
 
 
-def sum_floors(step: Step, cost: CostModel) -> Iterator[Floor]:
-    """The longest all-reduce, and that of data parallelism where it is another."""
+def _all_reduces(costs: ModelCosts) -> Iterator[Floor]:
+    """The longest all-reduce, and that of data parallelism if it is another."""
+    cost, nbytes = costs.cost, Counter[tuple[int, ...]]()
     seconds: dict[tuple[int, ...], float] = defaultdict(float)
-    nbytes: dict[tuple[int, ...], int] = defaultdict(int)
-    for work in step.program.sums:
+    for work in costs.all_reduces():
         seconds[work.devices] += work.seconds
         nbytes[work.devices] += work.nbytes
     if seconds:
         longest = max(seconds, key=lambda devices: seconds[devices])
         what = f"{memory_text(nbytes[longest])} over devices {ranges(longest)}"
         yield Floor("all_reduce", seconds[longest], what, False)
-    everywhere = tuple(range(_devices(cost)))
+    everywhere = tuple(range(cost.cluster.num_devices))
     summed = cost.stage_held_bytes(range(len(cost.graph))).summed
     if len(everywhere) > 1 and summed and everywhere not in seconds:
         what = f"{memory_text(summed)} over all devices"

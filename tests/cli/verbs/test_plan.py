@@ -85,7 +85,12 @@ def test_plan_has_the_fields_of_the_contract(document, profile):
     assert {"operators", "devices", "microbatch_size", "k", "in_flight"} <= found["stages"][
         0
     ].keys()
-    assert set(found["baselines"]) == {"data-parallel", "sequential", "straight sequential"}
+    assert set(found["baselines"]) == {
+        "data-parallel",
+        "sequential",
+        "straight sequential",
+        "chain",
+    }
     assert found["gain"]["sequential"] >= 1 - 1e-9
     assert sorted(d for stage in found["stages"] for d in stage["devices"]) == [0, 1, 2, 3]
     why = found["explanation"]
@@ -103,6 +108,24 @@ def test_plan_says_why(run, profile):
     first = lines.index("why this plan: no step can be shorter than")
     assert all(len(line) <= 80 for line in lines[first:])
     assert any(line.startswith("  together") for line in lines[first:])
+
+
+def test_a_chain_is_planned_where_it_is_asked_for(document, run, profile):
+    """By planner auto alone."""
+    arguments = (
+        "plan",
+        profile,
+        "--cluster",
+        "summit:1x4",
+        "--batch-size",
+        "16",
+        "--shape",
+        "chain",
+    )
+    assert document(*arguments)["shape"] == "chain"
+    code, _, err = run(*arguments, "--planner", "even")
+    assert code == 2
+    assert "no option shape" in err
 
 
 def test_planner_options_reach_the_planner(document, run, profile):
@@ -228,7 +251,12 @@ def test_plan_has_mode_and_policy(run, four_files):
     assert found["predicted"]["samples_per_s"] == pytest.approx(1 / 3)
     assert found["predicted"]["device_peak_bytes"] == [800, 700, 600, 500]
     assert [stage["in_flight"] for stage in found["stages"]] == [4, 3, 2, 1]
-    assert set(found["baselines"]) == {"data-parallel", "sequential", "straight sequential"}
+    assert set(found["baselines"]) == {
+        "data-parallel",
+        "sequential",
+        "straight sequential",
+        "chain",
+    }
     assert all(each["mode"] == "async" for each in found["baselines"].values())
 
 

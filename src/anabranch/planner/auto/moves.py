@@ -285,14 +285,21 @@ MOVES: Mapping[str, tuple[Move, int]] = {
 _BOUNDS = list(accumulate(weight for _, weight in MOVES.values()))
 _NAMED = [(name, move) for name, (move, _) in MOVES.items()]
 
+_SHARES = 79
+"""One more than the weights: a draw beyond them is repeated, so that a seed finds the plans that it
+found while there was one more move.
+"""
+
 
 def draw(draft: Draft, space: Space, rng: Random) -> tuple[str, Draft]:
     """A move with something to do, if any, drawn by how often it is tried, and what it makes."""
     for _ in MOVES:
-        name, move = _NAMED[bisect(_BOUNDS, rng.random() * _BOUNDS[-1])]
-        if made := move(draft, space, rng):
-            return name, made
-    return name, draft
+        place = bisect(_BOUNDS, rng.random() * _SHARES)
+        if place < len(_NAMED):
+            name, move = _NAMED[place]
+            if made := move(draft, space, rng):
+                return name, made
+    return "", draft
 
 
 def _where(mask: NDArray[np.bool_]) -> Indices:

@@ -7,24 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.cluster import Level
-from anabranch.profile.profile import UpdateCost
+from anabranch.profile.profile import OpCost, UpdateCost
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.run import simulate
-from anabranch.solve.relaxations import relaxations
+from anabranch.simulator.run import run
+from anabranch.solve.what_ifs import what_ifs
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 
 def relaxed(graph, cost, schedule="1f1b"):
     """{change: seconds}, and the step as it is."""
-    step = simulate(graph, compute_order(graph, schedule), ModelCosts(graph, cost))
-    seconds = {
-        device: sum(unit.seconds for unit in units)
-        for device, units in zip(step.program.devices, step.units, strict=True)
-    }
-    found = relaxations(graph, schedule, cost, step, seconds)
+    timeline = run(graph, compute_order(graph, schedule), ModelCosts(graph, cost))
+    found = what_ifs(graph, schedule, cost, replace(timeline, spans=computes(timeline)))
     assert [r.step_s for r in found] == sorted(r.step_s for r in found)
-    return {r.change: r.step_s for r in found}, step.end
+    return {r.change: r.step_s for r in found}, timeline.step_s
+
+
+def computes(timeline):
+    """Spans without messages."""
+    return tuple(span for span in timeline.spans if span.action.kind.is_compute)
 
 
 def warm(graph, schedule="1f1b"):
@@ -98,15 +99,26 @@ def test_recompute_and_counts_in_flight_are_what_memory_would_buy():
 
 
 def test_a_step_that_takes_long_to_simulate_is_not_changed_often(monkeypatch):
-    """Two micro-batches on two devices have 16 actions with their messages: 32 are two steps."""
+    """Two micro-batches on two devices have 8 computes: 16 are two steps."""
     machines = cluster(2, bandwidth=1.0, latency_s=1.0)
     cost = cost_model(chain(2), [1, 1], [1, 1], machines, value_bytes=1)
     graph = warm(stage_graph(chain(2), [(0,), (1,)], 2))
     everything, _ = relaxed(graph, cost)
     assert len(everything) == 3
-    for most, count in ((15, 0), (31, 1), (32, 2), (400_000, len(everything))):
-        monkeypatch.setattr("anabranch.solve.relaxations.MOST_ACTIONS", most)
+    for most, count in ((7, 0), (15, 1), (16, 2), (100_000, len(everything))):
+        monkeypatch.setattr("anabranch.solve.what_ifs.MOST_COMPUTES", most)
         assert len(relaxed(graph, cost)[0]) == count
+
+
+def test_slices_at_their_best():
+    """A slice of one sample takes as long as one of two: both devices have one sample, 3 s."""
+    cost = cost_model((), [1], [2], cluster(2))
+    costs = (OpCost((1.0, 1.0), (2.0, 2.0), 0),)
+    measured = replace(cost.profile, samples=(1, 2), costs=costs, proportional=False)
+    found, step_s = relaxed(
+        warm(stage_graph((), [(0, 1)], 2, [2])), replace(cost, profile=measured)
+    )
+    assert (step_s, found["best_slices"]) == (3.0, 1.5)
 
 
 @given(
@@ -115,7 +127,7 @@ def test_a_step_that_takes_long_to_simulate_is_not_changed_often(monkeypatch):
     st.sampled_from(sorted(SCHEDULES)),
     st.booleans(),
 )
-def test_no_relaxation_lengthens_a_chain(stages, microbatches, schedule, recompute):
+def test_no_change_lengthens_a_chain(stages, microbatches, schedule, recompute):
     """On a chain no message gets in another's way, so less of anything is never worse."""
     count = len(stages)
     graph = warm(stage_graph(chain(count), [(i,) for i in range(count)], microbatches), schedule)

@@ -1,4 +1,4 @@
-"""What a plan's step would be if one thing that holds it up were gone, by simulating that.
+"""What-ifs: the step of a plan, simulated again without one bottleneck.
 
 Stages, devices, micro-batches and schedule stay what they are, so these are what a change of the
 machines, the model or the balance could gain this very plan; a new plan may gain more.
@@ -6,35 +6,38 @@ machines, the model or the balance could gain this very plan; a new plan may gai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+
+import numpy as np
 
 from anabranch.cluster import Level
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.stages import StageGraph
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import OpCost
 from anabranch.schedule import compute_order
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import step_seconds
-from anabranch.simulator.step import Step
+from anabranch.solve.floors import least_s_per_sample
+from anabranch.timeline import Timeline
 
-MOST_ACTIONS = 400_000
-"""Actions of all changed steps together at most, some two seconds; further changes are left out."""
+MOST_COMPUTES = 100_000
+"""Computes of all changed steps together at most, some two seconds; other changes are left out."""
 
 FREE_BANDWIDTH = 1e30
 """Bytes/s of a link that is as good as infinitely fast."""
 
 
 @dataclass(frozen=True, slots=True)
-class Relaxation:
-    """One thing that would be different, and the step then.
+class WhatIf:
+    """A change, and the step with it.
 
     Attributes:
-        change: key of it.
-        what: in words.
+        change: key of the change.
+        what: the change in words.
     """
 
     change: str
@@ -54,30 +57,24 @@ class _WithoutUpdates(ModelCosts):
     """Prices of stages whose parameters are updated in no time."""
 
     def update_s(self, stage: int) -> float:
-        """Nothing."""
+        """No time."""
         return 0.0
 
 
-def relaxations(
-    graph: StageGraph,
-    schedule: str,
-    cost: CostModel,
-    step: Step,
-    device_seconds: dict[int, float],
-) -> list[Relaxation]:
-    """The changes that make sense for a plan, the shortest step first; of a step with so many
-    actions that it takes long to simulate, fewer or none.
+def what_ifs(graph: StageGraph, schedule: str, cost: CostModel, timeline: Timeline) -> list[WhatIf]:
+    """Simulate the changes that make sense for a plan; the shortest step first.
+
+    Of a step with so many actions that it takes long to simulate, fewer changes or none.
 
     Args:
         graph: stages with their in-flight counts.
         schedule: key of ``schedule.SCHEDULES``.
-        step: as it is.
-        device_seconds: what each device computes in a step.
+        timeline: the step as it is.
     """
-    found = []
-    affordable = MOST_ACTIONS // max(len(step.program.entries), 1)
+    results = []
+    affordable = MOST_COMPUTES // max(len(timeline.spans), 1)
     # A change that is not asked for is not priced either.
-    for change, what, costs in islice(_changes(graph, cost, device_seconds), affordable):
+    for change, what, costs in islice(_changes(graph, cost, timeline), affordable):
         stages = costs.graph
         try:
             order = compute_order(stages, schedule, slots=cost.receive_slots)
@@ -85,13 +82,13 @@ def relaxations(
         except (InvalidScheduleError, DeadlockError):
             continue  # some counts in flight cannot be scheduled where a device has several stages
         if stages != graph or change == "even_stages":  # neither memory nor balance need be used
-            seconds = min(seconds, step.end)
-        found.append(Relaxation(change, what, seconds))
-    return sorted(found, key=lambda relaxation: relaxation.step_s)
+            seconds = min(seconds, timeline.step_s)
+        results.append(WhatIf(change, what, seconds))
+    return sorted(results, key=lambda what_if: what_if.step_s)
 
 
 def _changes(
-    graph: StageGraph, cost: CostModel, device_seconds: dict[int, float]
+    graph: StageGraph, cost: CostModel, timeline: Timeline
 ) -> Iterator[tuple[str, str, ModelCosts]]:
     """Key, words and the prices of the stages after every change, one at a time."""
     levels = cost.cluster.levels
@@ -108,20 +105,22 @@ def _changes(
         if ModelCosts(graph, cost).all_reduces():
             yield "free_all_reduce", "all-reduces for nothing", _WithoutSums(graph, cost)
         if len(graph) > 1:
-            evened = ModelCosts(graph, _evened(graph, cost, device_seconds))
+            evened = _evened(graph, cost, timeline.busy_s)
             yield "even_stages", "all stages computing equally long", evened
     if any(map(ModelCosts(graph, cost).update_s, range(len(graph)))):
         yield "free_update", "updates for nothing", _WithoutUpdates(graph, cost)
+    if not cost.profile.proportional:
+        what = "slices as quick as the best size"
+        yield "best_slices", what, _in_best_slices(graph, cost)
     if any(stage.recompute for stage in graph.stages):
         stages = tuple(replace(stage, recompute=False) for stage in graph.stages)
         lighter = ModelCosts(replace(graph, stages=stages), cost)
         yield "no_recompute", "memory for everything, nothing recomputed", lighter
     # Twice as many beyond those that a stage at the end of the model has, as of "1f1b-deep".
+    counts = map(graph.num_microbatches, range(len(graph)))
     stages = tuple(
         replace(stage, in_flight=max(stage.in_flight, min(2 * stage.in_flight - stage.k, count)))
-        for stage, count in zip(
-            graph.stages, map(graph.num_microbatches, range(len(graph))), strict=True
-        )
+        for stage, count in zip(graph.stages, counts, strict=True)
     )
     if stages != graph.stages:
         deeper = ModelCosts(replace(graph, stages=stages), cost)
@@ -134,28 +133,44 @@ def _linked(graph: StageGraph, cost: CostModel, levels: Sequence[Level]) -> Mode
     return ModelCosts(graph, replace(cost, cluster=cluster))
 
 
-def _evened(graph: StageGraph, cost: CostModel, device_seconds: dict[int, float]) -> CostModel:
+def _evened(graph: StageGraph, cost: CostModel, busy_s: Mapping[int, float]) -> ModelCosts:
     """Prices of operators that are quicker in stages whose devices compute more than the mean, and
     slower in the others: the work stays what it is.
     """
-    mean = sum(device_seconds.values()) / len(device_seconds)
-    share = {}
-    for stage in graph.stages:
-        slowest = max(device_seconds[device] for device in stage.devices)
-        for name in stage.operators:
-            share[name] = mean / slowest if slowest else 1.0
-    scales = [share[op.name] for op in cost.graph.ops]
-    profile = cost.profile
-    evened: Profile = replace(profile, costs=_scaled(profile.costs, scales))
-    return replace(cost, profile=evened)
+    mean = sum(busy_s.values()) / len(busy_s)
+    slowest = [max(busy_s[device] for device in stage.devices) for stage in graph.stages]
+    share = {
+        name: mean / seconds if seconds else 1.0
+        for stage, seconds in zip(graph.stages, slowest, strict=True)
+        for name in stage.operators
+    }
+    costs = tuple(
+        _scaled(op_cost, [share[op.name]] * len(op_cost.forward_s))
+        for op, op_cost in zip(cost.graph.ops, cost.profile.costs, strict=True)
+    )
+    return ModelCosts(graph, replace(cost, profile=replace(cost.profile, costs=costs)))
 
 
-def _scaled(costs: Sequence[OpCost], scales: Sequence[float]) -> tuple[OpCost, ...]:
-    return tuple(
-        replace(
-            cost,
-            forward_s=tuple(seconds * scale for seconds in cost.forward_s),
-            backward_s=tuple(seconds * scale for seconds in cost.backward_s),
+def _in_best_slices(graph: StageGraph, cost: CostModel) -> ModelCosts:
+    """Prices of operators that take as long per sample as at their best slice."""
+    samples = np.array(cost.profile.samples)
+    costs = tuple(
+        _scaled(
+            op_cost,
+            least * samples / np.maximum(np.add(op_cost.forward_s, op_cost.backward_s), 1e-300),
         )
-        for cost, scale in zip(costs, scales, strict=True)
+        for op_cost, least in zip(
+            cost.profile.costs, least_s_per_sample(cost, graph.batch_size), strict=True
+        )
+    )
+    return ModelCosts(graph, replace(cost, profile=replace(cost.profile, costs=costs)))
+
+
+def _scaled(cost: OpCost, factors: Iterable[float]) -> OpCost:
+    """Costs whose seconds at each sample count are so many times as large."""
+    scales = np.array([*factors])
+    return replace(
+        cost,
+        forward_s=tuple((np.array(cost.forward_s) * scales).tolist()),
+        backward_s=tuple((np.array(cost.backward_s) * scales).tolist()),
     )
