@@ -82,7 +82,8 @@ def summary(rows: Sequence[Row]) -> str:
 
 def detail(rows: Sequence[Row], group: str) -> str:
     """Steps in ms, a line per case and a column per planner; the floor last."""
-    mine = [row for row in rows if row["group"] == group]
+    cases_of_group = {row["case"] for row in rows if row["group"] == group}
+    mine = [row for row in rows if row["case"] in cases_of_group]
     names = [name for name in CONTESTANTS if any(name_of(row) == name for row in mine)]
     names += sorted({name_of(row) for row in mine} - set(names))
     lines = []
