@@ -48,16 +48,16 @@ class Planner(Protocol):
 
 @runtime_checkable
 class Improving(Protocol):
-    """Proposals that know what to try next, once it is known which of them is best."""
+    """Proposals that can be improved once the best of them is known."""
 
     def __iter__(self) -> Iterator[StageGraph]: ...
 
     def likely(self) -> Iterable[StageGraph]:
-        """Those that have been proposed and are taken for the best, promising ones first."""
+        """Return the proposals that are taken for the best, promising ones first."""
         ...
 
     def near(self, graph: StageGraph, *, shared: bool = False) -> Iterable[StageGraph]:
-        """Others that differ little from one of them, promising ones first.
+        """Return stage graphs that differ little from a proposal, promising ones first.
 
         Args:
             shared: for replicas that share the optimizer's state.
@@ -65,18 +65,18 @@ class Improving(Protocol):
         ...
 
     def sharing(self, graphs: Iterable[StageGraph], limit: float) -> Iterable[StageGraph]:
-        """Those of some that may take less than so many seconds where replicas share the
-        optimizer's state, promising ones first.
+        """Return the stage graphs among some that may take less than so many seconds where replicas
+        share the optimizer's state, promising ones first.
         """
         ...
 
     def origin(self, graph: StageGraph) -> str:
-        """How one of them was found, for people; empty if unknown."""
+        """Say for people how a proposal was found; empty if unknown."""
         ...
 
 
 @runtime_checkable
-class Endless(Protocol):
+class AsynchronousPlanner(Protocol):
     """A planner that can search for the shortest time between mini-batches without a flush."""
 
     def without_flush(

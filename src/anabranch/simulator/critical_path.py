@@ -28,7 +28,7 @@ from anabranch.timeline import Timeline
 
 
 class Cause(StrEnum):
-    """What a part of a step is spent on."""
+    """Cause of a part of a step."""
 
     COMPUTE = "compute"
     MESSAGE = "message"

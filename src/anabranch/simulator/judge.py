@@ -86,7 +86,7 @@ class Judge:
             self._take([(candidate, seconds)])
 
     def _is_longer(self, proposal: StageGraph, least_s: float) -> bool:
-        """Whether a proposal that takes at least so long is none of the best."""
+        """Return True if a proposal that takes at least so long is none of the best."""
         if least_s <= self._limit_s:
             return False
         self._least_s[proposal] = min(least_s, self._least_s.get(proposal, math.inf))
@@ -94,7 +94,7 @@ class Judge:
 
     @property
     def _limit_s(self) -> float:
-        """What takes longer is none of the best."""
+        """Seconds beyond which a proposal is none of the best."""
         return self.best_s * (1 + self._objective.equal)
 
     def _take(self, found: Iterable[tuple[ScheduledProposal, float]]) -> None:
@@ -106,7 +106,7 @@ class Judge:
             self.best, _ = min(self._equals, key=lambda found: self._objective.rank(*found))
 
     def seconds(self) -> dict[StageGraph, float]:
-        """Of the proposals that fit: as simulated, or a lower bound."""
+        """Seconds of the proposals that fit: as simulated, or a lower bound."""
         return self._least_s | self._seconds
 
     def ranked(self, factor: float) -> list[StageGraph]:

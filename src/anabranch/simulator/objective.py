@@ -6,7 +6,7 @@ that takes, and which of two equally quick plans is the better one:
     ===========================  ==================================  ===========================
     \                            ``ShortestStep``                    ``ShortestPeriod``
     ===========================  ==================================  ===========================
-    in flight                    by each of several schedules, as    by endless 1F1B
+    in flight                    by each of several schedules, as    by asynchronous 1F1B
                                  far as memory allows
     versions of the weights      1                                   those of the weight policy
     seconds                      of one step                         from mini-batch to mini-batch
@@ -62,7 +62,7 @@ class ScheduledProposal:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of the weights per stage; empty for one everywhere."""
+        """Weight versions per stage; empty for one everywhere."""
         return self.costs.versions
 
     @property
@@ -163,7 +163,7 @@ class ShortestStep:
         return compute_order(graph, candidate.schedule, slots=self.cost.receive_slots)
 
     def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
-        """What decides between equal times, the least wins: nothing is computed twice for memory
+        """Order of plans with equal times, the least wins: nothing is computed twice for memory
         that is not needed.
         """
         in_flight = sum(stage.in_flight for stage in candidate.graph.stages)

@@ -25,7 +25,7 @@ def contract_tied(profile: Profile) -> Contracted:
 
 
 def because(contracted: Contracted) -> str:
-    """Which parameter keeps which operators together; empty if none does."""
+    """Sentence on the parameters that keep operators in one stage; empty if none does."""
     several = [mask for mask in contracted.masks if mask.bit_count() > 1]
     found = []
     for name, mask in contracted.whole.graph.tied.items():

@@ -72,7 +72,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a step is made of.
+    """Reasons for the length of a step.
 
     Attributes:
         step_s: as simulated.
@@ -280,10 +280,12 @@ def _verdict(why: Explanation) -> str:
     known = why.plan.planner in ("", "data-parallel")
     sums = seconds.get("all_reduce", 0.0)
     exposed = sum(loss.seconds for loss in why.losses if loss.cause is Cause.ALL_REDUCE)
-    hides = f"the last backward hides {max(1 - exposed / sums, 0):.0%} of the all-reduce, and "
+    hides = ""
+    if sums:
+        hides = f"the last backward hides {max(1 - exposed / sums, 0):.0%} of the all-reduce, and "
     return (
         f"{'this is data parallelism' if known else 'data parallelism is best here'}: "
-        f"{hides if sums else ''}a graph of stages would have to lose less than "
+        f"{hides}a graph of stages would have to lose less than "
         f"{1 - seconds['work'] / why.step_s:.1%} of its step to small slices, warm-up, imbalance, "
         "messages and update."
     )

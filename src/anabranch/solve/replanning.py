@@ -55,7 +55,7 @@ _Pass = tuple[int, bool]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has measured of the plan that it runs.
+    """Measurements of the plan that a run executes.
 
     Attributes:
         timelines: of some steps.
@@ -95,7 +95,7 @@ class Change:
         return self.now_s - self.then_s
 
     def repays(self, steps: int, cost_s: float) -> bool:
-        """Whether so many steps gain more than the change costs, and enough to be believed."""
+        """Return True if the gain exceeds errors of prediction and so many steps repay the cost."""
         return self.gain_s > WORTH * self.now_s and self.gain_s * steps > cost_s
 
 
@@ -112,7 +112,7 @@ class Replanner:
     options: Mapping[str, Any]
 
     def expected(self, plan: Plan) -> Timeline:
-        """What was predicted of a plan."""
+        """Predicted figures of a plan."""
         return simulate(plan, self.profile, self.cluster)
 
     def most_gain_s(self, plan: Plan, measured: Measured) -> float:
@@ -150,7 +150,7 @@ class Replanner:
     def _proposals(
         self, plan: Plan, profile: Profile, slower: Mapping[int, float], *, anew: bool
     ) -> Iterator[Plan]:
-        """What planners make of a plan, and with ``anew`` without it."""
+        """Proposals of planners that begin with a plan, and with ``anew`` without it."""
         size, devices = plan.stage_graph.batch_size, len(plan.stage_graph.devices)
         told = self._scaled(profile, plan, _by_device(plan, slower)) if slower else profile
         for start in (plan, None) if anew else (plan,):
@@ -204,7 +204,7 @@ class Replanner:
 
 
 def _by_device(plan: Plan, slower: Mapping[int, float]) -> dict[_Pass, float]:
-    """How much slower the devices of each stage are."""
+    """Slowness of the devices of each stage."""
     return {
         (s, is_forward): max(slower.get(device, 1.0) for device in stage.devices)
         for s, stage in enumerate(plan.stage_graph.stages)

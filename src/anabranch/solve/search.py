@@ -33,7 +33,7 @@ from anabranch.profile.profile import Profile
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.simulator.stage_costs import stage_costs
-from anabranch.solve.endless_search import EndlessSearch
+from anabranch.solve.asynchronous_search import AsynchronousSearch
 from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.improvement import improve as improve_on
 from anabranch.solve.planner_options import check_arguments, planner_with
@@ -131,10 +131,10 @@ def plan(
             raise ValueError("sparse_embeddings is for mode sync; without a flush, leave it out")
         if shard_optimizer:
             raise ValueError("shard_optimizer is for mode sync; without a flush, leave it out")
-        endless = EndlessSearch(
+        asynchronous = AsynchronousSearch(
             cost, batch_size, microbatch_size, planner, search, improve, optimizer
         )
-        return endless.plan(policy or "auto", model, notes)
+        return asynchronous.plan(policy or "auto", model, notes)
     task = StepSearch(batch_size, planner, search, microbatch_size, schedule, improve, model, begin)
     return task.find(cost, notes, shard_optimizer).plan()
 
@@ -315,7 +315,7 @@ def _start(
 
 
 def notes_on(profile: Profile) -> list[str]:
-    """What a reader of figures by this profile should know."""
+    """Remarks on a profile for readers of its figures."""
     return ["times are taken as proportional to samples"] if profile.proportional else []
 
 
@@ -403,7 +403,7 @@ def compare_policies(
     options = {"microbatch_size": size, "max_replicas": max_replicas}
     asked = {name: _asked(name, batch_size, given, options) for name in names}
     searches = {
-        name: EndlessSearch(cost, batch_size, size, name, search, improve, optimizer)
+        name: AsynchronousSearch(cost, batch_size, size, name, search, improve, optimizer)
         for name, search in asked.items()
     }
     for policy in policies:

@@ -39,7 +39,7 @@ from anabranch.weights import (
 )
 
 AUTO = ("1f1b", "1f1b-deep")
-"""What ``schedule="auto"`` chooses from, least memory first. GPipe holds all micro-batches."""
+"""Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
 
 
 def simulate(
@@ -153,7 +153,7 @@ def checked_run(
 
 @dataclass(frozen=True)
 class Simulated:
-    """What the simulator says about an asynchronous plan.
+    """Prediction of an asynchronous plan.
 
     Attributes:
         plan: as simulated, with its policy and figures.
@@ -297,7 +297,7 @@ def check_plan(
     *,
     optimizer: OptimizerFacts | None = None,
 ) -> list[str]:
-    """What is wrong with a plan, one line each: its schedule and, given both, C1-C4 and memory.
+    """List the faults of a plan, a line each: its schedule and, given both, C1-C4 and memory.
 
     Raises:
         ValueError: if only one of profile and cluster is given.

@@ -10,11 +10,11 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 
 Stop = KeyboardInterrupt | BudgetError
-"""What ends a search early."""
+"""Reasons for the early end of a search."""
 
 
 def collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], Stop | None]:
-    """What a planner proposes, and what ended it early, if anything did."""
+    """Collect the proposals of a planner; also return the reason if it ended early."""
     found: list[StageGraph] = []
     try:
         found.extend(proposals)

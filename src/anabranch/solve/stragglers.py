@@ -23,12 +23,12 @@ from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 
 DEVICE_TIMES, LINK_TIMES = 1.4, 3.0
-"""How many times as long as the others a device, or a link, takes at least to be called slow. Lower
+"""Factors over the others from which a device, or a link, is called slow. Lower
 ones would find less and name whatever a busy machine does to one of its processes.
 """
 
 SHARE = 0.05
-"""Of the step that it costs at least."""
+"""Share of the step that a straggler costs at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Straggler:
 def stragglers(
     measured: Sequence[Timeline], predicted: Timeline, *, shares_cores: bool = False
 ) -> list[Straggler]:
-    """What is slow, the worst first.
+    """Find slow devices and links, the worst first.
 
     Args:
         measured: of the same plan as ``predicted``; of several steps the median counts.
@@ -115,7 +115,7 @@ def _ends(span: Span) -> tuple[int, int]:
 
 
 def _message(span: Span) -> tuple[object, ...]:
-    """What both ends of a message have in common."""
+    """Key of a message, the same at both ends."""
     action: Action = span.action
     stages = (action.peer_stage, action.stage)
     ends = stages if action.kind.is_receive else stages[::-1]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import Endless, Planner
+from anabranch.planner.base import AsynchronousPlanner, Planner
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import versions_of
@@ -28,7 +28,7 @@ STREAM = 256
 """Mini-batches in the row that planners are asked for."""
 
 SHARES = (1.0, 0.8, 0.6, 0.4)
-"""Of the memory of a device, what planners may take, one share after the other."""
+"""Shares of a device's memory that planners may take, tried one after the other."""
 
 
 class Demand(NamedTuple):
@@ -65,7 +65,7 @@ def versions_of_flight(policy: WeightPolicy, *, last_update: bool = False) -> tu
 
 
 def demands(policy: WeightPolicy, *, last_update: bool = False) -> list[Demand]:
-    """What to ask for, one after the other until everything proposed fits."""
+    """Demands to make one after the other, until everything proposed fits."""
     flight, constant = versions_of_flight(policy, last_update=last_update)
     first_of_all = [Demand(1.0)]
     if flight:
@@ -74,7 +74,7 @@ def demands(policy: WeightPolicy, *, last_update: bool = False) -> list[Demand]:
 
 
 class Proposals:
-    """What a planner proposes for a stream of mini-batches, each question asked once.
+    """Proposals of a planner for a stream of mini-batches, each question asked once.
 
     Attributes:
         stopped: what ended it early, if anything did.
@@ -125,7 +125,7 @@ class Proposals:
 
     def _planner(self, demand: Demand) -> Planner:
         planner: Any = self.planner
-        if isinstance(planner, Endless):
+        if isinstance(planner, AsynchronousPlanner):
             planner = replace(
                 cast(Any, planner), evaluations=0
             )  # it searches once these are judged

@@ -1,4 +1,4 @@
-"""What-ifs: the step of a plan, simulated again without one bottleneck.
+"""Simulated what-ifs: the step of a plan without one bottleneck.
 
 Stages, devices, micro-batches and schedule stay what they are, so these are what a change of the
 machines, the model or the balance could gain this very plan; a new plan may gain more.

@@ -153,8 +153,8 @@ def test_merged_and_split_stages_may_leave_a_replica_its_samples():
         ("0001", (4, 4)),
         ("0001", (4, 1)),
     }
-    endless = replace(where, flush=False)
-    assert {size for _, size in sizes("split", whole, endless)} == {(4, 4)}
+    unflushed = replace(where, flush=False)
+    assert {size for _, size in sizes("split", whole, unflushed)} == {(4, 4)}
 
 
 def test_move_device():
@@ -223,6 +223,6 @@ def test_nothing_recomputes_where_that_is_not_allowed():
 def test_without_a_flush_stages_are_alike():
     """One micro-batch size, groups of one, the least warm-up."""
     before, where = draft("000111", "01", microbatch=2), space(CHAIN, 2)
-    endless = replace(where, flush=False)
+    unflushed = replace(where, flush=False)
     for name in ("resize stage", "regroup", "warm-up"):
-        assert all(MOVES[name][0](before, endless, Random(seed)) is None for seed in range(20))
+        assert all(MOVES[name][0](before, unflushed, Random(seed)) is None for seed in range(20))

@@ -122,7 +122,7 @@ class Annealing:
 
 
 def _unlike(found: Iterable[Found]) -> list[Found]:
-    """Those unlike each other, the quickest first."""
+    """Keep drafts unlike each other, the quickest first."""
     unlike: dict[tuple[int, int], Found] = {}
     for entry in sorted(found, key=_seconds):
         shape = entry.draft.num_stages, entry.draft.setups["microbatch"][0]

@@ -64,7 +64,7 @@ def coarsen(cost: CostModel, batch_size: int, microbatch_size: int | None) -> Co
 
 
 def _factor(cluster: Cluster, samples: int) -> int:
-    """How many times smaller the cluster gets: a whole number of its outermost groups is left."""
+    """Factor by which the cluster shrinks: a whole number of its outermost groups is left."""
     groups = cluster.levels[-1].size
     return max(
         f

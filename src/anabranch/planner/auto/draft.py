@@ -28,7 +28,7 @@ from anabranch.plans.stages import Stage, StageGraph
 Ints = NDArray[np.int32]
 
 SETUP = np.dtype([(name, np.int32) for name in ("microbatch", "k", "recompute")])
-"""How a stage runs: samples of one micro-batch, over all replicas; forwards and backwards alternate
+"""Settings of a stage: samples of a micro-batch over all replicas; forwards and backwards alternate
 in groups of k (kFkB); whether it recomputes, see ``Stage``.
 """
 

@@ -129,7 +129,7 @@ class Auto:
         return default if self.evaluations is None else self.evaluations
 
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
-        """What others propose, and this one for a coarser model; the last error if nothing."""
+        """Proposals of other planners and for a coarser model; the last error if there are none."""
         few = coarse is None and problem.devices <= SETTINGS.few
         names = STARTS[:-1] if self.shape == "chain" else STARTS  # graphpipe has one for graphs
         names = (*names, "dapple") if few else names

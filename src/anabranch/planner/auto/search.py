@@ -16,7 +16,7 @@ from anabranch.plans.check import suits
 from anabranch.plans.stages import StageGraph
 
 Start = tuple[str, StageGraph]
-"""Where a stage graph comes from, such as the name of a planner, and itself."""
+"""Source of a stage graph, such as ``planner even``, and the stage graph."""
 
 
 class Search:
@@ -69,11 +69,11 @@ class Search:
                         )
 
     def likely(self) -> list[StageGraph]:
-        """What annealing found: of each planner a plan, then the quickest first."""
+        """Results of annealing: of each planner a plan, then the quickest first."""
         return self._likely
 
     def near(self, graph: StageGraph, *, shared: bool = False) -> list[StageGraph]:
-        """What a move or two make of a stage graph, the quickest first; others when asked again."""
+        """Random neighbours of a stage graph, the quickest first; others when asked again."""
         seconds, centre = self._with_quicker_warm_up(graph, shared)
         limit = seconds * (1 + SETTINGS.error)
         found: dict[float, tuple[Draft, str]] = {}
@@ -87,13 +87,13 @@ class Search:
         ]
 
     def sharing(self, graphs: Iterable[StageGraph], limit: float) -> list[StageGraph]:
-        """Those that seem to take less where replicas share optimizer state, the quickest first."""
+        """Stage graphs that may take less where replicas share optimizer state, quickest first."""
         found = {graph: self._with_quicker_warm_up(graph, shared=True)[0] for graph in graphs}
         near = (graph for graph in found if found[graph] < limit * (1 + SETTINGS.error))
         return sorted(near, key=found.__getitem__)[: SETTINGS.near]
 
     def origin(self, graph: StageGraph) -> str:
-        """How a stage graph was found."""
+        """Say how a stage graph was found."""
         return self._origins.get(graph, "")
 
     def _neighbour(self, centre: Draft) -> tuple[Draft, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the search may spend, and where.
+    """Tuned numbers of the search.
 
     Attributes:
         evaluations: drafts that are evaluated at most; twice as many make steps .6 % shorter.

@@ -33,7 +33,7 @@ class Space:
 
     @cached_property
     def edges(self) -> Ints:
-        """Of all edges of the model the operator that they leave, and the one that they enter."""
+        """Edges of the model: [0] the operators that they leave, [1] those that they enter."""
         return np.array(self.cost.graph.edges, dtype=np.int32).reshape(-1, 2).T.copy()
 
     @cached_property

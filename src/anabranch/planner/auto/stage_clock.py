@@ -33,7 +33,7 @@ SHOWN = 96
 """Micro-batches that are run; the others take as long each as those in the middle of these."""
 
 MOST_SHOWN = 8 * SHOWN
-"""That are run at most where stages differ in them, so that no period shows."""
+"""Micro-batches that are run at most where stages differ in them, so that no period shows."""
 
 
 def _least_s(numbers: Record, stages: Table, state: State) -> float:
@@ -131,7 +131,7 @@ def _send(e: int, way: int, number: int, samples: int, start: float, state: Stat
 
 
 def _count_shown(stages: Table) -> int:
-    """Of many micro-batches, how many show the period: 0 for all, -1 where there are too many."""
+    """Number of micro-batches that show the period: 0 for all, -1 where there are too many."""
     alike, depth, most = True, 0, 0
     for s in range(len(stages)):
         alike = alike and stages[s].microbatch == stages[0].microbatch

@@ -42,8 +42,9 @@ class Problem(NamedTuple):
 
 
 class State(NamedTuple):
-    """What follows from a draft. Ports are links of stages, [s], then cards of nodes; those of a
-    stage are its link, then cards.
+    """Figures that follow from a draft.
+
+    Ports are links of stages, [s], then cards of nodes; those of a stage are its link, then cards.
     """
 
     stages: Table  # and more entries, the last of which is all zeros
@@ -135,7 +136,7 @@ def _clear_ports(ports: Table) -> None:
 
 
 def count_devices(owner: Table, setups: Table, levels: Table, stages: Table, state: State) -> None:
-    """How every stage runs, how many devices it has, which, and on which nodes."""
+    """Count the devices and nodes of every stage, and note how it runs."""
     ports_of, node = state.ports_of, levels[0].devices
     for s in range(len(stages)):
         stage, setup = stages[s], setups[s]
@@ -483,7 +484,7 @@ def _piece(stage: Record) -> float:
 
 
 def _cut_piece(stage: Record, half: float, levels: Table, pieces: Table) -> None:
-    """What waits as one more of a stage's pieces, summed when it is final and the one before is."""
+    """Make the waiting gradients one more piece, summed once final and behind the piece before."""
     byte_s, latency_s = _ring(stage, levels)
     latency_s *= max(1.0, stage.buckets)
     piece, sum_s = pieces[stage.pieces], transfer_s(stage.waiting, byte_s, latency_s) * half

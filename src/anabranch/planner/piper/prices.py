@@ -35,7 +35,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class DownsetPairs:
-    """What is searched: downsets, pairs of them, and bytes that at least cross between each."""
+    """Downsets, pairs of them, and lower bounds of the bytes that cross between each."""
 
     downsets: NestedSets
     pairs: Pairs
@@ -125,7 +125,7 @@ class DownsetPrices:
     def _within(
         self, mode: Mode, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float
     ) -> NDArray[np.bool_]:
-        """Which stages are within a bound on the load and in memory, as far as one sees at once."""
+        """Mask of the stages that may be within a bound on the load and in memory."""
         n, nbytes = self.prices.samples(mode.replicas), self._least_bytes(mode)
         crossing = self.prices.cost.border_price(mode.replicas) * n
         least = pairs.difference(self.downsets.sums(self._least_s[mode])) + traffic * crossing

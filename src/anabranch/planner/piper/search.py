@@ -67,7 +67,7 @@ class BoundedPlans:
         return float(self.options.load_s[self.chain(exact=False)].max())
 
     def reached(self, *, exact: bool) -> bool:
-        """Whether there is a plan; one on exactly all devices."""
+        """Return True if there is a plan; if ``exact``, one on exactly all devices."""
         return bool(self.stages[0, -1 if exact else 0 :].min() < NEVER)
 
     def chain(self, *, exact: bool) -> list[int]:

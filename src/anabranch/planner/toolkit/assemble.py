@@ -27,7 +27,7 @@ from anabranch.plans.edges import mask_edges, successors
 from anabranch.plans.stages import Stage, StageGraph
 
 SUM_WEIGHT = 1e-6
-"""What the sum of all periods counts beside the longest, so that it decides between equals."""
+"""Weight of the sum of all periods beside the longest, so that it decides between equals."""
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def explained(problem: Problem, proposals: Iterator[StageGraph]) -> Iterator[Sta
 
 
 def explain(problem: Problem) -> InfeasiblePlanError:
-    """What would make the problem feasible with stages that are runs of the operators: memory on
-    these devices, or more of these devices.
+    """Say how the problem becomes feasible with stages that are runs of the operators: with more
+    memory on these devices, or with more of these devices.
     """
     cost = problem.cost
     cluster, total = cost.cluster, problem.devices
@@ -84,7 +84,7 @@ def least_memory(enough: Callable[[float], bool], start: float) -> float:
 
 
 def fit_in_a_row(problem: Problem, sizes: Sequence[int], memory: float) -> bool:
-    """Whether runs of the operators as stages fit, with the least or most of the micro-batches."""
+    """Return True if runs of the operators fit with the smallest or largest micro-batches."""
     for size in {sizes[0], sizes[-1]}:
         prices = replace(problem.prices(size), memory_bytes=memory)
         parts = _runs_on_fewest_devices(problem, prices, problem.devices)

@@ -72,6 +72,6 @@ def heights(count: int, pairs: set[tuple[int, int]]) -> list[int]:
 
 
 def fits(prices: PartPrices, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> bool:
-    """Whether every part has memory for its height."""
+    """Return True if every part has memory for its height."""
     height = heights(len(parts), pairs)
     return all(prices.headroom(part) >= h for part, h in zip(parts, height, strict=True))

@@ -57,7 +57,7 @@ def period_s(
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a stage uses its devices: number of replicas, recomputation."""
+    """Use of devices by a stage: number of replicas, recomputation."""
 
     replicas: int
     recompute: bool = False
@@ -94,7 +94,7 @@ class MicrobatchPrices:
         return -(-self.microbatch_size // degree)
 
     def may(self, replicas: int) -> bool:
-        """Whether a stage may have so many replicas: each has samples, the profile prices them."""
+        """Return True if each of so many replicas has samples that the profile prices."""
         size = self.microbatch_size
         return 1 <= replicas <= size and profile_covers(self.cost, self.batch_size, size, replicas)
 

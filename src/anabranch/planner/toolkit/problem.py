@@ -121,5 +121,5 @@ class Problem:
         return replace(prices, degrees=tuple(found))
 
     def assembler(self, prices: MicrobatchPrices) -> Assembler:
-        """What makes stage graphs of parts at these prices."""
+        """Assembler of parts at these prices."""
         return Assembler(PartPrices(prices), self.order, self.most_replicas, self.chained)

@@ -9,7 +9,7 @@ from typing import Any
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import Endless, Planner
+from anabranch.planner.base import AsynchronousPlanner, Planner
 from anabranch.plans.check import require
 from anabranch.plans.edges import edge_values
 from anabranch.plans.model_size import ModelSize
@@ -38,13 +38,13 @@ from anabranch.weights import (
 BUDGET = SearchBudget(improvement=50_000)
 
 LONGER = 2.0
-"""How many times the best period a proposal may take to be searched from."""
+"""Multiple of the best period up to which a proposal is a start of the search."""
 
 _ANY_STAGES = ("auto", "graphpipe", "exhaustive")
 """Planners whose stages may be any: where no proposal of theirs fits, every partition is tried."""
 
 
-class EndlessSearch:
+class AsynchronousSearch:
     """One model on one cluster: what all policies have in common.
 
     Tied operators are searched as one (``solve.contract_tied``). For the arguments see
@@ -224,7 +224,7 @@ class EndlessSearch:
     def _improve(self, judge: Judge, policy: WeightPolicy) -> None:
         """Search from what has been judged, for planners that can."""
         planner = self._proposals.planner
-        if not isinstance(planner, Endless):
+        if not isinstance(planner, AsynchronousPlanner):
             return
         starts = [replace(graph, batch_size=self._batch_size) for graph in judge.ranked(LONGER)]
         held = versions_of_flight(policy, last_update=self._last_update)
@@ -285,7 +285,7 @@ class EndlessSearch:
             ) from None
 
     def _remarks(self, graph: StageGraph, policy: WeightPolicy) -> list[str]:
-        """What a reader of the figures should know."""
+        """Remarks for readers of the figures."""
         remarks = []
         if len(graph) > 1:
             remarks.append(because(self._contracted))

@@ -16,7 +16,7 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator import stream
 from anabranch.simulator.staleness import staleness
-from anabranch.solve.endless_search import microbatch_sizes
+from anabranch.solve.asynchronous_search import microbatch_sizes
 from anabranch.solve.version_demands import STREAM
 from anabranch.weights import OPTIMIZERS, POLICIES, OptimizerFacts, policy_named
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
