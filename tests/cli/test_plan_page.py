@@ -13,7 +13,7 @@ import pytest
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
 from anabranch.files import load_plan, plan_to_dict, save_plan
-from anabranch.files.plans import _PlanFile, _Prediction, _Stage
+from anabranch.files.plans import _PlanFile, _PredictionEntry, _StageEntry
 from anabranch.graph.capture import capture
 from anabranch.models.names import resolve
 from anabranch.plans.plan import NOT_PREDICTED, Plan
@@ -151,7 +151,7 @@ def test_the_page_has_every_field():
     named = {name for row in rows for name in re.findall(r"\w+", row)}
     fields = {
         each.alias or name
-        for model in (_PlanFile, _Stage, _Prediction)
+        for model in (_PlanFile, _StageEntry, _PredictionEntry)
         for name, each in model.model_fields.items()
     }
     assert named == fields

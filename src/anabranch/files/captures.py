@@ -46,7 +46,7 @@ def load_capture(path: FilePath, key: str) -> TracedModel:
     return build(path, construct, read_document(path, CAPTURE, _CaptureFile))
 
 
-class _Trace(Strict):
+class _TraceEntry(Strict):
     kernels: list[Text]
     dtypes: list[Text]
     nbytes: list[_Extent]
@@ -68,8 +68,8 @@ class _CaptureFile(Strict):
     parameters: list[ParameterEntry]
     operators: list[OperatorEntry]
     values: list[ValueEntry]
-    few: _Trace
-    many: _Trace
+    few: _TraceEntry
+    many: _TraceEntry
 
 
 def _trace_to_dict(trace: KernelTrace) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _trace_to_dict(trace: KernelTrace) -> dict[str, Any]:
     }
 
 
-def _to_trace(file: _Trace) -> KernelTrace:
+def _to_trace(file: _TraceEntry) -> KernelTrace:
     columns = file.kernels, file.nbytes, file.products, file.dtypes, file.launches
     kernels = tuple(
         Kernel(name, nbytes, tuple((m, n, k, b) for m, n, k, b in products), dtype, launches)

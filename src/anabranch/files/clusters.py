@@ -44,7 +44,7 @@ def load_cluster(text: FilePath) -> Cluster:
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
     """The document that ``save_cluster`` writes."""
     levels = [
-        document_fields(level, _Level, bandwidth_bytes_per_s=level.bandwidth)
+        document_fields(level, _LevelEntry, bandwidth_bytes_per_s=level.bandwidth)
         for level in cluster.levels
     ]
     calibration = cluster.calibration
@@ -62,20 +62,20 @@ def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
     """Calibration in a cluster file."""
     return document_fields(
         calibration,
-        _Calibration,
-        machine=document_fields(calibration.machine, _Machine),
+        _CalibrationEntry,
+        machine=document_fields(calibration.machine, _MachineEntry),
         memory_bytes_per_s=calibration.memory_bandwidth,
     )
 
 
-class _Level(Strict):
+class _LevelEntry(Strict):
     name: Text
     size: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     latency_s: Seconds
 
 
-class _Machine(Strict):
+class _MachineEntry(Strict):
     processor: Text
     cores: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
     torch: Text
@@ -103,8 +103,8 @@ def _from_former(document: Any) -> Any:
     return {_RENAMED.get(key, key): value for key, value in kept.items()}
 
 
-class _Calibration(Strict):
-    machine: _Machine
+class _CalibrationEntry(Strict):
+    machine: _MachineEntry
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
     slowdown: Annotated[
         list[Annotated[float, Field(ge=1, le=1e6)]], Field(min_length=1, max_length=10**4)
@@ -127,8 +127,8 @@ class ClusterFile(Strict):
     device: Text
     memory_bytes: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
     cores: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
-    levels: Annotated[list[_Level], Field(min_length=1, max_length=100)]
-    calibration: Annotated[_Calibration | None, BeforeValidator(_from_former)] = None
+    levels: Annotated[list[_LevelEntry], Field(min_length=1, max_length=100)]
+    calibration: Annotated[_CalibrationEntry | None, BeforeValidator(_from_former)] = None
 
 
 def _exists(path: Path) -> bool:
@@ -153,7 +153,7 @@ def to_cluster(file: ClusterFile) -> Cluster:
     return Cluster(file.name, file.device, file.memory_bytes, levels, file.cores, calibration)
 
 
-def _to_calibration(document: _Calibration) -> Calibration:
+def _to_calibration(document: _CalibrationEntry) -> Calibration:
     machine = Machine(**core_fields(document.machine))
     fields = core_fields(document, leave_out=("machine", "memory_bytes_per_s"))
     return Calibration(machine=machine, memory_bandwidth=document.memory_bytes_per_s, **fields)

@@ -93,7 +93,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "simulate_s": plan.simulate_s,
         "improve_s": plan.improve_s,
         **_prediction(plan),
-        "stages": [document_fields(stage, _Stage, tensor=1) for stage in graph.stages],
+        "stages": [document_fields(stage, _StageEntry, tensor=1) for stage in graph.stages],
         "edges": [list(edge) for edge in graph.edges],
         "notes": list(plan.notes),
     }
@@ -131,10 +131,10 @@ def _prediction(plan: Plan) -> dict[str, Any]:
     step_s = predicted.step_s
     samples_per_s = plan.stage_graph.batch_size / step_s if step_s else 0.0
     special = {"samples_per_s": samples_per_s, "digest": ""}
-    return {"predicted": document_fields(predicted, _Prediction, **special)}
+    return {"predicted": document_fields(predicted, _PredictionEntry, **special)}
 
 
-class _Stage(Strict):
+class _StageEntry(Strict):
     operators: Annotated[list[Name], Field(min_length=1)]
     devices: Annotated[list[Index], Field(min_length=1)]
     microbatch_size: Samples
@@ -144,7 +144,7 @@ class _Stage(Strict):
     tensor: Annotated[int, Field(ge=1, le=MOST_DEVICES)] = 1
 
 
-class _Prediction(Strict):
+class _PredictionEntry(Strict):
     step_s: Seconds
     samples_per_s: Annotated[float, Field(ge=0)]
     bottleneck_s_per_sample: Seconds
@@ -155,7 +155,7 @@ class _Prediction(Strict):
     digest: str = ""
 
 
-class _ModelSize(Strict):
+class _ModelSizeEntry(Strict):
     parameter_bytes: Size
     value_bytes: Size
 
@@ -170,7 +170,7 @@ class _PlanFile(Strict):
     cluster: Text
     machines: ClusterFile | None = None
     profile: Text = ""
-    model_size: _ModelSize | None = None
+    model_size: _ModelSizeEntry | None = None
     batch_size: Samples
     schedule: Text
     mode: Mode = "sync"
@@ -183,8 +183,8 @@ class _PlanFile(Strict):
     search_s: Seconds = 0.0
     simulate_s: Seconds = 0.0
     improve_s: Seconds = 0.0
-    predicted: _Prediction | None = None
-    stages: Annotated[list[_Stage], Field(min_length=1)]
+    predicted: _PredictionEntry | None = None
+    stages: Annotated[list[_StageEntry], Field(min_length=1)]
     edges: list[Annotated[list[Index], Field(min_length=2, max_length=2)]]
     notes: list[Text] = Field(default_factory=list)
 
@@ -259,7 +259,7 @@ def _in_flight(file: _PlanFile, graph: StageGraph) -> StageGraph:
     return graph
 
 
-def _to_prediction(predicted: _Prediction, graph: StageGraph) -> Prediction:
+def _to_prediction(predicted: _PredictionEntry, graph: StageGraph) -> Prediction:
     if len(predicted.device_peak_bytes) != len(graph.devices):
         raise ValueError(
             f"predicted.device_peak_bytes has {len(predicted.device_peak_bytes)} entries; "
@@ -295,7 +295,7 @@ def _check_mode(file: _PlanFile) -> None:
         )
 
 
-def _to_stage(index: int, stage: _Stage) -> Stage:
+def _to_stage(index: int, stage: _StageEntry) -> Stage:
     if stage.tensor > 1:
         raise ValueError(
             f"stages[{index}].tensor is {stage.tensor}: every replica of the stage would share its "

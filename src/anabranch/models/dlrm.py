@@ -51,7 +51,7 @@ PRESETS = {
 }
 
 
-class Table(nn.Module):
+class EmbeddingTable(nn.Module):
     """One sparse branch: the rows of a bag, concatenated, summed or averaged."""
 
     def __init__(self, rows: int, embedding: int, bag: int, pooling: str):
@@ -98,7 +98,7 @@ class DLRM(nn.Module):
         self.dense = nn.ModuleList(
             FeedForward([inputs] + [width] * layers, dropout) for inputs in features
         )
-        sparse = [Table(rows, embedding, bag, pooling) for rows in tables]
+        sparse = [EmbeddingTable(rows, embedding, bag, pooling) for rows in tables]
         self.sparse = nn.ModuleList(sparse)
         joined = width * len(features) + sum(table.width for table in sparse)
         self.top = FeedForward([joined] + [width] * top_layers, dropout)

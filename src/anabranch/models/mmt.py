@@ -42,7 +42,7 @@ PRESETS = {
 }
 
 
-class Branch(Stack):
+class TransformerBranch(Stack):
     """The transformer layers of one modality."""
 
     def __init__(self, sizes: MMTSizes):
@@ -56,7 +56,7 @@ class MMT(BranchClassifier):
     """The whole model."""
 
     def __init__(self, sizes: MMTSizes):
-        branches = [Branch(sizes) for _ in range(sizes.branches)]
+        branches = [TransformerBranch(sizes) for _ in range(sizes.branches)]
         super().__init__(branches, sizes.branches * sizes.hidden, sizes.classes, norm=True)
 
 

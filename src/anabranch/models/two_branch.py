@@ -57,7 +57,7 @@ class Block(nn.Module):
         return result
 
 
-class Branch(Stack):
+class AttentionBranch(Stack):
     """The blocks of one branch."""
 
     def __init__(self, sizes: TwoBranchSizes):
@@ -68,7 +68,7 @@ class TwoBranch(BranchClassifier):
     """The whole model."""
 
     def __init__(self, sizes: TwoBranchSizes):
-        branches = [Branch(sizes) for _ in range(sizes.branches)]
+        branches = [AttentionBranch(sizes) for _ in range(sizes.branches)]
         super().__init__(branches, sizes.branches * sizes.hidden, sizes.classes, norm=False)
 
 

@@ -176,7 +176,7 @@ _Point = Annotated[tuple[float, int], Field(strict=False)]
 _Memory = Annotated[tuple[_Device, list[_Point]], Field(strict=False)]
 
 
-class _Timeline(Strict):
+class _TimelineEntry(Strict):
     title: str
     source: Literal["predicted", "measured"]
     step_s: Annotated[float, Field(ge=0)]
@@ -187,14 +187,14 @@ class _Timeline(Strict):
     overheads: list[_Overhead] = Field(default_factory=list)
 
 
-class _Origin(Strict):
+class _OriginEntry(Strict):
     command: str
     date: str
     host: str
     versions: dict[str, str]
 
 
-class _Part(Strict):
+class _PartEntry(Strict):
     name: str
     seconds: float
     remark: str = ""
@@ -208,7 +208,7 @@ class _RunFile(Strict):
     ideal_step_s: Annotated[float, Field(ge=0)]
     metrics: dict[str, float | None]
     chance: dict[str, float]
-    timelines: list[_Timeline]
+    timelines: list[_TimelineEntry]
     device_peak_bytes: list[_Count] = Field(default_factory=list)
     policy: str = ""
     version_difference: list[_Count] = Field(default_factory=list)
@@ -220,15 +220,15 @@ class _RunFile(Strict):
     stragglers: list[str] = Field(default_factory=list)
     plan_changes: list[str] = Field(default_factory=list)
     gradients: str = ""
-    origin: _Origin | None = None
-    parts: list[_Part] = Field(default_factory=list)
+    origin: _OriginEntry | None = None
+    parts: list[_PartEntry] = Field(default_factory=list)
     others_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     resumed: str = ""
     first_step: _Count = 0
     samples: list[_Count] = Field(default_factory=list)
 
 
-def _to_timeline(file: _Timeline) -> Timeline:
+def _to_timeline(file: _TimelineEntry) -> Timeline:
     return Timeline(
         spans=tuple(Span(d, start, end, Action.parse(text)) for d, start, end, text in file.spans),
         devices=tuple(file.devices),
