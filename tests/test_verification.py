@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.capture import capture
 from anabranch.runtime.reference import reference
-from anabranch.verification import _workable, even_plan, verify
+from anabranch.verification import even_plan, verify
+from anabranch.verification.even import workable
 from anabranch.workload import Workload
 from tests.runtime.small import TwoBranch, batch, built, plan
 
@@ -227,6 +228,6 @@ def test_an_even_cut_has_micro_batches_that_the_model_takes(samples: int, size: 
     torch.manual_seed(0)
     workload = Workload(Normed(), {"x": torch.randn(samples, 4)})
     captured = capture(workload.module, workload.example)
-    chosen = _workable(captured, even_plan(captured.graph, 2, samples))
+    chosen = workable(captured, even_plan(captured.graph, 2, samples))
     assert [stage.microbatch_size for stage in chosen.stage_graph.stages] == [size, size]
     assert verify(workload, 2, captured=captured, timeout=LIMIT_S).bitwise

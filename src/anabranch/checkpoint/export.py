@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
         path: the file or folder.

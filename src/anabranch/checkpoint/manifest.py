@@ -28,7 +28,7 @@ _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TensorEntry(Strict):
-    """Where a tensor is."""
+    """File, shape and type of a tensor."""
 
     file: _FileName
     shape: list[_Count]
@@ -43,7 +43,7 @@ class Group(Strict):
 
 
 class OptimizerState(Strict):
-    """What an optimizer has besides tensors."""
+    """State of an optimizer besides tensors."""
 
     kind: str
     groups: list[Group]
@@ -120,7 +120,7 @@ def file_checksum(path: Path) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests have it: ``float32``."""
+    """Return the name of a type in manifests: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

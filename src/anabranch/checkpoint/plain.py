@@ -99,7 +99,7 @@ class PlainWeights:
         return {name: key for name, key in found.items() if key is not None}
 
     def _prefix(self, names: Set[str]) -> str:
-        """What stands before the file's names in a model that holds its model as a part."""
+        """Return the prefix of the file's names in a model that holds its model as a part."""
         if not self._files or not names.isdisjoint(self._files):
             return ""
         longest = max(self._files, key=len)

@@ -73,7 +73,7 @@ class Checkpoint:
         return self.folder / MANIFEST
 
     def _way_on(self) -> str:
-        """Where no manifest is: perhaps a folder further in is meant, or that of ``--save``."""
+        """Suggest another folder, one further in or that of ``--save``, where no manifest is."""
         inside = [p for p in sorted(self.folder.iterdir()) if (p / MANIFEST).exists() or newest(p)]
         if inside:
             return f"; {inside[0]} is one"
@@ -132,12 +132,12 @@ class Checkpoint:
 
     @property
     def progress(self) -> Progress:
-        """Where training was."""
+        """Position of training."""
         return Progress(**{f.name: getattr(self.manifest, f.name) for f in fields(Progress)})
 
     @property
     def optimizer(self) -> OptimizerState | None:
-        """What the optimizer has besides tensors; None if nothing was trained."""
+        """State of the optimizer besides tensors; None if nothing was trained."""
         return self.manifest.optimizer
 
     @property

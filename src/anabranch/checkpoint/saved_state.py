@@ -15,11 +15,11 @@ class SavedState(Protocol):
 
     @property
     def where(self) -> object:
-        """Where it lies, for messages."""
+        """Origin of the state, for messages."""
 
     @property
     def optimizer(self) -> OptimizerState | None:
-        """What the optimizer has besides tensors; None if nothing is trained."""
+        """State of the optimizer besides tensors; None if nothing is trained."""
 
     @property
     def scheduler(self) -> Mapping[str, Any] | None:
@@ -27,7 +27,7 @@ class SavedState(Protocol):
 
     @property
     def progress(self) -> Progress:
-        """Where training was."""
+        """Position of training."""
 
     def keys(self, prefix: str) -> list[str]:
         """The rest of every key that begins with ``prefix/``."""

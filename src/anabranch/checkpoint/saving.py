@@ -67,7 +67,7 @@ class Saving:
             raise self._error
 
     def wait(self) -> None:
-        """Until this rank's share is done, on the first rank the whole; raises TrainingError."""
+        """Wait until this rank's part is written, on the first rank all; raises TrainingError."""
         self._thread.join()
         self.check()
 

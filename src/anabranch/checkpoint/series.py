@@ -33,7 +33,7 @@ _NAME = re.compile(r"^step-(\d{1,19})$")
 
 
 def step_folder(series: Path, step: int) -> Path:
-    """Where the checkpoint after so many steps is."""
+    """Return the folder of the checkpoint after so many steps."""
     return series / f"step-{step}"
 
 
@@ -95,5 +95,5 @@ def best_evaluation(series: Path) -> dict[str, float]:
 
 
 def is_unused(folder: Path) -> bool:
-    """Whether there is nothing in a folder but what killed runs have left."""
+    """True if a folder holds nothing but unfinished checkpoints of killed runs."""
     return folder.is_dir() and all(is_partial(path) for path in folder.iterdir())

@@ -47,7 +47,7 @@ _NO_LOCK = -1
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank saves.
+    """Part of a checkpoint that one rank saves.
 
     Attributes:
         tensors: keys as in the manifest.
@@ -94,7 +94,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint is going to be.
+    """Place of a checkpoint that is being written.
 
     Attributes:
         folder: its final name.
@@ -108,7 +108,7 @@ class Target:
 
     @property
     def partial(self) -> Path:
-        """Where it is written before it takes its name."""
+        """Folder in which it is written before it takes its name."""
         return self.folder.with_name(f".{self.folder.name}.{self.id}.partial")
 
     def file(self, rank: int) -> Path:
@@ -116,7 +116,7 @@ class Target:
         return self.partial / f"rank-{rank}.safetensors"
 
     def description(self, rank: int) -> Path:
-        """What one rank tells the first; it is there when its tensors are on the disk."""
+        """Description of one rank's part, written when its tensors are on the disk."""
         return self.partial / f"rank-{rank}.json"
 
 
@@ -155,7 +155,7 @@ def tidy(parent: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a checkpoint was begun here, or is being removed."""
+    """True for the folder of a checkpoint that was begun, or is being removed."""
     return _PARTIAL.match(path.name) is not None and path.is_dir()
 
 
@@ -257,7 +257,7 @@ def abandon(target: Target, lock: int) -> None:
 
 
 def joined(told: Collection[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the parts of all ranks, as ``RankPart.described`` has them, are together."""
+    """Join the parts of all ranks, as ``RankPart.described`` returns them."""
     kinds = [part["kind"] for part in told if part["kind"]]
     optimizer = None
     if kinds:

@@ -36,7 +36,8 @@ class BasePipeline:
             FileFormatError: naming file and key, if the checkpoint is damaged or of another model.
         """
         pipeline = cls(workload, plan, **options)
-        pipeline._session.load(folder)
+        session = pipeline._session
+        session.checkpoints.load(folder, everything=session.needs_all)
         return pipeline
 
     @classmethod
@@ -53,7 +54,8 @@ class BasePipeline:
             FileFormatError: naming file and tensor, if it is damaged or of another model.
         """
         pipeline = cls(workload, plan, **options)
-        pipeline._session.load_weights(path)
+        session = pipeline._session
+        session.checkpoints.load_weights(path, everything=session.needs_all)
         return pipeline
 
     @property

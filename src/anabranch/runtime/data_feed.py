@@ -53,7 +53,7 @@ class DataFeed:
 
     @property
     def where(self) -> str:
-        """Which batch was fetched last, as text; empty for batches of the user's own loop."""
+        """The batch that was fetched last, as text; empty for batches of the user's own loop."""
         return "" if self._fetched is None else f"batch {self._fetched - 1} of epoch {self.epoch}"
 
     def batches(self, epochs: int | None) -> Iterator[Batch]:
@@ -84,7 +84,7 @@ class DataFeed:
             self.epoch, self.position, self._fetched = self.epoch + 1, 0, None
 
     def batches_left(self, epochs: int) -> int | None:
-        """Of so many epochs in all; None where the loader does not say."""
+        """Count the batches left of so many epochs in all; None where the loader does not say."""
         data = self._workload.data
         each = data.num_batches(self._batch_size) if isinstance(data, Loader) else None
         return None if each is None else max(0, (epochs - self.epoch) * each - self.position)

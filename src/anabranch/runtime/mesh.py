@@ -174,7 +174,7 @@ class Mesh:
         return self.start_all_reduce(tensor, ranks).wait()
 
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
-        """As ``all_reduce``, in the background. Ranks of one set start their collectives in one
+        """Start ``all_reduce`` in the background. Ranks of one set start their collectives in one
         order.
         """
         chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
@@ -186,7 +186,7 @@ class Mesh:
         return Pending(tensor, work)
 
     def start_reduce(self, tensor: Tensor, ranks: tuple[int, ...], target: int) -> Pending:
-        """As ``start_all_reduce``, for one rank of a set; others are left with anything."""
+        """Start to sum for one rank of a set, in place; others are left with anything."""
         if len(ranks) == 1:
             return Pending(tensor)
         if (near := self._near_for(tensor, ranks)) is not None:
@@ -210,7 +210,7 @@ class Mesh:
         return Pending(rows, work)
 
     def start_broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> Pending:
-        """As ``broadcast``, in the background."""
+        """Start ``broadcast`` in the background."""
         if len(ranks) == 1:
             return Pending(tensor)
         if (near := self._near_for(tensor, ranks)) is not None:
@@ -255,7 +255,7 @@ class Mesh:
         self._groups.clear()
 
     def abort(self) -> None:
-        """As ``close``, without waiting for kernels that wait for a rank which is gone."""
+        """Close without waiting for kernels that wait for a rank which is gone."""
         if not self.failure.is_closed:
             abort(self._on_gpus)
             self._made = [group for group in self._made if group not in self._on_gpus]

@@ -19,8 +19,11 @@ from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.pretrained import pretrained_in
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import TrainingError
+from anabranch.graph.opgraph import OpGraph
+from anabranch.plans.plan import TAKE_ROWS
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
 from anabranch.runtime.data_parallel.shards import hold, joined_state
+from anabranch.runtime.data_parallel.sparse_gradients import takes_sparse
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import move
@@ -94,6 +97,17 @@ class ModelState:
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
 
+    def require_sparse_updates(self, graph: OpGraph) -> None:
+        """Raise a TrainingError where the optimizer takes no sparse gradients of tables."""
+        tables = [p.name for p in graph.parameters if p.table and p.name in self.parameters]
+        if tables and not takes_sparse(self.optimizer):
+            raise TrainingError(
+                f"{type(self.optimizer).__name__}, as it is set, takes no sparse gradients, "
+                f"which sparse_embeddings gives {', '.join(tables)}; have the Workload's optimizer "
+                f"be {TAKE_ROWS}, or train with --no-sparse-embeddings "
+                "(sparse_embeddings=False), also by this plan"
+            )
+
     def _everything(self) -> dict[str, Tensor]:
         return dict((*self._module.named_parameters(), *self._module.named_buffers()))
 
@@ -101,7 +115,7 @@ class ModelState:
         return name not in self._holders.parameters and name not in self._holders.buffers
 
     def _is_held(self, name: str) -> bool:
-        """Whether this rank has values of a tensor; what no stage reads is with rank 0."""
+        """True if this rank has values of a tensor; rank 0 has those that no stage reads."""
         ranks = self._holders.parameters.get(name) or self._holders.buffers.get(name) or (0,)
         return self._mesh.rank in ranks
 
@@ -138,7 +152,7 @@ class ModelState:
             self.optimizer.state.clear()
 
     def forget_gradients(self) -> None:
-        """Of whole parameters and of shards."""
+        """Give gradients back, of whole parameters and of shards."""
         for parameter in (*self.parameters.values(), *self.shards.values()):
             parameter.grad = None
 
@@ -168,12 +182,12 @@ class ModelState:
         ]
 
     def gradients(self) -> list[Tensor]:
-        """Of this rank's parameters and shards, as far as there are any."""
+        """Return the gradients of this rank's parameters and shards, as far as there are any."""
         held = (*self.parameters.values(), *self.shards.values())
         return [p.grad for p in held if p.grad is not None]
 
     def part(self, further: Mapping[str, Tensor], *, copies: dict[str, Tensor] | None) -> RankPart:
-        """What this rank has in a checkpoint, together with the other replicas.
+        """Return this rank's part of a checkpoint; all replicas of a stage call it together.
 
         Args:
             further: tensors besides, by keys that end in a parameter's name.
@@ -224,7 +238,7 @@ class ModelState:
         return {id(p): name for name, p in self.updated.items()}
 
     def _part(self, name: str, state: Tensor) -> Tensor:
-        """What this rank has of the state of a parameter."""
+        """Return this rank's rows of the state of a parameter."""
         return self._rows[name].of_state(state) if name in self._rows else state
 
     def load(self, saved: SavedState, *, everything: bool = False) -> None:
@@ -264,7 +278,7 @@ class ModelState:
         self._without = [name for name in self._without if name not in found]
 
     def _wanted(self, everything: bool) -> dict[str, Tensor]:
-        """What is read from a checkpoint here: by default what this rank has."""
+        """Return the tensors to be read from a checkpoint: by default those of this rank."""
         mine = {*self.parameters, *self.buffers}
         return {
             name: tensor
@@ -274,7 +288,7 @@ class ModelState:
 
 
 def listed_names(module: nn.Module) -> tuple[dict[str, str], list[str]]:
-    """How the ``state_dict`` of a module differs from its parameters and buffers.
+    """Compare the ``state_dict`` of a module with its parameters and buffers.
 
     Returns:
         Further names of tensors with several -> their first names, and buffers that are not in it.
@@ -301,7 +315,7 @@ def _refuse_forgotten(module: nn.Module) -> None:
 
 
 def _is_forgotten(parameter: nn.Parameter) -> bool:
-    """Whether it is what ``ModelState.forget_others`` leaves: one NaN for all elements."""
+    """True for a tensor that ``ModelState.forget_others`` has left: one NaN for all elements."""
     is_one = parameter.numel() > 0 and not any(parameter.stride()) and not parameter.is_meta
     return is_one and bool(torch.isnan(parameter.detach().flatten()[0]))
 

@@ -15,7 +15,7 @@ from anabranch.workload import Workload
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
-    """How weights under an optimizer are predicted."""
+    """Return the rule by which weights under an optimizer are predicted."""
     if type(optimizer) is SGD:
         return "momentum"
     return "adam" if type(optimizer) in (Adam, AdamW) else "last update"
@@ -31,7 +31,7 @@ def has_momentum(optimizer: Optimizer) -> bool:
 
 
 def facts_of(optimizer: Optimizer) -> OptimizerFacts:
-    """What policies have to know of an optimizer."""
+    """Return the facts of an optimizer that policies ask for."""
     return OptimizerFacts(type(optimizer).__name__, has_momentum(optimizer), rule_of(optimizer))
 
 

@@ -17,7 +17,7 @@ from anabranch.errors import TrainingError
 
 
 def place_of(module: nn.Module) -> torch.device:
-    """Where a model is; TrainingError if it has no weights."""
+    """Return the device of a model; TrainingError if it has no weights."""
     place = next((p.device for p in module.parameters()), torch.device("cpu"))
     if place.type == "meta":
         raise TrainingError(
@@ -28,7 +28,7 @@ def place_of(module: nn.Module) -> torch.device:
 
 
 def start_of(module: nn.Module) -> torch.device:
-    """Where a model's stages begin: where it is, or the CPU where it is on the meta device."""
+    """Return the device of a model, the CPU for one on the meta device."""
     places = (t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
     return next(places, torch.device("cpu"))
 
@@ -79,8 +79,8 @@ def move(tensors: Iterable[Tensor], place: torch.device) -> None:
 def roomy_home(
     module: nn.Module, home: torch.device, free_bytes: int | None = None
 ) -> torch.device:
-    """Where a whole model runs once, with its gradients: on its GPU if half of what is free there
-    has room for what is missing, else on the CPU.
+    """Choose where a whole model runs once, with its gradients: on its GPU if half of its free
+    memory has room for what is missing, else on the CPU.
 
     Args:
         free_bytes: of the GPU, by default as it says.

@@ -32,7 +32,7 @@ _LISTENS = "0A"
 
 
 class RankDevice(NamedTuple):
-    """Where one rank computes.
+    """Device on which one rank computes.
 
     Attributes:
         host: digest of the machine.
@@ -45,7 +45,7 @@ class RankDevice(NamedTuple):
 
     @staticmethod
     def here(place: torch.device) -> RankDevice:
-        """Of this rank."""
+        """Describe the device of this rank."""
         gpu = bytes(_DIGEST_BYTES)
         if place.type == "cuda":
             gpu = _digest(str(torch.cuda.get_device_properties(place).uuid))
@@ -53,12 +53,12 @@ class RankDevice(NamedTuple):
 
     @staticmethod
     def unpacked(data: bytes) -> RankDevice:
-        """What ``packed`` gave on another rank."""
+        """Read the bytes of another rank."""
         return RankDevice(data[:_DIGEST_BYTES], data[_DIGEST_BYTES:-1], bool(data[-1]))
 
     @property
     def packed(self) -> bytes:
-        """Of one length on all ranks."""
+        """Bytes of one length on all ranks."""
         return self.host + self.gpu + bytes([self.has_nccl])
 
 
@@ -67,7 +67,7 @@ def _digest(text: str) -> bytes:
 
 
 def host_name() -> str:
-    """What tells this machine from others, and from itself after another boot."""
+    """Return a name of this machine, another one after every boot."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {path.read_text() if path.exists() else ''}"
 

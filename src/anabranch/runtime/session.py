@@ -11,24 +11,16 @@ import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint import Checkpoint
 from anabranch.errors import TrainingError
-from anabranch.plans.plan import TAKE_ROWS, Plan
+from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of
-from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.data_parallel.sparse_gradients import (
-    SharedTable,
-    shared_tables,
-    takes_sparse,
-)
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.memory_budget import lack, require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -44,9 +36,7 @@ from anabranch.runtime.initialisation import SEEDS, meta_names
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
-from anabranch.runtime.moved_state import MovedState
 from anabranch.runtime.numerics.nonfinite import Trace
-from anabranch.runtime.placement import roomy_home
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch, Workload
@@ -130,7 +120,10 @@ class Session:
             drawn = torch.tensor([torch.initial_seed() % SEEDS, secrets.randbits(62)])
             self.mesh.broadcast(drawn, 0)
             self.feed.seed, self._run_id = map(int, drawn)
-            saved = None if predecessor is None else predecessor._end(self.holders)
+            saved = None
+            if predecessor is not None:
+                saved = predecessor.checkpoints.hand_over(self.holders)
+                predecessor.close()
             self.state = ModelState(
                 assignment.workload,
                 self.holders,
@@ -140,7 +133,7 @@ class Session:
                 goes_on=predecessor is not None,
             )
             if compute.sparse_embeddings:
-                self._require_sparse_updates()
+                self.state.require_sparse_updates(self.captured.graph)
             self.workers = WorkerCache(
                 self.captured,
                 self.parts,
@@ -151,7 +144,7 @@ class Session:
                 seed=self.feed.seed,
                 options=compute,
             )
-            self.checkpoints = Checkpointing(
+            self.checkpoints: Checkpointing = Checkpointing(
                 self.state,
                 self.workers,
                 self.feed,
@@ -168,41 +161,6 @@ class Session:
         self._evaluation = Evaluation(self.workers, self._begin_batch)
         POSITION.leave()
 
-    def _end(self, holders: Holders) -> MovedState:
-        """End here, and give other holders what they need; all ranks together."""
-        moved = self.checkpoints.hand_over(holders)
-        self.close()
-        return moved
-
-    def _require_sparse_updates(self) -> None:
-        mine = self.state.parameters
-        tables = [p.name for p in self.captured.graph.parameters if p.table and p.name in mine]
-        if tables and not takes_sparse(self.state.optimizer):
-            raise TrainingError(
-                f"{type(self.state.optimizer).__name__}, as it is set, takes no sparse gradients, "
-                f"which sparse_embeddings gives {', '.join(tables)}; have the Workload's optimizer "
-                f"be {TAKE_ROWS}, or train with --no-sparse-embeddings "
-                "(sparse_embeddings=False), also by this plan"
-            )
-
-    def shared_tables(self, accumulate: int) -> dict[str, SharedTable]:
-        """Tables whose holders exchange rows of gradients; all ranks ask together.
-
-        Args:
-            accumulate: batches of an update.
-        """
-        if self.workers.options.backend is not None:
-            return {}  # compiled backwards give whole gradients
-        return shared_tables(
-            self.captured.graph,
-            self._plan.stage_graph,
-            self.holders,
-            self.mesh,
-            self.state.optimizer,
-            sparse_embeddings=bool(self.workers.options.sparse_embeddings),
-            accumulate=accumulate,
-        )
-
     def require_memory(self, plan: Plan) -> None:
         """Refuse a plan whose predicted peaks exceed the memory that there is."""
         own, others = self.holders.resident_bytes(self.captured.module, self.mesh.rank, self.place)
@@ -211,7 +169,7 @@ class Session:
         require_memory(plan, self.mesh, own, 0 if shares else others, self.place)
 
     def lack_for_change(self, plan: Plan) -> str:
-        """What ``require_memory`` would say of a plan to change to, by which what is here goes."""
+        """Return the memory shortfall of a new plan as text, counting current tensors as freed."""
         return lack(plan, self.mesh, self.state.bytes_on(self.place), 0, self.place)
 
     @property
@@ -253,14 +211,15 @@ class Session:
         require_same_batch(self.mesh, self.batch_digest)
         self.state.require_values()
         if self._check_gradients:
-            home = roomy_home(self.captured.module, self._home)
             # Of the other buckets the declared examples; what is said is of the batch at hand.
             batches = {self.captured.for_batch(leaves): (batch, leaves)}
             for example in self._examples:
                 given = leaves_of(self.captured, example, self.place)
                 batches.setdefault(self.captured.for_batch(given), (example, given))
             verdicts = [
-                compare_with_eager(self.workers.like(bucket), self.holders, self.mesh, *some, home)
+                compare_with_eager(
+                    self.workers.like(bucket), self.holders, self.mesh, *some, self._home
+                )
                 for bucket, some in batches.items()
             ]
             self.gradient_verdict = verdicts[0]
@@ -268,7 +227,7 @@ class Session:
 
     def _reads(self) -> Collection[str] | None:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""
-        is_checked = self._needs_all and not self._is_prepared
+        is_checked = self.needs_all and not self._is_prepared
         return None if is_checked else self.workers.needed_leaves
 
     def count(self) -> None:
@@ -313,17 +272,9 @@ class Session:
                 self.feed.read(chosen), self.feed.step_number, self.failing
             )
 
-    def load(self, folder: str | Path) -> Checkpoint:
-        """Take over a checkpoint, before the first step."""
-        return self.checkpoints.load(folder, everything=self._needs_all)
-
-    def load_weights(self, path: str | Path) -> None:
-        """Begin with weights that something else saved."""
-        self.checkpoints.load_weights(path, everything=self._needs_all)
-
     @property
-    def _needs_all(self) -> bool:
-        """Whether this rank needs the whole model until the first step has been compared."""
+    def needs_all(self) -> bool:
+        """True if this rank needs the whole model until the first step has been compared."""
         return self._check_gradients and self.mesh.rank == 0
 
     # Failures
@@ -345,7 +296,7 @@ class Session:
         self.abort()
 
     def abort(self) -> None:
-        """As ``close``, after a failure: nothing that is under way is waited for."""
+        """Close after a failure, without waiting for anything that is under way."""
         self.checkpoints.give_up()
         self._disconnect()
 

@@ -20,6 +20,7 @@ from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
+from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, shared_tables
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import fetched
@@ -61,7 +62,7 @@ class StepRunner:
             session.mesh,
             accumulate=accumulate,
             exact=exact,
-            tables=session.shared_tables(accumulate),
+            tables=self._shared_tables(session, plan, accumulate),
         )
         self.metrics: dict[str, float] = {}
         self.is_first = True
@@ -70,9 +71,24 @@ class StepRunner:
         self._is_spoilt = False  # some stages have made an update that others have not
         self.ran: tuple[Worker, dict[str, Tensor], Outcome]
 
+    @staticmethod
+    def _shared_tables(session: Session, plan: Plan, accumulate: int) -> dict[str, SharedTable]:
+        """Return tables whose holders exchange sparse gradients; all ranks call it together."""
+        if session.workers.options.backend is not None:
+            return {}  # compiled backwards give whole gradients
+        return shared_tables(
+            session.captured.graph,
+            plan.stage_graph,
+            session.holders,
+            session.mesh,
+            session.state.optimizer,
+            sparse_embeddings=bool(session.workers.options.sparse_embeddings),
+            accumulate=accumulate,
+        )
+
     @property
     def decides_together(self) -> bool:
-        """Whether the next update depends on something that only all ranks together know."""
+        """True if the next update depends on something that only all ranks together know."""
         return self.is_first or self._clip_norm is not None or self._workers.loss_scale is not None
 
     def step(self, leaves: dict[str, Tensor]) -> float:

@@ -51,7 +51,7 @@ class Looks:
 
 
 class Adaptation:
-    """What a run makes of its looks; all ranks together, the first decides.
+    """Reaction of a run to its looks; all ranks take part, the first decides.
 
     After a change the next look shows whether steps have become shorter. If not, the plan before
     comes back, and stays.

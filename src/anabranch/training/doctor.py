@@ -31,7 +31,7 @@ from anabranch.workload import Workload
 
 @dataclass(frozen=True)
 class Branches:
-    """What a stage graph can gain over a chain of stages.
+    """Possible gain of a stage graph over a chain of stages.
 
     Attributes:
         operators: of the model.
@@ -48,7 +48,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found.
+    """Result of an examination.
 
     Attributes:
         error: why the model cannot be captured, or nothing.
@@ -131,7 +131,7 @@ def branches(profile: Profile) -> Branches:
 
 
 def _of_module(module: nn.Module) -> list[str]:
-    """What the module itself tells."""
+    """List findings of the module itself."""
     found = []
     parameters = list(module.parameters())
     frozen = sum(p.numel() for p in parameters if not p.requires_grad)
@@ -155,8 +155,8 @@ def _of_module(module: nn.Module) -> list[str]:
 
 
 def _of_recipes(workload: Workload) -> list[str]:
-    """What keeps the recipes from making an optimizer and its scheduler for the whole model, and a
-    pipeline from using them.
+    """List reasons why the recipes make no optimizer and scheduler for the whole model, or a
+    pipeline cannot use them.
     """
     trainable = [(name, p) for name, p in workload.module.named_parameters() if p.requires_grad]
     try:
@@ -169,7 +169,7 @@ def _of_recipes(workload: Workload) -> list[str]:
 
 
 def _of_graph(captured: Captured) -> list[str]:
-    """What the captured program tells."""
+    """List findings of the captured program."""
     kind = captured.graph.loss_kind
     found = [f"the loss is {SENTENCES[kind]}"] if kind else []
     coupled = {c.operator for c in captured.coupling}

@@ -1,4 +1,4 @@
-"""What happens in a training run, told to callbacks.
+"""Events of a training run, given to callbacks.
 
 A callback is anything that can be called with an event. It is called on the first rank alone, in
 the process that trains: loss, metrics and held-out means there are those of the whole batch, as on
@@ -75,7 +75,7 @@ class CheckpointEvent:
 
 @dataclass(frozen=True, slots=True)
 class LookEvent:
-    """What devices and links take was compared with the prediction.
+    """Times of devices and links were compared with the prediction.
 
     Attributes:
         slow: what takes longer than predicted beside the others, as text, the worst first.

@@ -64,7 +64,7 @@ def workload_of(
     eval_dataset: Any = None,
     name: str = "",
 ) -> Workload:
-    """What ``Trainer(model, args, data_collator, train_dataset, eval_dataset)`` would train.
+    """Return what ``Trainer(model, args, data_collator, train_dataset, eval_dataset)`` would train.
 
     Args:
         model: returns its loss when it is given labels, as models of Hugging Face do.

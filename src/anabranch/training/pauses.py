@@ -1,4 +1,4 @@
-"""What is done between steps: held-out data is evaluated, checkpoints are written.
+"""Work between steps: held-out data is evaluated, checkpoints are written.
 
 All ranks do it between the same steps, and never between the batches of one update::
 
@@ -72,7 +72,9 @@ class SaveEvery:
             )
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """What ``best`` asks for, more of which is better; minus infinity where there is none."""
+        """Return the mean that ``best`` names, signed so that more is better; minus infinity where
+        there is none.
+        """
         name, _, direction = self.best.partition(":")
         value = metrics.get(name, math.nan)
         if not math.isfinite(value):
@@ -146,7 +148,7 @@ class Pauses:
             self._begin(wait=False)
 
     def _is_crossed(self, every: int | None, before: int) -> bool:
-        """Whether a multiple of an interval lies behind an earlier step, and not behind this."""
+        """True if a multiple of an interval lies between an earlier step and this one."""
         return every is not None and self._pipe.step_number // every > before // every
 
     def _evaluate(self) -> bool:

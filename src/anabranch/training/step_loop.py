@@ -85,7 +85,7 @@ class StepLoop:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Of the step with the median time."""
+        """Timeline of the step with the median time."""
         ordered = sorted(self._timelines, key=lambda timeline: timeline.step_s)
         return ordered[len(ordered) // 2] if ordered else None
 

@@ -386,8 +386,9 @@ class AsyncPipeline(BasePipeline):
         ``drain``.
         """
         pipeline = cls(workload, plan, **options)
-        saved = pipeline._session.load(folder)
-        with pipeline._session.failing():
+        session = pipeline._session
+        saved = session.checkpoints.load(folder, everything=session.needs_all)
+        with session.failing():
             pipeline._updates.weights.load(saved)
         return pipeline
 

@@ -99,7 +99,7 @@ def _short(text: str) -> str:
 
 @cache
 def version() -> str:
-    """Of anabranch, with a digest of its source, and of torch."""
+    """Return the versions of anabranch, with a digest of its source, and of torch."""
     try:
         number = metadata.version("anabranch")
     except metadata.PackageNotFoundError:

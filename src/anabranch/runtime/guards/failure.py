@@ -92,7 +92,7 @@ def one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What one rank tells of its end, as plain text; ``kind`` is the exception's class name."""
+    """Failure of one rank as plain text; ``kind`` is the exception's class name."""
 
     rank: int
     kind: str

@@ -26,7 +26,7 @@ process, and then torchrun passes its own on.
 
 
 class Interrupt:
-    """Whether training is to end early; ``agreed``: all ranks know, and know that the others do."""
+    """Request to end training early; ``agreed`` once all ranks know of it, and of each other."""
 
     def __init__(self) -> None:
         self._flag = memoryview(bytearray(8)).cast("q")

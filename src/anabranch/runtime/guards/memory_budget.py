@@ -64,7 +64,7 @@ def require_memory(
 
 
 def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: torch.device) -> str:
-    """Where ``require_memory`` would raise, the text; otherwise empty."""
+    """Return the message of ``require_memory``; empty where it would not raise."""
     peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
     if len(peaks) != mesh.size or not any(peaks):
         return ""
@@ -76,7 +76,7 @@ def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: t
 
 
 def _beyond_cluster(plan: Plan, needs: Sequence[Need]) -> str:
-    """What exceeds the devices that were planned for; empty if nothing does."""
+    """Describe ranks that exceed the devices that were planned for; empty if none does."""
     if plan.machines is None:
         return ""
     has = plan.machines.memory_bytes
@@ -92,7 +92,7 @@ def _beyond_cluster(plan: Plan, needs: Sequence[Need]) -> str:
 
 
 def _beyond_host(needs: Sequence[Need], kind: str) -> str:
-    """What exceeds the memory that is free now; empty if nothing does."""
+    """Describe ranks that exceed the memory that is free now; empty if none does."""
     homes: dict[int, list[int]] = defaultdict(list)
     for rank, need in enumerate(needs):
         if need.free_bytes >= 0:
@@ -120,7 +120,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _memory(place: torch.device) -> tuple[int, int]:
-    """Which memory this rank takes from, and what is free of it (-1 if that is not known)."""
+    """Return a number of the memory that this rank uses, and its free bytes (-1 if unknown)."""
     if place.type == "cuda":
         free, _ = torch.cuda.mem_get_info(place)
         # What the allocator holds and has not lent is free as well.
@@ -135,7 +135,7 @@ def _number(text: str) -> int:
 
 
 def _host_free(path: Path = Path("/proc/meminfo")) -> int | None:
-    """What the kernel can give without swapping."""
+    """Return the bytes that the kernel can give without swapping."""
     if not path.exists():
         return None
     for line in path.read_text().splitlines():
@@ -145,7 +145,7 @@ def _host_free(path: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _container_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a control group (version 2 or 1) leaves; pages of files that can go count as free."""
+    """Return the bytes that a control group (version 2 or 1) leaves, file pages included."""
     for folder, limit_name, usage_name in (
         (root, "memory.max", "memory.current"),
         (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -1,4 +1,4 @@
-"""Where a rank is, in a few integers that another process can read.
+"""Position of a rank in its step, in a few integers that another process can read.
 
 Local ranks share them with their parent, ranks of torchrun tell them each other: a rank that is
 killed, or does not go on, cannot say where it was::
@@ -40,7 +40,7 @@ _MINIBATCH = 100
 
 
 class Phase(IntEnum):
-    """What a rank does besides the actions of its schedule."""
+    """Work of a rank besides the actions of its schedule."""
 
     OUTSIDE = 0
     START_UP = 1
@@ -67,7 +67,7 @@ _PHASES = {
 
 
 class Position:
-    """Where this process is."""
+    """Position of this process."""
 
     def __init__(self) -> None:
         self._unit = 0
@@ -116,7 +116,7 @@ class Position:
 
     @property
     def stage(self) -> int:
-        """Of the action under way; -1 for none."""
+        """Stage of the action under way; -1 for none."""
         return self._ints[_STAGE]
 
     @property
@@ -147,12 +147,12 @@ def phase_of(ints: Sequence[int]) -> Phase:
 
 
 def is_settled(ints: Sequence[int]) -> bool:
-    """Whether a first step has been made there."""
+    """True if a first step has been made there."""
     return bool(ints[_SETTLED])
 
 
 def waits(ints: Sequence[int]) -> bool:
-    """Whether this rank waits for another one."""
+    """True if this rank waits for another one."""
     if ints[_STAGE] >= 0:
         return ints[_DOING] % _MINIBATCH in _WAITS
     return ints[_PHASE] == Phase.SUMS

@@ -74,7 +74,7 @@ def small_digest(digest: bytes) -> int:
 
 
 def all_alike(count: int, total: float, squares: float) -> bool:
-    """Whether so many numbers are one and the same, by their sum and the sum of their squares."""
+    """True if all numbers are equal, by their count, their sum and the sum of their squares."""
     return count * int(squares) == int(total) ** 2
 
 
@@ -201,7 +201,7 @@ def require_same_copies(mesh: Mesh, copies: Mapping[tuple[int, ...], Collection[
 
 
 def odd_ones(told: Sequence[object], ranks: Sequence[int]) -> str:
-    """Who has what the fewest have, as text; empty if all have the same."""
+    """Name the ranks whose value is not the most frequent one; empty if all are equal."""
     groups: dict[object, list[int]] = {}
     for rank, value in zip(ranks, told, strict=True):
         groups.setdefault(value, []).append(rank)

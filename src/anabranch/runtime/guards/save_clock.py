@@ -11,7 +11,7 @@ import time
 
 
 class SaveClock:
-    """Which checkpoints the first rank wants, and all ranks know of, by number from 1."""
+    """Checkpoints that the first rank wants, and all ranks know of, by number from 1."""
 
     def __init__(self) -> None:
         self.start(None, rank=0)
@@ -34,7 +34,7 @@ class SaveClock:
 
     @property
     def is_due(self) -> bool:
-        """Whether to save now, the same on every rank."""
+        """True if a checkpoint is due now, the same on every rank."""
         return self._agreed > self._begun
 
     def begin(self) -> None:

@@ -29,6 +29,7 @@ from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.numerics.no_dropout import NoDropout
+from anabranch.runtime.placement import roomy_home
 from anabranch.runtime.reference import (
     draws_random,
     largest_distance,
@@ -76,6 +77,7 @@ def compare_with_eager(
     """
     captured = steps.captured
     module = captured.module
+    home = roomy_home(module, home)
     cuts = _cuts(steps, leaves)
     size = cuts[-1][1]
     worker = _worker(steps, cuts)

@@ -1,4 +1,4 @@
-"""Which rank holds a run up that does not go on.
+"""Detection of a run that does not go on, and of the rank that holds it up.
 
 Whoever watches reads the positions of all ranks again and again. One rank that does not go on soon
 holds up all others, which wait for it; that is a stall when nobody has gone on for long::
@@ -66,7 +66,7 @@ class Stall:
             self._seen = {other: (position, now) for other, (position, _) in self._seen.items()}
 
     def found(self, now: float, silent: Collection[int] = ()) -> str:
-        """What holds the run up, as a message; empty if nothing does.
+        """Describe the stall of a run; empty if there is none.
 
         Args:
             silent: ranks whose processes are stopped, or do not answer.
@@ -97,7 +97,7 @@ class Stall:
         return self.timeout_s if hurries else max(self.timeout_s, PATIENCE_S)
 
     def _blame(self, rank: int) -> tuple[bool, float]:
-        """Who waits is a victim; of the others, or if all wait, who stopped first began it."""
+        """Sort key: ranks that do not wait come first, then those that stopped first."""
         seen, since = self._seen[rank]
         return waits(seen), since
 

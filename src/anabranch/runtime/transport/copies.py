@@ -30,7 +30,7 @@ class CopyDown(Protocol):
 
 
 class Copies(Protocol):
-    """What starts copies."""
+    """Copies between a device and the host."""
 
     def down(self, tensors: Sequence[Tensor]) -> CopyDown:
         """Start to copy tensors to the host; those that are there already stay as they are."""

@@ -50,7 +50,7 @@ class Event(FileIO):
         os.eventfd_write(self.fileno(), 1)
 
     def clear(self) -> None:
-        """Wait from now on."""
+        """Reset the event."""
         self.read(8)
 
 
@@ -107,7 +107,7 @@ class _Arrival:
 
 @dataclass
 class Meeting:
-    """Of the ranks of one host; without segments there are no peers."""
+    """Connections to the ranks of one host; without a segment there are none."""
 
     segment: Segment | None
     peers: dict[int, Peer] = field(default_factory=dict)
@@ -220,7 +220,7 @@ def _say_hello(end: socket.socket, rank: int, segment: Segment) -> _Arrival:
 
 
 def _hear_hello(end: socket.socket) -> _Heard:
-    """What the peer says of itself; OSError if it is of another user."""
+    """Receive the hello of a peer; OSError if it is of another user."""
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(raw)[1] != os.getuid():
         raise PermissionError("a connection of another user")
@@ -235,7 +235,7 @@ def _hear_hello(end: socket.socket) -> _Heard:
 
 
 def _answered(arrivals: dict[int, _Arrival]) -> dict[int, _Arrival]:
-    """Those whose hello has been heard, now also that of lower ranks."""
+    """Receive the hellos of lower ranks; return connections whose hello was received."""
     result = {}
     for peer, arrival in arrivals.items():
         if arrival.heard is None:

@@ -48,7 +48,7 @@ def fence() -> None:
 
 
 class BlockAddress(NamedTuple):
-    """Where a block is: the chunk's offset in the segment, the chunk's shape, which block of it."""
+    """Address of a block: the chunk's offset in the segment, the chunk's shape, its index."""
 
     offset: int
     block_bytes: int
@@ -68,11 +68,11 @@ class Chunk:
         self._holds: list[_Hold | None] = [None] * num_blocks
 
     def place(self, index: int) -> BlockAddress:
-        """Of a block, for the other end."""
+        """Return the address of a block, for the other end."""
         return BlockAddress(self.offset, self.block_bytes, self.num_blocks, index)
 
     def start(self, index: int) -> int:
-        """Where a block begins in the memory of the chunk."""
+        """Return the offset of a block in the memory of the chunk."""
         return _FLAGS_BYTES + index * self.block_bytes
 
     def take(self) -> int:

@@ -23,7 +23,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the tensors of a message are: offsets, sizes and ``nbytes`` (with gaps) in bytes;
+    """Layout of the tensors of a message: offsets, sizes and ``nbytes`` (with gaps) in bytes;
     ``signature`` is a number for the specs, the same in all processes.
     """
 
@@ -41,7 +41,7 @@ def aligned(nbytes: int) -> int:
 
 @lru_cache(maxsize=4096)
 def packing_of(specs: tuple[Spec, ...]) -> Packing:
-    """Where tensors of these shapes and element types are."""
+    """Lay out tensors of these shapes and element types."""
     sizes = tuple(shape.numel() * dtype.itemsize for shape, dtype in specs)
     offsets, end = [], 0
     for size in sizes:

@@ -33,7 +33,7 @@ _JOINED_BYTES = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    """What travels as one: some tensors of a message."""
+    """Tensors of a message that travel as one."""
 
     indices: tuple[int, ...]
     packing: Packing

@@ -15,21 +15,18 @@ each time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.errors import CaptureError, InfeasiblePlanError, TrainingError
+from anabranch.errors import CaptureError, TrainingError
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised
-from anabranch.graph.opgraph import OpGraph
-from anabranch.plans.plan import Plan, Prediction
+from anabranch.graph.loss_kinds import told_normalised
+from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.plans.whole_batch import whole_batch_stages, with_whole_batches
 from anabranch.runtime import plan_parts as steps
@@ -40,7 +37,6 @@ from anabranch.runtime.numerics.no_dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import claim, own_device
 from anabranch.runtime.reference import (
-    ROUNDING,
     Reference,
     draws_random,
     largest_distance,
@@ -49,99 +45,12 @@ from anabranch.runtime.reference import (
     require_repeatable,
 )
 from anabranch.schedule import rule_named
+from anabranch.verification.even import even_plan, workable
+from anabranch.verification.result import CAPTURED, SAME_STAGES, SLICES, WHOLE, VerifyResult
 from anabranch.workload import Batch, Workload
 
 _NOISE = 1e-3
 """Share of the largest gradient that smaller gradients count as when they are compared."""
-
-SLICES, WHOLE = "the module on the same micro-batches", "the module on the whole batch"
-CAPTURED = "the captured model, which draws the same random numbers"
-SAME_STAGES = "the captured model, whose batch normalisation has the same micro-batches"
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """How far apart they are.
-
-    Attributes:
-        loss, reference_loss: of the pipeline and of one process.
-        max_gradient_error: largest over the parameters of max|a - b| / max|b|. |b| counts as at
-            least a thousandth of the largest gradient: some gradients are zero but for rounding,
-            such as that of an attention's key bias, or of a bias before batch normalisation.
-        worst: the parameter that it belongs to.
-        bitwise: loss and all gradients are equal in every bit.
-        exact: the pipeline ran in the mode in which they have to be.
-        num_parameters: parameters that were compared.
-        num_devices: ranks of the pipeline.
-        is_random: the model draws random numbers, others in the pipeline than in one process.
-        loss_kind: of which kind the captured loss is, see ``graph.sample_flow``.
-        whole_batch_error: as ``max_gradient_error``, against the module on the whole batch at once;
-            None where that has to differ, by batch normalisation or random numbers.
-        against: what the one process ran.
-        notes: what else was found, one sentence each.
-    """
-
-    loss: float
-    reference_loss: float
-    max_gradient_error: float
-    worst: str
-    bitwise: bool
-    exact: bool
-    num_parameters: int
-    num_devices: int
-    is_random: bool = False
-    loss_kind: LossKind = "mean"
-    whole_batch_error: float | None = None
-    against: str = SLICES
-    notes: tuple[str, ...] = ()
-
-    @property
-    def by_sample(self) -> bool:
-        """Whether random numbers were drawn by sample, the same in the pipeline and one process."""
-        return self.against == CAPTURED
-
-    @property
-    def is_good(self) -> bool:
-        """Whether all differences are rounding."""
-        return self.max_gradient_error < ROUNDING and (self.whole_batch_error or 0.0) < ROUNDING
-
-    def why(self) -> str:
-        """What is wrong, where something is."""
-        if self.is_random:
-            return "nothing is verified: the model draws random numbers; try --dropout sample"
-        if self.max_gradient_error < ROUNDING:
-            return (
-                "micro-batches change what is trained: the pipeline has the gradients of its "
-                f"micro-batches, which differ from those of the whole batch by "
-                f"{self.whole_batch_error:.3g}, although the graph says that the loss is a "
-                f"{self.loss_kind} over the samples; train with one micro-batch of the whole batch "
-                "(--microbatch-size), and see which operation computes across samples"
-            )
-        return "the gradients differ by more than rounding"
-
-    def summary(self) -> str:
-        """The comparison in one line, then what else was found, a line each."""
-        how = "bitwise equal" if self.bitwise else f"largest at {self.worst}"
-        if self.is_random:
-            how += (
-                "; the model draws random numbers, and other ones in one process, so this says "
-                'nothing: compare with dropout="sample" (--dropout sample), or switch them off'
-            )
-        if self.against != SLICES:
-            how += f"; one process ran {self.against}"
-        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
-        found = (
-            f"gradient error {self.max_gradient_error:.3g} over {self.num_parameters} parameters "
-            f"on {devices} ({how}); loss {self.loss:.9g}, in one process "
-            f"{self.reference_loss:.9g}"
-        )
-        return "\n".join([found, *self._further()])
-
-    def _further(self) -> Iterator[str]:
-        yield f"the loss is {SENTENCES[self.loss_kind]}"
-        if self.whole_batch_error is not None and self.against != WHOLE:
-            yield f"against the whole batch at once: gradient error {self.whole_batch_error:.3g}"
-        yield from self.notes
 
 
 def verify(
@@ -182,7 +91,7 @@ def verify(
         captured = captured or capture(
             workload.module, workload.example, per_sample=workload.per_sample
         )
-        plan = _workable(
+        plan = workable(
             captured, even_plan(captured.graph, plan, num_samples(batch or workload.example))
         )
     captured = captured or steps.captured_for(workload, plan)
@@ -283,7 +192,7 @@ def verify(
 def _against(
     captured: Captured, batch: Batch, slices: list[tuple[int, int]], *, by_sample: bool
 ) -> str:
-    """What one process has to run to have the same numbers."""
+    """Choose what one process runs to have the same numbers."""
     if by_sample:
         return CAPTURED
     if slices == [(0, num_samples(batch))] and not captured.graph.normalised:
@@ -295,7 +204,7 @@ def _against(
 
 
 def _traits(captured: Captured) -> Iterator[str]:
-    """What a user has to know of the model to read the comparison."""
+    """Yield notes on the model that help to read the comparison."""
     if captured.graph.normalised:
         yield told_normalised(captured.graph.normalised)
 
@@ -347,26 +256,6 @@ def _on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
     return replace(plan, stage_graph=rule_named("1f1b").warm_up(graph), schedule="1f1b")
 
 
-def _workable(captured: Captured, plan: Plan) -> Plan:
-    """With larger micro-batches, if the model fails with some (batch normalisation of one)."""
-    graph, failure = plan.stage_graph, None
-    size = min(stage.microbatch_size for stage in graph.stages)
-    while size < 2 * graph.batch_size:
-        size = min(size, graph.batch_size)
-        stages = tuple(replace(stage, microbatch_size=size) for stage in graph.stages)
-        sized = with_whole_batches(replace(graph, stages=stages), captured.graph)
-        larger = rule_named(plan.schedule).warm_up(sized)
-        try:
-            steps.prepare(captured, larger)
-        except CaptureError as error:
-            failure = failure or error
-            size *= 2
-            continue
-        return replace(plan, stage_graph=larger)
-    assert failure is not None
-    raise failure
-
-
 def _fetched(result: Reference) -> Reference:
     return replace(result, gradients=_on_cpu(result.gradients))
 
@@ -409,25 +298,3 @@ def _error(gradients: Mapping[str, Tensor], expected: Reference) -> tuple[float,
     floor = _NOISE * max(largest.values(), default=0.0)
     ours = {name: dense(gradient) for name, gradient in gradients.items()}
     return largest_distance(ours, others, lambda name: max(largest.get(name, 0.0), floor))
-
-
-def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
-    """A plan by operator count alone; raises InfeasiblePlanError for too few operators."""
-    count = len(graph)
-    if not 1 <= num_devices <= count:
-        raise InfeasiblePlanError(
-            f"{count} operators do not fill {num_devices} devices; at most {count} can be used"
-        )
-    cuts = [count * i // num_devices for i in range(num_devices + 1)]
-    stage_of = [s for s in range(num_devices) for _ in range(cuts[s], cuts[s + 1])]
-    edges = {(stage_of[a], stage_of[b]) for a, b in graph.edges if stage_of[a] != stage_of[b]}
-    microbatch_size = max(batch_size // (2 * num_devices), 1)
-    stages = tuple(
-        Stage(tuple(op.name for op in graph.ops[a:b]), (s,), microbatch_size)
-        for s, (a, b) in enumerate(pairwise(cuts))
-    )
-    rule = "1f1b"
-    cut = with_whole_batches(StageGraph(stages, tuple(sorted(edges)), batch_size), graph)
-    stage_graph = rule_named(rule).warm_up(cut)
-    nothing = Prediction(math.nan, math.nan, math.nan, (0,) * num_devices)
-    return Plan(stage_graph, rule, "even", graph.name, "local", "no profile", 0.0, 0.0, nothing)

@@ -1,0 +1,58 @@
+"""Plans without a profile: cuts by operator count."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+from anabranch.errors import CaptureError, InfeasiblePlanError
+from anabranch.graph.capture import Captured
+from anabranch.graph.opgraph import OpGraph
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.whole_batch import with_whole_batches
+from anabranch.runtime.plan_parts import prepare
+from anabranch.schedule import rule_named
+
+
+def even_plan(graph: OpGraph, num_devices: int, batch_size: int) -> Plan:
+    """A plan by operator count alone; raises InfeasiblePlanError for too few operators."""
+    count = len(graph)
+    if not 1 <= num_devices <= count:
+        raise InfeasiblePlanError(
+            f"{count} operators do not fill {num_devices} devices; at most {count} can be used"
+        )
+    cuts = [count * i // num_devices for i in range(num_devices + 1)]
+    stage_of = [s for s in range(num_devices) for _ in range(cuts[s], cuts[s + 1])]
+    edges = {(stage_of[a], stage_of[b]) for a, b in graph.edges if stage_of[a] != stage_of[b]}
+    microbatch_size = max(batch_size // (2 * num_devices), 1)
+    stages = tuple(
+        Stage(tuple(op.name for op in graph.ops[a:b]), (s,), microbatch_size)
+        for s, (a, b) in enumerate(pairwise(cuts))
+    )
+    rule = "1f1b"
+    cut = with_whole_batches(StageGraph(stages, tuple(sorted(edges)), batch_size), graph)
+    stage_graph = rule_named(rule).warm_up(cut)
+    nothing = Prediction(math.nan, math.nan, math.nan, (0,) * num_devices)
+    return Plan(stage_graph, rule, "even", graph.name, "local", "no profile", 0.0, 0.0, nothing)
+
+
+def workable(captured: Captured, plan: Plan) -> Plan:
+    """With larger micro-batches, if the model fails with some (batch normalisation of one)."""
+    graph, failure = plan.stage_graph, None
+    size = min(stage.microbatch_size for stage in graph.stages)
+    while size < 2 * graph.batch_size:
+        size = min(size, graph.batch_size)
+        stages = tuple(replace(stage, microbatch_size=size) for stage in graph.stages)
+        sized = with_whole_batches(replace(graph, stages=stages), captured.graph)
+        larger = rule_named(plan.schedule).warm_up(sized)
+        try:
+            prepare(captured, larger)
+        except CaptureError as error:
+            failure = failure or error
+            size *= 2
+            continue
+        return replace(plan, stage_graph=larger)
+    assert failure is not None
+    raise failure

@@ -1,0 +1,98 @@
+"""Result of a comparison of a pipeline with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from anabranch.graph.loss_kinds import SENTENCES, LossKind
+from anabranch.runtime.reference import ROUNDING
+
+SLICES, WHOLE = "the module on the same micro-batches", "the module on the whole batch"
+CAPTURED = "the captured model, which draws the same random numbers"
+SAME_STAGES = "the captured model, whose batch normalisation has the same micro-batches"
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """Result of a comparison.
+
+    Attributes:
+        loss, reference_loss: of the pipeline and of one process.
+        max_gradient_error: largest over the parameters of max|a - b| / max|b|. |b| counts as at
+            least a thousandth of the largest gradient: some gradients are zero but for rounding,
+            such as that of an attention's key bias, or of a bias before batch normalisation.
+        worst: the parameter that it belongs to.
+        bitwise: loss and all gradients are equal in every bit.
+        exact: the pipeline ran in the mode in which they have to be.
+        num_parameters: parameters that were compared.
+        num_devices: ranks of the pipeline.
+        is_random: the model draws random numbers, others in the pipeline than in one process.
+        loss_kind: of which kind the captured loss is, see ``graph.sample_flow``.
+        whole_batch_error: as ``max_gradient_error``, against the module on the whole batch at once;
+            None where that has to differ, by batch normalisation or random numbers.
+        against: what the one process ran.
+        notes: what else was found, one sentence each.
+    """
+
+    loss: float
+    reference_loss: float
+    max_gradient_error: float
+    worst: str
+    bitwise: bool
+    exact: bool
+    num_parameters: int
+    num_devices: int
+    is_random: bool = False
+    loss_kind: LossKind = "mean"
+    whole_batch_error: float | None = None
+    against: str = SLICES
+    notes: tuple[str, ...] = ()
+
+    @property
+    def by_sample(self) -> bool:
+        """True if random numbers were drawn by sample, the same in the pipeline and one process."""
+        return self.against == CAPTURED
+
+    @property
+    def is_good(self) -> bool:
+        """True if all differences are rounding."""
+        return self.max_gradient_error < ROUNDING and (self.whole_batch_error or 0.0) < ROUNDING
+
+    def why(self) -> str:
+        """Explain a comparison that is not good."""
+        if self.is_random:
+            return "nothing is verified: the model draws random numbers; try --dropout sample"
+        if self.max_gradient_error < ROUNDING:
+            return (
+                "micro-batches change what is trained: the pipeline has the gradients of its "
+                f"micro-batches, which differ from those of the whole batch by "
+                f"{self.whole_batch_error:.3g}, although the graph says that the loss is a "
+                f"{self.loss_kind} over the samples; train with one micro-batch of the whole batch "
+                "(--microbatch-size), and see which operation computes across samples"
+            )
+        return "the gradients differ by more than rounding"
+
+    def summary(self) -> str:
+        """The comparison in one line, then what else was found, a line each."""
+        how = "bitwise equal" if self.bitwise else f"largest at {self.worst}"
+        if self.is_random:
+            how += (
+                "; the model draws random numbers, and other ones in one process, so this says "
+                'nothing: compare with dropout="sample" (--dropout sample), or switch them off'
+            )
+        if self.against != SLICES:
+            how += f"; one process ran {self.against}"
+        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
+        found = (
+            f"gradient error {self.max_gradient_error:.3g} over {self.num_parameters} parameters "
+            f"on {devices} ({how}); loss {self.loss:.9g}, in one process "
+            f"{self.reference_loss:.9g}"
+        )
+        return "\n".join([found, *self._further()])
+
+    def _further(self) -> Iterator[str]:
+        yield f"the loss is {SENTENCES[self.loss_kind]}"
+        if self.whole_batch_error is not None and self.against != WHOLE:
+            yield f"against the whole batch at once: gradient error {self.whole_batch_error:.3g}"
+        yield from self.notes
