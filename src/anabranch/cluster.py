@@ -26,7 +26,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects two devices: bytes/s, seconds before the first byte, level in the hierarchy."""
+    """Connection of two devices: bytes/s, seconds before the first byte, level in the hierarchy."""
 
     bandwidth: float
     latency_s: float
@@ -58,7 +58,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a calibration holds for: processor model, its cores, the version of torch."""
+    """Machine that a calibration holds for: processor model, its cores, the version of torch."""
 
     processor: str
     cores: int
@@ -76,7 +76,7 @@ BUSY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What computing and training cost on a host of the cluster, as measured there.
+    """Costs of computing and training on a host of the cluster, as measured there.
 
     Seconds are of one processor core.
 
@@ -209,7 +209,7 @@ class Cluster:
         return self.link(chosen[0], chosen[-1])
 
     def ports(self, a: int, b: int) -> tuple[int, ...]:
-        """What a transfer from a to b occupies, out of a and into b in turn; see ``port``."""
+        """Ports that a transfer from a to b occupies, out of a and into b in turn; see ``port``."""
         occupied = list[int]()
         for size, first in self._port_levels[: self.link(a, b).level + 1]:
             occupied += (first + 2 * (a // size), first + 2 * (b // size) + 1)
@@ -226,7 +226,7 @@ class Cluster:
 
     @cached_property
     def num_ports(self) -> int:
-        """Of all levels."""
+        """Number of ports of all levels."""
         size, first = self._port_levels[-1]
         return first + 2 * (self.num_devices // size)
 

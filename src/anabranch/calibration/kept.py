@@ -16,7 +16,7 @@ COMMAND = "anabranch cluster --calibrate"
 
 
 def cache_file() -> Path:
-    """Where the calibration is kept."""
+    """Path of the kept calibration."""
     return cache_folder() / "calibration.json"
 
 
@@ -72,12 +72,12 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
 
 
 def is_calibrated(cluster: Cluster) -> bool:
-    """Whether there is a calibration of this machine for a cluster of local ranks."""
+    """Return whether this machine has a calibration for a cluster of local ranks."""
     return calibrated(cluster)[0].calibration is not None
 
 
 def is_local(cluster: Cluster) -> bool:
-    """Whether it is the preset of ranks on this machine, without a calibration."""
+    """Return whether a cluster is the preset of ranks here, without a calibration."""
     is_preset = cluster.name.startswith("local:") and len(cluster.levels) == 1
     return is_preset and cluster.calibration is None
 

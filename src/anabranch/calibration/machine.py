@@ -18,7 +18,7 @@ def this_machine() -> Machine:
 
 
 def difference(measured: Machine, here: Machine) -> str:
-    """What differs between the machine of a calibration and this one, as text; empty if nothing."""
+    """Describe how the machine of a calibration differs from this one; empty if it does not."""
     facts = (
         (measured.processor, here.processor, "its processor is {}, the one here {}"),
         (measured.cores, here.cores, "it has {} cores, this one {}"),

@@ -60,7 +60,7 @@ def calibrate_job() -> Cluster | None:
 
 
 def _calibration() -> Calibration:
-    """What local ranks tell; nothing of a message's bytes."""
+    """Figures from local ranks, but for the bytes of a message."""
     load, machine = OtherLoad(), this_machine()
     overheads = measure_overheads()
     return Calibration(

@@ -1,4 +1,4 @@
-"""How much longer computing takes while other ranks of the host compute as well.
+"""Slowdown of a rank while other ranks of its host compute as well.
 
 Memory, caches and, behind some "cores", the arithmetic itself are shared. Ranks wait for each
 other, so what counts is the slowest of them::
@@ -23,7 +23,7 @@ _ROUNDS, _STEPS = 20, 12
 """Rounds of each number of ranks, and steps in one, of about two milliseconds each."""
 
 _LAYERS = 4
-"""Of the work: 8 MiB of weights and gradients, more than a core's own cache holds."""
+"""Layers of the work: 8 MiB of weights and gradients, more than a core's own cache holds."""
 
 Paces = dict[int, list[float]]
 """Processor seconds of a rank, round after round, by the number of ranks that compute."""

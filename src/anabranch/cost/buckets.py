@@ -44,12 +44,14 @@ def cut_into_buckets(
 
 
 def piece_bytes(before: float, left: float) -> float:
-    """How much of an all-reduce is simulated as one: finer near the ends, which decide when the
+    """Bytes of an all-reduce that are simulated as one: finer near the ends, which decide when the
     first sum begins and what is left after the last backward.
     """
     return max(BUCKET_BYTES, min(before, left) * PIECE_SHARE)
 
 
 def turn(holders: tuple[int, ...], stages: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """What to sort by: sums of one set of holders start in one order on all, last stages first."""
+    """Key to sort all-reduces by: those of one set of devices start in one order on all of them,
+    last stages first.
+    """
     return holders, -stages[0]

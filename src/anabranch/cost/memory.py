@@ -36,7 +36,7 @@ MOST_TERMS = 2
 
 
 def terms_on(replica: int) -> int:
-    """As ``MOST_TERMS``, on one of them: all are added in one order, and the first two add the next
+    """``MOST_TERMS`` of one replica: all are added in one order, and the first two add the next
     one to their own from the start.
     """
     return min(max(replica, 1), MOST_TERMS)
@@ -60,7 +60,7 @@ class DeviceMemory:
 
     @property
     def fixed(self) -> Number:
-        """What does not depend on how many micro-batches are in flight, in a backward."""
+        """Bytes in a backward that do not depend on the micro-batches in flight."""
         return self.resident + self.backward
 
     @property
@@ -150,14 +150,14 @@ def deal(nbytes: Sequence[int], replicas: int, *, cut: bool = True) -> list[list
 
 
 _SMALL = 0.02
-"""Of a replica's part, the bytes of the smallest parameters together, mostly biases, of which all
+"""Share of a replica's part that the smallest parameters have together, mostly biases, of which all
 replicas update as many: each takes some microseconds, whatever its size. Without, one of two has
 110 of the 143 parameters of ``glyphs`` (small), with it 72, and 1 % more bytes than half.
 """
 
 
 _ABOVE = 0.1
-"""Of a replica's equal part, what it may have above it before a parameter is cut: a piece is a
+"""Share of its equal part that a replica may have above it before a parameter is cut: a piece is a
 message more, and a parameter that is cut another one. Of the built-in models (small) on 2, 4, 8 and
 16 replicas .05 cuts something in 17 cases of 32, .1 in 12; the fullest has up to 1.06 and 1.11
 parts.
@@ -165,4 +165,4 @@ parts.
 
 
 _COPIES = 2
-"""Of the rows of all replicas, while they are added up: as they came, and the sums."""
+"""Copies of the rows of all replicas while they are added up: as they came, and the sums."""

@@ -66,7 +66,7 @@ class CostModel:
         return self.profile.graph
 
     def covers(self, samples: float) -> bool:
-        """Whether the profile prices this sample count; a proportional one prices any."""
+        """Return whether the profile prices this sample count; a proportional one prices any."""
         measured = self.profile.samples
         return samples > 0 and (self.profile.proportional or measured[0] <= samples <= measured[-1])
 
@@ -110,7 +110,7 @@ class CostModel:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """What others have made of these prices and will need again, under keys of their own; cost
+        """Cache of what others compute from these prices, under keys of their own; cost
         models of one profile that have the same settings share it.
         """
         settings = (getattr(self, field.name) for field in fields(self))
@@ -189,7 +189,7 @@ class CostModel:
 
     @cached_property
     def update(self) -> UpdateCost:
-        """What updates cost on a device."""
+        """Seconds of an update on a device."""
         return update_cost(self.profile, self.cluster, self.optimizer_factor)
 
     @cached_property
@@ -198,7 +198,7 @@ class CostModel:
         return {parameter.name: parameter for parameter in self.graph.parameters}
 
     def has_rows(self, parameter: Parameter) -> bool:
-        """Whether the gradient of a parameter is the rows that a batch looks up."""
+        """Return whether a parameter has a sparse gradient: the rows that a batch looks up."""
         table = parameter.table
         asked = table is not None and (table.sparse or self.sparse_embeddings)
         return asked and parameter.trainable and self.batch_size > 0
@@ -266,7 +266,7 @@ class CostModel:
         return np.array([cost.working_bytes for cost in self.profile.costs], dtype=np.float64)
 
     def border(self, mask: int) -> Border:
-        """What crosses the border of a set of operators."""
+        """Bytes that cross the border of a set of operators."""
         values, ops = self.graph.values, list(bits(mask))
         sums = [[0.0, 0.0] for _ in range(4)]
         enters, leaves, enters_back, leaves_back = sums

@@ -54,11 +54,11 @@ class Pairs:
         return len(self.lower)
 
     def __getitem__(self, keep: NDArray[Any] | slice) -> Pairs:
-        """Those that a mask, ascending indices or a slice name."""
+        """Pairs that a mask, ascending indices or a slice name."""
         return Pairs(self.lower[keep], self.upper[keep])
 
     def difference(self, per_set: Floats) -> Floats:
-        """What the stages add to a sum per set."""
+        """Sums of the stages, from a sum per set."""
         return np.asarray(per_set[self.upper] - per_set[self.lower])
 
 
@@ -83,7 +83,7 @@ class NestedSets:
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """What each set has beyond the one before, where each lies inside the next."""
+        """Operators that each set has beyond the one before, where each lies inside the next."""
         return tuple(after ^ before for before, after in pairwise(self.sets))
 
     def mask(self, lower: int, upper: int) -> int:
@@ -92,7 +92,7 @@ class NestedSets:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether each set lies inside the next."""
+        """True if each set lies inside the next."""
         return not any(before & ~after for before, after in pairwise(self.sets))
 
     @remembered
@@ -146,7 +146,7 @@ class NestedSets:
 
     @cached_property
     def nested(self) -> NDArray[np.bool_]:
-        """Whether one set lies inside another and is not the same: [lower, upper]."""
+        """True where one set lies inside another and is not the same: [lower, upper]."""
         if self.is_chain:
             return np.triu(np.ones((len(self), len(self)), dtype=bool), 1)
         members = self._members.astype(np.float64)
@@ -209,7 +209,7 @@ class NestedSets:
 
     @cached_property
     def _is_in_order(self) -> bool:
-        """Whether each set lies inside the next, and the operators come in the model's order."""
+        """True if each set lies inside the next, and the operators come in the model's order."""
         return self.is_chain and bool((np.diff(self._flat[0]) > 0).all())
 
     def between(self, pairs: Pairs, border: Border | None = None) -> StageWeights:
@@ -246,7 +246,7 @@ class NestedSets:
         return self._to_come([tuple(bits(users)) for users, _ in self.cost.tied])
 
     def border(self, pairs: Pairs) -> Border:
-        """What crosses the borders of the stages between some pairs of sets."""
+        """Bytes that cross the borders of the stages between some pairs of sets."""
         made, left, nbytes = self._values
         enter, leave = np.empty((_KINDS, len(pairs))), np.empty((_KINDS, len(pairs)))
         for lower, start, stop in _runs(pairs.lower):
@@ -335,12 +335,12 @@ class _Passes:
         return self.sets.passes(self.pairs, samples)
 
     def __getitem__(self, places: Any) -> _Passes:
-        """Those of some of the pairs."""
+        """Passes of some of the pairs."""
         return _Passes(self.sets, self.pairs[places])
 
 
 def run_starts(ascending: Ints) -> NDArray[np.int64]:
-    """Where each run of equal entries of an ascending array starts."""
+    """Starts of the runs of equal entries in an ascending array."""
     changes = np.flatnonzero(ascending[1:] != ascending[:-1]) + 1
     return np.concatenate([[0] if len(ascending) else [], changes]).astype(np.int64)
 

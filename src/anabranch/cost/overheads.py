@@ -96,7 +96,7 @@ def agreement(cluster: Cluster, ranks: int) -> Agreement:
 
 
 def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> UpdateCost:
-    """What updates cost on a device: as measured, from the device's data sheet, or by the bandwidth
+    """Price of updates on a device: as measured, from the device's data sheet, or by the bandwidth
     that the cluster was calibrated with; nothing where none is known.
     """
     if profile.update is not None:
@@ -109,8 +109,8 @@ def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> 
 
 
 def slowdown_of(slowdown: Sequence[float] | NDArray[np.float64], jobs: int) -> float:
-    """How many times as long so many jobs take; with more than there are entries, as many times
-    longer than the last as they are more.
+    """Factor by which so many jobs take longer than one; with more than there are entries, the last
+    one times as many as they are more.
     """
     if jobs <= len(slowdown):
         return float(slowdown[jobs - 1])
@@ -118,7 +118,7 @@ def slowdown_of(slowdown: Sequence[float] | NDArray[np.float64], jobs: int) -> f
 
 
 def computed_at_once(cluster: Cluster) -> float:
-    """How many devices alone compute as much as all of the cluster do together at best, which may
+    """Number of devices that alone compute as much as all together at best, which may
     be while some of them wait.
     """
     if not cluster.slowdown:

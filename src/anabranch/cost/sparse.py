@@ -14,7 +14,7 @@ from __future__ import annotations
 from anabranch.graph.opgraph import Table
 
 INDEX_BYTES = 8
-"""Of the number of a row."""
+"""Bytes of the index of a row."""
 
 
 def most_samples(batch_size: int, microbatch_size: int, replicas: int) -> int:
@@ -23,7 +23,7 @@ def most_samples(batch_size: int, microbatch_size: int, replicas: int) -> int:
 
 
 def message_bytes(table: Table, samples: int) -> int:
-    """What each holder sends each other one for so many samples on the fullest."""
+    """Bytes that each holder sends each other one for so many samples on the fullest."""
     return table.lookups * samples * (table.row_bytes + INDEX_BYTES)
 
 
@@ -33,5 +33,5 @@ def ring_bytes(table: Table, samples: int, holders: int) -> int:
 
 
 def rows_pay(table: Table, nbytes: int, samples: int, holders: int) -> bool:
-    """Whether rows are less to send than the ring of the table of ``nbytes``."""
+    """Return whether rows are less to send than the ring of the table of ``nbytes``."""
     return ring_bytes(table, samples, holders) < nbytes

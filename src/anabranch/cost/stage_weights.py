@@ -13,7 +13,7 @@ Number = Any
 
 
 class Passes(Protocol):
-    """What a pass of a stage takes besides all that is kept; see ``cost.passes``."""
+    """Bytes that a pass of a stage takes besides all that is kept; see ``cost.passes``."""
 
     def at(self, samples: Number) -> Number:
         """Bytes for this many samples; for an array of counts, with axes that broadcast."""
@@ -33,11 +33,11 @@ class Traffic:
 
     @cached_property
     def has_fixed(self) -> bool:
-        """Whether anything may not depend on the samples."""
+        """True if some bytes may not depend on the samples."""
         return not isinstance(self.fixed, np.ndarray) or bool(self.fixed.any())
 
     def __getitem__(self, places: Any) -> Traffic:
-        """Those of some stages."""
+        """Traffic of some stages."""
         return Traffic(self.per_sample[places], self.fixed[places])
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -49,7 +49,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Border:
-    """What crosses the border of a stage; a value counts once in each direction.
+    """Traffic across the border of a stage; a value counts once in each direction.
 
     Attributes:
         entering: values that are read and come from outside; the batch is at hand everywhere.
@@ -76,7 +76,7 @@ class Border:
         return self.leaving + self.leaving_gradients
 
     def __getitem__(self, places: Any) -> Border:
-        """Those of some stages."""
+        """Borders of some stages."""
         return Border(
             self.entering[places],
             self.leaving[places],
@@ -118,7 +118,7 @@ class Held(NamedTuple, Generic[Bytes]):
 
 @dataclass(frozen=True)
 class StageWeights:
-    """What a stage holds on each device of a replica.
+    """Bytes of a stage on each device of a replica.
 
     Attributes:
         parameters: bytes of its parameters, each counted once.
@@ -146,5 +146,5 @@ class StageWeights:
         return summed_bytes(self.trainable, self.tables, self.rows)
 
     def __getitem__(self, places: Any) -> StageWeights:
-        """Those of some stages."""
+        """Weights of some stages."""
         return StageWeights(*(getattr(self, kind.name)[places] for kind in fields(self)))
