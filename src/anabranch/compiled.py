@@ -119,7 +119,9 @@ class Compiled(Generic[_Arguments, _Result]):
 
     @cached_property
     def folder(self) -> Path | None:
-        """Where machine code is kept, by what the function and all that it calls consist of."""
+        """Return the folder of machine code, by the contents of the function and of all that it
+        calls.
+        """
         parent, digest = private_folder(), sha256(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
         for words in _contents(self.py_func):
             digest.update(repr(words).encode())
@@ -175,7 +177,7 @@ def _called(function: FunctionType) -> dict[str, FunctionType]:
 
 
 def _contents(function: FunctionType) -> Iterator[object]:
-    """What decides the machine code of a function, and of those that it calls."""
+    """Generate everything that determines the machine code of a function and of those it calls."""
     code, names = function.__code__, function.__globals__
     constants = [value for value in code.co_consts if not isinstance(value, CodeType)]
     yield code.co_code, code.co_varnames, code.co_names, constants, function.__defaults__
@@ -217,7 +219,7 @@ def private_folder() -> Path | None:
 
 
 def _is_safe(folder: Path) -> bool:
-    """Whether no other user but root can replace what is in a folder."""
+    """Return True if no other user but root can replace files in a folder."""
     state = folder.stat()
     is_shared = state.st_mode & 0o022 and not state.st_mode & stat.S_ISVTX
     return state.st_uid in (0, os.geteuid()) and not is_shared

@@ -72,14 +72,14 @@ class Worker(Generic[Result]):
         self._process, self._pipe = process, pipe
 
     def results(self) -> list[Result] | None:
-        """What it sends; None where it failed."""
+        """Return the results of the process; None if it failed."""
         with suppress(Exception):  # whatever is wrong with it, it can be computed here
             results: list[Result] = pickle.load(self._pipe)
             return results
         return None
 
     def end(self) -> None:
-        """It is gone, whatever it was doing."""
+        """Kill the process."""
         self._pipe.close()
         with suppress(ProcessLookupError, ChildProcessError):  # others may have waited for it
             os.kill(self._process, signal.SIGKILL)

@@ -205,7 +205,7 @@ class _Ranks:
         return watch.problem(now, stopped, has_failed=bool(self._failures))
 
     def _is_stopped(self, rank: int) -> bool:
-        """Whether SIGSTOP, or a debugger, holds a process up (Linux)."""
+        """Return True if SIGSTOP or a debugger has stopped a process (Linux)."""
         try:
             state = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
         except OSError:

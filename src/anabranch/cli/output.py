@@ -135,7 +135,7 @@ def note(text: str) -> None:
 
 
 def say_error(text: str) -> None:
-    """Why a command has failed, on standard error."""
+    """Print the reason of a failure on standard error."""
     typer.secho(text, err=True, fg=None if os.environ.get("NO_COLOR") else "red")
 
 

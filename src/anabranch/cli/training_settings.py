@@ -159,7 +159,7 @@ class TrainingSettings:
     ] = True
 
     def saves(self) -> "SaveEvery | None":
-        """When there are checkpoints during training.
+        """Return when checkpoints are written during training.
 
         Raises:
             typer.BadParameter: if options do not go together.

@@ -41,8 +41,8 @@ def folder_to_write(path: Path | None) -> Path | None:
 
 
 def why_not(folder: Path) -> str:
-    """Why nothing can be put into a folder, or into the nearest one above it that exists; empty
-    if something can. Permissions say less than a try: a disk may be for reading only.
+    """Return the reason why a folder, or the nearest existing one above it, cannot be written to;
+    empty if it can. A file is tried, as permissions do not tell if a disk is read-only.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():

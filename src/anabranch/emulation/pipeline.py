@@ -98,7 +98,7 @@ class EmulatedPipeline:
 
     @property
     def rank(self) -> int:
-        """Of this process, from 0."""
+        """Rank of this process, from 0."""
         return self._mesh.rank
 
     def step(self, *, record: bool = False) -> float:

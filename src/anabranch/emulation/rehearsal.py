@@ -34,7 +34,7 @@ more of it, ranks ask for links in another order than the devices would."""
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What came of it; all seconds are the devices'.
+    """Result of a rehearsal; all seconds are those of the emulated devices.
 
     Attributes:
         device_step_s: steps by the devices' own clocks.
@@ -69,11 +69,11 @@ class Rehearsal:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether the host was fast enough for this time scale."""
+        """Return True if the host was fast enough for this time scale."""
         return self.late <= LATE
 
     def figures(self) -> dict[str, Any]:
-        """What the command line prints."""
+        """Return the figures that the command line prints."""
         return {
             **self.run.figures(),
             "emulated": True,

@@ -39,8 +39,8 @@ _PER_QUEUE = 2  # sums that have been started, when the latest of them ends
 
 
 class Price(NamedTuple):
-    """What a message costs: seconds that it occupies its ports, seconds from then until it has
-    arrived, indices of the ports on its way.
+    """Cost of a message: seconds on its ports, seconds from then to its arrival, indices of its
+    ports.
     """
 
     occupies_s: float
@@ -96,7 +96,7 @@ class SharedLinks:
         self._meet(channel, number, 1, at, price)
 
     def arrival(self, channel: Channel, number: int) -> float:
-        """When it arrives; both of its ends must have come."""
+        """Return the arrival time of a message whose both ends have come."""
         return self._cells[self._first[channel] + _PER_MESSAGE * number + 2]
 
     def _meet(self, channel: Channel, number: int, end: int, at: float, price: Price) -> None:
@@ -149,7 +149,8 @@ class SharedLinks:
             cells[row + 1] = max(cells[row + 1], at)
 
     def ended(self, numbers: Sequence[int], at: float) -> tuple[float, bool]:
-        """When the last of some sums ends, or the earliest time that it can, and which it is.
+        """Return the end of the last of some all-reduces, or its lower bound, and True if it is the
+        end.
 
         Args:
             at: what happens until then is known.
@@ -180,7 +181,7 @@ class SharedLinks:
             cells[row + 1] = end
 
     def _next_start(self, queue: int) -> tuple[float, int]:
-        """When the next sum of a queue can start, infinite if that is not known."""
+        """Return the start of the next all-reduce of a queue; infinite if unknown."""
         cells, row = self._cells, self._queue + _PER_QUEUE * queue
         done = int(cells[row])
         if done == len(self._queues[queue]):

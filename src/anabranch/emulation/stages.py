@@ -42,7 +42,7 @@ class EmptyStages:
 
     @remembered
     def program(self, stage: int, samples: int) -> StageProgram:
-        """What a stage receives and sends for a number of samples, as bytes."""
+        """Return the program of a stage for a number of samples, with values as bytes."""
         inputs = tuple(port for port in self._ports if port.target == stage)
         outputs = tuple(port for port in self._ports if port.source == stage)
         shapes = {p.value: (self._shape(p.value, samples), torch.uint8) for p in self._ports}
@@ -56,7 +56,7 @@ class EmptyStages:
 
 
 class Sums(Protocol):
-    """Who sums gradients while a backward goes on."""
+    """Protocol of all-reduces that run beside a backward."""
 
     def during(self, stage: int, samples: int, backward_s: float) -> float:
         """Seconds of a backward that are left when the last gradients in its middle are final."""

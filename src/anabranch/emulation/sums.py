@@ -23,7 +23,7 @@ POLL_S = 1e-3
 
 
 class EmulatedSums:
-    """What a rank sums in a step; a ``Watcher`` of its worker."""
+    """All-reduces of a rank in a step; a ``Watcher`` of its worker."""
 
     def __init__(self, emulation: Emulation, clock: DeviceClock, mesh: Mesh) -> None:
         self._emulation, self._clock = emulation, clock

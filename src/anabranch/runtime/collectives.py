@@ -40,7 +40,7 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return True if ``wait`` would return at once."""
         return self._finish is None and (self._work is None or self._work.is_completed())
 
     def wait(self) -> Tensor:

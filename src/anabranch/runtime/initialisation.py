@@ -169,7 +169,7 @@ def _blank(like: Tensor) -> Tensor:
 
 
 def _is_blank(tensor: Tensor) -> bool:
-    """Whether any element has never been written."""
+    """Return True if any element has never been written."""
     if tensor.dtype == torch.bool:
         return tensor._version == 0
     with torch.no_grad():

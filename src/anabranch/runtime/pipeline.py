@@ -394,5 +394,5 @@ class Pipeline(BasePipeline):
 
     @property
     def is_between_updates(self) -> bool:
-        """Whether a checkpoint can be written now."""
+        """Return True if a checkpoint can be written now."""
         return not self._updates.accumulated

@@ -169,8 +169,8 @@ def _plain_attributes(module: nn.Module) -> dict[str, object]:
 
 
 def draws_random(program: fx.GraphModule, dropout: str = "off") -> bool:
-    """Whether a stage draws random numbers, which differ from those of one process; dropout that is
-    off does not count.
+    """Return True if a stage draws random numbers, which differ from those of one process; disabled
+    dropout does not count.
     """
     return is_random(without_dropout(program) if dropout == "off" else program)
 

@@ -99,7 +99,7 @@ class StepTotals:
 
     @property
     def overflow(self) -> bool:
-        """Whether a gradient of some rank is not finite."""
+        """Return True if a gradient of some rank is not finite."""
         return self._sums[3] > 0
 
     @property

@@ -58,12 +58,12 @@ class AllReduce(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all pieces."""
+        """Bytes of all parts."""
         return sum(piece.nbytes for piece in self.pieces)
 
     @property
     def seconds(self) -> float:
-        """Of all pieces, one after the other."""
+        """Seconds of all parts, one after the other."""
         return sum(piece.seconds for piece in self.pieces)
 
 

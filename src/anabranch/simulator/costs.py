@@ -25,7 +25,7 @@ from anabranch.simulator.stage_costs import StageCosts, stage_costs
 
 @dataclass(frozen=True)
 class Overheads:
-    """What devices lose besides their work, as calibrated.
+    """Calibrated seconds of devices besides their work.
 
     Attributes:
         slowdown: how many times as long computing takes while 1, 2, ... devices of a host compute;
@@ -68,8 +68,8 @@ class StepCosts(Protocol):
         return 0.0, 0.0
 
     def kept(self, source: int, target: int) -> dict[Hashable, Any]:
-        """What others have made of the messages of a stage edge and will need again for it, in this
-        graph or another one, under keys of their own.
+        """Return the cache of a stage edge for messages, shared with other graphs, under keys of
+        its users.
         """
         return {}
 
@@ -156,7 +156,7 @@ class ModelCosts:
 
     @cached_property
     def overheads(self) -> Overheads:
-        """Of its devices, by their number, on this cluster."""
+        """Return the overheads of the devices, by number, on this cluster."""
         cost = self.cost
         return Overheads(
             cost.cluster.slowdown,
@@ -171,7 +171,7 @@ class ModelCosts:
 
     @cached_property
     def message_edges(self) -> MessageEdges:
-        """Those that carry a value, or only order two stages."""
+        """Edges that carry a value, or only order two stages."""
         return message_edges(self.graph, self.cost.graph)
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
@@ -219,7 +219,7 @@ class ModelCosts:
         return tuple(sorted(works, key=lambda work: turn(work.devices, work.stages)))
 
     def _sum(self, stages: tuple[int, ...]) -> AllReduce | None:
-        """That of the parameters that these stages read, and no others."""
+        """Return the all-reduce of the parameters that exactly these stages read."""
         holders = tuple(self._stages[s] for s in stages)
         devices = tuple(self.graph.stages[s].devices for s in stages)
         known: dict[Hashable, AllReduce | None] = self.cost.memo.setdefault(AllReduce, {})
@@ -261,7 +261,7 @@ class ModelCosts:
         return self._stages[stage].flight_bytes(samples)
 
     def peak_bytes(self, in_flight: Iterable[int]) -> float:
-        """Of the fullest device, with so many micro-batches of its stage in flight."""
+        """Return the peak of the fullest device with so many micro-batches in flight."""
         return max(float(self.held(s).peak(count)) for s, count in enumerate(in_flight))
 
 

@@ -1,4 +1,4 @@
-"""What happens in a simulated step, event after event; compiled.
+"""Events of a simulated step, compiled.
 
 ``simulator.run`` says what it stands for. A message is an event only for a device that waits for
 it: its arrival is known as soon as it starts to move. Events are those of devices (a message that
@@ -24,7 +24,7 @@ from anabranch.simulator.records import (
 
 
 class Role(IntEnum):
-    """What a unit stands for.
+    """Kinds of units.
 
     ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for those of all
     stages of the device, and then for all devices. ``OVERHEAD`` is a device's time that no action
@@ -159,7 +159,7 @@ def _receive(device: DeviceRecord, clock: ClockRecord, step: Tables) -> None:
 
 
 def _is_last(barrier: BarrierRecord) -> bool:
-    """Whether a device is the last of its group to come; then nobody has come to the next time."""
+    """Return True if a device is the last of its group to arrive, and reset the barrier."""
     barrier.missing -= 1
     if barrier.missing > 0:
         return False
@@ -196,7 +196,7 @@ def _share(unit: UnitRecord, clock: ClockRecord, step: Tables) -> None:
 
 
 def _end_share(b: int, clock: ClockRecord, step: Tables) -> None:
-    """What a group has updated is where it is read."""
+    """End an all-gather: updated parameters have arrived at all devices of the group."""
     barrier = step.barriers[b]
     barrier.left -= 1
     d, barrier.head = barrier.head, -1

@@ -55,7 +55,7 @@ def in_a_row(program: Program, count: int, read_s: float) -> Program:
 
 
 def _awaited(code: Sequence[int], units: Sequence[ComputeUnit], size: int) -> dict[int, list[int]]:
-    """Where a device needs what its gathers of the step before bring: position -> entries of these.
+    """Map positions that wait for the all-gathers of the last step to entries of these.
 
     Args:
         size: number of messages.

@@ -50,7 +50,7 @@ class Lists:
 
 
 class Positions:
-    """Where devices have the passes of their stages; all by their number in the step.
+    """Positions of the passes of stages in the lists of devices, by number in the step.
 
     Args:
         orders: of each device.
@@ -71,13 +71,15 @@ class Positions:
         self._found = np.concatenate(found)
 
     def of(self, devices: Ints, stages: Ints, forward: Ints, microbatches: Ints) -> Ints:
-        """Those of passes of these micro-batches."""
+        """Return the positions of passes of these micro-batches."""
         at: Ints = self._found[self._first[self._row[devices], stages, forward] + microbatches]
         return at
 
 
 def are_in_order(schedule: Schedule, graph: StageGraph) -> bool:
-    """Whether every device takes all micro-batches of its stages in turn; by hand it may not."""
+    """Return True if every device takes the micro-batches of its stages in turn; hand-made
+    schedules may not.
+    """
     orders = schedule.orders
     counts = [order.counts for order in {id(o): o for o in orders.values()}.values()]
     whole = all(

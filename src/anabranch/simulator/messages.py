@@ -49,7 +49,7 @@ class Messages:
 
     @staticmethod
     def joined(parts: Sequence[Messages]) -> Messages:
-        """Those of all parts, one part's behind the other's."""
+        """Concatenate messages."""
         sizes = [len(part) for part in parts]
 
         def before(lengths: Sequence[int]) -> Ints:
@@ -66,7 +66,9 @@ class Messages:
         )
 
     def repeated(self, count: int) -> Messages:
-        """Those of so many steps; only of the first one any receive is posted at once."""
+        """Repeat messages for a number of steps; receives are posted at once in the first step
+        only.
+        """
         later = np.arange(count)[:, None] * len(self)
         return replace(
             self,
@@ -165,8 +167,8 @@ def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists
 def _edge_messages(
     graph: StageGraph, costs: StepCosts, slots: int, source: int, target: int, forward: bool
 ) -> tuple[Ints, Messages]:
-    """Those that one stage sends to another, behind rows of the devices that send them, their
-    micro-batches, and those of the receivers; the same in many graphs, so the costs keep them.
+    """Return the messages of one stage edge after rows of senders, their micro-batches, and those
+    of receivers; the costs cache them, as they are equal in many graphs.
     """
     edge = (source, target) if forward else (target, source)
     known = costs.kept(*edge)

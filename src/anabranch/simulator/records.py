@@ -35,7 +35,7 @@ class NodeRecord:
 
 
 class DeviceRecord:
-    """Where a device stands."""
+    """Position and state of a device in its list."""
 
     at: int  # in its list
     stop: int  # the end of the list
@@ -54,7 +54,7 @@ class DeviceRecord:
 
 
 class UnitRecord:
-    """What a device computes or waits for at one place of its list."""
+    """A unit: computing or waiting of a device at one position of its list."""
 
     role: int
     stage: int
@@ -138,7 +138,7 @@ class HostRecord:
 
 
 class RunRecord:
-    """When a unit of a device ran."""
+    """Start and end of a unit of a device."""
 
     start: float
     end: float

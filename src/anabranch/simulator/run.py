@@ -78,7 +78,7 @@ def run(
 def timeline_of(
     step: Step, schedule: Schedule, graph: StageGraph, costs: StepCosts, *, messages: bool = True
 ) -> Timeline:
-    """What has happened in a step; ``messages`` as ``run`` has it."""
+    """Convert a finished step to a timeline; ``messages`` as for ``run``."""
     if messages:
         schedule = with_messages(schedule, graph, costs)
     return Timeline(

@@ -74,7 +74,7 @@ class StageCosts:
 
     @cached_property
     def most_samples(self) -> int:
-        """Of a batch, on the fullest device."""
+        """Samples of a batch on the fullest device."""
         stage = self.stage
         return most_samples(self.batch_size, stage.microbatch_size, stage.replicas)
 
@@ -102,7 +102,9 @@ class StageCosts:
         return self.cost.updated_bytes(self.mask, self.stage.replicas)
 
     def _touched_bytes(self, held: Mapping[str, int]) -> int:
-        """Of so many bytes of parameters, of tables that are updated by rows those of the rows."""
+        """Return the bytes of parameters touched by an update; of tables with sparse gradients only
+        rows.
+        """
         replicas, touched = self.stage.replicas, 0
         for name, nbytes in held.items():
             parameter = self.cost.parameters[name]

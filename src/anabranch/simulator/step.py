@@ -43,7 +43,7 @@ class Step:
 
     @property
     def begun(self) -> float:
-        """Of several steps, when a device last began one."""
+        """Latest start of a step by any device."""
         return float(self._tables.clock[0].begun)
 
     @cached_property
@@ -78,7 +78,7 @@ class Step:
 
     @property
     def is_done(self) -> bool:
-        """Whether all devices are through their lists."""
+        """Return True if all devices have finished their lists."""
         return bool((self._tables.devices["at"] == self._tables.devices["stop"]).all())
 
     def positions(self) -> list[int]:
@@ -108,7 +108,7 @@ class Step:
                 yield SumSpan(device, start, start + work.seconds, work.stages, work.nbytes)
 
     def overhead_spans(self) -> Iterator[OverheadSpan]:
-        """What devices did besides their actions."""
+        """Generate the time of devices besides actions."""
         for d, device in enumerate(self.program.devices):
             clock = zip(self.units[d], self.starts[d], self.ends[d], strict=True)
             for unit, start, end in clock:
@@ -117,7 +117,7 @@ class Step:
 
     @cached_property
     def last_ends(self) -> NDArray[np.float64]:
-        """When each device that computes anything has ended its last action."""
+        """End of the last action of each device that computes."""
         program, size = self.program, self.program.size
         is_action = np.array([unit.role is Role.ACTION for unit in program.units])
         computes = program.entries < -size
@@ -128,7 +128,7 @@ class Step:
         return ends
 
     def memory(self, d: int) -> list[tuple[float, float]]:
-        """When a device took or released how many bytes."""
+        """Return (time, bytes) of memory taken or released by a device."""
         changes = []
         for unit, start, end in zip(self.units[d], self.starts[d], self.ends[d], strict=True):
             if unit.before:

@@ -84,7 +84,8 @@ def gradient_marks(
     samples: int,
     backward_s: float,
 ) -> tuple[tuple[Mark, ...], tuple[int, ...]]:
-    """Where the last backward of a stage leaves final gradients, and those that are so at its end.
+    """Return the marks in the last backward of a stage at which gradients are final, and the parts
+    final at its end.
 
     Args:
         pieces: of the stage, see ``final_pieces``.

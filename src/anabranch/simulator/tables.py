@@ -44,7 +44,7 @@ class SharedLists:
         self._known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def add(self, entries: Sequence[int]) -> tuple[int, int]:
-        """Where such a list begins and ends; equal ones are one, as nobody changes them."""
+        """Return start and end of a list; equal lists are shared."""
         key = tuple(entries)
         if key not in self._known:
             first = self._first + len(self.entries)

@@ -72,7 +72,7 @@ class ComputeUnits:
         self._pieces = final_pieces(sums)
 
     def number(self, unit: ComputeUnit) -> int:
-        """Which one it is."""
+        """Return the index of a unit."""
         return self.numbers.setdefault(unit, len(self.numbers))
 
     @cached_property
@@ -95,14 +95,14 @@ class ComputeUnits:
         return found
 
     def has_update(self, stage: int) -> bool:
-        """Whether a stage has gradients to sum, or takes time to update."""
+        """Return True if a stage has gradients to sum, or takes time to update."""
         return stage in self._pieces or self._update_s(stage) > 0
 
     def _update_s(self, stage: int) -> float:
         return self._costs.update_s(stage) + self._besides_s
 
     def action(self, action: Action, device: int, is_last: bool) -> int:
-        """That of a compute.
+        """Return the unit of a compute.
 
         Args:
             is_last: whether it is the last backward of its stage before an update.
@@ -112,22 +112,22 @@ class ComputeUnits:
         return self._priced(stage, action.kind, stop - start, is_last)
 
     def update(self, stage: int) -> int:
-        """That of the update of a stage."""
+        """Return the unit of the update of a stage."""
         return self.number(ComputeUnit(stage, self._update_s(stage), role=Role.UPDATE))
 
     def overhead(self, seconds: float) -> int:
-        """That of a device's time that no action takes."""
+        """Return the unit of a device's time outside actions."""
         return self.number(ComputeUnit(-1, seconds, role=Role.OVERHEAD))
 
     def agreement(self) -> list[int]:
-        """Those in which a device tells all others its totals and waits for theirs."""
+        """Return the units in which devices exchange totals."""
         lost = self._costs.overheads.agreement
         meeting = self.number(ComputeUnit(-1, 0.0, role=Role.AGREEMENT))
         messages = [self.overhead(lost.device_s)] * (lost.device_s > 0)
         return [*messages, meeting, *messages]
 
     def gathers(self, work: AllReduce) -> list[int]:
-        """Those in which the devices of an all-reduce send each other what they have updated."""
+        """Return the units of the all-gather after an all-reduce."""
         members = tuple(self._device[device] for device in work.devices)
         group = self.groups.setdefault((work.stages, members), len(self.groups))
         unit = ComputeUnit(

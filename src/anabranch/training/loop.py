@@ -258,7 +258,7 @@ class _Course(Generic[_Pipe]):
 
 
 def nothing_left(resume: Path | None, done: int, epochs: int | None) -> TrainingError:
-    """Why a run cannot go on from a checkpoint that has all epochs."""
+    """Return the error for a checkpoint that has all epochs."""
     return TrainingError(
         f"nothing is left to do: {resume} has {done} of {epochs} epochs; ask for more"
     )

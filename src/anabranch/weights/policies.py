@@ -32,7 +32,7 @@ from anabranch.weights.base import Reading, Unit
 
 @dataclass(frozen=True, slots=True)
 class Naive:
-    """Whatever is there, in the forward and in the backward; gradients of neither."""
+    """Current weights in forward and backward; gradients of neither version."""
 
     name: ClassVar[str] = "naive"
     microbatches: ClassVar[bool] = False

@@ -63,7 +63,7 @@ class Fence(Protocol):
     """A place in the compute stream: ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether the GPU has come there."""
+        """Return True if the GPU has reached the event."""
         ...
 
     def synchronize(self) -> None:
