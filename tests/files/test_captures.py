@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from anabranch.errors import FileFormatError
-from anabranch.files.captures import load_capture, save_capture
+from anabranch.files import captures
+from anabranch.files.captures import KeptCapture, load_capture, save_capture
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.profile.kernel_trace import Kernel, KernelTrace, TracedModel
 
@@ -35,16 +36,17 @@ def traced(n: float = 1.0) -> TracedModel:
 def test_a_capture_comes_back(tmp_path: Path) -> None:
     """Operators, values, kernels with sizes, and the names that comparisons leave out."""
     path = tmp_path / "kept.json"
-    save_capture(traced(), "key", path)
-    found = load_capture(path, "key")
-    assert found == traced()
-    assert (found.graph.name, found.graph.granularity) == ("Net", "block")
-    assert (found.graph.loss_kind, found.graph.normalised) == ("sum", ("b.norm",))
+    kept = KeptCapture(traced(), {"/home/me/net.py": "0f"})
+    save_capture(kept, "key", path)
+    assert load_capture(path, "key") == kept
+    graph = load_capture(path, "key").traced.graph
+    assert (graph.name, graph.granularity) == ("Net", "block")
+    assert (graph.loss_kind, graph.normalised) == ("sum", ("b.norm",))
 
 
 def test_a_capture_of_another_key_is_none(tmp_path: Path) -> None:
     """A file that was renamed or copied is not taken for what its name says."""
-    save_capture(traced(), "key", tmp_path / "kept.json")
+    save_capture(KeptCapture(traced(), {}), "key", tmp_path / "kept.json")
     with pytest.raises(FileFormatError, match="key is key, not other"):
         load_capture(tmp_path / "kept.json", "other")
 
@@ -64,9 +66,10 @@ def test_a_capture_of_another_key_is_none(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path, change: dict, says: str) -> None:
     """A damaged file never becomes a plan."""
     path = tmp_path / "kept.json"
-    save_capture(traced(), "key", path)
+    save_capture(KeptCapture(traced(), {}), "key", path)
     document = json.loads(path.read_text())
     document["few"].update(change)
-    path.write_text(json.dumps(document))
+    del document["checksum"]
+    path.write_text(json.dumps(document | {"checksum": captures._checksum(document)}))
     with pytest.raises(FileFormatError, match=says):
         load_capture(path, "key")

@@ -189,7 +189,7 @@ class ModelSource:
                 return measure_workload(
                     workload, counts, captured=captured, device=device, progress=progress
                 )
-        from anabranch.capture_cache.estimated import estimated
+        from anabranch.files.capture_cache import estimated
 
         with self._capturing():
             return usage(

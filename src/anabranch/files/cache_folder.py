@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import warnings
 from pathlib import Path
 
 
@@ -14,3 +16,24 @@ def cache_folder() -> Path:
     shared = Path(os.environ.get("XDG_CACHE_HOME") or "")
     # The specification of XDG has relative paths ignored.
     return (shared if shared.is_absolute() else Path.home() / ".cache") / "anabranch"
+
+
+def private_folder(name: str) -> Path | None:
+    """A folder in the cache folder to which nobody but the user can write; None, with a warning, if
+    others can, and None if it cannot be made.
+    """
+    folder = cache_folder() / name
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError:
+        return None
+    is_own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+    if is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return folder
+    warnings.warn(
+        f"{folder} is not used: others can write to it, or it belongs to another user; give it to "
+        f"yourself alone (chmod 700), or name another folder in ANABRANCH_CACHE",
+        stacklevel=2,
+    )
+    return None

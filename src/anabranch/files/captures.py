@@ -1,7 +1,11 @@
-"""Files of captured models with the kernels that they launch, as the capture cache keeps them."""
+"""Files of captured models with the kernels that they launch, as ``capture_cache`` keeps them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,32 +22,55 @@ from anabranch.files.jsonfile import LARGEST_SIZE, Strict, read_document
 from anabranch.graph.loss_kinds import LossKind
 from anabranch.profile.kernel_trace import Kernel, KernelTrace, TracedModel
 
-CAPTURE = "anabranch.capture/1"
+CAPTURE = "anabranch.capture/2"
 
 _Extent = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
 
 
-def save_capture(traced: TracedModel, key: str, path: FilePath) -> None:
+@dataclass(frozen=True)
+class KeptCapture:
+    """A captured model, and what it depends on.
+
+    Attributes:
+        files: the user's own files -> hashes of their bytes.
+    """
+
+    traced: TracedModel
+    files: Mapping[str, str]
+
+
+def save_capture(kept: KeptCapture, key: str, path: FilePath) -> None:
     """Write a captured model; raises FileFormatError if that fails."""
     document = {
         "schema": CAPTURE,
         "key": key,
-        **graph_to_dict(traced.graph),
-        "few": _trace_to_dict(traced.few),
-        "many": _trace_to_dict(traced.many),
+        "files": dict(kept.files),
+        **graph_to_dict(kept.traced.graph),
+        "few": _trace_to_dict(kept.traced.few),
+        "many": _trace_to_dict(kept.traced.many),
     }
-    save(path, _CaptureFile, document)
+    save(path, _CaptureFile, {**document, "checksum": _checksum(document)})
 
 
-def load_capture(path: FilePath, key: str) -> TracedModel:
-    """Read a captured model; raises FileFormatError if it is none, or has another key."""
+def load_capture(path: FilePath, key: str) -> KeptCapture:
+    """Read a captured model; raises FileFormatError if it is none, or has another key or other
+    bytes than were written.
+    """
 
-    def construct(file: _CaptureFile) -> TracedModel:
+    def construct(file: _CaptureFile) -> KeptCapture:
         if file.key != key:
             raise ValueError(f"key is {file.key}, not {key}")
-        return TracedModel(to_graph(file), _to_trace(file.few), _to_trace(file.many))
+        document = file.model_dump(by_alias=True, exclude_unset=True, exclude={"checksum"})
+        if file.checksum != _checksum(document):
+            raise ValueError("its checksum is another one than that of what it holds")
+        traced = TracedModel(to_graph(file), _to_trace(file.few), _to_trace(file.many))
+        return KeptCapture(traced, file.files)
 
     return build(path, construct, read_document(path, CAPTURE, _CaptureFile))
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 class _TraceEntry(Strict):
@@ -59,8 +86,10 @@ class _TraceEntry(Strict):
 
 
 class _CaptureFile(Strict):
-    schema_: Literal["anabranch.capture/1"] = Field(alias="schema")
+    schema_: Literal["anabranch.capture/2"] = Field(alias="schema")
+    checksum: Text
     key: Text
+    files: dict[Text, Text]
     name: Text
     granularity: Text
     loss_kind: LossKind | None = None
