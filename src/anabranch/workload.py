@@ -27,11 +27,11 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 def adamw(parameters: NamedParameters | Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The default optimizer recipe."""
-    given: list[Any] = list(parameters)
-    tensors = (each[1] if isinstance(each, tuple) else each for each in given)
+    entries: list[Any] = list(parameters)
+    tensors = (entry[1] if isinstance(entry, tuple) else entry for entry in entries)
     # One pass over each parameter, without temporaries of its size; not for complex ones.
     fused = all(parameter.is_floating_point() for parameter in tensors)
-    return torch.optim.AdamW(given, lr=1e-3, fused=fused)
+    return torch.optim.AdamW(entries, lr=1e-3, fused=fused)
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ class Workload:
         object.__setattr__(self, "eval_data", loader_of(self.eval_data, shuffle=False))
 
     def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        """What the recipe makes for these parameters; raises WorkloadError where that fails."""
+        """The optimizer of the recipe for some parameters; raises WorkloadError if that fails."""
         return _made(self.optimizer, parameters, "optimizer", torch.optim.Optimizer)
 
     def make_scheduler(
         self, optimizer: torch.optim.Optimizer
     ) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """What the recipe makes for an optimizer, if there is one; raises as ``make_optimizer``."""
+        """The scheduler of the recipe, if there is one; raises as ``make_optimizer``."""
         if self.scheduler is None:
             return None
         return _made(self.scheduler, optimizer, "scheduler", torch.optim.lr_scheduler.LRScheduler)
@@ -124,10 +124,10 @@ class Workload:
         return self.data.batch_size if isinstance(self.data, Loader) else None
 
 
-def _made(recipe: Callable[[Any], Made], given: Any, name: str, kind: type[Made]) -> Made:
-    """What a recipe of the user's makes, which is of that kind."""
+def _made(recipe: Callable[[Any], Made], argument: Any, name: str, kind: type[Made]) -> Made:
+    """Call a recipe of the user's and check the class of its result."""
     with naming_place(f"the {name} recipe of the Workload raised", otherwise=repr(recipe)):
-        made = recipe(given)
+        made = recipe(argument)
     if not isinstance(made, kind):
         raise WorkloadError(
             f"the {name} recipe of the Workload returned {with_article(type(made).__name__)}; it "

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from anabranch.graph.flat_program import frame
-from anabranch.graph.sample_flow import SampleFlow
+from anabranch.graph.flows import SampleFlow
 
 
 def with_whole_batch_norms(flow: SampleFlow, module: nn.Module) -> SampleFlow:

@@ -69,7 +69,7 @@ class CallGroups:
             self.above[g] = mask
 
     def needs(self, group: int, other: int) -> bool:
-        """Whether the first group depends on the second."""
+        """True if the first group depends on the second."""
         return bool(self.above[group] & self.alias[other])
 
     def neighbours(self, v: int) -> list[int]:
@@ -101,13 +101,13 @@ def bind(groups: CallGroups, sets: Iterable[Sequence[int]]) -> None:
 
 
 def components(groups: CallGroups, chosen: set[int]) -> list[list[int]]:
-    """Those of the chosen that are connected, in either direction and by the chosen alone."""
+    """Connected components of the chosen groups, whichever way their edges point."""
     beside = {g: (groups.succ[g] | groups.pred[g]) & chosen for g in sorted(chosen)}
     return strongly_connected(beside)
 
 
 def convex(groups: CallGroups, component: Iterable[int]) -> bool:
-    """Whether no path leaves the groups and comes back."""
+    """True if no path leaves the groups and comes back."""
     inside = sum(1 << g for g in component)
     above = 0
     for g in component:

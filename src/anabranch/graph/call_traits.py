@@ -67,9 +67,9 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     """
     schema = getattr(node.target, "_schema", None)
     declared = schema.arguments if schema is not None else ()
-    given = {argument.name: argument.default_value for argument in declared}
-    given |= {argument.name: value for argument, value in zip(declared, node.args, strict=False)}
-    return given | node.kwargs
+    values = {argument.name: argument.default_value for argument in declared}
+    values |= {argument.name: value for argument, value in zip(declared, node.args, strict=False)}
+    return values | node.kwargs
 
 
 def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) -> int | None:
@@ -143,7 +143,7 @@ class CallTraits:
         )
 
     def sendable(self, node: fx.Node) -> bool:
-        """Whether another device can be handed this value for a slice of the samples."""
+        """True if this value can be sent to another device for a slice of the samples."""
         here, there = tensor(node), tensor(self.twins[node])
         if here is None or there is None or here.layout is not torch.strided:
             return False
@@ -166,6 +166,6 @@ class CallTraits:
         return 0 if name in _CHEAP and name not in _NOT_A_REMAINDER else 1
 
     def transforms(self, node: fx.Node) -> bool:
-        """Whether it is a product, a convolution or an embedding with parameters."""
+        """True for a product, a convolution or an embedding with parameters."""
         own = (self.on_parameters[n] and not self.on_batch[n] for n in node.all_input_nodes)
         return self.weight(node) == 2 and any(own)

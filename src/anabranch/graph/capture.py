@@ -24,14 +24,16 @@ from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.batch_norms import with_whole_batch_norms
 from anabranch.graph.call_traits import base_name
 from anabranch.graph.exporter import Exporter
-from anabranch.graph.flat_program import FlatProgram, frame, gradient_calls, schema_name
+from anabranch.graph.flat_program import FlatProgram, frame, schema_name
+from anabranch.graph.flows import Assumption, Flow, above, loss_kind
 from anabranch.graph.group import FREE, Grouping, group, group_like
 from anabranch.graph.halves import halves_agree
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, first_difference, require_same_calls
-from anabranch.graph.sample_flow import Assumption, Flow, above, loss_kind, sample_flow
+from anabranch.graph.propagation import gradient_calls
+from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.workload import Batch
 

@@ -43,7 +43,7 @@ def strongly_connected(after: Mapping[_T, Iterable[_T]]) -> list[list[_T]]:
 
 
 def _depth_first(roots: Iterable[_T], after: Mapping[_T, Iterable[_T]], seen: set[_T]) -> list[_T]:
-    """What the roots reach and was not seen, each after everything that it was left for."""
+    """Unseen nodes that the roots reach, in postorder."""
     finished = []
     for root in roots:
         if root in seen:

@@ -26,7 +26,7 @@ def tables(program: FlatProgram, other: FlatProgram) -> Mapping[str, Table]:
     Args:
         other: the same for another number of samples.
     """
-    found = {}
+    tables_by_name = {}
     twins = dict(zip(program.calls, other.calls, strict=True))
     for node, source in program.sources.items():
         weight = tensor(node)
@@ -36,8 +36,8 @@ def tables(program: FlatProgram, other: FlatProgram) -> Mapping[str, Table]:
         if lookups and all(lookups):
             row_bytes = weight.shape[1] * weight.element_size()
             declared = all(arguments(user)["sparse"] for user in node.users)
-            found[source.name] = Table(sum(lookups), row_bytes, declared)
-    return found
+            tables_by_name[source.name] = Table(sum(lookups), row_bytes, declared)
+    return tables_by_name
 
 
 def _lookups(
@@ -46,10 +46,10 @@ def _lookups(
     """Rows that a call looks up for each sample; 0 if it is anything but a lookup by the batch."""
     if twin is None or not _may_be_sparse(call) or call.all_input_nodes.count(weight) != 1:
         return 0
-    given, twins = arguments(call), arguments(twin)
-    if given["weight"] is not weight:
+    options, twins = arguments(call), arguments(twin)
+    if options["weight"] is not weight:
         return 0
-    few, many = tensor(given["indices"]), tensor(twins["indices"])
+    few, many = tensor(options["indices"]), tensor(twins["indices"])
     assert few is not None
     assert many is not None
     rows, samples = many.numel() - few.numel(), other.samples - program.samples
@@ -60,10 +60,10 @@ def _lookups(
 def _may_be_sparse(call: fx.Node) -> bool:
     if call.op != "call_function" or base_name(call) not in _LOOKUPS:
         return False
-    given = arguments(call)
-    if given["scale_grad_by_freq"] or given.get("per_sample_weights") is not None:
+    options = arguments(call)
+    if options["scale_grad_by_freq"] or options.get("per_sample_weights") is not None:
         return False
-    return given.get("mode") in (None, *_SUMS)
+    return options.get("mode") in (None, *_SUMS)
 
 
 def make_sparse(graph: fx.Graph) -> int:

@@ -71,9 +71,9 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
     if loss is not None and _is_fraction(loss):
         loss = loss[0] / loss[1]
     if not isinstance(loss, torch.Tensor):
-        found = ", ".join(entries) or type(output).__name__
+        returned = ", ".join(entries) or type(output).__name__
         raise CaptureError(
-            f"the module's forward returned no loss, but {found}; it has to return a scalar "
+            f"the module's forward returned no loss, but {returned}; it has to return a scalar "
             "tensor, a tuple (numerator, denominator) of two, or an object or mapping with such an "
             "entry named loss (pass the labels in the batch)"
         )
@@ -94,7 +94,7 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _scalar(name: str, value: Any) -> torch.Tensor | None:
-    """What a module returned as a metric; nothing where it is none."""
+    """A metric that a module returned, as a scalar tensor; None for anything else."""
     if isinstance(value, torch.Tensor):
         is_scalar = value.dim() == 0 and not value.dtype.is_complex
         return (value if value.dtype.is_floating_point else value.float()) if is_scalar else None
@@ -115,7 +115,7 @@ def _shape(value: torch.Tensor) -> str:
 
 
 def _is_fraction(value: Any) -> bool:
-    """Whether a loss is a numerator and a denominator."""
+    """True for a loss that is a pair of numerator and denominator."""
     return (
         isinstance(value, tuple)
         and len(value) == 2
@@ -295,16 +295,16 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 def user_frame(stack: Iterable[traceback.FrameSummary]) -> str:
     """File and line of the innermost frame that is not torch's, Python's own or ours."""
-    found = "the module's forward"
+    place = "the module's forward"
     for frame in stack:
         name = os.path.abspath(frame.filename)
         library = name.startswith(_PYTHON) and "site-packages" not in name
         if library or name.startswith((_TORCH, _OURS)) or frame.filename.startswith("<"):
             continue
-        found = f"{frame.filename}:{frame.lineno}"
+        place = f"{frame.filename}:{frame.lineno}"
         if frame.line:
-            found += f" ({textwrap.shorten(frame.line, 100)})"
-    return found
+            place += f" ({textwrap.shorten(frame.line, 100)})"
+    return place
 
 
 def user_line(node: fx.Node) -> str:

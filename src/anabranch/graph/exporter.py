@@ -25,10 +25,10 @@ from anabranch.graph.flat_program import (
     batch_sizes,
     frame,
     lower,
-    propagate,
 )
 from anabranch.graph.module_state import in_mode, on_meta, on_one_device
 from anabranch.graph.number_metrics import numbers_as_tensors
+from anabranch.graph.propagation import propagate
 from anabranch.graph.whole_batch import counted_means
 
 
@@ -137,7 +137,7 @@ def place_of(module: nn.Module, node: fx.Node) -> str:
 
 
 def _is_fixed(exported: torch.export.ExportedProgram) -> bool:
-    """Whether the tracer met a line that needs the number of samples as a constant."""
+    """True if the tracer met a line that needs the number of samples as a constant."""
     sizes = batch_sizes(exported)
     return any(isinstance(size, int) or size.node.expr.is_number for size in sizes)
 

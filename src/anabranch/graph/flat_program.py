@@ -9,22 +9,20 @@ An exported program has the batch size as a symbol, lifts parameters into argume
     z   = view(y, [n, 2, 4])                        d = detach(z)
     w   = wrap_with_set_grad_enabled(f, z)          w = ...             the region's own calls
 
-Then ``propagate`` runs it once on fake tensors, which tells shapes, gradients and shared storage.
+``propagation`` runs it once on fake tensors, which tells shapes, gradients and shared storage.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
@@ -52,7 +50,7 @@ _CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderSource:
-    """Where a placeholder comes from: its kind (one of the constants above) and name there."""
+    """Origin of a placeholder: its kind (one of the constants above) and name there."""
 
     kind: str
     name: str
@@ -112,7 +110,7 @@ class FlatProgram:
                     yield call, sources[target.meta["storage"]]
 
     def signature(self) -> list[tuple[str, str]]:
-        """What must not change with the number of samples: operation and module of every call."""
+        """Operation and module of every call, which are equal for any number of samples."""
         return [(str(node.target), frame(node)) for node in self.calls]
 
 
@@ -259,13 +257,13 @@ class ProgramBuilder:
         return self.result
 
     def attribute(self, owner: nn.Module, node: fx.Node) -> Any:
-        found: Any = owner
+        value: Any = owner
         for part in str(node.target).split("."):
-            found = getattr(found, part)
-        if isinstance(found, nn.Module):
-            return found  # the body of a region, resolved by the call that uses it
+            value = getattr(value, part)
+        if isinstance(value, nn.Module):
+            return value  # the body of a region, resolved by the call that uses it
         name = f"{node.target}_{len(self.constants)}"
-        self.constants[name] = found
+        self.constants[name] = value
         new = self.graph.placeholder(node.name)
         self.sources[new] = PlaceholderSource(CONSTANT, name)
         return new
@@ -322,12 +320,12 @@ class ProgramBuilder:
         """Without gradients means: on detached inputs, which still share their storage."""
         body, *inputs = map_aggregate(arguments, self.value)
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
-        for place, given in zip(places, inputs, strict=True):
-            if isinstance(given, fx.Node) and not enabled:
-                call = self.graph.call_function(torch.ops.aten.detach.default, (given,))
+        for place, source in zip(places, inputs, strict=True):
+            if isinstance(source, fx.Node) and not enabled:
+                call = self.graph.call_function(torch.ops.aten.detach.default, (source,))
                 call.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
-                given = call
-            self.env[place] = given
+                source = call
+            self.env[place] = source
         self.env[node] = self.body(body, body.graph)
 
     def finish(self, samples: int) -> FlatProgram:
@@ -367,68 +365,3 @@ def _follow_writes(graph: fx.Graph) -> None:
             if target.op != "placeholder":
                 for user in [u for u in target.users if position[u] > position[node]]:
                     user.replace_input_with(target, node)
-
-
-def propagate(
-    program: FlatProgram,
-    find: Callable[[PlaceholderSource], torch.Tensor],
-    device: torch.device | None = None,
-) -> None:
-    """Run the program on fake tensors: fills ``meta["val"]`` and ``meta["storage"]`` of every node.
-
-    ``find`` gives for a source a tensor like the placeholder, on its device unless one is given.
-    """
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    env: dict[fx.Node, Any] = {}
-    with mode, torch.enable_grad():
-        for node in program.graph.nodes:
-            if node.op == "placeholder":
-                like = find(program.sources[node])
-                env[node] = torch.empty_strided(
-                    like.size(), like.stride(), dtype=like.dtype, device=device or like.device
-                ).requires_grad_(like.requires_grad)
-            elif node.op == "get_attr":
-                env[node] = program.regions[str(node.target)]
-                continue
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = node.target(*args, **kwargs)
-            else:
-                continue
-            node.meta["val"] = env[node]
-            # All values are alive here, so addresses are unique.
-            if isinstance(env[node], torch.Tensor):
-                node.meta["storage"] = env[node].untyped_storage()._cdata
-
-
-def gradient_calls(program: FlatProgram) -> set[fx.Node]:
-    """The calls that a gradient of the loss goes through."""
-    reached = {program.outputs[0]}
-    for node in reversed(program.calls):
-        if node in reached and requires_grad(node):
-            reached.update(source for source in node.all_input_nodes if requires_grad(source))
-    return {node for node in reached if node.op == "call_function" and requires_grad(node)}
-
-
-def gradient_strides(
-    program: FlatProgram, nodes: Sequence[fx.Node]
-) -> dict[fx.Node, tuple[int, ...]]:
-    """Strides of the gradients that values have in one process, by a backward of fake tensors; as
-    the value's own where there is no gradient.
-    """
-    if not nodes:
-        return {}
-    values = [node.meta["val"] for node in nodes]
-    loss = program.outputs[0].meta["val"]
-    found = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
-    return {
-        node: (value if gradient is None else gradient).stride()
-        for node, value, gradient in zip(nodes, values, found, strict=True)
-    }
-
-
-def requires_grad(node: fx.Node) -> bool:
-    """Whether eager execution would track gradients of the node's value, or of a part of it."""
-    return any(
-        isinstance(v, torch.Tensor) and v.requires_grad for v in tree_leaves(node.meta.get("val"))
-    )

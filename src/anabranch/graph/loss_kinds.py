@@ -18,7 +18,7 @@ SENTENCES: dict[LossKind, str] = {
     "normalised together (SyncBatchNorm), so the operators that do it have the whole batch at "
     "once, and those before them its micro-batches",
 }
-"""What becomes of a loss of each kind, after "the loss is"."""
+"""Explanation of each kind of loss, after "the loss is"."""
 
 
 def told(kind: LossKind | None, normalised: Sequence[str]) -> list[str]:
@@ -30,7 +30,7 @@ def told(kind: LossKind | None, normalised: Sequence[str]) -> list[str]:
 
 
 def told_normalised(modules: Sequence[str]) -> str:
-    """What micro-batches are to batch normalisation in some modules."""
+    """A sentence on batch normalisation in modules under micro-batches."""
     more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
     return (
         f"batch normalisation in {', '.join(modules[:3])}{more}: its statistics are those of a "

@@ -53,20 +53,20 @@ def _tensor(number: Any, metric: str, output: fx.Node) -> fx.Node:
     if number.target is _aten.item.default:
         # One number, which neither overflows nor is as coarse as those of small types.
         return _call(_aten.sum.default, number.args, output, dtype=torch.float64)
-    given, known = list(number.args), _ARITHMETIC
-    if not isinstance(given[0], fx.Node):
-        given, known = given[::-1], _BEHIND
+    terms, known = list(number.args), _ARITHMETIC
+    if not isinstance(terms[0], fx.Node):
+        terms, known = terms[::-1], _BEHIND
     if number.target not in known:
         raise CaptureError(
             f"the module's forward computes the metric {metric} from numbers that it asks tensors "
             f"for ({user_line(number)}); leave .item() out there and compute it with tensors: a "
             "metric may be a scalar tensor"
         )
-    operands = [_tensor(n, metric, output) if isinstance(n, fx.Node) else n for n in given]
+    operands = [_tensor(n, metric, output) if isinstance(n, fx.Node) else n for n in terms]
     return _call(known[number.target], tuple(operands), output)
 
 
 def _call(target: Any, operands: tuple[Any, ...], output: fx.Node, **options: Any) -> fx.Node:
-    found = output.graph.call_function(target, operands, options)
-    found.meta.update(output.meta)
-    return found
+    call = output.graph.call_function(target, operands, options)
+    call.meta.update(output.meta)
+    return call

@@ -24,7 +24,7 @@ REDUCED = words(
 """Losses with an argument ``reduction``: 1 is the mean, 2 the sum."""
 
 BY_CLASS = words("nll_loss nll_loss_nd nll_loss2d cross_entropy_loss")
-"""Of these the mean is over the targets that are not ignored, by their weights."""
+"""Losses whose mean is over the targets that are not ignored, by their weights."""
 
 PRODUCTS = words("matmul mm bmm mv dot linear einsum addmm")
 ALONG = words(

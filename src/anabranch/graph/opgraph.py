@@ -219,7 +219,7 @@ class OpGraph:
         return tuple(self.ops[i].name for i in bits(mask))
 
     def is_convex(self, mask: int) -> bool:
-        """Whether no path leaves the set and comes back."""
+        """True if no path leaves the set and comes back."""
         below = above = 0
         for i in bits(mask):
             below |= self.descendants[i]

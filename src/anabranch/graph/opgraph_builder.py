@@ -9,15 +9,10 @@ from torch import fx, nn
 
 from anabranch.graph.call_traits import batch_dim, tensor
 from anabranch.graph.embeddings import tables
-from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    PARAMETER,
-    FlatProgram,
-    gradient_calls,
-    requires_grad,
-)
+from anabranch.graph.flat_program import BATCH_LEAF, PARAMETER, FlatProgram
 from anabranch.graph.group import FREE, Grouping
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
+from anabranch.graph.propagation import gradient_calls, requires_grad
 
 
 def build(
@@ -73,9 +68,9 @@ def _readers(program: FlatProgram, owners: Mapping[fx.Node, int]) -> dict[fx.Nod
     for node in reversed(list(program.graph.nodes)):
         if node.op != "call_function":
             continue
-        mine = readers[node] if owners[node] == FREE else {owners[node]}
+        owners_of_node = readers[node] if owners[node] == FREE else {owners[node]}
         for source in node.all_input_nodes:
-            readers[source] |= mine
+            readers[source] |= owners_of_node
     return readers
 
 

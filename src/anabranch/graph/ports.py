@@ -17,15 +17,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import (
-    PARAMETER,
-    FlatProgram,
-    gradient_calls,
-    requires_grad,
-    written,
-)
+from anabranch.graph.flat_program import PARAMETER, FlatProgram, written
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import BATCH
+from anabranch.graph.propagation import gradient_calls, requires_grad
 
 Use = tuple[int, int]
 """Position of the reading call in the program, and which of its node arguments, from 0."""
@@ -166,6 +161,6 @@ class PortMap:
 
 def arguments(node: fx.Node) -> list[fx.Node]:
     """Arguments that are nodes, in order, a node as often as it occurs."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    return nodes

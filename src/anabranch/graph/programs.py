@@ -60,12 +60,12 @@ class Programs:
 
     @property
     def device(self) -> torch.device:
-        """Where the module's parameters are now."""
+        """Device of the module's parameters now."""
         return device_of(self.module)
 
     @property
     def capture_device(self) -> torch.device:
-        """Where the module's parameters were when it was captured."""
+        """Device of the module's parameters when it was captured."""
         return self._exporter.device
 
     def at(self, samples: int, *, device: torch.device | str | None = None) -> FlatProgram:
@@ -142,7 +142,7 @@ class Programs:
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]
     ) -> bool:
-        """Whether the statistics of every slice of a batch are in proportion to its samples."""
+        """True if the statistics of every slice of a batch are in proportion to its samples."""
         if not self._whole_batch.statistics:
             return True
         whole = self.with_statistics(tensors)

@@ -67,7 +67,7 @@ def _is_in_torch(frame: FrameType) -> bool:
 
 
 def _depends_on_data(symbol: Any) -> bool:
-    """Whether the tracer does not know the number behind a symbol."""
+    """True for a symbol whose number the tracer does not know."""
     free = getattr(symbol.node.expr, "free_symbols", ())
     return any(str(name).startswith(("u", "zuf", "zf")) for name in free)
 
@@ -108,11 +108,11 @@ def _test_lines(code: CodeType, line: int) -> range | None:
 def _jump(code: CodeType, offset: int) -> tuple[list[dis.Instruction], int] | None:
     """The instructions of code, and the place of the jump that asks for the truth at an offset."""
     instructions = list(dis.get_instructions(code))
-    first = next(i for i, found in enumerate(instructions) if found.offset >= offset)
-    for i, found in enumerate(instructions[first : first + 3], first):
-        if _condition(found) is not None:
+    first = next(i for i, instruction in enumerate(instructions) if instruction.offset >= offset)
+    for i, instruction in enumerate(instructions[first : first + 3], first):
+        if _condition(instruction) is not None:
             return instructions, i
-        if found.opname not in ("TO_BOOL", "PRECALL", "CALL", "CACHE", "NOP"):
+        if instruction.opname not in ("TO_BOOL", "PRECALL", "CALL", "CACHE", "NOP"):
             return None
     return None
 
@@ -126,20 +126,20 @@ def _condition(instruction: dis.Instruction) -> bool | None:
 
 
 def _ends(instructions: list[dis.Instruction], i: int, truth: bool, lines: range) -> frozenset[str]:
-    """What a test may come to when a jump is answered with a truth: ``raises``, ``goes on``."""
-    at = {found.offset: k for k, found in enumerate(instructions)}
+    """Possible ends of a test, ``raises`` and ``goes on``, when a jump is answered with a truth."""
+    at = {instruction.offset: k for k, instruction in enumerate(instructions)}
     i = at[instructions[i].argval] if _condition(instructions[i]) is truth else i + 1
     while i < len(instructions):
-        found = instructions[i]
-        line = found.positions.lineno if found.positions is not None else None
-        if found.opname == "RAISE_VARARGS":
+        instruction = instructions[i]
+        line = instruction.positions.lineno if instruction.positions is not None else None
+        if instruction.opname == "RAISE_VARARGS":
             return frozenset(("raises",))
-        if _condition(found) is not None or found.opname.startswith("RETURN"):
-            if _condition(found) is None or line not in lines:
+        if _condition(instruction) is not None or instruction.opname.startswith("RETURN"):
+            if _condition(instruction) is None or line not in lines:
                 return frozenset(("goes on",))
             either = (_ends(instructions, i, answer, lines) for answer in (True, False))
             return frozenset[str]().union(*either)
-        if found.opname.startswith("JUMP_BACKWARD") or "FOR_ITER" in found.opname:
+        if instruction.opname.startswith("JUMP_BACKWARD") or "FOR_ITER" in instruction.opname:
             return frozenset(("goes on",))
-        i = at[found.argval] if found.opname.startswith("JUMP") else i + 1
+        i = at[instruction.argval] if instruction.opname.startswith("JUMP") else i + 1
     return frozenset(("goes on",))

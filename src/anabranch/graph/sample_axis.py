@@ -111,16 +111,16 @@ def _kept(
     node: fx.Node, dim: int, size: int, samples: int, axes: dict[fx.Node, SampleAxis]
 ) -> SampleAxis:
     """Folded as in the inputs that have the same folded size."""
-    found = set()
+    inner_sizes = set()
     for source in node.all_input_nodes:
         axis, value = axes.get(source), tensor(source)
         if axis is not None and value is not None and axis.dim >= 0 and axis.trouble != PAIRS:
             if axis.trouble:
                 return SampleAxis(dim, trouble=axis.trouble)
             if value.shape[axis.dim] == size:
-                found.add(axis.inner)
+                inner_sizes.add(axis.inner)
     if size == samples:
         return SampleAxis(dim)
-    if base_name(node) in _REORDER or len(found) != 1:
+    if base_name(node) in _REORDER or len(inner_sizes) != 1:
         return SampleAxis(dim, trouble="its samples are folded in an unknown way")
-    return SampleAxis(dim, found.pop())
+    return SampleAxis(dim, inner_sizes.pop())

@@ -1,4 +1,4 @@
-"""How the values of a forward pass depend on the samples of a batch, and of which kind a loss is.
+"""Dependence of the values of a forward pass on the samples of a batch, and kinds of losses.
 
 A batch is computed in slices. Read in program order, each value of the program is one of::
 
@@ -24,9 +24,9 @@ says so, and ``halves`` compares numbers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 from torch import fx
 from torch.utils._pytree import tree_leaves
@@ -39,7 +39,7 @@ from anabranch.graph.flat_program import (
     schema_name,
     written,
 )
-from anabranch.graph.loss_kinds import LossKind
+from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
 from anabranch.graph.operations import (
     ALONG,
     BATCH_NORMS,
@@ -52,63 +52,6 @@ from anabranch.graph.operations import (
     REDUCED,
 )
 from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, sample_axes
-
-
-@dataclass(frozen=True, slots=True)
-class Assumption:
-    """An assumption on operators whose results do not show the samples.
-
-    Attributes:
-        per_sample: names of operators that work on each sample by itself (``mylib::op``); a scalar
-            of theirs is a mean over samples.
-        unknown: scalars of other operators that are not PyTorch's own: a mean or a sum over
-            samples, or coupled.
-    """
-
-    per_sample: frozenset[str] = frozenset()
-    unknown: Literal["mean", "sum", "coupled"] = "mean"
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """How one value depends on the samples; ``known``: on nothing but the batch and constants.
-    ``is_sum`` is false for a statistic that is no sum over samples, such as a ratio of two.
-    """
-
-    kind: Literal["constant", "samples", "additive", "statistic", "coupled"]
-    degree: int = 0
-    known: bool = True
-    is_sum: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class StatisticUse:
-    """A call that reads a statistic: ``share`` is true where it divides a sum by it, which takes a
-    slice's share of that of the batch.
-    """
-
-    call: fx.Node
-    argument: fx.Node
-    share: bool
-
-
-@dataclass(frozen=True)
-class SampleFlow:
-    """How the values of one program depend on the samples.
-
-    Attributes:
-        flows: of every value.
-        coupling: calls that are right for the whole batch only, in order.
-        normalised: calls that take statistics of the batch as batch normalisation does.
-        uses: calls that read statistics.
-        assumed: names of unknown operators that the assumption was needed for.
-    """
-
-    flows: dict[fx.Node, Flow]
-    coupling: tuple[fx.Node, ...]
-    normalised: tuple[fx.Node, ...]
-    uses: tuple[StatisticUse, ...]
-    assumed: tuple[str, ...]
 
 
 def sample_flow(
@@ -152,7 +95,7 @@ class _Follower:
         )
 
     def write(self, node: fx.Node) -> None:
-        """What is written in place changes whatever shares the memory."""
+        """Mark every value that shares the memory of what a call writes in place."""
         flow = self.flows[node]
         for target in written(node):
             for other in self.flows if not flow.known else ():
@@ -221,7 +164,7 @@ class _Follower:
         return name if is_assumed or name in self.assumption.per_sample else ""
 
     def counts_reordered(self, node: fx.Node) -> bool:
-        """Whether a value without gradient counts what was put into another order before, as the
+        """Test for a value without gradient that counts what was put into another order, as the
         tokens of each expert are: the graph does not tell whether that brings them back.
         """
         axes = [self.axes.get(n, SampleAxis(-1)) for n in node.all_input_nodes]
@@ -234,7 +177,7 @@ class _Follower:
         )
 
     def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
-        """Of constants alone: of the size of the batch, such as torch.arange(n), or not."""
+        """A value made of constants alone, such as torch.arange(n)."""
         if axis.dim >= 0:
             return Flow("samples", 0, known)
         changed = [(a, b) for a, b in self.numbers(node) if a != b]
@@ -293,7 +236,7 @@ class _Follower:
         return [(a, b) for a, b in pairs if _is_number(a) and _is_number(b)]
 
     def mixes(self, node: fx.Node, name: str) -> bool:
-        """Whether an operation whose result has samples computes across them."""
+        """True for an operation across samples whose result has samples."""
         axis = self.axis_of_input(node)
         if axis is None:
             return False
@@ -377,7 +320,7 @@ class _Follower:
         return Flow("statistic", degree, is_sum=is_sum and self.scale(node, name) == 0)
 
     def all_add(self, node: fx.Node, moving: list[Flow], degree: int) -> bool:
-        """Whether a sum has none but terms of that degree; constants are means."""
+        """True if all terms of a sum have that degree; constants are means."""
         terms = node.args[:2]
         constant = len(terms) - len(moving)
         return constant == 0 or degree == -1 or any(_is_number(t) and t == 0 for t in terms)
@@ -412,29 +355,10 @@ class _Follower:
 
 
 def has_classes(node: fx.Node) -> bool:
-    """Whether the targets of a loss are indices of classes."""
+    """True if the targets of a loss are indices of classes."""
     target = node.args[1]
     value = tensor(target) if isinstance(target, fx.Node) else None
     return value is not None and not value.is_floating_point()
-
-
-def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
-    """The kind of a loss, by its value and what it is divided by."""
-    value = flow.flows[loss]
-    if value.kind == "coupled" or above(flow.coupling, loss):
-        return "coupled"
-    if above([use.call for use in flow.uses if use.share], loss):
-        return "weighted mean"
-    return "sum" if value.kind == "additive" and value.degree == 0 else "mean"
-
-
-def above(calls: Sequence[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:
-    """Those of some calls that an output depends on."""
-    reached = {output}
-    for node in reversed(list(output.graph.nodes)):
-        if node in reached:
-            reached.update(node.all_input_nodes)
-    return tuple(node for node in calls if node in reached)
 
 
 def _trains(node: fx.Node) -> bool:
@@ -443,13 +367,13 @@ def _trains(node: fx.Node) -> bool:
 
 def _dims(node: fx.Node, rank: int) -> list[int]:
     """The dimensions that an operation is along; all of them where it names none."""
-    given = arguments(node)
+    options = arguments(node)
     for name in ("dim", "dims"):
-        found = given.get(name)
-        if isinstance(found, int):
-            return [found % rank]
-        if isinstance(found, list | tuple) and found:
-            return [d % rank for d in found]
+        dims = options.get(name)
+        if isinstance(dims, int):
+            return [dims % rank]
+        if isinstance(dims, list | tuple) and dims:
+            return [d % rank for d in dims]
     return list(range(rank))
 
 

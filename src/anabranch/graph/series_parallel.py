@@ -78,7 +78,7 @@ def operators(node: Node) -> Iterator[int]:
 
 
 def is_series_parallel(node: Node) -> bool:
-    """Whether a decomposition got by without adding order."""
+    """True if a decomposition needed no added order."""
     if isinstance(node, Leaf):
         return True
     forced = isinstance(node, Series) and node.forced
@@ -86,9 +86,8 @@ def is_series_parallel(node: Node) -> bool:
 
 
 def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
-    """What two parts have in common if and only if a planner may treat them as the same: shape,
-    keys of the operators (what each costs), and sizes and ends of the values that they read and
-    make.
+    """A key that is equal for parts that a planner may treat as the same: shape, keys of the
+    operators (their costs), and sizes and ends of the values that they read and make.
     """
     order = list(operators(node))
     place = {op: position for position, op in enumerate(order)}

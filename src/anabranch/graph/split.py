@@ -31,16 +31,11 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import (
-    BATCH_LEAF,
-    BUFFER,
-    CONSTANT,
-    FlatProgram,
-    gradient_strides,
-)
+from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CONSTANT, FlatProgram
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
 from anabranch.graph.ports import Port, PortMap, TiedUse, Use, arguments
+from anabranch.graph.propagation import gradient_strides
 from anabranch.remembered import remembered
 
 __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
@@ -53,7 +48,7 @@ _GRAPH_MODULE_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 @dataclass(frozen=True)
 class StageProgram:
-    """What one stage runs for a number of samples.
+    """Program of one stage for a number of samples.
 
     ``module(*inputs, *tied, *batch)`` returns ``(*outputs, loss if has_loss, *metrics)``. Every
     tensor of a port has its samples in dimension 0.
@@ -199,7 +194,7 @@ class _WholeProgram:
 
     @cached_property
     def strides(self) -> dict[fx.Node, tuple[int, ...]]:
-        """Of the gradients of what is sent."""
+        """Strides of the gradients of values that are sent."""
         return gradient_strides(self.program, self.sent)
 
     def needed(self, stage_of: Sequence[int], stage: int) -> list[fx.Node]:

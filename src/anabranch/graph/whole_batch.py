@@ -23,7 +23,8 @@ from torch import Tensor, fx
 
 from anabranch.graph.call_traits import arguments, base_name, words
 from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram, PlaceholderSource
-from anabranch.graph.sample_flow import SampleFlow, has_classes
+from anabranch.graph.flows import SampleFlow
+from anabranch.graph.sample_flow import has_classes
 
 _COUNTED = words("cross_entropy_loss nll_loss_nd")
 _MEAN, _SUM = 1, 2
@@ -40,12 +41,12 @@ def counted_means(program: FlatProgram) -> FlatProgram:
     for node in program.calls:
         if base_name(node) not in _COUNTED or not has_classes(node):
             continue
-        given = arguments(node)
-        if given["reduction"] != _MEAN:
+        options = arguments(node)
+        if options["reduction"] != _MEAN:
             continue
         with graph.inserting_before(node):
-            count = _count(graph, node, given)
-            args = tuple(_SUM if name == "reduction" else value for name, value in given.items())
+            count = _count(graph, node, options)
+            args = tuple(_SUM if name == "reduction" else value for name, value in options.items())
             total = _call(graph, node, node.target, *args)
             mean = _call(graph, node, torch.ops.aten.div.Tensor, total, count)
         node.replace_all_uses_with(mean)
@@ -53,14 +54,14 @@ def counted_means(program: FlatProgram) -> FlatProgram:
     return program
 
 
-def _count(graph: fx.Graph, like: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _count(graph: fx.Graph, like: fx.Node, options: Mapping[str, Any]) -> fx.Node:
     """Targets that are not ignored, each by the weight of its class."""
     aten = torch.ops.aten
-    counts = _call(graph, like, aten.ne.Scalar, given["target"], given["ignore_index"])
-    if given["weight"] is not None:
-        classes = _call(graph, like, aten.mul.Tensor, given["target"], counts)
+    counts = _call(graph, like, aten.ne.Scalar, options["target"], options["ignore_index"])
+    if options["weight"] is not None:
+        classes = _call(graph, like, aten.mul.Tensor, options["target"], counts)
         flat = _call(graph, like, aten.flatten.using_ints, classes)
-        weights = _call(graph, like, aten.index_select.default, given["weight"], 0, flat)
+        weights = _call(graph, like, aten.index_select.default, options["weight"], 0, flat)
         kept = _call(graph, like, aten.flatten.using_ints, counts)
         counts = _call(graph, like, aten.mul.Tensor, weights, kept)
     return _call(graph, like, aten.sum.default, counts)
@@ -144,7 +145,7 @@ def run_calls(
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """Which calls read statistics, by positions in the program, the same for any samples.
+    """Calls that read statistics, by positions in the program, equal for any number of samples.
 
     Attributes:
         totals: calls that add up over the samples, with the power of their number.
@@ -159,7 +160,7 @@ class WholeBatch:
 
     @staticmethod
     def of(program: FlatProgram, flow: SampleFlow) -> WholeBatch:
-        """What a program reads of the whole batch."""
+        """The statistics of the whole batch that a program reads."""
         position = {node: i for i, node in enumerate(program.calls)}
         numbers: dict[tuple[int, bool], int] = {}
         uses = []
@@ -208,12 +209,14 @@ class WholeBatch:
             index, share = self.statistics[number]
             with graph.inserting_before(reader):
                 if share:
-                    mine = _call(graph, reader, torch.ops.aten.sum.dim_IntList, values[number], [0])
+                    value = _call(
+                        graph, reader, torch.ops.aten.sum.dim_IntList, values[number], [0]
+                    )
                     dtype = reader.meta["val"].dtype
-                    mine = _call(graph, reader, torch.ops.aten.to.dtype, mine, dtype)
+                    value = _call(graph, reader, torch.ops.aten.to.dtype, value, dtype)
                 else:
-                    mine = _call(graph, reader, torch.ops.aten.select.int, values[number], 0, 0)
-            reader.replace_input_with(calls[index], mine)
+                    value = _call(graph, reader, torch.ops.aten.select.int, values[number], 0, 0)
+            reader.replace_input_with(calls[index], value)
         replace(program, sources=sources).drop_dead()
         alive = {node: source for node, source in sources.items() if not node._erased}
         return replace(program, sources=alive, known=known)

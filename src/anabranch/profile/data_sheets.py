@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DataSheet:
-    """What a data sheet says about one kind of GPU.
+    """Data sheet of one kind of GPU.
 
     Attributes:
         flops: operations per second (a multiplication and an addition are two) by number format:

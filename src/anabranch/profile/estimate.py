@@ -78,7 +78,7 @@ def trace(captured: Captured) -> TracedModel:
 
 
 def _kernels(captured: Captured, samples: int) -> KernelTrace:
-    """What a step with that many samples launches."""
+    """The kernels that a step with that many samples launches."""
     meta = torch.device("meta")
     program = operator_programs(captured, samples, meta)
     batch = example_batch(captured, samples, meta)

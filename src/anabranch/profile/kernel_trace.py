@@ -1,4 +1,4 @@
-"""What a model launches on a GPU at two sample counts, from which a data sheet makes a profile.
+"""Kernels of a model on a GPU at two sample counts, from which a data sheet makes a profile.
 
 Nothing here runs the model: sizes of a kernel are affine functions of the samples, so two counts
 give every other, and the data sheet turns sizes into seconds (``data_sheets``). ``estimate`` makes
@@ -76,7 +76,7 @@ class KernelTrace:
             )
 
     def is_like(self, other: KernelTrace) -> bool:
-        """Whether only the sizes differ."""
+        """True if only the sizes differ."""
 
         def kinds(trace: KernelTrace) -> list[object]:
             return [(k.name, k.dtype, len(k.products), k.launches) for k in trace.kernels]
@@ -137,11 +137,11 @@ class TracedModel:
 
     @property
     def is_affine(self) -> bool:
-        """Whether the same kernels run for both sample counts, so that every other is known."""
+        """True if the same kernels run for both sample counts, from which any other follows."""
         return self.few.is_like(self.many)
 
     def profile(self, device: str, samples: Sequence[int], precision: Precision) -> Profile:
-        """What the operators of an affine model take; as ``estimate`` says it.
+        """The profile of an affine model, as ``estimate`` returns it.
 
         Raises:
             ValueError: see ``checked_counts``.

@@ -59,8 +59,8 @@ class MetaRun(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The meta tensor; what is no tensor is a sub-graph, such as that of an autocast region."""
-        found = self.tensors.get(target)
-        return super().get_attr(target, args, kwargs) if found is None else found
+        tensor = self.tensors.get(target)
+        return super().get_attr(target, args, kwargs) if tensor is None else tensor
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call the operation that a GPU runs instead, if there is one."""

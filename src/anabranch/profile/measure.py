@@ -26,7 +26,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -36,6 +35,7 @@ from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
 from anabranch.profile.kept_bytes import KeptBytes
+from anabranch.profile.operator_clock import CudaOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (
     example_batch,
     operator_programs,
@@ -148,7 +148,9 @@ class _Bench:
         self.programs = operator_programs(captured, samples)
         self.batch = example_batch(captured, samples, self.device)
         self.modules = [copies.of(program.module) for program in self.programs]
-        self.clock = _CudaClock(self.device) if self.device.type == "cuda" else _Clock()
+        self.clock = (
+            CudaOperatorClock(self.device) if self.device.type == "cuda" else OperatorClock()
+        )
         self.forward_s: list[list[float]] = [[] for _ in self.programs]
         self.backward_s: list[list[float]] = [[] for _ in self.programs]
         self.call_s: list[float] = []
@@ -264,70 +266,6 @@ def _take_turns(
 
 _TURN = 3
 """Timed steps in a row."""
-
-
-class _Clock:
-    """Seconds of operators on the CPU."""
-
-    def start(self, num_ops: int) -> None:
-        self.forward_s = [0.0] * num_ops
-        self.backward_s = [0.0] * num_ops
-        self._op = -1
-
-    @contextmanager
-    def forward(self, op: int) -> Iterator[None]:
-        """Around the forward of an operator."""
-        begun = self.now()
-        yield
-        self.add(self.forward_s, op, begun, self.now())
-
-    def arrive(self, op: int, gradient: Tensor) -> None:
-        """The backward of an operator begins, or goes on, and that of another one has ended."""
-        self.leave()
-        self._op, self._since = op, self.now()
-
-    def leave(self) -> None:
-        """The backward ends."""
-        if self._op >= 0:
-            self.add(self.backward_s, self._op, self._since, self.now())
-        self._op = -1
-
-    def now(self) -> Any:
-        """A moment, behind everything that was given to the device."""
-        return time.perf_counter()
-
-    def add(self, seconds: list[float], op: int, begin: Any, end: Any) -> None:
-        """Note the time between two moments."""
-        seconds[op] += end - begin
-
-    def stop(self) -> tuple[list[float], list[float]]:
-        return self.forward_s, self.backward_s
-
-
-class _CudaClock(_Clock):
-    """Seconds on a GPU: events in its queue, read when it has caught up."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def start(self, num_ops: int) -> None:
-        super().start(num_ops)
-        self.events: list[tuple[list[float], int, torch.cuda.Event, torch.cuda.Event]] = []
-        torch.cuda.synchronize(self.device)
-
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def add(self, seconds: list[float], op: int, begin: Any, end: Any) -> None:
-        self.events.append((seconds, op, begin, end))
-
-    def stop(self) -> tuple[list[float], list[float]]:
-        torch.cuda.synchronize(self.device)
-        for seconds, op, start, end in self.events:
-            seconds[op] += start.elapsed_time(end) / 1e3
-        return super().stop()
 
 
 class _ByteCount:

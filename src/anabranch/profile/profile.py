@@ -13,7 +13,7 @@ from anabranch.graph.opgraph import OpGraph
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one operator costs.
+    """Cost of one operator.
 
     Attributes:
         forward_s, backward_s: seconds, one figure per sample count of the profile.
@@ -46,7 +46,7 @@ class UpdateCost:
                 raise ValueError(f"an update has a time of {seconds} s")
 
     def seconds(self, tensors: float, nbytes: float) -> float:
-        """Of so many parameters with so many bytes in all; none for no parameters."""
+        """Seconds for a number of parameters with these bytes in all; none for no parameters."""
         if not tensors:
             return 0.0
         return self.fixed_s + self.tensor_s * tensors + self.byte_s * nbytes
@@ -84,7 +84,7 @@ class Profile:
 
     @cached_property
     def priced(self) -> dict[Hashable, dict[Hashable, Any]]:
-        """What cost models have made of these costs: by their settings, see ``CostModel.memo``."""
+        """Cache of cost models on these costs, by their settings; see ``CostModel.memo``."""
         return {}
 
     def _check(self, costs: tuple[OpCost, ...]) -> None:

@@ -1,0 +1,87 @@
+"""Dependence of values on the samples of a batch, as ``sample_flow`` follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from anabranch.graph.loss_kinds import LossKind
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """An assumption on operators whose results do not show the samples.
+
+    Attributes:
+        per_sample: names of operators that work on each sample by itself (``mylib::op``); a scalar
+            of theirs is a mean over samples.
+        unknown: scalars of other operators that are not PyTorch's own: a mean or a sum over
+            samples, or coupled.
+    """
+
+    per_sample: frozenset[str] = frozenset()
+    unknown: Literal["mean", "sum", "coupled"] = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Dependence of one value on the samples; ``known``: on nothing but the batch and constants.
+    ``is_sum`` is false for a statistic that is no sum over samples, such as a ratio of two.
+    """
+
+    kind: Literal["constant", "samples", "additive", "statistic", "coupled"]
+    degree: int = 0
+    known: bool = True
+    is_sum: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticUse:
+    """A call that reads a statistic: ``share`` is true where it divides a sum by it, which takes a
+    slice's share of that of the batch.
+    """
+
+    call: fx.Node
+    argument: fx.Node
+    share: bool
+
+
+@dataclass(frozen=True)
+class SampleFlow:
+    """Dependence of the values of one program on the samples.
+
+    Attributes:
+        flows: of every value.
+        coupling: calls that are right for the whole batch only, in order.
+        normalised: calls that take statistics of the batch as batch normalisation does.
+        uses: calls that read statistics.
+        assumed: names of unknown operators that the assumption was needed for.
+    """
+
+    flows: dict[fx.Node, Flow]
+    coupling: tuple[fx.Node, ...]
+    normalised: tuple[fx.Node, ...]
+    uses: tuple[StatisticUse, ...]
+    assumed: tuple[str, ...]
+
+
+def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
+    """The kind of a loss, by its value and what it is divided by."""
+    value = flow.flows[loss]
+    if value.kind == "coupled" or above(flow.coupling, loss):
+        return "coupled"
+    if above([use.call for use in flow.uses if use.share], loss):
+        return "weighted mean"
+    return "sum" if value.kind == "additive" and value.degree == 0 else "mean"
+
+
+def above(calls: Sequence[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:
+    """The calls of a sequence that an output depends on."""
+    reached = {output}
+    for node in reversed(list(output.graph.nodes)):
+        if node in reached:
+            reached.update(node.all_input_nodes)
+    return tuple(node for node in calls if node in reached)
