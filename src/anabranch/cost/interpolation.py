@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from anabranch.compiled import Ints
 from anabranch.cost.stage_weights import Number
 
 
-def row_below(samples: float, measured: Sequence[int]) -> tuple[int, float]:
+def row_below(samples: float, measured: Sequence[int] | Ints) -> tuple[int, float]:
     """Index of the measured count below so many samples, and their share of the way to the next
     one.
     """

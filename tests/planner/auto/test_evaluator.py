@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from anabranch.cost import CostModel
+from anabranch.planner.auto import evaluator
 from anabranch.planner.auto.evaluator import Evaluator
+from anabranch.planner.auto.stage_clock import step_s
 from anabranch.profile.profile import UpdateCost
 from tests.calibration.examples import calibration
 from tests.planner import shapes
@@ -46,6 +48,17 @@ def test_it_is_about_what_the_simulator_says(plain, node):
     assert max(abs(ours / theirs - 1) for ours, theirs in single) < 0.02
     ours, theirs = (np.argsort(np.argsort(column)).tolist() for column in zip(*found, strict=True))
     assert correlation(ours, theirs) > 0.9
+
+
+def test_machine_code_does_the_same_as_python(monkeypatch):
+    """To the last bit."""
+    cost = cost_model(TOWERS, 8, node=2, memory=2**40, bandwidth=5e9, latency_s=1e-5)
+    evaluate = Evaluator(cost, 16)
+    drafts = [random_draft(cost, 16, seed, plain=False) for seed in range(12)]
+    compiled = [evaluate(drawn) for drawn in drafts]
+    assert sum(map(math.isfinite, compiled)) > 4
+    monkeypatch.setattr(evaluator, "step_s", step_s.py_func)
+    assert [evaluate(drawn) for drawn in drafts] == compiled
 
 
 def test_two_stages_by_hand():

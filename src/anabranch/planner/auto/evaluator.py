@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.compiled import Ints, Table, record_type, records
 from anabranch.cost import CostModel
 from anabranch.cost.overheads import computed_at_once, slowdown_of
 from anabranch.cost.stage_weights import Held
@@ -36,8 +37,6 @@ from anabranch.graph.opgraph import BATCH
 from anabranch.planner.auto import stage_tables as tables
 from anabranch.planner.auto.draft import SETUP, Draft
 from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
-
-Ints = NDArray[np.int64]
 
 
 class Evaluator:
@@ -79,24 +78,25 @@ class Evaluator:
         nodes = -(-devices // cluster.group_sizes[0])
         edges = min(len(readers), devices * devices) + devices
         home, owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
-        given = home, owner, np.zeros(devices, SETUP)
+        given = home, owner, np.zeros(devices, SETUP).view(np.recarray)
         problem = tables.Problem(
-            np.array([numbers], tables.NUMBERS),
+            records(tables.Numbers, [numbers]),
             *_seconds(cost),
-            _bytes(cost, tables.OPERATOR_BYTES),
-            np.array(values, tables.VALUE),
+            _bytes(cost),
+            records(tables.ValueRecord, values),
             readers,
-            np.array(levels, tables.LEVEL),
+            records(tables.LevelRecord, levels),
         )
+        pieces: Any = np.zeros((devices, len(cost.graph)), record_type(tables.StagePiece))
         state = tables.State(
-            np.zeros(devices + 1, tables.STAGE),
-            np.zeros(edges, tables.EDGE),
+            records(tables.StageRecord, devices + 1),
+            records(tables.EdgeRecord, edges),
             np.zeros(1, np.int64),
             np.zeros((2, devices, devices), np.int64),
             np.zeros((devices, nodes + 1), np.int64),
             np.zeros((devices, devices), np.int64),
             np.zeros((2, devices + nodes)),
-            np.zeros((devices, len(cost.graph)), tables.PIECE),
+            pieces.view(np.recarray),
             paces,
             np.empty((2, edges, min(batch_size, MOST_SHOWN))),
         )
@@ -125,9 +125,9 @@ def _seconds(cost: CostModel) -> tuple[Any, Any]:
     return np.array(measured), seconds
 
 
-def _bytes(cost: CostModel, record: Any) -> Any:
+def _bytes(cost: CostModel) -> Table[tables.OperatorBytes]:
     """Bytes of every operator; a parameter that several read counts for the first of them."""
-    table = np.zeros(len(cost.graph), record)
+    table = records(tables.OperatorBytes, len(cost.graph))
     held = Held(*(part.copy() for part in cost.own_parameter_bytes))
     for mask, parameter in cost.tied:
         first = (mask & -mask).bit_length() - 1

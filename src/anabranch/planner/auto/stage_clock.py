@@ -8,13 +8,16 @@ added to the step once.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from anabranch.compiled import compiled
+from anabranch.compiled import Floats, Table, compiled
 from anabranch.planner.auto.stage_tables import (
+    EdgeRecord,
+    Numbers,
     Problem,
-    Record,
+    StagePiece,
+    StageRecord,
     State,
-    Table,
     chain_stages,
     count_devices,
     count_in_flight,
@@ -36,7 +39,7 @@ MOST_SHOWN = 8 * SHOWN
 """Micro-batches that are run at most where stages differ in them, so that no period shows."""
 
 
-def _least_s(numbers: Record, stages: Table, state: State) -> float:
+def _least_s(numbers: Numbers, stages: Table[StageRecord], state: State) -> float:
     """No step is shorter than the busiest stage with the way to it and back from it, or than all
     work on the cores that are shared.
     """
@@ -67,18 +70,18 @@ def _least_s(numbers: Record, stages: Table, state: State) -> float:
     return max(longest, work / numbers.cores if numbers.cores > 0 else 0.0) + update + apart
 
 
-def _compute_s(stage: Record) -> float:
+def _compute_s(stage: StageRecord) -> float:
     """Seconds of a step in which a stage computes."""
     full = (stage.total - 1) * _period_s(stage)
     return float(full + stage.seconds[1, 0] + stage.seconds[1, 1])
 
 
-def _period_s(stage: Record) -> float:
+def _period_s(stage: StageRecord) -> float:
     """Seconds of a micro-batch, forward and backward."""
     return float(stage.seconds[0, 0] + stage.seconds[0, 1])
 
 
-def _message_s(edge: Record, way: int, samples: int) -> float:
+def _message_s(edge: EdgeRecord, way: int, samples: int) -> float:
     """Seconds of a message that waits for nothing."""
     nbytes = message_bytes(edge, way, samples)
     return float(nbytes * edge.byte_s + edge.latency) if nbytes > 0 else 0.0
@@ -108,7 +111,9 @@ def _free_at(inward: int, s: int, far: int, state: State) -> float:
     return free
 
 
-def _occupy(edge: Record, way: int, end: int, start: float, nbytes: float, state: State) -> None:
+def _occupy(
+    edge: EdgeRecord, way: int, end: int, start: float, nbytes: float, state: State
+) -> None:
     """A message takes the ports at an end of its edge from a start on."""
     s = edge.ends[end]
     for i in range(1 + edge.far * state.stages[s].nodes):
@@ -130,7 +135,7 @@ def _send(e: int, way: int, number: int, samples: int, start: float, state: Stat
     state.arrivals[way, e, number] = start + nbytes * edge.byte_s + edge.latency
 
 
-def _count_shown(stages: Table) -> int:
+def _count_shown(stages: Table[StageRecord]) -> int:
     """Number of micro-batches that show the period: 0 for all, -1 where there are too many."""
     alike, depth, most = True, 0, 0
     for s in range(len(stages)):
@@ -143,7 +148,7 @@ def _count_shown(stages: Table) -> int:
     return -1 if most > MOST_SHOWN else 0
 
 
-def _turn(stage: Record, at: float) -> None:
+def _turn(stage: StageRecord, at: float) -> None:
     """A stage turns to its next action, if there is one: kFkB says which."""
     stage.ready, stage.until, stage.begun, stage.taken = at, np.inf, 0, 0
     flight = stage.in_flight + (stage.done[1] if stage.done[1] % stage.k == 0 else 0)
@@ -180,12 +185,12 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
         _compute(stage, stage.ready, 1.0, state.pieces[s])
 
 
-def _action_s(stage: Record) -> float:
+def _action_s(stage: StageRecord) -> float:
     """Seconds of a stage's next action."""
     return float(stage.seconds[int(stage.done[stage.way] + 1 == stage.total), stage.way])
 
 
-def _compute(stage: Record, start: float, pace: float, pieces: Table) -> None:
+def _compute(stage: StageRecord, start: float, pace: float, pieces: Table[StagePiece]) -> None:
     """A stage begins its next action, which takes so many times as long as alone; in its last
     backward it begins to sum.
     """
@@ -195,7 +200,7 @@ def _compute(stage: Record, start: float, pace: float, pieces: Table) -> None:
         _ask(stage, 0.0, pieces)
 
 
-def _share(now: float, more: int, running: int, paces: Table, stages: Table) -> int:
+def _share(now: float, more: int, running: int, paces: Floats, stages: Table[StageRecord]) -> int:
     """So many more devices compute from now on; how many there are then. All that compute share
     their cores.
     """
@@ -207,7 +212,7 @@ def _share(now: float, more: int, running: int, paces: Table, stages: Table) -> 
     return running + more
 
 
-def _ask(stage: Record, at: float, pieces: Table) -> None:
+def _ask(stage: StageRecord, at: float, pieces: Table[StagePiece]) -> None:
     """When the next piece of a stage's gradients asks for links: when it is final, at that time at
     the earliest.
     """
@@ -222,7 +227,7 @@ def _sum(s: int, state: State) -> float:
     are free that others have asked for before.
     """
     stage = state.stages[s]
-    far, piece = 1 if stage.nodes > 1 else 0, state.pieces[s, stage.pieces_done]
+    far, piece = 1 if stage.nodes > 1 else 0, state.pieces[s][stage.pieces_done]
     start = max(stage.asks, _free_at(0, s, far, state), _free_at(1, s, far, state))
     end = float(start + piece.seconds)
     for inward in range(2):
@@ -234,7 +239,9 @@ def _sum(s: int, state: State) -> float:
     return end
 
 
-def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float) -> float:
+def _run(
+    batch_size: int, slots: int, stages: Table[StageRecord], state: State, limit: float
+) -> float:
     """The clock: of all stages the one whose next action ends first, message after message. Sums
     are looked for once a stage is at its last backward.
 
@@ -324,9 +331,9 @@ def _run(batch_size: int, slots: int, stages: Table, state: State, limit: float)
 
 @compiled
 def step_s(
-    home: Table,
-    owner: Table,
-    setups: Table,
+    home: NDArray[np.int32],
+    owner: NDArray[np.int32],
+    setups: NDArray[np.void],
     count: int,
     deep: bool,
     chained: bool,

@@ -10,10 +10,13 @@ end 0 of an edge to end 1, and 1 for what comes back.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from anabranch.compiled import Floats, Ints, Table
 from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes
 from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
 from anabranch.cost.interpolation import between, row_below
@@ -22,23 +25,150 @@ from anabranch.cost.passes import pass_behind
 from anabranch.cost.stage_weights import summed_bytes, touched_bytes
 from anabranch.plans.in_flight import in_flight_samples, waited_for_samples
 
-Table = Any
-"""An array; the comment beside it says its axes."""
 
-Record = Any
-"""An entry of a table of records: what is assigned to a field is in the table."""
+class OperatorBytes:
+    """Bytes of an operator's parameters and of what its passes take."""
+
+    parameters: float
+    trainable: float
+    tables: float  # trainable ones with sparse gradients
+    rows: float  # these gradients
+    largest_gradient: float
+    kept: float  # of a sample, for the backward
+    working: float  # of a sample, besides
+
+
+class ValueRecord:
+    """A value of the model, with the messages that it takes to another stage and back."""
+
+    producer: int
+    first: int  # of the readers of all values
+    last: int  # behind its readers
+    per_sample: Annotated[Floats, 2]  # [way] bytes
+    fixed: Annotated[Floats, 2]  # [way] bytes whatever the samples
+
+
+class LevelRecord:
+    """A level of the cluster, with the slowest link up to it."""
+
+    devices: int  # of a group
+    bandwidth: float
+    latency: float
+
+
+class Numbers:
+    """Numbers of the problem; seconds and bytes."""
+
+    batch_size: int
+    most_replicas: int
+    flush: int
+    fewest: int  # samples that the profile covers
+    most: int
+    receive_slots: int
+    memory: float
+    optimizer_factor: float
+    update_byte: float
+    action: float
+    send: float
+    send_byte: float
+    cores: float  # devices alone that compute as much as all at best; 0: none slows another
+    versions_in_flight: float  # of the weights, per micro-batch in flight
+    more_versions: float  # besides
+
+
+class StageRecord:
+    """A stage."""
+
+    microbatch: int  # this and the next two are of ``draft.SETUP``
+    k: int
+    recompute: int
+    operators: int
+    devices: int
+    low: int  # its least device
+    high: int  # its greatest device
+    nodes: int  # that they are on
+    replicas: int
+    samples: int  # of the fullest replica
+    row: Annotated[Ints, 2]  # [last] row of the measured seconds below them
+    last: int  # samples of the last micro-batch
+    total: int  # micro-batches of a step
+    least: int  # in flight
+    wanted: int  # in flight if memory were endless
+    in_flight: int
+    ordered: int  # the stage at this place of a topological order
+    counted: int
+    edges: Annotated[Ints, 2]  # [way] whose messages it takes
+    done: Annotated[Ints, 2]  # [way] actions
+    way: int  # of its next action
+    taken: int  # edges whose messages it has for that
+    begun: int  # whether it has begun on cores
+    pieces: int  # of its gradients
+    pieces_done: int  # that are summed
+    above: Annotated[Floats, 2]  # [last] share of the way from that row to the next
+    seconds: Annotated[Floats, 2, 2]  # [last, way]
+    apart: float  # how much later than the first replica the last one has a message
+    sums: float  # what the last backward leaves of its all-reduce
+    update: float
+    before: float  # from the beginning of the step to its first forward, at least
+    behind: float  # from its last backward to the end of the step, at least
+    passed: float  # by operators in the last backward, and the next four: when
+    final: float  # gradients that wait are final
+    summed: float  # all are summed
+    passed_all: float  # that backward ends
+    ready: float  # its next action may begin, as far as that is known
+    until: float  # when that ends; infinity where it is not known
+    left: float  # seconds that it has left to do
+    pace: float  # times as long as alone that its action takes
+    asks: float  # when it asks for links for its next piece
+    parameters: float  # bytes, as of operators
+    trainable: float
+    tables: float
+    rows: float
+    largest_gradient: float
+    kept: float
+    passing: float  # bytes of a pass of all samples besides
+    enters: float  # bytes per sample
+    enters_fixed: float  # bytes whatever the samples
+    returns: float
+    returns_fixed: float
+    gradients: float  # bytes that are summed
+    cut: float  # of these in pieces
+    waiting: float  # of these not in a piece yet
+    buckets: float  # that wait, about
+
+
+class EdgeRecord:
+    """An edge between stages."""
+
+    ends: Annotated[Ints, 2]  # source and target
+    far: int  # whether it takes cards of nodes
+    posted: Annotated[Ints, 2]  # [way] receives, of the receiver's micro-batches
+    per_sample: Annotated[Floats, 2]  # [way] bytes
+    fixed: Annotated[Floats, 2]  # [way] bytes whatever the samples
+    latency: float
+    byte_s: float  # of a message on the busiest link
+    apart_s: float  # of a byte, how much later the last replica has it through a card
+    port_s: Annotated[Floats, 2, 2]  # [end, link or card] of a byte, on the busiest
+
+
+class StagePiece:
+    """A part of a stage's gradients that is summed at once."""
+
+    parts: int  # that take ports one after the other
+    final: float  # seconds of the last backward's operators until it is final
+    seconds: float  # of a part
 
 
 class Problem(NamedTuple):
     """A model on a cluster."""
 
-    numbers: Table  # the only record
-    measured: Table  # [n] samples
-    op_seconds: Table  # [n, i, way]
-    op_bytes: Table  # [i]
-    values: Table  # [v]
-    readers: Table
-    levels: Table  # [l]
+    numbers: Table[Numbers]  # the only record
+    measured: Ints  # [n] samples
+    op_seconds: Floats  # [n, i, way]
+    op_bytes: Table[OperatorBytes]  # [i]
+    values: Table[ValueRecord]  # [v]
+    readers: Ints
+    levels: Table[LevelRecord]  # [l]
 
 
 class State(NamedTuple):
@@ -47,95 +177,30 @@ class State(NamedTuple):
     Ports are links of stages, [s], then cards of nodes; those of a stage are its link, then cards.
     """
 
-    stages: Table  # and more entries, the last of which is all zeros
-    edges: Table  # [e]
-    num_edges: Table  # the only number
-    edges_of: Table  # [way, s, 0 to its edges] those whose messages it takes
-    ports_of: Table  # [s, 0 to its nodes]
-    devices: Table  # [s, 0 to its devices]
-    ports: Table  # [out or in, port] when it is free; before, seconds of a message of a byte
-    pieces: Table  # [s, 0 to its pieces]
-    paces: Table  # [devices that compute] times as long as alone; empty where that is no matter
-    arrivals: Table  # [way, e, micro-batch of the receiver] of the last of its messages
+    stages: Table[StageRecord]  # and more entries, the last of which is all zeros
+    edges: Table[EdgeRecord]  # [e]
+    num_edges: Ints  # the only number
+    edges_of: Ints  # [way, s, 0 to its edges] those whose messages it takes
+    ports_of: Ints  # [s, 0 to its nodes]
+    devices: Ints  # [s, 0 to its devices]
+    ports: Floats  # [out or in, port] when it is free; before, seconds of a message of a byte
+    pieces: Sequence[Table[StagePiece]]  # [s][0 to its pieces]
+    paces: Floats  # [devices that compute] times as long as alone; empty where that is no matter
+    arrivals: Floats  # [way, e, micro-batch of the receiver] of the last of its messages
 
 
-def _record(whole: str, real: str) -> np.dtype[np.void]:
-    """A record with these fields for whole numbers and for others; behind a name its sizes,
-    a digit each.
-    """
-    fields: list[Any] = []
-    for kind, names in ((np.int64, whole), (np.float64, real)):
-        for name, _, sizes in (field.partition(":") for field in names.split()):
-            fields.append((name, kind, tuple(map(int, sizes))))
-    return np.dtype(fields, align=True)
-
-
-# Bytes of an operator: parameters, those that are trained, of these tables whose
-# gradients are rows, these rows, the largest gradient; of a sample what is kept, and what a pass
-# takes besides.
-OPERATOR_BYTES = _record("", "parameters trainable tables rows largest_gradient kept working")
-
-# A value's readers are those from the first of the readers of all values up to the last. Of its
-# message either way bytes per sample, and whatever the samples.
-VALUE = _record("producer first last", "per_sample:2 fixed:2")
-
-# Devices of a group, and the slowest link up to it.
-LEVEL = _record("devices", "bandwidth latency")
-
-# Fewest and most samples that the profile covers. Cores: devices alone that compute as much as all
-# together at best, 0 where none slows another. Versions of the weights per micro-batch in flight,
-# and besides.
-NUMBERS = _record(
-    "batch_size most_replicas flush fewest most receive_slots",
-    "memory optimizer_factor update_byte action send send_byte cores "
-    "versions_in_flight more_versions",
-)
-
-# Of ``draft.SETUP``, then counted: devices, the least and the greatest, and nodes that they are on;
-# samples of the fullest replica, and the row of seconds below them in all micro-batches but the
-# last, which may be a short one, and in that. Micro-batches of a step, in flight at least, in
-# flight if memory were endless, and as it is. The stage at its place in a topological order; what
-# has been counted; by way the edges whose messages it takes, and how often it has gone it. Of its
-# next action: the way; how many edges it has the messages of; whether it has begun on cores. Pieces
-# of its sums, and how many of them are summed.
-#
-# Seconds [last, way]; how much later than the first replica the last one has a message; what the
-# last backward leaves of its all-reduce; its update; at least from the beginning of the step to its
-# first forward and from its last backward to the end. In the last backward what operators have
-# passed, when the gradients that wait are final, when all are summed; when it ends. Of its next
-# action when it may begin, as far as that is known, and when it ends, infinity where that is not
-# known; what it has left to do; how many times as long as alone it takes. When it asks for links
-# for the next piece of its sums.
-#
-# Bytes: as of operators; what a pass of all samples takes besides; that enter and that return, per
-# sample and whatever the samples; gradients that are summed, that are in pieces, and that
-# wait, in about so many buckets.
-STAGE = _record(
-    "microbatch k recompute operators devices low high nodes replicas samples row:2 last "
-    "total least wanted in_flight ordered counted edges:2 done:2 way taken begun pieces "
-    "pieces_done",
-    "above:2 seconds:22 apart sums update before behind passed final summed passed_all ready until "
-    "left pace asks parameters trainable tables rows largest_gradient kept passing enters "
-    "enters_fixed returns returns_fixed gradients cut waiting buckets",
-)
-
-# Its source and target, whether it takes cards of nodes. By way: of the receiver's micro-batches
-# how many have their receives posted; bytes per sample, and whatever the samples. Seconds of
-# latency, of a byte of a message on the busiest link, and how much later the last replica has it
-# through a card; of a byte of all messages by end on the busiest link, and on the busiest card.
-EDGE = _record("ends:2 far posted:2", "per_sample:2 fixed:2 latency byte_s apart_s port_s:22")
-
-# Part of a stage's gradients that is final, after so many seconds of its operators in the last
-# backward, and then summed; parts of it that take ports one after the other.
-PIECE = _record("parts", "final seconds")
-
-
-def _clear_ports(ports: Table) -> None:
+def _clear_ports(ports: Floats) -> None:
     for port in range(ports.shape[1]):
         ports[0, port] = ports[1, port] = 0.0
 
 
-def count_devices(owner: Table, setups: Table, levels: Table, stages: Table, state: State) -> None:
+def count_devices(
+    owner: NDArray[np.int32],
+    setups: NDArray[np.void],
+    levels: Table[LevelRecord],
+    stages: Table[StageRecord],
+    state: State,
+) -> None:
     """Count the devices and nodes of every stage, and note how it runs."""
     ports_of, node = state.ports_of, levels[0].devices
     for s in range(len(stages)):
@@ -155,7 +220,7 @@ def count_devices(owner: Table, setups: Table, levels: Table, stages: Table, sta
         stage.devices += 1
 
 
-def split_samples(problem: Problem, stages: Table) -> bool:
+def split_samples(problem: Problem, stages: Table[StageRecord]) -> bool:
     """Replicas and their samples; whether all have some that the profile covers."""
     numbers, measured = problem.numbers[0], problem.measured
     for s in range(len(stages)):
@@ -173,14 +238,14 @@ def split_samples(problem: Problem, stages: Table) -> bool:
     return True
 
 
-def _operator_s(i: int, way: int, last: int, stage: Record, op_seconds: Table) -> float:
+def _operator_s(i: int, way: int, last: int, stage: StageRecord, op_seconds: Floats) -> float:
     """Seconds of an operator in a micro-batch of a stage, all or the last one."""
     row = stage.row[last]
     low, high = op_seconds[row, i, way], op_seconds[row + 1, i, way]
     return float(between(low, high, stage.above[last]))
 
 
-def sum_operators(home: Table, problem: Problem, stages: Table) -> bool:
+def sum_operators(home: NDArray[np.int32], problem: Problem, stages: Table[StageRecord]) -> bool:
     """Seconds and bytes of the stages; whether every stage has operators."""
     action_s = problem.numbers[0].action
     for i in range(len(home)):
@@ -233,7 +298,9 @@ def _add_edge(way: int, e: int, state: State) -> None:
     stage.edges[way] += 1
 
 
-def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> None:
+def join_stages(
+    home: NDArray[np.int32], problem: Problem, stages: Table[StageRecord], state: State
+) -> None:
     """Edges between stages and what flows along them."""
     state.num_edges[0] = 0
     for v in range(len(problem.values)):
@@ -257,7 +324,7 @@ def join_stages(home: Table, problem: Problem, stages: Table, state: State) -> N
             source.returns_fixed += value.fixed[1]
 
 
-def sort_stages(stages: Table, state: State) -> bool:
+def sort_stages(stages: Table[StageRecord], state: State) -> bool:
     """A topological order, the lower number first; whether there is one."""
     for s in range(len(stages)):
         stages[s].counted = stages[s].edges[0]
@@ -273,13 +340,13 @@ def sort_stages(stages: Table, state: State) -> bool:
     return True
 
 
-def chain_stages(stages: Table, state: State) -> None:
+def chain_stages(stages: Table[StageRecord], state: State) -> None:
     """Edges from every stage to the next in the order, as far as there are none."""
     for place in range(len(stages) - 1):
         _find_edge(stages[place].ordered, stages[place + 1].ordered, state)
 
 
-def order_edges(stages: Table, state: State) -> None:
+def order_edges(stages: Table[StageRecord], state: State) -> None:
     """The edges of each end in the topological order of the other, in which messages are sent."""
     for way in range(1, -1, -1):
         for s in range(len(stages)):
@@ -290,7 +357,7 @@ def order_edges(stages: Table, state: State) -> None:
                 _add_edge(way, state.edges_of[1 - way, s, i], state)
 
 
-def count_in_flight(deep: bool, flush: bool, stages: Table, state: State) -> None:
+def count_in_flight(deep: bool, flush: bool, stages: Table[StageRecord], state: State) -> None:
     """Micro-batches in flight by Table 2 (``plans.in_flight``), at least and wanted."""
     hops = 2 if deep else 1
     for place in range(len(stages) - 1, -1, -1):
@@ -310,7 +377,7 @@ def count_in_flight(deep: bool, flush: bool, stages: Table, state: State) -> Non
             stage.wanted = min(stage.wanted, stage.total)
 
 
-def fit_memory(sharded: bool, numbers: Record, stages: Table, state: State) -> bool:
+def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], state: State) -> bool:
     """Micro-batches in flight as memory allows (``cost.memory``); whether the least ones fit."""
     for place in range(len(stages)):
         s = stages[place].ordered
@@ -350,7 +417,7 @@ def fit_memory(sharded: bool, numbers: Record, stages: Table, state: State) -> b
     return True
 
 
-def level_of(first: int, last: int, levels: Table) -> int:
+def level_of(first: int, last: int, levels: Table[LevelRecord]) -> int:
     """The level of the cluster on which these devices and all between them meet."""
     level = 0
     while first // levels[level].devices != last // levels[level].devices:
@@ -358,12 +425,12 @@ def level_of(first: int, last: int, levels: Table) -> int:
     return level
 
 
-def message_bytes(edge: Record, way: int, samples: int) -> float:
+def message_bytes(edge: EdgeRecord, way: int, samples: int) -> float:
     """Bytes of a message of so many samples."""
     return float(edge.per_sample[way] * samples + edge.fixed[way])
 
 
-def price_messages(problem: Problem, stages: Table, state: State) -> None:
+def price_messages(problem: Problem, stages: Table[StageRecord], state: State) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
     numbers = problem.numbers[0]
     for e in range(state.num_edges[0]):
@@ -386,7 +453,7 @@ def price_messages(problem: Problem, stages: Table, state: State) -> None:
     _clear_ports(state.ports)
 
 
-def _route(edge: Record, levels: Table, state: State) -> None:
+def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
     """Seconds of a byte between two stages, by the slices that their replicas have in common.
 
     ::
@@ -433,7 +500,13 @@ def _route(edge: Record, levels: Table, state: State) -> None:
             edge.port_s[end, kind] /= max(b, c)
 
 
-def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, pieces: Table) -> None:
+def price_sums(
+    home: NDArray[np.int32],
+    sharded: bool,
+    problem: Problem,
+    stages: Table[StageRecord],
+    pieces: Sequence[Table[StagePiece]],
+) -> None:
     """Seconds of each stage's all-reduce behind its last backward, and of its update.
 
     With a flush gradients are summed in pieces while the last backward goes on, the last operators
@@ -472,18 +545,20 @@ def price_sums(home: Table, sharded: bool, problem: Problem, stages: Table, piec
         stage.sums = max(0.0, stage.summed - stage.passed)
 
 
-def _ring(stage: Record, levels: Table) -> tuple[float, float]:
+def _ring(stage: StageRecord, levels: Table[LevelRecord]) -> tuple[float, float]:
     """Seconds per byte and of latency of a stage's all-reduces."""
     level = levels[level_of(stage.low, stage.high, levels)]
     return ring_price(level.bandwidth, level.latency, stage.replicas, 1)
 
 
-def _piece(stage: Record) -> float:
+def _piece(stage: StageRecord) -> float:
     """Bytes of a stage's next piece."""
     return piece_bytes(stage.cut, stage.gradients - stage.cut)
 
 
-def _cut_piece(stage: Record, half: float, levels: Table, pieces: Table) -> None:
+def _cut_piece(
+    stage: StageRecord, half: float, levels: Table[LevelRecord], pieces: Table[StagePiece]
+) -> None:
     """Make the waiting gradients one more piece, summed once final and behind the piece before."""
     byte_s, latency_s = _ring(stage, levels)
     latency_s *= max(1.0, stage.buckets)
