@@ -13,6 +13,7 @@ from anabranch.checkpoint.manifest import Group, Option, Scalar
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.files.jsonfile import shown
+from anabranch.graph.slices import whole_name
 
 
 def optimizer_part(
@@ -29,13 +30,13 @@ def optimizer_part(
     for group in optimizer.param_groups:
         mine = {names[id(p)]: p for p in group["params"] if names[id(p)] in owned}
         options = {k: _option(k, v) for k, v in group.items() if k not in _NO_OPTIONS}
-        groups.append(Group(options=options, parameters=list(mine)))
+        groups.append(Group(options=options, parameters=list(dict.fromkeys(map(whole_name, mine)))))
         for name, parameter in mine.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{key}/{name}"] = value
                 elif value is None or isinstance(value, bool | int | float | str):
-                    scalars.setdefault(name, {})[key] = value
+                    scalars.setdefault(whole_name(name), {})[key] = value
                 else:
                     raise TrainingError(
                         f"the optimizer keeps a {type(value).__name__} as {key!r} of {name}; a "
@@ -90,16 +91,17 @@ def restore_optimizer(
     for group, described in zip(optimizer.param_groups, document["param_groups"], strict=True):
         for index, parameter in zip(described["params"], group["params"], strict=True):
             name = names[id(parameter)]
-            if name not in options:
-                raise FileFormatError(f"{where}: optimizer.groups lacks the parameter {name}")
+            whole = whole_name(name)
+            if whole not in options:
+                raise FileFormatError(f"{where}: optimizer.groups lacks the parameter {whole}")
             tensors = {
                 key: laid_out(part(name, checkpoint.tensor(f"optimizer/{key}/{name}")), parameter)
-                for key in keys[name]
+                for key in keys[whole]
             }
-            if entries := {**saved.scalars.get(name, {}), **tensors}:
+            if entries := {**saved.scalars.get(whole, {}), **tensors}:
                 state[index] = entries
         if group["params"]:
-            mine = options[names[id(group["params"][0])]]
+            mine = options[whole_name(names[id(group["params"][0])])]
             described.update(
                 {
                     key: _in_type(value, described[key], f"{where}: optimizer option {key}")

@@ -25,6 +25,7 @@ from anabranch.checkpoint.manifest import (
 from anabranch.checkpoint.series import newest
 from anabranch.errors import FileFormatError
 from anabranch.files.jsonfile import read_document
+from anabranch.graph.slices import read_by_name, whole_name
 
 
 class Checkpoint:
@@ -66,6 +67,9 @@ class Checkpoint:
                 )
         for name, size in self.manifest.files.items():
             self._check_file(name, size)
+        self._stored: dict[str, list[str]] = {}
+        for key in self.manifest.tensors:
+            self._stored.setdefault(whole_name(key), []).append(key)
 
     @property
     def where(self) -> Path:
@@ -146,9 +150,9 @@ class Checkpoint:
         return self.manifest.scheduler
 
     def keys(self, prefix: str) -> list[str]:
-        """The rest of every key that begins with ``prefix/``."""
+        """The rest of every key of a whole tensor that begins with ``prefix/``."""
         start = f"{prefix}/"
-        return [key.removeprefix(start) for key in self.manifest.tensors if key.startswith(start)]
+        return [key.removeprefix(start) for key in self._stored if key.startswith(start)]
 
     def require_model(self, names: Sequence[str]) -> None:
         """Check that the checkpoint is of a model with these tensors.
@@ -167,7 +171,7 @@ class Checkpoint:
 
     def require(self, keys: Sequence[str]) -> None:
         """Check that tensors exist; raises FileFormatError, which names those that do not."""
-        missing = [key for key in keys if key not in self.manifest.tensors]
+        missing = [key for key in keys if whole_name(key) not in self._stored]
         if missing:
             shown = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
             raise FileFormatError(
@@ -183,6 +187,19 @@ class Checkpoint:
             FileFormatError: naming file and key, if it is missing, damaged or of another shape.
         """
         self.require([key])
+        try:
+            tensor = read_by_name(key, self._stored[whole_name(key)], self._read)
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise FileFormatError(f"{self.where}: tensor {key}: {error}") from error
+        if like is not None and (tensor.shape != like.shape or tensor.dtype != like.dtype):
+            raise FileFormatError(
+                f"{self.where}: tensor {key} is {type_text(tensor.dtype, tensor.shape)}, but the "
+                f"model has {type_text(like.dtype, like.shape)} there"
+            )
+        return tensor
+
+    def _read(self, key: str) -> Tensor:
+        """Read a tensor as it is stored."""
         entry = self.manifest.tensors[key]
         path = self.folder / entry.file
         try:
@@ -190,15 +207,10 @@ class Checkpoint:
                 tensor: Tensor = file.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise FileFormatError(f"{path}: tensor {key} cannot be read: {error}") from error
-        shown = type_text(tensor.dtype, tensor.shape)
         if list(tensor.shape) != entry.shape or dtype_name(tensor.dtype) != entry.dtype:
             raise FileFormatError(
-                f"{path}: tensor {key} is {shown}, but the manifest says {entry.dtype}{entry.shape}"
-            )
-        if like is not None and (tensor.shape != like.shape or tensor.dtype != like.dtype):
-            raise FileFormatError(
-                f"{path}: tensor {key} is {shown}, but the model has "
-                f"{type_text(like.dtype, like.shape)} there"
+                f"{path}: tensor {key} is {type_text(tensor.dtype, tensor.shape)}, but the "
+                f"manifest says {entry.dtype}{entry.shape}"
             )
         return tensor
 

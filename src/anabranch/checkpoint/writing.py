@@ -301,7 +301,7 @@ def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if twin is None:
             merged.append(group)
         else:
-            twin["parameters"] += group["parameters"]
+            twin["parameters"] = list(dict.fromkeys(twin["parameters"] + group["parameters"]))
     return merged
 
 

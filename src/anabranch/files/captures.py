@@ -94,6 +94,7 @@ class _CaptureFile(Strict):
     granularity: Text
     loss_kind: LossKind | None = None
     normalised: list[Text] = Field(default_factory=list)
+    rewrites: list[Text] = Field(default_factory=list)
     parameters: list[ParameterEntry]
     operators: list[OperatorEntry]
     values: list[ValueEntry]

@@ -68,6 +68,10 @@ class GraphFile(Protocol):
         """Modules with batch normalisation."""
 
     @property
+    def rewrites(self) -> Sequence[str]:
+        """Rewrites of the program."""
+
+    @property
     def parameters(self) -> Sequence[ParameterEntry]:
         """In the model's order."""
 
@@ -87,6 +91,7 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
         "granularity": graph.granularity,
         **({} if graph.loss_kind is None else {"loss_kind": graph.loss_kind}),
         **({"normalised": list(graph.normalised)} if graph.normalised else {}),
+        **({"rewrites": list(graph.rewrites)} if graph.rewrites else {}),
         "parameters": [_parameter_to_dict(parameter) for parameter in graph.parameters],
         "operators": [_operator_to_dict(op) for op in graph.ops],
         "values": [
@@ -133,6 +138,7 @@ def to_graph(file: GraphFile) -> OpGraph:
         granularity=file.granularity,
         loss_kind=file.loss_kind,
         normalised=tuple(file.normalised),
+        rewrites=tuple(file.rewrites),
     )
 
 

@@ -78,6 +78,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "options": dict(plan.options),
         "granularity": plan.granularity,
+        **({"rewrites": list(plan.rewrites)} if plan.rewrites else {}),
         "device": plan.device,
         "cluster": plan.cluster,
         **machines,
@@ -166,6 +167,7 @@ class _PlanFile(Strict):
     model: Text
     options: dict[Text, Text] = Field(default_factory=dict)
     granularity: Granularity = "layer"
+    rewrites: list[Text] = Field(default_factory=list)
     device: Text = ""
     cluster: Text
     machines: ClusterFile | None = None

@@ -41,6 +41,10 @@ def load_profile(path: FilePath) -> Profile:
     return build(path, _to_profile, read_document(path, PROFILE, _ProfileFile))
 
 
+_IF_KNOWN = ("loss_kind", "normalised", "rewrites")
+"""Keys of a graph that stand in a profile where there is something to say."""
+
+
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
     """The document that ``save_profile`` writes."""
     graph = profile.graph
@@ -50,7 +54,9 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         "schema": PROFILE,
         "name": fields.pop("name"),
         "granularity": fields.pop("granularity"),
-        **{key: fields.pop(key) for key in ("loss_kind", "normalised") if key in fields},
+        **{
+            key: fields.pop(key) for key in ("loss_kind", "normalised", "rewrites") if key in fields
+        },
         "device": profile.device,
         "source": profile.source,
         "proportional": profile.proportional,
@@ -101,6 +107,7 @@ class _ProfileFile(Strict):
     granularity: Granularity
     loss_kind: LossKind | None = None
     normalised: list[Text] = Field(default_factory=list)
+    rewrites: list[Text] = Field(default_factory=list)
     device: Text
     source: Literal["measured", "estimated", "imported"]
     proportional: bool

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from anabranch.graph.flat_program import (
+    APART,
     BATCH_LEAF,
     PARAMETER,
     FlatProgram,
@@ -157,6 +158,8 @@ class CallTraits:
 
     def weight(self, node: fx.Node) -> int:
         """0: remainder; 1: worth an operator; 2: products, convolutions and embeddings."""
+        if APART in node.meta:
+            return 2
         name = base_name(node)
         library = schema_name(node).partition("::")[0]
         if name in _HEAVY or (library not in ("aten", "prims") and name != "getitem"):

@@ -13,8 +13,9 @@ operations have to be the same ones each time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import fx, nn
@@ -33,7 +34,9 @@ from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, first_difference, require_same_calls
 from anabranch.graph.propagation import gradient_calls
+from anabranch.graph.rewrites import Rewrite
 from anabranch.graph.sample_flow import sample_flow
+from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.workload import Batch
 
@@ -45,6 +48,7 @@ def capture(
     granularity: Granularity = "layer",
     training: bool = True,
     per_sample: Collection[str] = (),
+    rewrites: Sequence[Rewrite] = (),
 ) -> Captured:
     """Capture a module as a graph of operators.
 
@@ -59,6 +63,7 @@ def capture(
             ``block`` a whole entry of a repeated list.
         training: in training mode, or in evaluation mode.
         per_sample: names of operators that work on each sample by itself, see ``Workload``.
+        rewrites: of the program, with the same results.
 
     Raises:
         CaptureError: if the module cannot be captured; the message names the user's line, the cause
@@ -68,7 +73,7 @@ def capture(
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
     layout = BatchLayout.of(example)
     device = device_of(module)
-    exporter = Exporter(module, layout, training, device)
+    exporter = Exporter(module, layout, training, device, rewrites)
     for unknown in ("mean", "sum", "coupled"):
         assumption = Assumption(frozenset(per_sample), unknown)
         captured = _captured(module, exporter, granularity, assumption)
@@ -81,6 +86,10 @@ def capture(
             f"{type(module).__name__} calls no operator {', '.join(missing)}, which per_sample "
             f"names; it calls {', '.join(sorted(called))}"
         )
+    for rule in captured.programs.rewrites:
+        if not rule.sites:
+            reasons = "; ".join(captured.programs.refusals) or "no operator is of that kind"
+            raise CaptureError(f"{rule.name} changes nothing in {type(module).__name__}: {reasons}")
     return captured
 
 
@@ -114,6 +123,7 @@ class Captured:
         coupling: operations that are right for the whole batch only.
         assumption: on operators that are not PyTorch's own.
         assumed: names of the operators that it was needed for.
+        slices: of parameters that a rewrite has cut, by name, as far as they were asked for.
         variants: this one and the same operators for batches of other sizes, by sizes.
     """
 
@@ -131,11 +141,34 @@ class Captured:
     coupling: tuple[Coupling, ...]
     assumption: Assumption
     assumed: tuple[str, ...]
+    slices: dict[str, nn.Parameter] = field(default_factory=dict)
     variants: dict[Sizes, Captured] = field(init=False)
     _evaluation: Captured | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.variants = {self.layout.sizes: self}
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter of that name, which may be a slice of one of the module's."""
+        if (whole := whole_name(name)) == name:
+            return self.module.get_parameter(name)
+        if name not in self.slices:
+            held = self.module.get_parameter(whole)
+            view = view_named(name, held.detach())
+            self.slices[name] = nn.Parameter(view, requires_grad=held.requires_grad)
+        return self.slices[name]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's parameters in its order, slices in place of those that are cut."""
+        names = (parameter.name for parameter in self.graph.parameters)
+        wholes = dict(self.module.named_parameters())
+        return in_slices(wholes, names, lambda name, _: self.parameter(name))
+
+    @cached_property
+    def cut(self) -> frozenset[str]:
+        """The module's parameters of which operators read slices."""
+        names = {parameter.name for parameter in self.graph.parameters}
+        return frozenset(whole_name(name) for name in names if whole_name(name) != name)
 
     def weights(self, samples: int, batch_size: int) -> dict[str, float]:
         """Weights of the loss and metrics of a slice in those of a batch; metrics that only the
@@ -193,7 +226,8 @@ class Captured:
 
     def _again(self, layout: BatchLayout, training: bool) -> Captured:
         with only_frozen(self.module, self.programs.frozen):
-            exporter = Exporter(self.module, layout, training, self.programs.capture_device)
+            device, rewrites = self.programs.capture_device, self.programs.rewrites
+            exporter = Exporter(self.module, layout, training, device, rewrites)
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 
@@ -242,9 +276,11 @@ def _captured(
         ops=tuple(replace(op, whole_batch=op.name in coupled) for op in graph.ops),
         granularity=granularity,
         loss_kind=kind,
+        rewrites=tuple(map(str, exporter.rewrites)),
         normalised=tuple(dict.fromkeys(frame(node) for node in flow.normalised)),
     )
     return Captured(
+        slices={} if first is None else first.slices,
         graph=graph,
         module=module,
         granularity=granularity,
@@ -298,7 +334,8 @@ def _couplings(
 def _unused(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:
     """Trainable parameters that the loss does not depend on."""
     carriers = gradient_calls(program)
-    trained = {s.name for n, s in program.sources.items() if carriers & n.users.keys()}
+    read = program.sources.items()
+    trained = {whole_name(source.name) for node, source in read if carriers & node.users.keys()}
     parameters = module.named_parameters()
     return tuple(n for n, p in parameters if p.requires_grad and n not in trained)
 

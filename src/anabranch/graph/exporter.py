@@ -6,6 +6,7 @@ is exported again for each number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -29,6 +30,7 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.module_state import in_mode, on_meta, on_one_device
 from anabranch.graph.number_metrics import numbers_as_tensors
 from anabranch.graph.propagation import propagate
+from anabranch.graph.rewrites import Rewrite, rewrite
 from anabranch.graph.whole_batch import counted_means
 
 
@@ -40,10 +42,17 @@ class Exporter:
         device: where the module is exported.
         frozen: names of the parameters that are not trainable.
         outputs: names of the loss and the metrics, once there is a program.
+        rewrites: of every program; with their sites, once there is one.
+        refusals: reasons why sites were not rewritten.
     """
 
     def __init__(
-        self, module: nn.Module, layout: BatchLayout, training: bool, device: torch.device
+        self,
+        module: nn.Module,
+        layout: BatchLayout,
+        training: bool,
+        device: torch.device,
+        rewrites: Sequence[Rewrite] = (),
     ) -> None:
         # A module without values stays one here, whatever values it is given later.
         self.module = module = on_meta(module) if device.type == "meta" else module
@@ -53,6 +62,8 @@ class Exporter:
         self.samples = max(2, layout.samples)
         self.frozen = frozenset(n for n, p in module.named_parameters() if not p.requires_grad)
         self.outputs: tuple[str, ...] = ()
+        self.rewrites: Sequence[Rewrite] = rewrites
+        self.refusals: Sequence[str] = ()
         self._wrapped = ReturnsLoss(module, layout.rebuild)
         self._names = _first_names(module)
         self._tensors: dict[PlaceholderSource, torch.Tensor] = {
@@ -126,12 +137,15 @@ class Exporter:
                 "batch, which may find it changed or not: work on a copy of it (clone), or take "
                 "the operation that returns a new tensor"
             )
-        return counted_means(program)
+        program = counted_means(program)
+        self.rewrites, refusals = rewrite(program, self.rewrites)
+        self.refusals = self.refusals or refusals
+        return program
 
 
 def place_of(module: nn.Module, node: fx.Node) -> str:
     """The module that an operation is called in, with its class, and the line."""
-    path = frame(node)
+    path = frame(node).partition("[")[0]
     owner = type(module.get_submodule(path)).__name__
     return f"in {path} ({owner}), {user_line(node)}" if path else f"in {owner}, {user_line(node)}"
 

@@ -29,6 +29,9 @@ from torch.utils._pytree import tree_leaves
 from anabranch.errors import CaptureError
 
 PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
+APART = "apart"
+"""Key of a node's ``meta`` that keeps it from being absorbed into a neighbouring operator."""
+
 
 _NORMS = {
     "aten::batch_norm",
@@ -75,7 +78,7 @@ class FlatProgram:
 
     samples: int
     graph: fx.Graph
-    sources: Mapping[fx.Node, PlaceholderSource]
+    sources: dict[fx.Node, PlaceholderSource]
     constants: Mapping[str, torch.Tensor]
     regions: Mapping[str, nn.Module] = field(default_factory=dict)
     known: Any = None
@@ -96,6 +99,7 @@ class FlatProgram:
             leaf = node in self.sources and self.sources[node].kind == BATCH_LEAF
             if node.op != "output" and not (node.users or leaf or written(node)):
                 self.graph.erase_node(node)
+                self.sources.pop(node, None)
 
     def writes_to(self, kind: str) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
         """Calls that change what a placeholder of a kind is in place, also by a view of it."""

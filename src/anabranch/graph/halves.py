@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, PARAMETER, PlaceholderSource
 from anabranch.graph.programs import Programs
+from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.whole_batch import run_calls
 
 TOLERANCE = 1e-2
@@ -59,7 +60,7 @@ def _outputs(programs: Programs, tensors: Mapping[str, Tensor]) -> list[float]:
         if source.kind == BATCH_LEAF:
             return tensors[source.name]
         if source.kind == PARAMETER:
-            return module.get_parameter(source.name)
+            return view_named(source.name, module.get_parameter(whole_name(source.name)))
         is_buffer = source.kind == BUFFER
         value = module.get_buffer(source.name) if is_buffer else program.constants[source.name]
         return value.clone()  # a program may count its calls in a buffer

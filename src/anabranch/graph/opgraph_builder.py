@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from anabranch.graph.call_traits import batch_dim, tensor
 from anabranch.graph.embeddings import tables
@@ -13,6 +13,7 @@ from anabranch.graph.flat_program import BATCH_LEAF, PARAMETER, FlatProgram
 from anabranch.graph.group import FREE, Grouping
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.graph.propagation import gradient_calls, requires_grad
+from anabranch.graph.slices import in_slices, view_named
 
 
 def build(
@@ -46,12 +47,14 @@ def build(
                 sizes = (program.samples, other.samples)
                 value, dim = _value(node, twins[node], sizes, owners[node], consumers, grad)
                 values.append((value, position[node], dim))
-    parameters = dict(module.named_parameters())
+    used = set[str]().union(*read)
+    wholes: dict[str, Tensor] = dict(module.named_parameters())
+    parameters = in_slices(wholes, used, view_named)
     ops = []
     for i, (name, kind) in enumerate(zip(grouping.names, grouping.kinds, strict=True)):
         ordered = tuple(n for n in parameters if n in read[i])
         ops.append(Op(name, ordered, kind))
-    used, looked_up = set[str]().union(*read), tables(program, other)
+    looked_up = tables(program, other)
     held = tuple(
         Parameter(n, p.numel() * p.element_size(), p.requires_grad, looked_up.get(n))
         for n, p in parameters.items()

@@ -18,6 +18,7 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of, only_frozen
+from anabranch.graph.rewrites import Rewrite
 from anabranch.graph.whole_batch import WholeBatch
 
 Signature = list[tuple[str, str]]
@@ -57,6 +58,16 @@ class Programs:
     def frozen(self) -> frozenset[str]:
         """Parameters that were not trainable when the module was captured."""
         return self._exporter.frozen
+
+    @property
+    def rewrites(self) -> Sequence[Rewrite]:
+        """Rewrites of the programs, with their sites."""
+        return self._exporter.rewrites
+
+    @property
+    def refusals(self) -> Sequence[str]:
+        """Sites that could not be rewritten, each with the reason."""
+        return self._exporter.refusals
 
     @property
     def device(self) -> torch.device:

@@ -143,7 +143,7 @@ class Split:
         """The model's parameters that a stage reads, in the model's order."""
         ops = self.captured.graph.ops
         read = {n for i, op in enumerate(ops) if self.stage_of[i] == stage for n in op.parameters}
-        return {n: p for n, p in self.captured.module.named_parameters() if n in read}
+        return {n: p for n, p in self.captured.parameters().items() if n in read}
 
     def buffers(self, stage: int) -> dict[str, torch.Tensor]:
         """The model's buffers that a stage reads or updates, in the model's order."""
@@ -377,10 +377,13 @@ class _Cutter:
             # A model may call a part of itself ``graph`` or ``code``, as a GraphModule does.
             taken = source.name.partition(".")[0] in _GRAPH_MODULE_NAMES
             target = f"_taken.{source.name}" if taken else source.name
-            holder = self.captured.module.get_submodule(owner)
-            self.attributes[target] = getattr(holder, name)
-            if name in holder._non_persistent_buffers_set:
-                self.transient.add(target)
+            if source.kind == BUFFER:
+                holder = self.captured.module.get_submodule(owner)
+                self.attributes[target] = getattr(holder, name)
+                if name in holder._non_persistent_buffers_set:
+                    self.transient.add(target)
+            else:
+                self.attributes[target] = self.captured.parameter(source.name)
         new = self.graph.get_attr(target)
         new.meta = dict(node.meta)
         return new

@@ -125,6 +125,7 @@ def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
             graph.parameters,
             graph.name,
             graph.granularity,
+            rewrites=graph.rewrites,
         ),
         costs=tuple(_cost(profile.costs, mask) for mask in masks),
     )

@@ -134,6 +134,7 @@ class Plan:
         sparse_embeddings: embedding tables have sparse gradients, see ``ComputeOptions``.
         model_size: size of the planned model; None for a plan made by hand.
         interrupted: the search was ended by Ctrl-C.
+        rewrites: rewrites of the captured program, with their sites; see ``graph.rewrites``.
     """
 
     stage_graph: StageGraph
@@ -157,6 +158,7 @@ class Plan:
     sparse_embeddings: bool = False
     model_size: ModelSize | None = None
     interrupted: bool = False
+    rewrites: tuple[str, ...] = ()
 
     @property
     def figures(self) -> Prediction:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
+from anabranch.graph.slices import whole_name
 from anabranch.graph.split import Split
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions, require_exact
@@ -85,10 +87,30 @@ def assign(
         for parameter in module.parameters():
             if any(parameter.stride()):
                 parameter.data = parameter.data.contiguous()
+    trainable = {name: p for name, p in captured.parameters().items() if p.requires_grad}
+    _require_slices_updated(job, trainable)
     if shard_optimizer:
-        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         held = map(holders.held_by, range(len(graph.devices)))
         groups = {frozenset(names & trainable.keys()) for names in held}
         cut = all(updates_by_element(job, names) for names in groups if names)
-        holders = holders.sharded(trainable, cut=cut)
+        # Ranks give slices memory of their own (``ModelState``).
+        layout = torch.contiguous_format
+        like: dict[str, torch.Tensor] = {
+            name: p
+            if whole_name(name) == name
+            else torch.empty_like(p, device="meta", memory_format=layout)
+            for name, p in trainable.items()
+        }
+        holders = holders.sharded(like, cut=cut)
     return Assignment(job, plan, captured, parts, holders, compute, home, place)
+
+
+def _require_slices_updated(workload: Workload, names: Collection[str]) -> None:
+    """Raise TrainingError where slices of parameters meet an optimizer that needs whole ones."""
+    cut = {whole_name(name) for name in names if whole_name(name) != name}
+    if cut and not updates_by_element(workload, cut):
+        raise TrainingError(
+            f"the plan cuts {min(cut)}, but the optimizer of the Workload is not known to treat "
+            "each element of a parameter alone, as SGD, Adam, AdamW and Adagrad do; take one that "
+            "does, or plan with --rewrite none"
+        )

@@ -7,8 +7,9 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,12 @@ from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.pretrained import pretrained_in
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import TrainingError
+from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.slices import view_named, whole_name
 from anabranch.plans.plan import TAKE_ROWS
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
-from anabranch.runtime.data_parallel.shards import hold, joined_state
+from anabranch.runtime.data_parallel.shards import hold, joined_state, replace_parameters
 from anabranch.runtime.data_parallel.sparse_gradients import takes_sparse
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
@@ -47,6 +50,7 @@ class ModelState:
     def __init__(
         self,
         workload: Workload,
+        captured: Captured,
         holders: Holders,
         mesh: Mesh,
         place: torch.device,
@@ -55,16 +59,18 @@ class ModelState:
         goes_on: bool = False,
     ) -> None:
         module = workload.module
-        self._module, self._holders, self._mesh = module, holders, mesh
+        self._captured, self._module = captured, module
+        self._holders, self._mesh = holders, mesh
         nothing = {*meta_names(module)}
         if not goes_on:
             _refuse_forgotten(module)
             same_start({n: t for n, t in self._everything().items() if n not in nothing}, mesh)
         mine = {name for name in nothing if self._is_held(name)}
         self._without = materialise(module, mine, seed=seed, place=place)
+        self._slice()
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
-            for name, parameter in module.named_parameters()
+            for name, parameter in captured.parameters().items()
             if mesh.rank in holders.parameters.get(name, ())
         }
         self.buffers: dict[str, Tensor] = {
@@ -86,12 +92,7 @@ class ModelState:
             # They may be needed once more, for the self-check.
             others = [t for name, t in self._everything().items() if not self._is_held(name)]
             move((t for t in others if t.device == place), torch.device("cpu"))
-        trainable = [
-            (name, p)
-            for name, p in self.parameters.items()
-            if p.requires_grad and mesh.rank in holders.updaters(name)
-        ]
-        self.optimizer = workload.make_optimizer(trainable) if trainable else None
+        self.optimizer = self._optimizer(workload)
         self._rows = holders.cut_for(mesh.rank)
         self.shards = hold(self.optimizer, self._rows, self.parameters) if self.optimizer else {}
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
@@ -108,16 +109,55 @@ class ModelState:
                 "(sparse_embeddings=False), also by this plan"
             )
 
+    def _slice(self) -> None:
+        """Make the slices that this rank holds, in memory of their own: fused optimizers take
+        parameters, gradients and state to lie alike.
+        """
+        for name in self._holders.held_by(self._mesh.rank):
+            if (whole := whole_name(name)) == name:
+                continue
+            held = self._module.get_parameter(whole)
+            part = view_named(name, held.detach())
+            part = part.clone(memory_format=torch.contiguous_format)
+            self._captured.slices[name] = nn.Parameter(part, requires_grad=held.requires_grad)
+
+    def _optimizer(self, workload: Workload) -> torch.optim.Optimizer | None:
+        """The recipe's optimizer of this rank's parameters; it is asked for wholes of slices."""
+        wholes: dict[str, nn.Parameter] = {}
+        slices: dict[nn.Parameter, list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]] = {}
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad or self._mesh.rank not in self._holders.updaters(name):
+                continue
+            whole = whole_name(name)
+            wholes[whole] = self._module.get_parameter(whole)
+            if whole != name:
+                cut = partial(_cut_state, name)
+                slices.setdefault(wholes[whole], []).append((parameter, cut))
+        if not wholes:
+            return None
+        optimizer = workload.make_optimizer(list(wholes.items()))
+        replace_parameters(optimizer, slices)
+        return optimizer
+
     def _everything(self) -> dict[str, Tensor]:
         return dict((*self._module.named_parameters(), *self._module.named_buffers()))
 
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers, slices in place of parameters that are cut."""
+        return {**self._captured.parameters(), **dict(self._module.named_buffers())}
+
     def _is_unheld(self, name: str) -> bool:
-        return name not in self._holders.parameters and name not in self._holders.buffers
+        held = name in self._holders.parameters or name in self._holders.buffers
+        return not held and name not in self._captured.cut
 
     def _is_held(self, name: str) -> bool:
         """True if this rank has values of a tensor; rank 0 has those that no stage reads."""
-        ranks = self._holders.parameters.get(name) or self._holders.buffers.get(name) or (0,)
-        return self._mesh.rank in ranks
+        held = {whole_name(n) for n in self._holders.held_by(self._mesh.rank)}
+        return (
+            name in held
+            or self._mesh.rank in self._holders.buffers.get(name, ())
+            or (self._mesh.rank == 0 and self._is_unheld(name))
+        )
 
     def require_values(self) -> None:
         """Raise a TrainingError where something of this rank has never got values."""
@@ -129,8 +169,8 @@ class ModelState:
 
     def forget_others(self) -> None:
         """Give the memory of other stages' parameters back; whoever reads them sees NaN."""
-        if self._mesh.size == 1:
-            return
+        for name in self._captured.slices.keys() - self.parameters.keys():
+            del self._captured.slices[name]  # it would keep the memory of the whole
         for name, parameter in self._module.named_parameters():
             if name not in self.parameters and not self._is_unheld(name) and not parameter.is_meta:
                 nothing = torch.tensor(float("nan") if parameter.is_floating_point() else 0)
@@ -209,9 +249,7 @@ class ModelState:
 
     def _own_part(self, further: Mapping[str, Tensor]) -> RankPart:
         tensors = {
-            f"model/{name}": tensor
-            for name, tensor in self._everything().items()
-            if self._saves(name)
+            f"model/{name}": tensor for name, tensor in self._tensors().items() if self._saves(name)
         }
         tensors |= {key: t for key, t in further.items() if self._saves(key.partition("/")[2])}
         part = RankPart(tensors)
@@ -273,8 +311,10 @@ class ModelState:
         found = weights.match(names, transient)
         with torch.no_grad():
             for name, tensor in self._wanted(everything).items():
-                if name in found:
-                    tensor.copy_(weights.tensor(found[name], tensor))
+                whole = whole_name(name)
+                if whole in found:
+                    like = tensor if whole == name else self._module.get_parameter(whole)
+                    tensor.copy_(view_named(name, weights.tensor(found[whole], like)))
         self._without = [name for name in self._without if name not in found]
 
     def _wanted(self, everything: bool) -> dict[str, Tensor]:
@@ -282,9 +322,14 @@ class ModelState:
         mine = {*self.parameters, *self.buffers}
         return {
             name: tensor
-            for name, tensor in self._everything().items()
+            for name, tensor in {**self._everything(), **self._tensors()}.items()
             if (everything or name in mine or self._is_unheld(name)) and not tensor.is_meta
         }
+
+
+def _cut_state(name: str, state: Tensor) -> Tensor:
+    """A copy of a slice of an optimizer's state; a number, such as of steps, is whole."""
+    return view_named(name, state).clone() if state.dim() else state
 
 
 def listed_names(module: nn.Module) -> tuple[dict[str, str], list[str]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from anabranch.checkpoint import Progress, RankPart
 from anabranch.checkpoint.manifest import OptimizerState
 from anabranch.checkpoint.writing import joined
+from anabranch.graph.slices import read_by_name, whole_name
 from anabranch.runtime import texts
 from anabranch.runtime.mesh import Mesh
 
@@ -45,14 +46,17 @@ class MovedState:
     def keys(self, prefix: str) -> list[str]:
         """See ``SavedState``; of the tensors that this rank has."""
         start = f"{prefix}/"
-        return [key.removeprefix(start) for key in self.tensors if key.startswith(start)]
+        wholes = dict.fromkeys(map(whole_name, self.tensors))
+        return [key.removeprefix(start) for key in wholes if key.startswith(start)]
 
     def require_model(self, names: Sequence[str]) -> None:
         """See ``SavedState``; it is the same module."""
 
     def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
         """See ``SavedState``."""
-        return self.tensors[key]
+        whole = whole_name(key)
+        keys = [known for known in self.tensors if whole_name(known) == whole]
+        return read_by_name(key, keys, self.tensors.__getitem__)
 
 
 def move(

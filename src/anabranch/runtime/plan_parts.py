@@ -6,6 +6,7 @@ from collections import Counter
 
 from anabranch.errors import DataError, InvalidPlanError
 from anabranch.graph.capture import Captured, capture
+from anabranch.graph.rewrites import Rewrite
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -21,6 +22,7 @@ def captured_for(workload: Workload, plan: Plan) -> Captured:
         workload.example,
         granularity=plan.granularity,  # type: ignore[arg-type]
         per_sample=workload.per_sample,
+        rewrites=[Rewrite.parse(text) for text in plan.rewrites],
     )
 
 
@@ -67,6 +69,11 @@ def parts_of(captured: Captured, plan: Plan, *, exact: bool) -> Split:
         raise ValueError(
             "gradients that are bitwise those of one process need one replica per stage, and one "
             "micro-batch size for all stages"
+        )
+    if exact and plan.rewrites:
+        raise ValueError(
+            f"{', '.join(plan.rewrites)} adds in another order than the module does, so gradients "
+            "are not bitwise those of one process; plan with --rewrite none"
         )
     try:
         parts = split(captured, [stage.operators for stage in graph.stages], exact=exact)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import TrainingError
+from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
@@ -126,6 +127,7 @@ class Session:
                 predecessor.close()
             self.state = ModelState(
                 assignment.workload,
+                self.captured,
                 self.holders,
                 self.mesh,
                 self.place,
@@ -163,7 +165,8 @@ class Session:
 
     def require_memory(self, plan: Plan) -> None:
         """Refuse a plan whose predicted peaks exceed the memory that there is."""
-        own, others = self.holders.resident_bytes(self.captured.module, self.mesh.rank, self.place)
+        parameters = self.captured.parameters()
+        own, others = self.holders.resident_bytes(parameters, self.mesh.rank, self.place)
         # A forked rank shares the memory of the CPU with its parent, which gives nothing back.
         shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
         require_memory(plan, self.mesh, own, 0 if shares else others, self.place)
@@ -191,6 +194,8 @@ class Session:
                 "and now requires_grad is True; leave it True from the start, and set it to False "
                 "for the steps in which it is to stay as it is"
             )
+        for name, part in self.captured.slices.items():
+            part.requires_grad_(self.captured.module.get_parameter(whole_name(name)).requires_grad)
         read = self.workers.leaves
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
         self._begin_batch(batch)

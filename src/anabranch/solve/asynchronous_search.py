@@ -107,6 +107,7 @@ class AsynchronousSearch:
                 predicted=prediction(steady, best.graph, self._cost),
                 device=profile.device,
                 granularity=profile.graph.granularity,
+                rewrites=profile.graph.rewrites,
                 notes=(*remarks, *self._remarks(graph, rule), *stops),
                 machines=self._cost.cluster,
                 mode="async",

@@ -286,6 +286,7 @@ class Found:
             ),
             device=cost.profile.device,
             granularity=cost.profile.graph.granularity,
+            rewrites=cost.profile.graph.rewrites,
             notes=self.notes,
             machines=cost.cluster,
             shard_optimizer=cost.shard_optimizer,

@@ -15,7 +15,7 @@ each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -26,6 +26,7 @@ from anabranch import launch
 from anabranch.errors import CaptureError, TrainingError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.loss_kinds import told_normalised
+from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.plans.whole_batch import whole_batch_stages, with_whole_batches
@@ -122,7 +123,7 @@ def verify(
     size = num_samples(batch)
     graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
     plan = _several(captured, replace(plan, stage_graph=graph))
-    exact = exact and steps.can_be_exact(plan.stage_graph)
+    exact = exact and steps.can_be_exact(plan.stage_graph) and not plan.rewrites
     steps.prepare(captured, plan.stage_graph)
     parts = steps.parts_of(captured, plan, exact=False)
     programs = [parts.program(s, captured.programs.samples) for s in range(len(plan.stage_graph))]
@@ -178,6 +179,8 @@ def verify(
     num_devices = len(plan.stage_graph.devices)
     results = launch.run(one_rank, num_devices, plan, timeout=timeout)
     gradients = {name: g for _, part in results for name, g in part.items()}
+    expected = _in_slices(expected, gradients)
+    whole = whole and _in_slices(whole, gradients)
     result = _compare(results[0][0], gradients, expected, exact, num_devices)
     return replace(
         result,
@@ -187,6 +190,10 @@ def verify(
         whole_batch_error=_error(gradients, whole)[0] if whole is not None else None,
         notes=(*notes, *_traits(captured)),
     )
+
+
+def _in_slices(found: Reference, names: Iterable[str]) -> Reference:
+    return replace(found, gradients=in_slices(found.gradients, names, view_named))
 
 
 def _against(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from anabranch.checkpoint.optimizer import laid_out
 from anabranch.cost.memory import deal
+from anabranch.graph.slices import whole_name
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.data_parallel.buckets import Ranks, dense, entries
@@ -45,7 +46,7 @@ class Holders:
     stages: Mapping[str, tuple[int, ...]]
     shards: Mapping[str, Shards] = field(default_factory=dict)
 
-    def sharded(self, trainable: Mapping[str, nn.Parameter], *, cut: bool) -> Holders:
+    def sharded(self, trainable: Mapping[str, Tensor], *, cut: bool) -> Holders:
         """With the optimizer state of each parameter on one of its holders (ZeRO, Rajbhandari et
         al. 2020, stage 1), or rows of it on each of several. Those that the same ranks hold are
         shared out as ``deal`` says.
@@ -86,10 +87,12 @@ class Holders:
         """Replica groups of several ranks."""
         return {r for r in (*self.parameters.values(), *self.buffers.values()) if len(r) > 1}
 
-    def resident_bytes(self, module: nn.Module, rank: int, place: torch.device) -> tuple[int, int]:
+    def resident_bytes(
+        self, parameters: Mapping[str, Tensor], rank: int, place: torch.device
+    ) -> tuple[int, int]:
         """Bytes of a rank's own parameters that are on its device, and of those of other stages."""
         own = others = 0
-        for name, parameter in module.named_parameters():
+        for name, parameter in parameters.items():
             if parameter.device == place and name in self.parameters:
                 nbytes = parameter.numel() * parameter.element_size()
                 is_own = rank in self.parameters[name]
@@ -99,11 +102,15 @@ class Holders:
     def readers(self, key: str, num_ranks: int) -> Ranks:
         """Ranks that need a tensor of a checkpoint, such as ``model/text.0.weight``."""
         kind, _, name = key.partition("/")
-        if kind == "model":
-            everyone = tuple(range(num_ranks))  # what no stage reads
-            return self.parameters.get(name) or self.buffers.get(name) or everyone
-        name = name.partition("/")[2]
-        return self.updaters(name)
+        if kind != "model":
+            name = name.partition("/")[2]
+        # Another plan may have cut the whole of it otherwise.
+        held = [n for n in self.parameters if whole_name(n) == whole_name(name)]
+        if kind != "model":
+            return tuple(sorted({rank for n in held for rank in self.updaters(n)}))
+        everyone = tuple(range(num_ranks))  # for tensors that no stage reads
+        ranks = {rank for n in held for rank in self.parameters[n]}
+        return tuple(sorted(ranks)) or self.buffers.get(name) or everyone
 
     def owner(self, name: str) -> int:
         """Return the rank that counts or saves a parameter or buffer."""

@@ -13,7 +13,7 @@ In checkpoints there is the state of whole parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,17 +94,35 @@ def hold(
             "with --no-shard-optimizer (shard_optimizer=False)"
         )
     views = {name: nn.Parameter(shard.of(whole[name].detach())) for name, shard in shards.items()}
-    held = {whole[name]: view for name, view in views.items()}
+    parts = {whole[name]: [(view, shards[name].of_state)] for name, view in views.items()}
+    replace_parameters(optimizer, parts)
+    return views
+
+
+def replace_parameters(
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[nn.Parameter, Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]],
+) -> None:
+    """Have an optimizer update parts of parameters in their place.
+
+    Args:
+        parts: parameter -> its parts, each with how the state of it is made from that of the whole.
+    """
     for group in optimizer.param_groups:
-        group["params"] = [held.get(p, p) for p in group["params"]]
-    for name, view in views.items():
-        state = optimizer.state.pop(whole[name], None)
-        if state is not None:  # as Adagrad's, from the start
-            optimizer.state[view] = {
-                key: shards[name].of_state(value) if isinstance(value, Tensor) else value
+        kept = [[part for part, _ in parts.get(p, ())] or [p] for p in group["params"]]
+        if "param_names" in group:
+            named = zip(group["param_names"], kept, strict=True)
+            group["param_names"] = [name for name, of_name in named for _ in of_name]
+        group["params"] = [part for of_whole in kept for part in of_whole]
+    for whole, several in parts.items():
+        state = optimizer.state.pop(whole, None)
+        if state is None:
+            continue
+        for part, cut in several:  # as Adagrad's, from the start
+            optimizer.state[part] = {
+                key: cut(value) if isinstance(value, Tensor) else value
                 for key, value in state.items()
             }
-    return views
 
 
 def joined_state(

@@ -21,6 +21,7 @@ from torch import Tensor
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.module_state import on_one_device
+from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
@@ -85,7 +86,7 @@ def compare_with_eager(
         return "not compared: the model draws random numbers besides dropout"
     first = {name: leaf[:size] for name, leaf in leaves.items()}
     parameters = {
-        n: p for n, p in module.named_parameters() if mesh.rank in holders.parameters.get(n, ())
+        n: p for n, p in captured.parameters().items() if mesh.rank in holders.parameters.get(n, ())
     }
     for parameter in parameters.values():
         parameter.grad = None
@@ -97,7 +98,7 @@ def compare_with_eager(
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
     Reducer(parameters, holders, mesh).sum_now(everywhere=True)
     names = sorted(
-        n for n, p in module.named_parameters() if p.requires_grad and n in holders.parameters
+        n for n, p in captured.parameters().items() if p.requires_grad and n in holders.parameters
     )
     digests = torch.zeros((len(names) + 1, 2), dtype=torch.float64)
     for i, name in enumerate(names):
@@ -117,8 +118,9 @@ def compare_with_eager(
                 if is_first:
                     for note in require_repeatable(module, some, result.loss):
                         warnings.warn(note, stacklevel=6)
+            gradients = in_slices(result.gradients, names, view_named)
             for i, name in enumerate(names):
-                expected[i] = _digest(result.gradients.get(name))
+                expected[i] = _digest(gradients.get(name))
             expected[-1, 0] = result.loss
         mesh.broadcast(expected, 0)
         return expected
@@ -127,7 +129,7 @@ def compare_with_eager(
     if not torch.isfinite(whole).all():
         # The model's own trouble, which the step will name.
         return "not compared: the loss or a gradient is not finite"
-    types = {n: p.dtype for n, p in module.named_parameters()}
+    types = {n: p.dtype for n, p in captured.parameters().items()}
     on_gpu = any(p.is_cuda for p in module.parameters()) or home.type == "cuda"
     tolerances = {} if on_gpu else _TOLERANCE
     worst = _difference(names, types, digests, whole, tolerances)

@@ -94,7 +94,7 @@ class Trace:
     def __init__(self, captured: Captured, mesh: Mesh) -> None:
         self._captured, self._mesh = captured, mesh
         # Backward comes to the last parameters first.
-        self._names = [name for name, _ in captured.module.named_parameters()][::-1]
+        self._names = list(captured.parameters())[::-1]
 
     def error(
         self,

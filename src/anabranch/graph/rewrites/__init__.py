@@ -1,0 +1,86 @@
+"""Rewrites of captured programs into programs with more branches and the same results.
+
+A rewrite is a function from a program to a program, before it is measured, so that profile,
+planners, simulator and runtime know nothing of it. Parameters that it cuts stay the model's:
+``slices`` says how a slice knows its whole.
+
+A site is the parameter whose product or look-up is rewritten. Every program of a model is rewritten
+at the same sites: for any number of samples, in training and in evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from anabranch.graph.flat_program import FlatProgram
+from anabranch.graph.rewrites.join_split import join_split
+from anabranch.graph.rewrites.sites import Sites
+from anabranch.graph.rewrites.table_split import table_columns, table_rows
+from anabranch.graph.rewrites.tensor_split import tensor_split
+
+PARTS = 2
+"""Parts that a rewrite makes where it is not told how many."""
+
+REWRITES: Mapping[str, Callable[[FlatProgram, Sites, int], None]] = {
+    "join-split": join_split,
+    "tensor-split": tensor_split,
+    "table-split": table_columns,
+    "table-row-split": table_rows,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A rewrite, and where it is applied.
+
+    Attributes:
+        name: a key of ``REWRITES``.
+        parts: into which a site is cut; of a join as many as are joined, whatever this says.
+        sites: names of parameters; None for all that allow it.
+    """
+
+    name: str
+    parts: int = PARTS
+    sites: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in REWRITES:
+            raise ValueError(f"rewrite {self.name!r} is none of {', '.join(REWRITES)}")
+        if self.parts < 2:
+            raise ValueError(f"rewrite {self.name} makes at least 2 parts, not {self.parts}")
+
+    @staticmethod
+    def parse(text: str) -> Rewrite:
+        """The rewrite that ``str`` wrote: ``join-split``, ``tensor-split=4@mlp.0.weight``.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        rule, at, sites = text.partition("@")
+        name, equals, parts = rule.partition("=")
+        if equals and not (parts.isascii() and parts.isdecimal() and len(parts) < 6):
+            raise ValueError(f"rewrite {text!r}: parts are a number, as in {name}=4")
+        count = int(parts) if equals else PARTS
+        return Rewrite(name, count, tuple(sites.split("+")) if at else None)
+
+    def __str__(self) -> str:
+        parts = f"={self.parts}" if self.parts != PARTS else ""
+        sites = "" if self.sites is None else f"@{'+'.join(self.sites)}"
+        return f"{self.name}{parts}{sites}"
+
+
+def rewrite(program: FlatProgram, rewrites: Sequence[Rewrite]) -> tuple[list[Rewrite], list[str]]:
+    """Rewrite a program in place.
+
+    Returns:
+        The rewrites with the sites that they were applied to, and why others were left out.
+    """
+    applied, refusals = [], []
+    for rule in rewrites:
+        sites = Sites(rule.sites)
+        REWRITES[rule.name](program, sites, rule.parts)
+        program.drop_dead()
+        applied.append(replace(rule, sites=tuple(sites.rewritten)))
+        refusals += [f"{rule.name} of {site}: {reason}" for site, reason in sites.refused.items()]
+    return applied, refusals

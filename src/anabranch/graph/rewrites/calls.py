@@ -1,0 +1,61 @@
+"""Calls that rewrites insert into a program, and slices of the parameters that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.graph.flat_program import APART, FlatProgram, PlaceholderSource
+from anabranch.graph.slices import Slice
+
+
+def insert(like: fx.Node, path: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call before another one; calls of one path can be an operator of that name."""
+    with like.graph.inserting_before(like):
+        node = like.graph.call_function(target, args, kwargs)
+    node.meta |= {"nn_module_stack": {path: (f"module.{path}", "")}, APART: True}
+    if "stack_trace" in like.meta:
+        node.meta["stack_trace"] = like.meta["stack_trace"]
+    args, kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    with torch.enable_grad():
+        node.meta["val"] = value = target(*args, **kwargs)
+    if isinstance(value, Tensor):
+        node.meta["storage"] = value.untyped_storage()._cdata
+    return node
+
+
+def slice_of(program: FlatProgram, parameter: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+    """A placeholder for a slice of a parameter; the same one if asked for again."""
+    source = program.sources[parameter]
+    like: Tensor = parameter.meta["val"]
+    if (start, stop) == (0, like.shape[dim]):
+        return parameter
+    wanted = PlaceholderSource(source.kind, Slice(source.name, dim, start, stop).name)
+    for known, other in program.sources.items():
+        if other == wanted:
+            return known
+    with program.graph.inserting_before(parameter):
+        node = program.graph.placeholder(f"{parameter.name}_{start}_{stop}")
+    shape = list(like.shape)
+    shape[dim] = stop - start
+    value = like.new_empty(shape).requires_grad_(like.requires_grad)
+    node.meta |= {"val": value, "storage": value.untyped_storage()._cdata}
+    program.sources[node] = wanted
+    return node
+
+
+def sum_tree(like: fx.Node, path: str, terms: Sequence[fx.Node]) -> fx.Node:
+    """Insert the sum of terms before a call, neighbours first, each sum an operator of its own."""
+    level, count = list(terms), 0
+    while len(level) > 1:
+        pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
+        level = []
+        for pair in pairs:
+            if len(pair) == 2:
+                pair = [insert(like, f"{path}[sum {count}]", torch.ops.aten.add.Tensor, *pair)]
+                count += 1
+            level += pair
+    return level[0]

@@ -1,0 +1,157 @@
+"""Products with a weight, and their splitting into sums of products over ranges of features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from anabranch.graph.call_traits import arguments, base_name
+from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame
+from anabranch.graph.rewrites.calls import insert, slice_of, sum_tree
+from anabranch.graph.rewrites.sites import NotSliceableError, Sites
+from anabranch.graph.rewrites.sliced_values import SlicedValues
+from anabranch.graph.slices import slice_named
+
+aten = torch.ops.aten
+
+_ARGUMENTS = {
+    "linear": ("input", "weight", 1),
+    "matmul": ("self", "other", 0),
+    "mm": ("self", "mat2", 0),
+    "addmm": ("mat1", "mat2", 0),
+    "conv1d": ("input", "weight", 1),
+    "conv2d": ("input", "weight", 1),
+    "conv3d": ("input", "weight", 1),
+}
+"""Product -> names of its features and its weight, and the dimension of the weight that is summed
+over.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product that sums over features.
+
+    Attributes:
+        site: name of the weight.
+        dim: dimension of ``features`` that is summed over, ``weight_dim`` that of the weight.
+    """
+
+    site: str
+    node: fx.Node
+    features: fx.Node
+    weight: fx.Node
+    dim: int
+    weight_dim: int
+
+    @property
+    def width(self) -> int:
+        """Features that are summed over."""
+        return int(self.weight.meta["val"].shape[self.weight_dim])
+
+
+def products(program: FlatProgram, sites: Sites) -> list[Product]:
+    """Wanted products with a parameter, last first."""
+    result = []
+    for node in reversed(program.calls):
+        names = _ARGUMENTS.get(base_name(node))
+        if names is None:
+            continue
+        given = arguments(node)
+        features, weight, weight_dim = given[names[0]], given[names[1]], names[2]
+        source = program.sources.get(weight)
+        if source is None or source.kind != PARAMETER or weight.meta["val"].dim() < 2:
+            continue
+        if sites.wants(source.name):
+            dim = 1 if base_name(node).startswith("conv") else features.meta["val"].dim() - 1
+            result.append(Product(source.name, node, features, weight, dim, weight_dim))
+    return result
+
+
+def split_product(
+    program: FlatProgram,
+    product: Product,
+    widths: Sequence[int],
+    sites: Sites,
+    *,
+    needs_products: bool = False,
+) -> None:
+    """Replace a product by the sum of products over ranges of so many features each.
+
+    Nothing is changed, and the reason is noted, where the features have no such slices, or a
+    parameter would be read whole as well.
+
+    Args:
+        needs_products: only where parameters behind the features are sliced as well.
+    """
+    try:
+        terms, region = _terms(program, product, widths)
+        if needs_products and not any(map(_has_parameters, region - {product.node})):
+            raise NotSliceableError("no product makes the features")
+        replaced = _replaced(program, region, product.node)
+    except NotSliceableError as error:
+        program.drop_dead()
+        sites.refused[product.site] = str(error)
+        return
+    node, path = product.node, frame(product.node) or base_name(product.node)
+    total = sum_tree(node, path, terms)
+    if base_name(node) == "addmm":
+        total = insert(node, f"{path}[bias]", aten.add.Tensor, total, arguments(node)["self"])
+    node.replace_all_uses_with(total)
+    for old in reversed(program.calls):
+        if old in replaced:
+            program.graph.erase_node(old)
+    program.drop_dead()
+    sites.rewritten.append(product.site)
+
+
+def _terms(
+    program: FlatProgram, product: Product, widths: Sequence[int]
+) -> tuple[list[fx.Node], set[fx.Node]]:
+    """Insert the products over ranges of features; these, and the calls that they replace."""
+    node, name, given = product.node, base_name(product.node), arguments(product.node)
+    if given.get("groups", 1) != 1 or given.get("alpha", 1) != 1 or given.get("beta", 1) != 1:
+        raise NotSliceableError(f"{name} has groups or factors")
+    features_name, weight_name, _ = _ARGUMENTS[name]
+    path = frame(node) or name
+    terms: list[fx.Node] = []
+    region = {node}
+    for start, stop in pairwise(accumulate(widths, initial=0)):
+        values = SlicedValues(program, f"{path}[{start}:{stop}]")
+        changed: dict[str, Any] = {
+            features_name: values.at(product.features, product.dim, start, stop),
+            weight_name: slice_of(program, product.weight, product.weight_dim, start, stop),
+        }
+        if name == "addmm":
+            terms.append(insert(node, values.path, aten.mm.default, *changed.values()))
+        else:
+            without_bias = {"bias": None} if terms and "bias" in given else {}
+            terms.append(values.call(node, changed | without_bias))
+        region |= values.visited
+    return terms, region
+
+
+def _has_parameters(node: fx.Node) -> bool:
+    return base_name(node) in _ARGUMENTS or "embedding" in base_name(node)
+
+
+def _replaced(program: FlatProgram, region: set[fx.Node], product: fx.Node) -> set[fx.Node]:
+    """The calls of a region that nothing reads once the product is replaced.
+
+    Raises:
+        NotSliceableError: if a parameter of which slices are read would be read whole as well.
+    """
+    replaced = {product}
+    for node in reversed(program.calls):
+        if node in region and node.users.keys() <= replaced:
+            replaced.add(node)
+    sliced = {part.whole for s in program.sources.values() if (part := slice_named(s.name))}
+    for node, source in program.sources.items():
+        if source.name in sliced and not node.users.keys() <= replaced:
+            raise NotSliceableError(f"{source.name} is read elsewhere as well")
+    return replaced

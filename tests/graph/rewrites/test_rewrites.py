@@ -1,0 +1,252 @@
+"""Every rewrite has the loss and the gradients of the module as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anabranch.errors import CaptureError
+from anabranch.graph.capture import Captured, capture
+from anabranch.graph.rewrites import REWRITES, Rewrite
+from anabranch.graph.slices import view_named, whole_name
+from anabranch.graph.split import split
+from anabranch.models import candle_uno, dlrm, mmt, transformer
+from anabranch.workload import Batch
+
+SAMPLES = 4
+
+NOTHING_TO_REWRITE = {
+    (candle_uno, "table-split"),
+    (candle_uno, "table-row-split"),
+    (mmt, "join-split"),
+    (mmt, "table-split"),
+    (mmt, "table-row-split"),
+    (transformer, "join-split"),
+}
+"""Built-in models without a join, or without a table."""
+
+
+class Towers(nn.Module):
+    """Branches of 3 and 5 features, an elementwise call behind the join, a product."""
+
+    def __init__(self, join: Callable[..., nn.Module], act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 5)
+        self.join, self.act = join(8, 4), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.a(x), self.b(x)], -1)
+        return self.join(self.act(joined)).square().mean()
+
+
+class Transposed(nn.Module):
+    """A product that keeps its weight as GPT-2's Conv1D does."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Channels(nn.Module):
+    """A convolution of concatenated channels, as of an inception block or a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(2, 5, 1)
+        self.join = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.reshape(-1, 2, 5, 5)
+        return self.join(torch.cat([self.a(images), self.b(images)], 1)).square().mean()
+
+
+class Attention(nn.Module):
+    """Attention whose queries, keys and values are one product, as GPT-2 has it."""
+
+    def __init__(self, heads: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, 3, 8)
+        q, k, v = (
+            t.view(x.shape[0], 3, self.heads, -1).transpose(1, 2)
+            for t in self.qkv(x).split(8, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape[0], 3, 8)).square().mean()
+
+
+class Gated(nn.Module):
+    """The pair of products of Llama's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(6, 8), nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x)).square().mean()
+
+
+class Bags(nn.Module):
+    """A table that is looked up by rows, and one by bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.bags = nn.Embedding(9, 4, padding_idx=2), nn.EmbeddingBag(9, 4, mode="sum")
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.rows(x).mean(1), self.bags(x)], -1)
+        return self.out(joined).square().mean()
+
+
+def features(width: int) -> Tensor:
+    return torch.randn(SAMPLES, width, dtype=torch.float64)
+
+
+def rewritten(module: nn.Module, batch: Batch, *texts: str) -> Captured:
+    """The capture of a module in double precision; its error must be rounding."""
+    module.double()
+    captured = capture(module, batch, rewrites=[Rewrite.parse(text) for text in texts])
+    stages = split(captured, [[op.name for op in captured.graph.ops]])
+    program = stages.program(0, captured.programs.samples)
+    tensors = captured.programs.with_statistics(captured.layout.flatten(batch))
+    loss = program.module(*(tensors[name] for name in program.batch))[0]
+    loss.backward()
+    gradients = {name: p.grad for name, p in captured.parameters().items()}
+    for parameter in module.parameters():
+        parameter.grad = None
+    result = module(**batch) if isinstance(batch, dict) else module(batch)
+    expected = result["loss"] if isinstance(result, dict) else result
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for name, gradient in gradients.items():
+        whole = module.get_parameter(whole_name(name)).grad
+        assert (gradient is None) == (whole is None)
+        if gradient is not None and whole is not None:
+            torch.testing.assert_close(gradient, view_named(name, whole), rtol=1e-10, atol=1e-13)
+    return captured
+
+
+@pytest.mark.parametrize("join", [nn.Linear, Transposed])
+@pytest.mark.parametrize("act", [F.relu, F.gelu, lambda x: x])
+def test_a_join_becomes_a_sum_of_products(
+    join: Callable[..., nn.Module], act: Callable[[Tensor], Tensor]
+) -> None:
+    """Also behind an elementwise call, and with the weight the other way round."""
+    captured = rewritten(Towers(join, act), features(6), "join-split")
+    dim = 0 if join is Transposed else 1
+    assert {f"join.weight[{dim}:0:3]", f"join.weight[{dim}:3:8]"} <= captured.parameters().keys()
+    assert "join.weight" not in captured.parameters()
+    assert captured.graph.rewrites == ("join-split@join.weight",)
+
+
+def test_concatenated_channels_become_a_sum_of_convolutions() -> None:
+    """Of any size, as a sum over channels is a sum over branches."""
+    captured = rewritten(Channels(), features(50), "join-split")
+    assert {"join.weight[1:0:3]", "join.weight[1:3:8]"} <= captured.parameters().keys()
+
+
+def test_heads_become_branches() -> None:
+    """A fused product of queries, keys and values is cut in three places for each branch."""
+    captured = rewritten(Attention(), features(24), "tensor-split")
+    parts = [name for name in captured.parameters() if name.startswith("qkv.weight")]
+    assert parts == [f"qkv.weight[0:{i}:{i + 4}]" for i in range(0, 24, 4)]
+
+
+def test_gated_products_become_branches() -> None:
+    """Both products in front have rows, the one behind has columns."""
+    captured = rewritten(Gated(), features(6), "tensor-split=4")
+    assert {"gate.weight[0:2:4]", "up.weight[0:2:4]", "down.weight[1:2:4]"} <= (
+        captured.parameters().keys()
+    )
+
+
+@pytest.mark.parametrize("name", ["table-split", "table-row-split"])
+def test_tables_become_several(name: str) -> None:
+    """By columns both kinds of look-up, by rows the plain one; the padding keeps no gradient."""
+    batch = torch.randint(9, (SAMPLES, 3))
+    captured = rewritten(Bags(), batch, name)
+    sites = captured.programs.rewrites[0].sites
+    assert sites == (("rows.weight", "bags.weight") if name == "table-split" else ("rows.weight",))
+
+
+@pytest.mark.parametrize("text", ["join-split", "tensor-split=4", "table-split", "table-row-split"])
+@pytest.mark.parametrize("model", [candle_uno, dlrm, mmt, transformer])
+def test_built_in_models_keep_their_gradients(model: object, text: str) -> None:
+    """Or it is refused, where a model has no join or no table."""
+    workload = model.workload(model.PRESETS["small"])  # type: ignore[attr-defined]
+    batch = torch.utils._pytree.tree_map(
+        lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, workload.example
+    )
+    if (model, text) in NOTHING_TO_REWRITE:
+        with pytest.raises(CaptureError, match="changes nothing"):
+            rewritten(workload.module, batch, text)
+    else:
+        rewritten(workload.module, batch, text)
+
+
+def test_rewrites_follow_each_other() -> None:
+    """What a join was cut into may be cut again."""
+    rewritten(Towers(nn.Linear, F.relu), features(6), "join-split", "tensor-split=3")
+
+
+def test_a_rewrite_is_undone_where_a_parameter_is_read_twice() -> None:
+    """A whole and its slices would be two parameters."""
+
+    class Shared(Towers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.join.weight.square().sum()
+
+    with pytest.raises(CaptureError, match=r"join.weight: join.weight is read elsewhere"):
+        rewritten(Shared(nn.Linear, F.relu), features(6), "join-split")
+
+
+def test_dropout_that_draws_is_left_alone() -> None:
+    """Its random numbers are those of the whole value."""
+    module = Towers(nn.Linear, nn.Dropout(0.5))
+    with pytest.raises(CaptureError, match="changes nothing in Towers"):
+        rewritten(module, features(6), "join-split")
+
+
+def test_evaluation_is_rewritten_at_the_same_sites() -> None:
+    """Its stages hold the same slices, also where evaluation alone would allow more."""
+
+    class Mixed(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            loss = super().forward(x)
+            return loss + self.other(F.dropout(self.narrow(x), 0.5, self.training)).square().mean()
+
+    module = Mixed()
+    module.narrow, module.other = nn.Linear(6, 4), nn.Linear(4, 2)
+    captured = capture(module.double(), features(6), rewrites=[Rewrite("tensor-split")])
+    evaluation = captured.evaluation()
+    assert evaluation.graph.rewrites == ("tensor-split@down.weight",)
+    assert evaluation.parameters().keys() == captured.parameters().keys()
+
+
+@pytest.mark.parametrize("text", [*REWRITES, "tensor-split=4", "table-split=8@a.weight+b.weight"])
+def test_a_rewrite_is_what_it_is_written_as(text: str) -> None:
+    """Plan files hold them as text."""
+    assert str(Rewrite.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("split", "none of join-split"), ("tensor-split=1", "at least 2"), ("tensor-split=x", "=4")],
+)
+def test_what_is_no_rewrite_is_refused(text: str, reason: str) -> None:
+    """With the names that there are, or the way to write it."""
+    with pytest.raises(ValueError, match=reason):
+        Rewrite.parse(text)

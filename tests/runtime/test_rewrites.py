@@ -1,0 +1,142 @@
+"""Training by a plan with rewrites is training of the model as it was written."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch import Cluster, Pipeline, Workload, launch, plan
+from anabranch.checkpoint import load_state_dict
+from anabranch.errors import TrainingError
+from anabranch.graph.capture import capture
+from anabranch.graph.rewrites import Rewrite
+from anabranch.plans.plan import Plan
+from anabranch.profile.estimate import estimate
+from anabranch.verification import verify
+
+BATCH, STEPS = 16, 4
+REWRITES = {"none": (), "join": ("join-split",), "both": ("join-split", "tensor-split")}
+
+
+class Towers(nn.Module):
+    """Three branches and a head on their concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)
+        )
+        self.head = nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, inputs: list[Tensor], target: Tensor) -> Tensor:
+        joined = torch.cat([tower(x) for tower, x in zip(self.towers, inputs, strict=True)], -1)
+        return nn.functional.mse_loss(self.head(joined).squeeze(-1), target)
+
+
+def batches(samples: int, epoch: int) -> list[dict[str, object]]:
+    draw = torch.Generator().manual_seed(epoch)
+    inputs = [[torch.randn(samples, 6, generator=draw) for _ in range(3)] for _ in range(STEPS)]
+    return [{"inputs": several, "target": several[0][:, 0]} for several in inputs]
+
+
+def adam_of_weights_and_biases(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Groups by name and by shape, as transformers' recipes make them."""
+    matrices = [p for name, p in named if p.dim() > 1 and "head.0" not in name]
+    others = [p for name, p in named if p.dim() < 2 or "head.0" in name]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
+
+
+def workload() -> Workload:
+    torch.manual_seed(0)
+    return Workload(
+        Towers(), batches(8, 0)[0], batches, optimizer=adam_of_weights_and_biases, clip_norm=0.5
+    )
+
+
+def planned(name: str, devices: int = 3) -> Plan:
+    job = workload()
+    rules = [Rewrite.parse(text) for text in REWRITES[name]]
+    profile = estimate(capture(job.module, job.example, rewrites=rules), "v100", (2, 4, 8, 16))
+    return plan(profile, Cluster.preset(f"local:{devices}"), BATCH, planner="graphpipe")
+
+
+def train(
+    by: Plan, start: int, stop: int, load: Path | None, save: Path | None
+) -> tuple[list[float], float]:
+    job = workload()
+    pipe = Pipeline(job, by) if load is None else Pipeline.resume(load, job, by)
+    losses = [float(pipe.step(batch)) for batch in batches(BATCH, 0)[start:stop]]
+    if save is not None:
+        pipe.save(save)
+    return losses, pipe.evaluate(batches(BATCH, 1))["loss"]
+
+
+def run(by: Plan, *given: object) -> tuple[list[float], float]:
+    return launch.run(partial(train, by, *given), len(by.stage_graph.devices), timeout=60.0)[0]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["join", "both"])
+def test_the_curve_is_that_of_the_model_as_written(name: str) -> None:
+    """With parameter groups, weight decay and clipping by the norm of whole gradients."""
+    losses, evaluated = run(planned("none"), 0, STEPS, None, None)
+    others, also_evaluated = run(planned(name), 0, STEPS, None, None)
+    assert others == pytest.approx(losses, rel=1e-5)
+    assert also_evaluated == pytest.approx(evaluated, rel=1e-5)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("before", "after"), [("none", "both"), ("both", "none"), ("join", "both")]
+)
+def test_a_run_goes_on_with_other_rewrites(before: str, after: str, tmp_path: Path) -> None:
+    """Weights and the optimizer's state are those of the model, whatever was cut."""
+    whole, _ = run(planned("none"), 0, STEPS, None, None)
+    first, _ = run(planned(before), 0, 2, None, tmp_path / "saved")
+    rest, _ = run(planned(after), 2, STEPS, tmp_path / "saved", None)
+    assert first + rest == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.dist
+def test_a_checkpoint_has_the_model_as_written(tmp_path: Path) -> None:
+    """Names and shapes are those of the module's own ``state_dict``."""
+    run(planned("both"), 0, 1, None, tmp_path / "saved")
+    saved, module = load_state_dict(tmp_path / "saved"), workload().module
+    assert {n: t.shape for n, t in saved.items()} == {
+        n: t.shape for n, t in module.state_dict().items()
+    }
+
+
+@pytest.mark.dist
+def test_verify_compares_slices_with_the_module() -> None:
+    """Each with its part of the gradient of one process; bitwise it cannot be."""
+    result = verify(workload(), planned("both"))
+    assert result.is_good
+    assert result.max_gradient_error < 1e-5
+    assert not result.exact
+
+
+@pytest.mark.dist
+def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
+    """Its update of a slice would be another one."""
+
+    def rank() -> None:
+        job = workload()
+        object.__setattr__(job, "optimizer", lambda named: torch.optim.Adafactor(named))
+        Pipeline(job, by)
+
+    by = planned("join")
+    with pytest.raises(TrainingError, match=r"cuts head\.0\.weight.*--rewrite none"):
+        launch.run(rank, len(by.stage_graph.devices), timeout=60.0)
+
+
+def test_exact_gradients_refuse_rewrites() -> None:
+    """A sum of products is added up in another order."""
+    job = workload()
+    with pytest.raises(ValueError, match="adds in another order"):
+        Pipeline(job, planned("join", devices=1), exact=True)
