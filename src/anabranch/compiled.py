@@ -157,7 +157,7 @@ def compiled(function: Callable[_Arguments, _Result]) -> Compiled[_Arguments, _R
     return Compiled(function)
 
 
-_begun: dict[Compiled[..., Any], forked.Worker[None]] = {}
+_begun: dict[Compiled[..., Any], forked.ForkedWorker[None]] = {}
 
 
 def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:

@@ -29,7 +29,7 @@ def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[
     if count < 2:
         return [function(item) for item in items]
     shares = [items[first::count] for first in range(count)]
-    others: list[Worker[Result] | None] = []
+    others: list[ForkedWorker[Result] | None] = []
     try:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # the others leave an interrupt to this process, which ends them
@@ -47,7 +47,7 @@ def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[
     return [found[i % count][i // count] for i in range(len(items))]
 
 
-def start(task: Callable[[], object]) -> Worker[None] | None:
+def start(task: Callable[[], object]) -> ForkedWorker[None] | None:
     """A process that does something beside this one; None where there can be none."""
 
     def run(_: None) -> None:
@@ -65,7 +65,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Worker(Generic[Result]):
+class ForkedWorker(Generic[Result]):
     """A process that was forked, and the pipe that its results come by."""
 
     def __init__(self, process: int, pipe: BinaryIO) -> None:
@@ -86,7 +86,9 @@ class Worker(Generic[Result]):
             os.waitpid(self._process, 0)
 
 
-def _forked(function: Callable[[Item], Result], items: Sequence[Item]) -> Worker[Result] | None:
+def _forked(
+    function: Callable[[Item], Result], items: Sequence[Item]
+) -> ForkedWorker[Result] | None:
     """A process that works on some items; None where no more can be had."""
     try:
         reading, writing = os.pipe()
@@ -102,7 +104,7 @@ def _forked(function: Callable[[Item], Result], items: Sequence[Item]) -> Worker
         return None
     if process:
         os.close(writing)
-        return Worker(process, os.fdopen(reading, "rb"))
+        return ForkedWorker(process, os.fdopen(reading, "rb"))
     try:
         sent = pickle.dumps([function(item) for item in items])
         with os.fdopen(writing, "wb") as pipe:

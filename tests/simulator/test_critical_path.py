@@ -9,7 +9,7 @@ from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.critical_path import Cause, Segment, critical_path
+from anabranch.simulator.critical_path import Cause, PathSegment, critical_path
 from anabranch.simulator.run import run
 from anabranch.timeline import Timeline
 from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
@@ -17,7 +17,7 @@ from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_gra
 
 def path_of(
     graph: StageGraph, cost: CostModel, schedule: str = "1f1b"
-) -> tuple[list[Segment], Timeline]:
+) -> tuple[list[PathSegment], Timeline]:
     """The critical path in the order of time, and the step."""
     warm = SCHEDULES[schedule]().warm_up(graph)
     costs = ModelCosts(warm, cost)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from anabranch.timeline import Timeline
-from anabranch.training.reporter import Clock
+from anabranch.training.reporter import TrainingClock
 from anabranch.training.step_loop import StepLoop
 
 
@@ -27,7 +27,7 @@ def test_the_median_of_all_recorded_steps_is_shown():
     pipe = _Pipe(seconds=[8.0, 9.0, 7.0, 1.0, 3.0, 2.0])
     pipe.plan = SimpleNamespace(stage_graph=SimpleNamespace(batch_size=2))
     reporter = SimpleNamespace(noted=iter, add=lambda loss, seconds: None)
-    loop = StepLoop(pipe, reporter, Clock(), repeat({"x": torch.zeros(2)}))
+    loop = StepLoop(pipe, reporter, TrainingClock(), repeat({"x": torch.zeros(2)}))
     assert loop.alone(4)  # the first is not recorded: it sets things up
     assert loop.timeline.step_s == 8.0
     assert loop.alone(3)

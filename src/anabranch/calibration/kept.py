@@ -106,7 +106,7 @@ def remarks(cluster: Cluster, seconds: float = 0.1) -> list[str]:
 
 
 def _doubt(calibration: Calibration) -> str:
-    """Why a calibration does not hold here, behind its name; empty if it does."""
+    """Return the reason why a calibration does not hold here, after its name; empty if it does."""
     if calibration.version != CALIBRATION_VERSION:
         return f"of {calibration.date} was measured in another way than anabranch does now"
     if wrong := difference(calibration.machine, this_machine()):

@@ -45,7 +45,7 @@ other contents of the caches.
 """
 
 
-class Overheads(NamedTuple):
+class PipelineOverheads(NamedTuple):
     """Processor seconds of a rank, see ``Calibration``."""
 
     message_s: float
@@ -54,7 +54,7 @@ class Overheads(NamedTuple):
     all_reduce_byte_s: float
 
 
-def measure_overheads() -> Overheads:
+def measure_overheads() -> PipelineOverheads:
     """Measure them on local ranks."""
     workload = _workload(_LAYERS)
     nbytes = sum(parameter.nbytes for parameter in workload.module.parameters())
@@ -63,7 +63,7 @@ def measure_overheads() -> Overheads:
     message_s = max(0.0, (two.microbatch_s - one.microbatch_s) / 2)
     # Its messages are one each way, as those of the totals.
     all_reduce_s = replicas.few_s - one.few_s - 4 * message_s
-    return Overheads(
+    return PipelineOverheads(
         message_s,
         max(0.0, one.microbatch_s / 2),
         max(0.0, one.few_s - _FEW * one.microbatch_s),

@@ -65,7 +65,7 @@ class DeviceMemory:
 
     @property
     def at_the_end(self) -> Number:
-        """When gradients are summed."""
+        """Bytes while gradients are summed."""
         return self.resident + self.sums
 
     def peak(self, in_flight: Number) -> Number:

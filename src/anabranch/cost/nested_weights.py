@@ -227,7 +227,7 @@ class NestedSets:
             self._most(pairs, self.cost.largest_gradients),
             held.tables,
             held.rows,
-            _Passes(self, pairs),
+            _PairPasses(self, pairs),
         )
 
     def _most(self, pairs: Pairs, per_op: Floats) -> Floats:
@@ -318,7 +318,7 @@ class NestedSets:
 
 
 @dataclass(frozen=True)
-class _Passes:
+class _PairPasses:
     """Passes of the stages between some pairs of sets."""
 
     sets: NestedSets
@@ -334,9 +334,9 @@ class _Passes:
     def _at(self, samples: float) -> Floats:
         return self.sets.passes(self.pairs, samples)
 
-    def __getitem__(self, places: Any) -> _Passes:
+    def __getitem__(self, places: Any) -> _PairPasses:
         """Passes of some of the pairs."""
-        return _Passes(self.sets, self.pairs[places])
+        return _PairPasses(self.sets, self.pairs[places])
 
 
 def run_starts(ascending: Ints) -> NDArray[np.int64]:

@@ -128,7 +128,7 @@ def rehearse(
     emulation = Emulation(plan, profile, machines, links=links)
     fixed = 1.0 if links == "host" else time_scale
 
-    def rank() -> _Measured:
+    def rank() -> _RankMeasurement:
         return _measure(emulation, steps, fixed, timeout, watch)
 
     found = launch.run(rank, len(emulation.devices))[0]
@@ -155,7 +155,7 @@ def rehearse(
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _RankMeasurement:
     step_s: tuple[float, ...]
     device_step_s: tuple[float, ...]
     late_s: tuple[float, ...]
@@ -183,7 +183,7 @@ def _measure(
     time_scale: float | None,
     timeout: float,
     watch: Callable[[int, int], None] | None,
-) -> _Measured:
+) -> _RankMeasurement:
     """On each rank: find a time scale, then run the steps; the median one's timeline is kept."""
     pipe = EmulatedPipeline(emulation, time_scale=time_scale or 1.0, timeout=timeout)
     pipe.step()
@@ -198,7 +198,7 @@ def _measure(
         if watch is not None and pipe.rank == 0:
             watch(done + 1, steps)
     middle = sorted(found, key=lambda step: step[0])[steps // 2]
-    return _Measured(
+    return _RankMeasurement(
         step_s=tuple(step[0] for step in found),
         device_step_s=tuple(step[1] for step in found),
         late_s=tuple(step[2] for step in found),

@@ -120,7 +120,7 @@ class HostLinks:
         self._inner.send(tensors, rank, tag)
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        return _Awaited(self._inner.receive(specs, device, rank, tag), self._clock)
+        return _EmulatedReceive(self._inner.receive(specs, device, rank, tag), self._clock)
 
     def push(self) -> None:
         self._inner.push()
@@ -132,7 +132,7 @@ class HostLinks:
         self._inner.close()
 
 
-class _Awaited:
+class _EmulatedReceive:
     """A receive on a link of this machine."""
 
     def __init__(self, inner: Receipt, clock: DeviceClock) -> None:

@@ -134,7 +134,7 @@ def _load(path: Path, model: str) -> KeptCapture | None:
 
 
 def _is_in_files(module: nn.Module) -> bool:
-    """Whether the code of every part of a module is in a file."""
+    """Return True if the code of every part of a module is in a file."""
     codes = [getattr(type(part).forward, "__code__", None) for part in module.modules()]
     return all(code is not None and os.path.isfile(code.co_filename) for code in codes)
 

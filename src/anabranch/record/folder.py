@@ -133,7 +133,7 @@ def write_report(run: Run, path: Path) -> None:
 
 
 def _notes(run: Run) -> list[str]:
-    """Why there is no predicted timeline beside the measured one, where there is a prediction."""
+    """Return the reason why a prediction has no timeline beside the measured one."""
     is_drawn = any(timeline.source == "predicted" for _, timeline in run.timelines)
     if run.predicted is None or run.measured is None or is_drawn:
         return []

@@ -96,8 +96,8 @@ class Model(Protocol):
         """Operators and values."""
 
 
-class Programs(Protocol):
-    """Programs of stages: ``Split``."""
+class StagePrograms(Protocol):
+    """Protocol of the programs of stages: ``Split``."""
 
     def program(self, stage: int, samples: int) -> StageProgram:
         """Return the program of a stage for a number of samples."""
@@ -106,7 +106,7 @@ class Programs(Protocol):
 class Layout:
     """The tensors of every message of one device, for one batch size."""
 
-    def __init__(self, model: Model, split: Programs, graph: StageGraph, device: int) -> None:
+    def __init__(self, model: Model, split: StagePrograms, graph: StageGraph, device: int) -> None:
         self._model = model.graph
         self._split, self._graph, self._device = split, graph, device
 

@@ -22,7 +22,7 @@ def rule_of(optimizer: Optimizer) -> Rule:
 
 
 def has_momentum(optimizer: Optimizer) -> bool:
-    """Whether the optimizer remembers a direction, as far as is known."""
+    """Return True if the optimizer remembers a direction, as far as is known."""
     if rule_of(optimizer) == "momentum":
         return any(group["momentum"] for group in optimizer.param_groups)
     if rule_of(optimizer) == "adam":
@@ -61,8 +61,8 @@ BY_ELEMENT = (
 
 
 def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
-    """Whether the workload's optimizer of these parameters is known to treat each element alone, so
-    that it takes rows of them; of hooks on its steps nothing is known.
+    """Return True if the workload's optimizer is known to treat each element of these parameters
+    alone, so that it takes sparse gradients; hooks on its steps are unknown.
     """
     optimizer = _stand_in(workload, names)
     hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"

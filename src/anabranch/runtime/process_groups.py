@@ -106,7 +106,7 @@ def join(timeout: float = 1800.0) -> None:
 
 
 def listens_to_all(port: int, tables: Collection[str] = _TCP_TABLES) -> bool:
-    """Whether a process of this host listens on a port of all interfaces (Linux).
+    """Return True if a process of this host listens on a port of all interfaces (Linux).
 
     Args:
         tables: files as ``/proc/net/tcp`` is one.

@@ -39,7 +39,7 @@ class Cause(StrEnum):
     OVERHEAD = "overhead"
 
 
-class Segment(NamedTuple):
+class PathSegment(NamedTuple):
     """A part of a step with its cause.
 
     Attributes:
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
     device: int
 
 
-class _Event(NamedTuple):
+class _PathEvent(NamedTuple):
     """A compute, an all-reduce or another occupation of one device."""
 
     start: float
@@ -65,7 +65,7 @@ class _Event(NamedTuple):
     action: Action | None = None
 
 
-def critical_path(timeline: Timeline, graph: StageGraph, edges: MessageEdges) -> list[Segment]:
+def critical_path(timeline: Timeline, graph: StageGraph, edges: MessageEdges) -> list[PathSegment]:
     """Return the critical path of a simulated step, the latest part first, without gaps."""
     return list(_History(timeline, graph, edges).path())
 
@@ -77,17 +77,19 @@ class _History:
         self._graph, self._edges, self._step_s = graph, edges, timeline.step_s
         self._near = 1e-9 * timeline.step_s  # seconds that only rounding makes
         computes = [
-            _Event(s.start, s.end, Cause.COMPUTE, s.device, (s.action.stage,), s.action)
+            _PathEvent(s.start, s.end, Cause.COMPUTE, s.device, (s.action.stage,), s.action)
             for s in timeline.spans
             if s.action.kind.is_compute
         ]
         others = [
-            _Event(o.start, o.end, _CAUSES.get(o.what, Cause.OVERHEAD), o.device)
+            _PathEvent(o.start, o.end, _CAUSES.get(o.what, Cause.OVERHEAD), o.device)
             for o in timeline.overheads
         ]
-        sums = [_Event(s.start, s.end, Cause.ALL_REDUCE, s.device, s.stages) for s in timeline.sums]
+        sums = [
+            _PathEvent(s.start, s.end, Cause.ALL_REDUCE, s.device, s.stages) for s in timeline.sums
+        ]
         self._busy, self._sums = _by_device((*computes, *others)), _by_device(sums)
-        self._members: dict[_Event, list[int]] = defaultdict(list)
+        self._members: dict[_PathEvent, list[int]] = defaultdict(list)
         for event in sums:
             self._members[event._replace(device=-1)].append(event.device)
         self._passes = {
@@ -101,7 +103,7 @@ class _History:
             if event.action is not None and event.action.kind.has_messages
         }
 
-    def path(self) -> Iterator[Segment]:
+    def path(self) -> Iterator[PathSegment]:
         """Generate the path from the end of the step to its beginning."""
         time, place = self._step_s, self._latest({*self._busy, *self._sums}, self._step_s)
         while time > self._near:
@@ -112,11 +114,11 @@ class _History:
                 event = self._last(place, time)
                 ended = min(event.end, time) if event else 0.0
                 if ended < time:
-                    yield Segment(ended, time, Cause.OVERHEAD, (), place)
+                    yield PathSegment(ended, time, Cause.OVERHEAD, (), place)
                     time = ended
                     continue
             assert event is not None
-            yield Segment(event.start, time, event.cause, event.stages, event.device)
+            yield PathSegment(event.start, time, event.cause, event.stages, event.device)
             time = event.start
             if event.cause is Cause.ALL_REDUCE:
                 place = self._latest(self._members[event._replace(device=-1)], time)
@@ -126,15 +128,15 @@ class _History:
                     source = max(self._awaited(event), key=attrgetter("end"), default=None)
                     if source is not None and source.end < time:
                         ends = source.stages + event.stages
-                        yield Segment(source.end, time, Cause.MESSAGE, ends, place)
+                        yield PathSegment(source.end, time, Cause.MESSAGE, ends, place)
                         time = source.end
                     place = source.device if source is not None else place
 
-    def _last(self, device: int, time: float) -> _Event | None:
+    def _last(self, device: int, time: float) -> _PathEvent | None:
         """The last event of a device that has begun before a time; of two, the one that ends later
         by then, compute before an all-reduce beside it.
         """
-        found: list[_Event] = []
+        found: list[_PathEvent] = []
         for events in (self._busy.get(device, ()), self._sums.get(device, ())):
             place = bisect_left(events, time, key=attrgetter("start")) - 1
             found += events[place : place + 1] if place >= 0 else []
@@ -149,7 +151,7 @@ class _History:
 
         return max(sorted(devices), key=busy_until, default=-1)
 
-    def _awaited(self, event: _Event) -> Iterator[_Event]:
+    def _awaited(self, event: _PathEvent) -> Iterator[_PathEvent]:
         """Computes of other stages that a compute needs values or gradients of."""
         action, graph = event.action, self._graph
         assert action is not None
@@ -172,9 +174,9 @@ class _History:
 _CAUSES = {"agreement": Cause.AGREEMENT, "update": Cause.UPDATE, "gather": Cause.GATHER}
 
 
-def _by_device(events: Iterable[_Event]) -> dict[int, Sequence[_Event]]:
+def _by_device(events: Iterable[_PathEvent]) -> dict[int, Sequence[_PathEvent]]:
     """Events of some length by device, ascending."""
-    found: dict[int, list[_Event]] = defaultdict(list)
+    found: dict[int, list[_PathEvent]] = defaultdict(list)
     for event in sorted(events, key=attrgetter("start", "end")):
         if event.end > event.start:
             found[event.device].append(event)

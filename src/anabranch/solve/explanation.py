@@ -19,7 +19,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import compute_order
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.critical_path import Cause, Segment, critical_path
+from anabranch.simulator.critical_path import Cause, PathSegment, critical_path
 from anabranch.simulator.run import run
 from anabranch.solve.floors import Floor, floors
 from anabranch.solve.simulation import scheduled
@@ -171,7 +171,7 @@ def explain(
     )
 
 
-def _gathered(path: list[Segment], key: Callable[[Segment], Key]) -> dict[Key, float]:
+def _gathered(path: list[PathSegment], key: Callable[[PathSegment], Key]) -> dict[Key, float]:
     """Seconds of the parts of a path by a key, most first."""
     seconds: dict[Key, float] = {}
     for part in path:

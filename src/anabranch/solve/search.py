@@ -165,7 +165,7 @@ class StepSearch:
 
     def find(
         self, cost: CostModel, notes: Sequence[str], shard_optimizer: bool | None = None
-    ) -> Found:
+    ) -> SearchResult:
         """The plan with the shortest simulated step; ``shard_optimizer`` as for ``plan``."""
         may_share = shard_optimizer is None and cost.cluster.num_devices > 1
         if shard_optimizer:
@@ -179,7 +179,9 @@ class StepSearch:
                         return self._find(replace(cost, shard_optimizer=True), notes)
                 raise
 
-    def _find(self, cost: CostModel, notes: Sequence[str], *, may_share: bool = False) -> Found:
+    def _find(
+        self, cost: CostModel, notes: Sequence[str], *, may_share: bool = False
+    ) -> SearchResult:
         started = time.perf_counter()
         search = self._propose(cost)
         improving = search if isinstance(search, Improving) else None
@@ -225,7 +227,7 @@ class StepSearch:
         stops = [stop_note(stop, len(proposals))] if stop else []
         if improving is not None and (origin := improving.origin(best.proposal)):
             stops.insert(0, origin)
-        return Found(
+        return SearchResult(
             self,
             best,
             judge.best_s,
@@ -239,7 +241,7 @@ class StepSearch:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best of a search.
 
     Attributes:

@@ -69,7 +69,7 @@ class Examination:
 
     @property
     def capturable(self) -> bool:
-        """Whether the model can be captured."""
+        """Return True if the model can be captured."""
         return not self.error
 
 

@@ -24,7 +24,7 @@ from anabranch.timeline import Timeline
 from anabranch.training.adaptation import Adaptation, Looks
 from anabranch.training.events import Callback, EndEvent
 from anabranch.training.pauses import Pauses, SaveEvery, require_place
-from anabranch.training.reporter import Clock, Reporter
+from anabranch.training.reporter import Reporter, TrainingClock
 from anabranch.training.step_loop import StepLoop
 from anabranch.workload import Workload
 
@@ -217,7 +217,7 @@ class _Course(Generic[_Pipe]):
         require_place(folder, self._resume, is_series=save_every is not None)
         left = None if epochs is None else self.pipe.batches_left(epochs)
         total = min((n for n in (steps, left) if n is not None), default=None)
-        self.reporter, self.clock = Reporter(self.pipe, total, callbacks), Clock()
+        self.reporter, self.clock = Reporter(self.pipe, total, callbacks), TrainingClock()
         self._pauses = Pauses(
             self.pipe,
             self.reporter,

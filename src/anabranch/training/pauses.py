@@ -23,7 +23,7 @@ from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.guards.save_clock import SAVE_CLOCK
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.training.events import CheckpointEvent, EvaluationEvent
-from anabranch.training.reporter import Clock, Reporter
+from anabranch.training.reporter import Reporter, TrainingClock
 from anabranch.workload import Batch
 
 KEPT = 2
@@ -96,7 +96,7 @@ class Pauses:
         self,
         pipe: Pipeline | AsyncPipeline,
         reporter: Reporter,
-        clock: Clock,
+        clock: TrainingClock,
         *,
         folder: Path | None,
         save_every: SaveEvery | None,

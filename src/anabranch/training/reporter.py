@@ -22,7 +22,7 @@ from anabranch.training.events import Callback, Event, StepEvent
 from anabranch.workload import Batch
 
 
-class Clock:
+class TrainingClock:
     """Wall seconds without those that are spent between steps."""
 
     def __init__(self) -> None:

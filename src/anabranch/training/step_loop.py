@@ -10,7 +10,7 @@ from anabranch.record import RECORDED_STEPS
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
 from anabranch.timeline import Timeline
-from anabranch.training.reporter import Clock, Reporter
+from anabranch.training.reporter import Reporter, TrainingClock
 from anabranch.workload import Batch
 
 _MOST_KEPT = 10 * RECORDED_STEPS
@@ -29,7 +29,7 @@ class StepLoop:
     """
 
     def __init__(
-        self, pipe: Pipeline, reporter: Reporter, clock: Clock, batches: Iterator[Batch]
+        self, pipe: Pipeline, reporter: Reporter, clock: TrainingClock, batches: Iterator[Batch]
     ) -> None:
         self.pipe, self.reporter, self._clock = pipe, reporter, clock
         self._batches = reporter.noted(batches)

@@ -23,7 +23,7 @@ Evaluate = Callable[[Draft, float], float]
 """Draft, limit -> seconds; infinity where it cannot run or takes longer than the limit."""
 
 
-class Found(NamedTuple):
+class AnnealedDraft(NamedTuple):
     """A draft with its seconds, the number of its start, how many moves led from that to it, and
     whether a way from it has found nothing better.
     """
@@ -45,10 +45,10 @@ class Annealing:
         self, space: Space, evaluate: Evaluate, rng: Random, settings: Settings = SETTINGS
     ) -> None:
         self._space, self._evaluate, self._rng, self._settings = space, evaluate, rng, settings
-        self._found: dict[float, Found] = {}
-        self._ends: list[Found] = []
-        self._under_way: list[list[Found]] = []  # what ways have passed
-        self.promising: list[Found] = []
+        self._found: dict[float, AnnealedDraft] = {}
+        self._ends: list[AnnealedDraft] = []
+        self._under_way: list[list[AnnealedDraft]] = []  # what ways have passed
+        self.promising: list[AnnealedDraft] = []
         """The starts that are annealed or could be, the quickest first."""
 
     def search(self, starts: Sequence[Draft], evaluations: int) -> None:
@@ -68,7 +68,9 @@ class Annealing:
             self._ends += chosen
             self._keep(found for _, passed in ways for found in passed)
 
-    def _anneal(self, way: tuple[Found, int, float]) -> tuple[Found, list[Found]]:
+    def _anneal(
+        self, way: tuple[AnnealedDraft, int, float]
+    ) -> tuple[AnnealedDraft, list[AnnealedDraft]]:
         """The best draft on a way (start, most evaluations, seed), and the quickest on it."""
         start, evaluations, seed = way
         space, settings, rng = self._space, self._settings, Random(seed)
@@ -91,24 +93,24 @@ class Annealing:
                 seconds = self._evaluate(draft, limit)
                 known[key] = seconds, limit
             if seconds < limit:
-                here = Found(seconds, draft, here.start, here.moves + 1)
+                here = AnnealedDraft(seconds, draft, here.start, here.moves + 1)
                 passed.append(here)
         quickest = {found.seconds: found for found in sorted(passed, key=_seconds)}
         if (best := min(passed, key=_seconds)) is start:
             best = start._replace(stuck=True)
         return best, [*quickest.values()][: settings.proposed]
 
-    def best(self, count: int) -> list[Found]:
+    def best(self, count: int) -> list[AnnealedDraft]:
         """The ends of all ways, then others, the quickest first, no two of which take equally long:
         drafts of one way are alike, and so are the errors of their seconds.
         """
         ordered = (*sorted(self._ends, key=_seconds), *sorted(self._found.values(), key=_seconds))
         return [*{found.seconds: found for found in ordered}.values()][:count]
 
-    def _promising(self, starts: Iterable[Draft]) -> list[Found]:
+    def _promising(self, starts: Iterable[Draft]) -> list[AnnealedDraft]:
         """Starts that can run, unlike each other."""
         found = [
-            Found(self._evaluate(draft, math.inf), draft, number)
+            AnnealedDraft(self._evaluate(draft, math.inf), draft, number)
             for number, start in enumerate(starts)
             for draft in both(start)
         ]
@@ -116,14 +118,14 @@ class Annealing:
         self._keep(unlike)
         return unlike
 
-    def _keep(self, passed: Iterable[Found]) -> None:
+    def _keep(self, passed: Iterable[AnnealedDraft]) -> None:
         for found in passed:
             self._found.setdefault(found.seconds, found)
 
 
-def _unlike(found: Iterable[Found]) -> list[Found]:
+def _unlike(found: Iterable[AnnealedDraft]) -> list[AnnealedDraft]:
     """Keep drafts unlike each other, the quickest first."""
-    unlike: dict[tuple[int, int], Found] = {}
+    unlike: dict[tuple[int, int], AnnealedDraft] = {}
     for entry in sorted(found, key=_seconds):
         shape = entry.draft.num_stages, entry.draft.setups["microbatch"][0]
         unlike.setdefault(shape, entry)

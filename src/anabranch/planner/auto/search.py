@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from random import Random
 
-from anabranch.planner.auto.annealing import Annealing, Evaluate, Found
+from anabranch.planner.auto.annealing import AnnealedDraft, Annealing, Evaluate
 from anabranch.planner.auto.draft import Draft, both, draft_of, stage_graph_of
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
@@ -54,7 +54,7 @@ class Search:
             if self._evaluations:
                 annealing.search(drafts, self._evaluations)
         finally:
-            quickest: dict[str, Found] = {}
+            quickest: dict[str, AnnealedDraft] = {}
             for found in annealing.promising:  # so that the judge has a plan of each planner first
                 quickest.setdefault(names[found.start], found)
             for found in (*quickest.values(), *annealing.best(SETTINGS.proposed)):

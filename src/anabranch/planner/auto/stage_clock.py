@@ -104,7 +104,7 @@ def _busiest_port_s(batch_size: int, state: State) -> float:
 
 
 def _free_at(inward: int, s: int, far: int, state: State) -> float:
-    """When all ports of a stage are free, out or in, cards only of what goes far."""
+    """Return when all ports of a stage in one direction are free, cards only for distant stages."""
     free = 0.0
     for i in range(1 + far * state.stages[s].nodes):
         free = max(free, state.ports[inward, state.ports_of[s, i]])
@@ -213,8 +213,8 @@ def _share(now: float, more: int, running: int, paces: Floats, stages: Table[Sta
 
 
 def _ask(stage: StageRecord, at: float, pieces: Table[StagePiece]) -> None:
-    """When the next piece of a stage's gradients asks for links: when it is final, at that time at
-    the earliest.
+    """Set when the next piece of a stage's gradients requests links: once it is final, at that time
+    at the earliest.
     """
     stage.asks = np.inf
     if stage.pieces_done < stage.pieces:
@@ -223,8 +223,8 @@ def _ask(stage: StageRecord, at: float, pieces: Table[StagePiece]) -> None:
 
 
 def _sum(s: int, state: State) -> float:
-    """When a piece of a stage's gradients is summed that asks for links now: it waits until those
-    are free that others have asked for before.
+    """Return the end of the all-reduce of a piece that requests links now; it waits for earlier
+    requests.
     """
     stage = state.stages[s]
     far, piece = 1 if stage.nodes > 1 else 0, state.pieces[s][stage.pieces_done]

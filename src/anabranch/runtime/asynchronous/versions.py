@@ -69,7 +69,7 @@ class VersionedWeights:
         self._tracker = VersionTracker(policy, in_flight=in_flight, deepest=deepest)
         self._lag = in_flight - 1
         self._current: Storage = [parameter.data for parameter in self._parameters]
-        self._pool = _Pool()
+        self._pool = _WeightPool()
         self._stored: dict[int, Storage] = {}
         self._predicted: dict[int, Storage] = {}
         self._moved: frozenset[int] | None = None
@@ -269,7 +269,7 @@ class VersionedWeights:
         self._norm = saved.tensor(norms[0]).to(self._current[0].device) if norms else None
 
 
-class _Pool:
+class _WeightPool:
     """Storages that are not in use."""
 
     def __init__(self) -> None:

@@ -174,7 +174,7 @@ class _Slice:
 
 
 @dataclass
-class _Stash:
+class _ActivationStash:
     """One micro-batch between its forward and its backward."""
 
     leaves: list[tuple[Port, Tensor]]
@@ -211,7 +211,7 @@ class StageCompute:
         self._leaves, self._step, self._train = leaves, step, train
         self._outcome = Outcome()
         self._step_key: Tensor | None = None
-        self._stash: dict[Key, _Stash] = {}
+        self._stash: dict[Key, _ActivationStash] = {}
         return self._outcome
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -237,7 +237,9 @@ class StageCompute:
         )
         if self._train:
             kept = [] if piece.recompute else outputs
-            self._stash[key] = _Stash(inputs, aliases, kept, None if piece.recompute else loss)
+            self._stash[key] = _ActivationStash(
+                inputs, aliases, kept, None if piece.recompute else loss
+            )
         made = {port.value: out.detach() for port, out in outputs}
         if self._train:
             self._outcome.leaves(key, made.items(), is_gradient=False)
@@ -305,7 +307,7 @@ class StageCompute:
         return returned
 
     def _differentiate(
-        self, piece: _Slice, key: Key, stash: _Stash, arrived: Mapping[Port, Tensor]
+        self, piece: _Slice, key: Key, stash: _ActivationStash, arrived: Mapping[Port, Tensor]
     ) -> dict[Port, Tensor]:
         tensors, gradients = [], []
         for port, output in stash.outputs:
@@ -324,11 +326,11 @@ class StageCompute:
         leaves = dict(stash.leaves)
         return {port: _gradient(leaves[port]) for port in piece.returned}
 
-    def _recompute(self, piece: _Slice, key: Key, stash: _Stash) -> _Stash:
+    def _recompute(self, piece: _Slice, key: Key, stash: _ActivationStash) -> _ActivationStash:
         """The forward once more, for its autograd graph."""
         results = self._call(piece, key, [leaf for _, leaf in stash.leaves], stash.aliases)
         outputs, loss = _outputs_and_loss(piece.runnable.program, results)
-        return _Stash(stash.leaves, stash.aliases, outputs, loss)
+        return _ActivationStash(stash.leaves, stash.aliases, outputs, loss)
 
 
 def _outputs_and_loss(

@@ -38,7 +38,7 @@ class Interrupt:
 
     @property
     def heard(self) -> bool:
-        """Whether somebody has told this process."""
+        """Return True if this process has been told to stop."""
         return self._flag[0] != 0
 
     def hear(self) -> None:

@@ -133,7 +133,7 @@ class BatchWatch:
         self._seen[rank] = dict(pairs)
 
     def found(self, now: float, *, is_over: bool = False) -> str:
-        """Why the run cannot go on, if ranks have begun different batches; empty otherwise.
+        """Return the reason to stop if ranks have begun different batches; empty otherwise.
 
         While others may still begin the same batch, of which more than one rank must be known to
         tell which is the odd one, it says nothing for a moment, unless the run ``is_over``.

@@ -21,7 +21,7 @@ class CopyDown(Protocol):
         ...
 
     def is_done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return True if ``wait`` would return at once."""
         ...
 
     def wait(self) -> None:

@@ -46,7 +46,8 @@ class HostTransport:
         assert meeting.segment is not None
         self._segment = meeting.segment
         self._lines = {
-            rank: _Line(rank, peer, timeout) for rank, peer in sorted(meeting.peers.items())
+            rank: _PeerConnection(rank, peer, timeout)
+            for rank, peer in sorted(meeting.peers.items())
         }
         peers = list(meeting.peers.values())
         self._close = weakref.finalize(self, _close, os.getpid(), peers, self._segment)
@@ -99,7 +100,9 @@ class _Awaited:
     record: Record
     data: memoryview | bytearray | None
 
-    def __init__(self, line: _Line, specs: tuple[Spec, ...], device: torch.device) -> None:
+    def __init__(
+        self, line: _PeerConnection, specs: tuple[Spec, ...], device: torch.device
+    ) -> None:
         self.line, self.specs, self.device = line, specs, device
         self.data = None
 
@@ -122,14 +125,14 @@ class _Awaited:
 
 
 @dataclass(slots=True)
-class _Channel:
+class _ReceiveQueue:
     """Messages that nobody has asked for, or receives that nothing has come for."""
 
     arrived: deque[tuple[Record, memoryview | bytearray]]
     posted: deque[_Awaited]
 
 
-class _Line:
+class _PeerConnection:
     """All messages to and from one other rank."""
 
     def __init__(self, rank: int, peer: Peer, timeout: float) -> None:
@@ -138,7 +141,9 @@ class _Line:
         self._poll = select.poll()
         self._poll.register(peer.wakes, select.POLLIN)
         self._poll.register(peer.socket, 0)  # its end shows in any case
-        self._channels: defaultdict[int, _Channel] = defaultdict(lambda: _Channel(deque(), deque()))
+        self._channels: defaultdict[int, _ReceiveQueue] = defaultdict(
+            lambda: _ReceiveQueue(deque(), deque())
+        )
 
     def post(self, specs: tuple[Spec, ...], device: torch.device, tag: int) -> _Awaited:
         awaited = _Awaited(self, specs, device)

@@ -131,7 +131,7 @@ class GpuWire:
 
 
 @dataclass(slots=True)
-class _Line:
+class _PostedChannel:
     """One channel's receives to be posted, and where the GPU takes the host's last message."""
 
     waiting: deque[_Receive] = field(default_factory=deque)
@@ -155,7 +155,9 @@ class NcclTransport:
         self._rank, self.wire, self._place, self._timeout = rank, wire, place, timeout
         self._otherwise = otherwise
         self._channels = frozenset(channels)
-        self._lines = {channel: _Line() for channel in channels if channel.receiver == rank}
+        self._lines = {
+            channel: _PostedChannel() for channel in channels if channel.receiver == rank
+        }
         self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
@@ -229,7 +231,7 @@ class _Receive:
     def __init__(
         self,
         transport: NcclTransport,
-        line: _Line,
+        line: _PostedChannel,
         channel: Channel,
         specs: tuple[Spec, ...],
         device: torch.device,

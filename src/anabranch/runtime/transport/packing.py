@@ -85,5 +85,5 @@ def unpack(packing: Packing, data: memoryview | bytearray) -> list[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes lie in the memory of the CPU as they travel."""
+    """Return True if the tensor's bytes lie in CPU memory in the order in which they are sent."""
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
