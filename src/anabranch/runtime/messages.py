@@ -96,7 +96,7 @@ class Model(Protocol):
         """Operators and values."""
 
 
-class StagePrograms(Protocol):
+class ProgramSource(Protocol):
     """Protocol of the programs of stages: ``Split``."""
 
     def program(self, stage: int, samples: int) -> StageProgram:
@@ -106,7 +106,7 @@ class StagePrograms(Protocol):
 class Layout:
     """The tensors of every message of one device, for one batch size."""
 
-    def __init__(self, model: Model, split: StagePrograms, graph: StageGraph, device: int) -> None:
+    def __init__(self, model: Model, split: ProgramSource, graph: StageGraph, device: int) -> None:
         self._model = model.graph
         self._split, self._graph, self._device = split, graph, device
 

@@ -77,7 +77,7 @@ def _among(graph: StageGraph | None) -> str:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Return True if a connection broke, in our messages or in a collective that the user called."""
+    """Return True if a connection broke, in our messages or a collective of the user."""
     text = str(error)
     return isinstance(error, PeerLostError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _BROKEN)
