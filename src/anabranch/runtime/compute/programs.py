@@ -42,7 +42,7 @@ class StageCall:
 
 
 class StagePrograms:
-    """The stages of a model under compute options; a ``ProgramSource`` with the types of autocast."""
+    """Stages of a model under compute options; a ``ProgramSource`` with autocast types."""
 
     def __init__(
         self, captured: Captured, parts: Split, options: ComputeOptions, place: torch.device
