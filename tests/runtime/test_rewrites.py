@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch import Cluster, Pipeline, Workload, launch, plan
+from anabranch import AsyncPipeline, Cluster, Pipeline, Workload, launch, plan
 from anabranch.checkpoint import load_state_dict
-from anabranch.errors import TrainingError
+from anabranch.errors import InvalidPlanError, TrainingError
 from anabranch.graph.capture import capture
-from anabranch.graph.rewrites import Rewrite
 from anabranch.plans.plan import Plan
 from anabranch.profile.estimate import estimate
 from anabranch.verification import verify
@@ -60,8 +60,8 @@ def workload() -> Workload:
 
 def planned(name: str, devices: int = 3) -> Plan:
     job = workload()
-    rules = [Rewrite.parse(text) for text in REWRITES[name]]
-    profile = estimate(capture(job.module, job.example, rewrites=rules), "v100", (2, 4, 8, 16))
+    captured = capture(job.module, job.example, rewrites=REWRITES[name])
+    profile = estimate(captured, "v100", (2, 4, 8, 16))
     return plan(profile, Cluster.preset(f"local:{devices}"), BATCH, planner="graphpipe")
 
 
@@ -133,6 +133,17 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
     by = planned("join")
     with pytest.raises(TrainingError, match=r"cuts head\.0\.weight.*--rewrite none"):
         launch.run(rank, len(by.stage_graph.devices), timeout=60.0)
+
+
+@pytest.mark.dist
+def test_training_without_a_flush_refuses_rewrites() -> None:
+    """Slices of one parameter would be of different age."""
+    by = planned("join")
+    stages = tuple(replace(s, microbatch_size=BATCH, k=1) for s in by.stage_graph.stages)
+    by = replace(by, schedule="1f1b", stage_graph=replace(by.stage_graph, stages=stages))
+    job = replace(workload(), clip_norm=None)
+    with pytest.raises(InvalidPlanError, match=r"cuts head\.0\.weight.*--rewrite none"):
+        launch.run(lambda: AsyncPipeline(job, by), len(by.stage_graph.devices), timeout=60.0)
 
 
 def test_exact_gradients_refuse_rewrites() -> None:

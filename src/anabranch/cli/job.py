@@ -60,7 +60,7 @@ class Job:
         local.require_no_other()
         plan = load_plan(local.plan_file)
         require_own_devices(plan, local.plan_file)
-        source = replace(source, granularity=plan.granularity)
+        source = replace(source, granularity=plan.granularity, rewrites=plan.rewrites)
         return Job(source, plan, local.device)
 
     def forget_plan(self) -> None:

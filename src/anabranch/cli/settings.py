@@ -49,6 +49,16 @@ def _writable_output(values: list[str] | None) -> list[str] | None:
     return values
 
 
+Rewrites = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|none|NAME[,NAME]",
+        help="Cut products or tables of the model into branches that a plan can put apart: "
+        "join-split, tensor-split, table-split, table-row-split (=PARTS, @PARAMETER). auto: those "
+        "that make the step shorter by 2 %.",
+    ),
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Device = Annotated[
     str | None,

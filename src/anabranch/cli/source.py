@@ -34,6 +34,7 @@ class ModelSource:
     """A model as the user named it: MODEL with its preset and options, or a profile file.
 
     Attributes:
+        rewrites: of the captured program, as text; see ``graph.rewrites``.
         keep: an estimate takes the capture that an earlier command kept, and keeps a new one.
         facts: for a JSON document, filled as the model is read: ``kept_capture``, whether an
             earlier command captured it.
@@ -44,6 +45,7 @@ class ModelSource:
     options: Mapping[str, str] = field(default_factory=dict)
     granularity: str = "layer"
     keep: bool = True
+    rewrites: tuple[str, ...] = ()
     facts: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
 
     @property
@@ -76,6 +78,7 @@ class ModelSource:
             {**recorded, **(options or {})},
             plan.granularity,
             keep,
+            plan.rewrites,
         )
 
     def recorded(self) -> tuple[tuple[str, str], ...]:
@@ -97,6 +100,7 @@ class ModelSource:
                 workload.example,
                 granularity=granularity,
                 per_sample=workload.per_sample,
+                rewrites=self.rewrites,
             )
 
     @contextmanager
@@ -201,6 +205,7 @@ class ModelSource:
                 preset=self.preset,
                 options=self.options,
                 granularity=self.granularity,
+                rewrites=self.rewrites,
                 keep=self.keep,
                 on_kept=self._say_kept,
             )

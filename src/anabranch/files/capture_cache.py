@@ -55,6 +55,7 @@ def estimated(
     preset: str,
     options: Mapping[str, str],
     granularity: str,
+    rewrites: Sequence[str] = (),
     keep: bool = True,
     on_kept: Callable[[], object] = lambda: None,
 ) -> Profile:
@@ -62,11 +63,12 @@ def estimated(
 
     Args:
         model: name of the model that ``build`` builds from ``preset`` and ``options``.
+        rewrites: of the captured program, as text.
         keep: read and write kept captures; a damaged one is named in a warning, and made again.
         on_kept: called where a kept capture is used.
     """
     checked_counts(device, samples, "float32")
-    path = _path([model, preset, sorted(options.items()), granularity]) if keep else None
+    path = _path([model, preset, sorted(options.items()), granularity, *rewrites]) if keep else None
     kept = None if path is None else _load(path, model)
     if kept is not None:
         on_kept()
@@ -83,6 +85,7 @@ def estimated(
             workload.example,
             granularity=cast("Granularity", granularity),
             per_sample=workload.per_sample,
+            rewrites=rewrites,
         )
         traced = None
         with suppress(CaptureError):  # a model that refuses one sample is told what to do each time

@@ -95,6 +95,7 @@ class _CaptureFile(Strict):
     loss_kind: LossKind | None = None
     normalised: list[Text] = Field(default_factory=list)
     rewrites: list[Text] = Field(default_factory=list)
+    rewritable: list[Text] = Field(default_factory=list)
     parameters: list[ParameterEntry]
     operators: list[OperatorEntry]
     values: list[ValueEntry]

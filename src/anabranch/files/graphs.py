@@ -72,6 +72,10 @@ class GraphFile(Protocol):
         """Rewrites of the program."""
 
     @property
+    def rewritable(self) -> Sequence[str]:
+        """Rewrites that the program has sites for."""
+
+    @property
     def parameters(self) -> Sequence[ParameterEntry]:
         """In the model's order."""
 
@@ -92,6 +96,7 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
         **({} if graph.loss_kind is None else {"loss_kind": graph.loss_kind}),
         **({"normalised": list(graph.normalised)} if graph.normalised else {}),
         **({"rewrites": list(graph.rewrites)} if graph.rewrites else {}),
+        **({"rewritable": list(graph.rewritable)} if graph.rewritable else {}),
         "parameters": [_parameter_to_dict(parameter) for parameter in graph.parameters],
         "operators": [_operator_to_dict(op) for op in graph.ops],
         "values": [
@@ -139,6 +144,7 @@ def to_graph(file: GraphFile) -> OpGraph:
         loss_kind=file.loss_kind,
         normalised=tuple(file.normalised),
         rewrites=tuple(file.rewrites),
+        rewritable=tuple(file.rewritable),
     )
 
 

@@ -41,7 +41,7 @@ def load_profile(path: FilePath) -> Profile:
     return build(path, _to_profile, read_document(path, PROFILE, _ProfileFile))
 
 
-_IF_KNOWN = ("loss_kind", "normalised", "rewrites")
+_IF_KNOWN = ("loss_kind", "normalised", "rewrites", "rewritable")
 """Keys of a graph that stand in a profile where there is something to say."""
 
 
@@ -108,6 +108,7 @@ class _ProfileFile(Strict):
     loss_kind: LossKind | None = None
     normalised: list[Text] = Field(default_factory=list)
     rewrites: list[Text] = Field(default_factory=list)
+    rewritable: list[Text] = Field(default_factory=list)
     device: Text
     source: Literal["measured", "estimated", "imported"]
     proportional: bool

@@ -34,7 +34,7 @@ from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, first_difference, require_same_calls
 from anabranch.graph.propagation import gradient_calls
-from anabranch.graph.rewrites import Rewrite
+from anabranch.graph.rewrites import Rewrite, applicable
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.graph.whole_batch import WholeBatch
@@ -48,7 +48,7 @@ def capture(
     granularity: Granularity = "layer",
     training: bool = True,
     per_sample: Collection[str] = (),
-    rewrites: Sequence[Rewrite] = (),
+    rewrites: Sequence[str] = (),
 ) -> Captured:
     """Capture a module as a graph of operators.
 
@@ -63,7 +63,8 @@ def capture(
             ``block`` a whole entry of a repeated list.
         training: in training mode, or in evaluation mode.
         per_sample: names of operators that work on each sample by itself, see ``Workload``.
-        rewrites: of the program, with the same results.
+        rewrites: of the program, with the same results, such as ``join-split``; see
+            ``graph.rewrites``.
 
     Raises:
         CaptureError: if the module cannot be captured; the message names the user's line, the cause
@@ -72,14 +73,14 @@ def capture(
     if granularity not in ("operator", "layer", "block"):
         raise ValueError(f"granularity {granularity!r} is none of operator, layer, block")
     layout = BatchLayout.of(example)
-    device = device_of(module)
-    exporter = Exporter(module, layout, training, device, rewrites)
+    rules = [Rewrite.parse(text) for text in rewrites]
+    exporter = Exporter(module, layout, training, device_of(module), rules)
     for unknown in ("mean", "sum", "coupled"):
         assumption = Assumption(frozenset(per_sample), unknown)
         captured = _captured(module, exporter, granularity, assumption)
         if set(captured.assumed) <= assumption.per_sample or _is_per_sample(captured):
             break
-    program = captured.programs.at(exporter.samples, device=device)
+    program = captured.programs.at(exporter.samples, device=exporter.device)
     called = {schema_name(node) for node in program.calls}
     if missing := sorted(set(per_sample) - called):
         raise CaptureError(
@@ -277,6 +278,7 @@ def _captured(
         granularity=granularity,
         loss_kind=kind,
         rewrites=tuple(map(str, exporter.rewrites)),
+        rewritable=applicable(program),
         normalised=tuple(dict.fromkeys(frame(node) for node in flow.normalised)),
     )
     return Captured(

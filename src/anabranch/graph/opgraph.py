@@ -106,7 +106,8 @@ class OpGraph:
 
     ``loss_kind`` is None where nothing is known of the loss; ``normalised`` are the modules that
     take statistics over the samples of a micro-batch while training, as batch normalisation does.
-    ``rewrites`` are those of the program (``graph.rewrites``), with their sites.
+    ``rewrites`` are those of the program (``graph.rewrites``), with their sites; ``rewritable``
+    are names of others that it has sites for.
 
     Raises:
         ValueError: if a name occurs twice, a value runs against the order, or an operator names a
@@ -121,6 +122,7 @@ class OpGraph:
     loss_kind: LossKind | None = field(default=None, compare=False)
     normalised: tuple[str, ...] = field(default=(), compare=False)
     rewrites: tuple[str, ...] = field(default=(), compare=False)
+    rewritable: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not self.ops:

@@ -126,6 +126,7 @@ def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
             graph.name,
             graph.granularity,
             rewrites=graph.rewrites,
+            rewritable=graph.rewritable,
         ),
         costs=tuple(_cost(profile.costs, mask) for mask in masks),
     )

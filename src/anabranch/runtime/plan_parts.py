@@ -6,7 +6,6 @@ from collections import Counter
 
 from anabranch.errors import DataError, InvalidPlanError
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.rewrites import Rewrite
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -22,7 +21,7 @@ def captured_for(workload: Workload, plan: Plan) -> Captured:
         workload.example,
         granularity=plan.granularity,  # type: ignore[arg-type]
         per_sample=workload.per_sample,
-        rewrites=[Rewrite.parse(text) for text in plan.rewrites],
+        rewrites=plan.rewrites,
     )
 
 

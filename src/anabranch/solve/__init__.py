@@ -10,6 +10,7 @@ from anabranch.solve.baselines import BASELINES, Baseline, baselines
 from anabranch.solve.explanation import Explanation, explain
 from anabranch.solve.planner_options import options_of
 from anabranch.solve.policy_choice import MODES, check_mode
+from anabranch.solve.rewriting import choose_rewrite
 from anabranch.solve.search import comparable, compare, compare_policies, plan
 from anabranch.solve.simulation import (
     AUTO,
@@ -35,6 +36,7 @@ __all__ = [
     "bottleneck_s_per_sample",
     "check_mode",
     "check_plan",
+    "choose_rewrite",
     "comparable",
     "compare",
     "compare_policies",

@@ -118,7 +118,7 @@ def features(width: int) -> Tensor:
 def rewritten(module: nn.Module, batch: Batch, *texts: str) -> Captured:
     """The capture of a module in double precision; its error must be rounding."""
     module.double()
-    captured = capture(module, batch, rewrites=[Rewrite.parse(text) for text in texts])
+    captured = capture(module, batch, rewrites=texts)
     stages = split(captured, [[op.name for op in captured.graph.ops]])
     program = stages.program(0, captured.programs.samples)
     tensors = captured.programs.with_statistics(captured.layout.flatten(batch))
@@ -230,7 +230,7 @@ def test_evaluation_is_rewritten_at_the_same_sites() -> None:
 
     module = Mixed()
     module.narrow, module.other = nn.Linear(6, 4), nn.Linear(4, 2)
-    captured = capture(module.double(), features(6), rewrites=[Rewrite("tensor-split")])
+    captured = capture(module.double(), features(6), rewrites=["tensor-split"])
     evaluation = captured.evaluation()
     assert evaluation.graph.rewrites == ("tensor-split@down.weight",)
     assert evaluation.parameters().keys() == captured.parameters().keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,12 +32,14 @@ from anabranch.cli.output import (
 )
 from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
+from anabranch.cli.rewriting import named_rewrites
 from anabranch.cli.settings import (
     AsJson,
     EstimatedModelSettings,
     PlannerName,
     PlanningSettings,
     PolicyName,
+    Rewrites,
     Shape,
 )
 from anabranch.cli.spread import spread
@@ -75,6 +78,7 @@ def compare(
         ),
     ] = None,
     shape: Shape = None,
+    rewrite: Rewrites = "none",
     policy: Annotated[
         list[PolicyName] | None,
         typer.Option(help="With --mode async: only this policy; repeatable [default: all]."),
@@ -124,6 +128,8 @@ def compare(
         raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
     source = model.source
+    named = named_rewrites(rewrite, source, planning.mode)
+    source = replace(source, rewrites=named or ())
     costs, optimizer = source.profile_and_optimizer(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )

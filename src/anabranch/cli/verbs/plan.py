@@ -22,20 +22,30 @@ from anabranch.cli.comparison import (
 from anabranch.cli.output import note, print_json, print_table, say_lines, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import begin_compiling
+from anabranch.cli.rewriting import Tried, named_rewrites, try_rewrites
 from anabranch.cli.settings import (
     AsJson,
     EstimatedModelSettings,
     PlannerName,
     PlanningSettings,
     Policy,
+    Rewrites,
     Shape,
 )
+from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
-from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
+from anabranch.errors import (
+    AnabranchError,
+    InfeasiblePlanError,
+    InvalidPlanError,
+    SearchStoppedError,
+)
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
+    from anabranch.profile.profile import Profile
     from anabranch.solve import Baseline
+    from anabranch.weights import OptimizerFacts
 
 
 @spread
@@ -51,6 +61,7 @@ def plan(
         ),
     ] = None,
     shape: Shape = None,
+    rewrite: Rewrites = "auto",
     policy: Policy = None,
     start: Annotated[
         Path | None,
@@ -81,27 +92,33 @@ def plan(
       --planner-option recompute=false`
     - `anabranch plan mmt --cluster summit:8x4 --batch-size 512 --from mine.json -o plan.json`: what
       the search finds from a plan of yours
+    - `anabranch plan dlrm --cluster summit:8x4 --batch-size 256 --rewrite none`: the model as it is
+      written, without a product on the concatenation of its branches becoming a sum of products
     - `anabranch plan mmt --cluster summit:2x4 --batch-size 8 --mode async --policy pipeoptim`
     """
     from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
-    from anabranch.solve import Baseline, explain, foreseen
+    from anabranch.solve import Baseline, choose_rewrite, explain, foreseen
     from anabranch.solve import baselines as compared
     from anabranch.solve import plan as search
 
     given = load_plan(start) if start is not None else None
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
-    source, device = model.source, planning.device or cluster.device
+    device, source = planning.device or cluster.device, model.source
+    asked = named_rewrites(rewrite, source, planning.mode)
+    fixed = given.rewrites if given is not None and asked is None else asked
+    source = replace(source, rewrites=fixed or ())
     is_timed = source.is_timed(device)
     if not is_timed:  # beside a capture, but not beside operators that are timed
         begin_compiling(planner)
-    costs, optimizer = source.profile_and_optimizer(
-        device, planning.batch_size, planning.mode, planning.optimizer
-    )
-    if is_timed:
-        begin_compiling(planner)
-    try:
-        best = usage(
+
+    def costs_of(source: ModelSource) -> tuple[Profile, OptimizerFacts | None]:
+        return source.profile_and_optimizer(
+            device, planning.batch_size, planning.mode, planning.optimizer
+        )
+
+    def searched(costs: Profile) -> Plan:
+        return usage(
             search,
             costs,
             cluster,
@@ -117,6 +134,26 @@ def plan(
             optimizer=optimizer,
             start=given,
         )
+
+    costs, optimizer = costs_of(source)
+    if is_timed:
+        begin_compiling(planner)
+    written: Plan | None = None
+    tried, failure = Tried(), None
+    try:
+        try:
+            written = searched(costs)
+        except InfeasiblePlanError as error:
+            failure = error
+        if fixed is None and not (written is not None and interrupted(written)):
+            tried = try_rewrites(
+                source, costs, lambda s: costs_of(s)[0], searched, fits=written is not None
+            )
+        best = choose_rewrite(written, [plan for plan, _ in tried.plans.values()])
+        if best is None:
+            assert failure is not None
+            raise failure
+        costs = next((own for plan, own in tried.plans.values() if plan is best), costs)
     except InvalidPlanError as error:
         if given is None:
             raise
@@ -126,7 +163,7 @@ def plan(
             f"interrupted before planner {planner} had proposed a plan; with a later Ctrl-C "
             "there is one, and with --planner sequential or data-parallel at once"
         ) from None
-    best = replace(best, options=source.recorded())
+    chosen, best = best, replace(best, options=source.recorded())
     if given is not None:
         note_other_model(given, costs.graph)
     if model.file is not None:
@@ -148,6 +185,10 @@ def plan(
             why = explain(best, costs, cluster)
     if as_json:
         document = plan_to_dict(best) | source.facts
+        document["rewrites"] = list(best.rewrites)
+        if tried.plans or tried.errors:
+            document["rewrites_tried"] = tried.document()
+            document["as_written_step_s"] = None if written is None else written.figures.step_s
         documents = document["baselines"] = {}
         with suppress(KeyboardInterrupt):
             for name, other in others.items():
@@ -175,6 +216,8 @@ def plan(
         f"found in {best.search_s:.3f} s of search, {best.simulate_s:.3f} s of simulation and "
         f"{best.improve_s:.3f} s of improvement"
     )
+    for line in tried.lines(chosen, written):
+        say_lines(line)
     for name, other in others.items():
         say_lines(against(name, other, best))
     if better := _faster(others, best):

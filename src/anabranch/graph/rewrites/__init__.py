@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 
 from anabranch.graph.flat_program import FlatProgram
 from anabranch.graph.rewrites.join_split import join_split
+from anabranch.graph.rewrites.products import products
 from anabranch.graph.rewrites.sites import Sites
+from anabranch.graph.rewrites.sliced_values import concatenated_widths
 from anabranch.graph.rewrites.table_split import table_columns, table_rows
 from anabranch.graph.rewrites.tensor_split import tensor_split
 
@@ -68,6 +70,13 @@ class Rewrite:
         parts = f"={self.parts}" if self.parts != PARTS else ""
         sites = "" if self.sites is None else f"@{'+'.join(self.sites)}"
         return f"{self.name}{parts}{sites}"
+
+
+def applicable(program: FlatProgram) -> tuple[str, ...]:
+    """Rewrites that ``plan`` tries on its own, where the program has a site for them."""
+    every = Sites(None)
+    joins = (concatenated_widths(p.features, p.dim) for p in products(program, every))
+    return ("join-split",) if any(len(widths) > 1 for widths in joins) else ()
 
 
 def rewrite(program: FlatProgram, rewrites: Sequence[Rewrite]) -> tuple[list[Rewrite], list[str]]:

@@ -155,6 +155,11 @@ def require_asynchronous(
             all ranks together know.
     """
     _require_one_stage_each(graph)
+    if parts.captured.cut:
+        raise InvalidPlanError(
+            f"the plan cuts {min(parts.captured.cut)}; without a flush its slices would be of "
+            "different age: plan with --rewrite none, or train with --mode sync"
+        )
     require_untied(parts, workload.module)
     order.schedule()
     microbatches, round_robin = num_microbatches(graph), order.round_robin

@@ -1,0 +1,66 @@
+"""``plan --rewrite``: what is tried, taken and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from anabranch.cli import app
+
+DLRM = ["dlrm", "--preset", "small", "-o", "rows=100", "--cluster", "summit:2x4"]
+FAST = ["--batch-size", "64", "--no-baselines", "--planner", "graphpipe"]
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+def test_auto_takes_a_rewrite_for_its_gain(tmp_path: Path) -> None:
+    """Both steps are told; the shorter one is taken if it is shorter by 2 %."""
+    document = planned(*DLRM, *FAST, "-o", str(tmp_path / "plan.json"))
+    tried, written = document["rewrites_tried"], document["as_written_step_s"]
+    step_s = tried["join-split"]["step_s"]
+    is_shorter = step_s < 0.98 * written
+    assert document["predicted"]["step_s"] == (step_s if is_shorter else written)
+    assert document["rewrites"] == (["join-split@top.layers.0.weight"] if is_shorter else [])
+
+
+def test_a_named_rewrite_is_taken_as_it_is(tmp_path: Path) -> None:
+    """And the plan that has it is simulated and checked like any other."""
+    file = tmp_path / "plan.json"
+    document = planned(*DLRM, *FAST, "--rewrite", "join-split", "-o", str(file))
+    assert document["rewrites"] == ["join-split@top.layers.0.weight"]
+    assert "rewrites_tried" not in document
+    for verb in (["check", str(file), "dlrm"], ["simulate", str(file)]):
+        result = CliRunner().invoke(app, verb)
+        assert result.exit_code == 0, result.output
+
+
+def test_none_leaves_the_model_alone() -> None:
+    """The plan is that of the operators as they are written."""
+    assert planned(*DLRM, *FAST, "--rewrite", "none")["rewrites"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["mmt", "--preset", "small", "--rewrite", "join-split"], "changes nothing"),
+        (["mmt", "--rewrite", "split"], "none of join-split"),
+        (["mmt", "--rewrite", "table-split=1"], "at least 2 parts"),
+        (["mmt", "--rewrite", "join-split", "--mode", "async"], "--mode sync"),
+    ],
+)
+def test_rewrites_that_cannot_be_are_refused(arguments: list[str], said: str) -> None:
+    """In one paragraph, which names the way on."""
+    shared = ["--cluster", "summit:1x2", "--batch-size", "8"]
+    result = CliRunner().invoke(app, ["plan", *arguments, *shared])
+    assert result.exit_code in (1, 2)
+    text = f"{result.output} {result.exception}".replace("│", " ")
+    assert said in " ".join(text.split())
