@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anabranch import launch
 from anabranch.errors import TrainingError
-from anabranch.runtime import model_state, session
+from anabranch.runtime import assignment, model_state
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import claim, own_device, roomy_home
 from tests.runtime.small import batch, built, plan
@@ -76,7 +76,7 @@ def test_only_the_stages_of_a_rank_come_to_its_device() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model_state, "move", noted)
-            patch.setattr(session, "claim", claim)
+            patch.setattr(assignment, "claim", claim)
             pipe = Pipeline(model.workload, chosen, captured=model.captured, device="cpu")
             pipe.step(batch(16))
         return claimed, moved, set(pipe._state.parameters)

@@ -24,7 +24,7 @@ from benchmarks.architectures.models import build
 from tests.runtime.small import Built, plan
 
 SAMPLES, BATCH = 40, 8
-PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -95,7 +95,7 @@ def test_check_has_no_memory_for_parameters(run, monkeypatch, tmp_path):
     monkeypatch.setattr(
         ModelSource, "workload", lambda self, **how: meta.append(how["meta"]) or built(self, **how)
     )
-    assert run("check", "plan.json", TOWERS)[0] == 0
+    assert run("check", "plan.json", TOWERS, "--no-cache")[0] == 0
     assert meta == [True]
 
 

@@ -81,12 +81,13 @@ def test_parameters_count_where_a_rank_computes() -> None:
     model = built("Chain")
     chosen = plan(model, 2)
     holders = Holders.of(parts_of(model.captured, chosen, exact=False), chosen.stage_graph)
-    sizes = [p.numel() * p.element_size() for p in model.module.parameters()]
-    own, others = holders.resident_bytes(model.module, 0, torch.device("cpu"))
+    held = model.captured.parameters()
+    sizes = [p.numel() * p.element_size() for p in held.values()]
+    own, others = holders.resident_bytes(held, 0, torch.device("cpu"))
     assert 0 < own < sum(sizes)
     assert own + others == sum(sizes)
-    assert holders.resident_bytes(model.module, 1, torch.device("cpu")) == (others, own)
-    assert holders.resident_bytes(model.module, 0, torch.device("cuda", 0)) == (0, 0)
+    assert holders.resident_bytes(held, 1, torch.device("cpu")) == (others, own)
+    assert holders.resident_bytes(held, 0, torch.device("cuda", 0)) == (0, 0)
 
 
 def test_what_a_container_leaves(tmp_path: Path) -> None:

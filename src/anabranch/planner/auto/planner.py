@@ -56,7 +56,8 @@ class Auto:
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
 
     def __post_init__(self) -> None:
-        require_options("auto", self, max_replicas=1, evaluations=0, seed=0)
+        name = "chain" if self.shape == "chain" else "auto"
+        require_options(name, self, max_replicas=1, evaluations=0, seed=0)
         if self.shape not in ("graph", "chain"):
             raise ValueError(
                 f"option shape of planner auto is {self.shape!r}; it is graph or chain"
