@@ -26,10 +26,10 @@ def named_rewrites(text: str, source: ModelSource, mode: str) -> tuple[str, ...]
     Raises:
         typer.BadParameter: if one is unknown, or what is planned cannot be rewritten.
     """
-    from anabranch.graph.rewrites import Rewrite
-
     if text in ("auto", "none"):
         return None if text == "auto" and mode == "sync" and not source.is_file else ()
+    from anabranch.graph.rewrites import Rewrite  # imports torch
+
     names = tuple(text.split(","))
     for name in names:
         usage(Rewrite.parse, name)
