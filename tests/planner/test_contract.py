@@ -23,7 +23,7 @@ from tests.strategies import planning_profiles
 
 NAMES = sorted(PLANNERS)
 
-QUICK = {"auto": {"evaluations": 100}}
+QUICK = {name: {"evaluations": 100} for name in ("auto", "chain")}
 """Options that make a planner quick enough for many small cases."""
 
 
@@ -38,9 +38,9 @@ def propose(name: str, cost: CostModel, **options: int | None) -> list[StageGrap
 
 
 def problems(name: str, graph: StageGraph, cost: CostModel) -> list[str]:
-    """What is wrong with a proposal; some of planner ``auto`` need replicas that share state."""
+    """What is wrong with a proposal; some that are annealed need replicas that share state."""
     found = check(graph, cost)
-    if found and name == "auto" and len(graph) == 1:
+    if found and name in QUICK and len(graph) == 1:
         return check(graph, replace(cost, shard_optimizer=True))
     return found
 
