@@ -151,7 +151,10 @@ def test_processes_beside_this_one_compile(cache):
     """The first call waits for them and takes what they have kept."""
     function = compiled(add_scaled)
     begin({function: lambda: function(*arguments())})
-    assert (function in module._begun) == (module.forked.cores() > 1)
+    begun = dict(module._begun)
+    assert (function in begun) == (module.forked.cores() > 1)
+    begin({function: pytest.fail})  # no second process, whose pipe nobody would close
+    assert module._begun == begun
     require_right(function)
     begin({compiled(add_scaled): pytest.fail})  # it is kept
 

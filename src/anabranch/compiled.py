@@ -165,7 +165,8 @@ def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
     them; their first call here waits for that.
     """
     for function, task in tasks.items():
-        if function.folder and not function.folder.exists() and (worker := forked.start(task)):
+        is_kept = function.folder is None or function.folder.exists()
+        if not is_kept and function not in _begun and (worker := forked.start(task)):
             _begun[function] = worker
 
 
