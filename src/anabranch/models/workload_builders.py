@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 from anabranch.models.batches import Gather, batches, whole_batches
-from anabranch.models.synthetic_data import Draw, held_out_stream, seeded, training_stream
+from anabranch.models.synthetic_data import (
+    EVAL_BATCHES,
+    EVAL_EPOCH,
+    STEPS_PER_EPOCH,
+    Draw,
+    class_patterns,
+    seeded,
+    stream,
+)
 from anabranch.workload import Batch, NamedParameters, Workload, to_meta
 
 EXAMPLE_SAMPLES = 2
@@ -37,11 +45,29 @@ def synthetic_workload(
     return Workload(
         module=_initialised(make, sizes.seed, meta=meta),
         example=to_meta(example) if meta else example,
-        data=training_stream(draw, sizes.seed),
-        eval_data=held_out_stream(draw, sizes.seed),
+        data=stream(draw, sizes.seed, STEPS_PER_EPOCH),
+        eval_data=partial(stream(draw, sizes.seed, EVAL_BATCHES), epoch=EVAL_EPOCH),
         optimizer=partial(_adam, learning_rate=1e-3 if width < 512 else 1e-4),
         chance=chance,
         name=name,
+    )
+
+
+def branches_workload(
+    name: str, make: Callable[[], nn.Module], sizes: Any, *, meta: bool
+) -> Workload:
+    """A workload of branches over sequences: each class is a pattern that all branches show under
+    noise.
+    """
+    shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
+    return synthetic_workload(
+        name,
+        make,
+        class_patterns(shapes, sizes.classes, sizes.seed),
+        sizes,
+        meta=meta,
+        width=sizes.hidden,
+        chance={"accuracy": 1 / sizes.classes},
     )
 
 
