@@ -11,7 +11,6 @@ leave more memory free, at most as often as ``SHARES`` says.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +20,7 @@ from anabranch.planner.base import AsynchronousPlanner, Planner
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve.stops import Stop, collect
+from anabranch.solve.phases import Stop, collect
 from anabranch.weights import WeightPolicy
 
 STREAM = 256
@@ -81,7 +80,6 @@ class Proposals:
     """
 
     def __init__(self, planner: Planner, cost: CostModel, batch_size: int) -> None:
-        self.search_s = 0.0
         self.stopped: Stop | None = None
         self.count = 0
         self.planner = planner
@@ -97,17 +95,11 @@ class Proposals:
         """
         key = microbatch_size, demand
         if key not in self._known:
-            started = time.perf_counter()
             self._known[key] = self._ask(microbatch_size, demand)
-            self.search_s += time.perf_counter() - started
         found = self._known[key]
         if isinstance(found, InfeasiblePlanError):
             raise found
         return found
-
-    def stop(self, why: Stop) -> None:
-        """Ask nothing new; what is known can still be had."""
-        self.stopped = self.stopped or why
 
     def _ask(self, microbatch_size: int, demand: Demand) -> list[StageGraph] | InfeasiblePlanError:
         try:
