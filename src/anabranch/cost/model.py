@@ -90,7 +90,7 @@ class CostModel:
                 f"size and a number of replicas that give between {measured[0]} and "
                 f"{measured[-1]} samples"
             )
-        ways = self._measured_s
+        ways = self.profile.seconds
         if self.profile.proportional or len(measured) == 1:
             return ways[:, :, 0] * (samples / measured[0])
         row, share = row_below(samples, measured)
@@ -115,12 +115,6 @@ class CostModel:
         """
         settings = (getattr(self, field.name) for field in fields(self))
         return self.profile.priced.setdefault((type(self), *islice(settings, 1, None)), {})
-
-    @cached_property
-    def _measured_s(self) -> Floats:
-        """Forward and backward seconds: [way, operator, sample count]."""
-        costs = self.profile.costs
-        return np.array([[cost.forward_s for cost in costs], [cost.backward_s for cost in costs]])
 
     @cached_property
     def kept_bytes(self) -> Floats:

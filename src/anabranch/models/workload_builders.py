@@ -46,7 +46,7 @@ def synthetic_workload(
         module=_initialised(make, sizes.seed, meta=meta),
         example=to_meta(example) if meta else example,
         data=stream(draw, sizes.seed, STEPS_PER_EPOCH),
-        eval_data=partial(stream(draw, sizes.seed, EVAL_BATCHES), epoch=EVAL_EPOCH),
+        eval_data=lambda samples: stream(draw, sizes.seed, EVAL_BATCHES)(samples, EVAL_EPOCH),
         optimizer=partial(_adam, learning_rate=1e-3 if width < 512 else 1e-4),
         chance=chance,
         name=name,
