@@ -66,7 +66,8 @@ def estimate(
     if traced.is_affine:
         return traced.profile(device, counts, precision)
     sheet = DATA_SHEETS[device]  # the model does something else for other sample counts
-    seconds = [_kernels(captured, n).seconds(sheet, precision) for n in counts]
+    traces = [_kernels(captured, n) for n in counts]
+    seconds = [t.seconds(t.nbytes, t.products, sheet, precision) for t in traces]
     return traced.with_seconds(counts, seconds, device, precision)
 
 
