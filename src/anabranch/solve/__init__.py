@@ -9,6 +9,7 @@ from __future__ import annotations
 from anabranch.solve.comparison import (
     BASELINES,
     baselines,
+    choose_rewrite,
     comparable,
     compare,
     compare_policies,
@@ -16,7 +17,6 @@ from anabranch.solve.comparison import (
 from anabranch.solve.explanation import Explanation, explain
 from anabranch.solve.planner_options import options_of
 from anabranch.solve.policy_choice import MODES, check_mode
-from anabranch.solve.rewriting import choose_rewrite
 from anabranch.solve.search import plan
 from anabranch.solve.simulation import (
     AUTO,

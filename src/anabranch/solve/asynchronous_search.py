@@ -43,7 +43,7 @@ _ANY_STAGES = ("auto", "graphpipe", "exhaustive")
 
 
 class AsynchronousSearch:
-    """One model on one cluster: what all policies have in common.
+    """One model on one cluster.
 
     Tied operators are searched as one (``solve.contract_tied``). For the arguments see
     ``solve.plan``.
@@ -63,20 +63,20 @@ class AsynchronousSearch:
         self._cost = replace(whole, profile=self._contracted.profile)
         self._batch_size, self._microbatch_size = batch_size, microbatch_size
         self._name, self._optimizer, self._may_improve = name, optimizer, improve
-        self._proposals = Proposals(planner, self._cost, batch_size)
+        known = whole.memo.setdefault((Proposals, planner, batch_size), {})
+        self._proposals = Proposals(planner, self._cost, batch_size, known)
         self._last_update = optimizer is not None and optimizer.keeps_last_update
         self._phases = Phases()
 
     def plan(self, policy: str, model: str, notes: Sequence[str]) -> Plan:
-        """The best plan under a policy, with what it took since the last was asked for.
+        """The best plan under a policy.
 
         Raises:
             InfeasiblePlanError: if there is none.
             PolicyError: if the policy does not go with the optimizer.
             ValueError: if it does not go with the micro-batch size.
         """
-        phases = self._phases = Phases(self._proposals.stopped)
-        remarks = [*notes]
+        phases, remarks = self._phases, [*notes]
         best: ScheduledProposal | None = None
         if policy == "auto":
             policy, why, best = self._chosen()
@@ -166,7 +166,7 @@ class AsynchronousSearch:
                 except InfeasiblePlanError as error:
                     reasons.append(error)
                     continue
-                self._phases.stop = self._phases.stop or self._proposals.stopped
+                self._phases.stop = self._phases.stop or self._proposals.stop
                 judge.consider(self._cut(proposed, policy), BUDGET.simulation)
             if len(judge.too_big) == before or self._phases.stop:
                 break

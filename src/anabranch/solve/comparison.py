@@ -1,4 +1,4 @@
-"""Comparison of plans: by all planners, by all weight policies, and with baselines."""
+"""Comparison of plans: by all planners, by all weight policies, with baselines, with rewrites."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 
 import anabranch.planner as planners
 from anabranch.cluster import Cluster
-from anabranch.cost import CostModel
 from anabranch.errors import AnabranchError, PolicyError, SearchStoppedError
-from anabranch.planner.base import Planner
 from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
-from anabranch.solve.asynchronous_search import AsynchronousSearch
 from anabranch.solve.planner_options import check_arguments, planner_with
 from anabranch.solve.policy_choice import check_mode
-from anabranch.solve.search import notes_on, plan
+from anabranch.solve.search import plan
 from anabranch.weights import POLICIES, OptimizerFacts
 
 BASELINES: Mapping[str, Mapping[str, Any]] = {
@@ -30,6 +27,9 @@ BASELINES: Mapping[str, Mapping[str, Any]] = {
 chain with all its evaluations and improved takes a second more for steps that are up to 7 %
 shorter.
 """
+
+LEAST_GAIN = 0.02
+"""Share of the step that a rewrite has to save; less is within the error of measured operators."""
 
 
 def comparable(profile: Profile, cluster: Cluster) -> list[str]:
@@ -65,16 +65,15 @@ def compare(
         ValueError: for an unknown name or option; before anything is searched.
     """
     chosen = comparable(profile, cluster) if names is None else list(names)
-    given = planner_options or {}
-    for name in chosen:
-        _asked(name, batch_size, given, options)
-    others = ", ".join(name for name in given if name not in chosen)
+    own_options = planner_options or {}
+    _check(chosen, batch_size, own_options, options)
+    others = ", ".join(name for name in own_options if name not in chosen)
     if others:
         raise ValueError(f"options for {others}, but {', '.join(chosen)} are compared")
 
     def search(name: str) -> Plan:
-        mine = given.get(name, {})
-        return plan(profile, cluster, batch_size, planner=name, planner_options=mine, **options)
+        own = own_options.get(name, {})
+        return plan(profile, cluster, batch_size, planner=name, planner_options=own, **options)
 
     return ((name, _plan_or_why(partial(search, name))) for name in chosen)
 
@@ -87,12 +86,7 @@ def compare_policies(
     policies: Sequence[str] = tuple(POLICIES),
     *,
     planner_options: Mapping[str, Mapping[str, object]] | None = None,
-    optimizer_factor: float = 2.0,
-    model: str = "",
-    improve: bool = True,
-    optimizer: OptimizerFacts | None = None,
-    microbatch_size: int | None = None,
-    max_replicas: int | None = None,
+    **options: Any,
 ) -> Iterator[tuple[str, str, Plan | AnabranchError]]:
     """Every weight policy under every planner, judged by the same simulator.
 
@@ -102,8 +96,8 @@ def compare_policies(
         names: keys of ``planner.PLANNERS``.
         policies: keys of ``weights.POLICIES``.
         planner_options: {planner: {field: value}}.
-        microbatch_size: policies that it does not suit have an error. This and the rest are those
-            of ``plan``.
+        options: others of ``plan``, as are the first arguments. Policies that a
+            ``microbatch_size`` does not suit have an error.
 
     Yields:
         Planner, policy, and their plan or why there is none.
@@ -111,21 +105,15 @@ def compare_policies(
     Raises:
         ValueError: for an unknown name or option, before anything is searched.
     """
-    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
-    size, given = microbatch_size, planner_options or {}
-    options = {"microbatch_size": size, "max_replicas": max_replicas}
-    asked = {name: _asked(name, batch_size, given, options) for name in names}
-    searches = {
-        name: AsynchronousSearch(cost, batch_size, size, name, search, improve, optimizer)
-        for name, search in asked.items()
-    }
+    own_options = planner_options or {}
+    _check(names, batch_size, own_options, options)
     for policy in policies:
         check_mode("async", policy)
-    notes = notes_on(profile)
 
     def search(name: str, policy: str) -> Plan:
+        asked = {"planner": name, "planner_options": own_options.get(name, {}), **options}
         try:
-            return searches[name].plan(policy, model, notes)
+            return plan(profile, cluster, batch_size, mode="async", policy=policy, **asked)
         except ValueError as error:  # a micro-batch size that suits other policies
             raise PolicyError(str(error)) from None
 
@@ -136,17 +124,17 @@ def compare_policies(
     )
 
 
-def _asked(
-    name: str,
+def _check(
+    names: Iterable[str],
     batch_size: int,
-    given: Mapping[str, Mapping[str, object]],
+    own_options: Mapping[str, Mapping[str, object]],
     options: Mapping[str, Any],
-) -> Planner:
-    """The planner, if all that it is asked for makes sense."""
-    most = options.get("max_replicas")
-    schedule = options.get("schedule", "auto")
-    check_arguments(batch_size, name, options.get("microbatch_size"), schedule, most)
-    return planner_with(name, most, given.get(name, {}))[0]
+) -> None:
+    """Refuse planners, or what they are asked for, that make no sense."""
+    size, most = options.get("microbatch_size"), options.get("max_replicas")
+    for name in names:
+        check_arguments(batch_size, name, size, options.get("schedule", "auto"), most)
+        planner_with(name, most, own_options.get(name, {}))
 
 
 def _plan_or_why(search: Callable[[], Plan]) -> Plan | AnabranchError:
@@ -188,3 +176,16 @@ def baselines(
         if other.interrupted:
             raise KeyboardInterrupt
         yield name, other
+
+
+def choose_rewrite(written: Plan | None, rewritten: Sequence[Plan]) -> Plan | None:
+    """The plan with the shortest step, that of the model as written unless another saves enough.
+
+    Args:
+        written: for the model as it was written; None where no plan of it fits.
+    """
+    best = min(rewritten, key=lambda plan: plan.figures.step_s, default=None)
+    if written is None or best is None:
+        return written or best
+    is_shorter = best.figures.step_s < (1 - LEAST_GAIN) * written.figures.step_s
+    return best if is_shorter else written

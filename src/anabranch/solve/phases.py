@@ -29,8 +29,8 @@ class Phases:
         stop: the reason for the early end of the search, if it was ended.
     """
 
-    def __init__(self, stop: Stop | None = None) -> None:
-        self.stop = stop
+    def __init__(self) -> None:
+        self.stop: Stop | None = None
         self.seconds: dict[Phase, float] = {"search_s": 0.0, "simulate_s": 0.0, "improve_s": 0.0}
         self._outer: Phase | None = None
 
@@ -61,6 +61,7 @@ class Phases:
     def plan(self, cost: CostModel, model: str, **fields: Any) -> Plan:
         """The plan that the search gives for these prices; ``fields`` are its others."""
         profile = cost.profile
+        more: dict[str, Any] = {**fields, **self.seconds}
         return Plan(
             model=model or profile.graph.name,
             cluster=cost.cluster.name,
@@ -71,8 +72,7 @@ class Phases:
             rewrites=profile.graph.rewrites,
             model_size=ModelSize.of(profile.graph),
             interrupted=isinstance(self.stop, KeyboardInterrupt),
-            **self.seconds,
-            **fields,
+            **more,
         )
 
     def notes(self, count: int) -> list[str]:

@@ -127,7 +127,7 @@ def plan(
             cost, batch_size, microbatch_size, planner, search, improve, optimizer
         )
         return asynchronous.plan(policy or "auto", model, notes)
-    schedules = (schedule,)
+    schedules: tuple[str, ...] = (schedule,)
     if schedule in ("auto", "published"):
         schedules = AUTO if schedule == "auto" else search.schedules
     task = _StepSearch(
