@@ -209,8 +209,8 @@ class CostModel:
 
     @cached_property
     def _rows(self) -> dict[str, int]:
-        found = {p.name: self.row_bytes(p) for p in self.graph.parameters}
-        return {name: nbytes for name, nbytes in found.items() if nbytes}
+        rows = {p.name: self.row_bytes(p) for p in self.graph.parameters}
+        return {name: nbytes for name, nbytes in rows.items() if nbytes}
 
     @cached_property
     def tied(self) -> tuple[tuple[int, Parameter], ...]:
@@ -349,13 +349,13 @@ class CostModel:
         """Bytes of a stage's trainable parameters by the replica that updates them, where replicas
         share the optimizer's state.
         """
-        readers, found = self.graph.readers, [dict[str, int]() for _ in range(replicas)]
+        readers, dealt = self.graph.readers, [dict[str, int]() for _ in range(replicas)]
         trained = (p for p in reversed(self.graph.parameters) if p.trainable)
         held = [p for p in trained if readers.get(p.name, 0) & mask]
         for p, pieces in zip(held, deal([p.nbytes for p in held], replicas), strict=True):
             for replica, nbytes in pieces:
-                found[replica][p.name] = nbytes
-        return found
+                dealt[replica][p.name] = nbytes
+        return dealt
 
     def device_bytes(
         self,

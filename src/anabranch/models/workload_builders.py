@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from anabranch.models.batches import Gather, batches, whole_batches
 from anabranch.models.synthetic_data import (
     EVAL_BATCHES,
     EVAL_EPOCH,
@@ -23,6 +22,9 @@ from anabranch.models.synthetic_data import (
 from anabranch.workload import Batch, NamedParameters, Workload, to_meta
 
 EXAMPLE_SAMPLES = 2
+
+Gather = Callable[[torch.Tensor], Batch]
+"""Sample numbers -> the batch of these samples."""
 
 
 def synthetic_workload(
@@ -131,3 +133,21 @@ def warm_up_then_cosine(
         return min(1.0, (step + 1) / rising) * max(0.01, decay)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+
+
+def shuffled(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The rows in random order."""
+    return rows[torch.randperm(len(rows), generator=generator)]
+
+
+def batches(gather: Gather, rows: torch.Tensor, batch_size: int) -> Iterator[Batch]:
+    """Every row once; the last batch may be shorter."""
+    for start in range(0, len(rows), batch_size):
+        yield gather(rows[start : start + batch_size])
+
+
+def whole_batches(gather: Gather, rows: torch.Tensor, batch_size: int) -> Iterator[Batch]:
+    """Leave out the short last batch; fewer rows than one batch are one batch nevertheless."""
+    if len(rows) >= batch_size:
+        rows = rows[: len(rows) // batch_size * batch_size]
+    return batches(gather, rows, batch_size)

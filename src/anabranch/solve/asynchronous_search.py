@@ -195,7 +195,7 @@ class AsynchronousSearch:
         if self._name not in _ANY_STAGES or self._in_a_row:
             return []
         fewer = brought_down(self._cost.profile)
-        found = EveryPartition(
+        every = EveryPartition(
             replace(self._cost, profile=fewer.profile),
             policy,
             self._batch_size,
@@ -206,7 +206,7 @@ class AsynchronousSearch:
         sizes = self._sizes(policy)
         if policy.microbatches and self._microbatch_size is None:
             sizes = [b for b in range(self._batch_size, 0, -1) if self._batch_size % b == 0]
-        return [fewer.expand(graph) for graph in found.propose(sizes)]
+        return [fewer.expand(graph) for graph in every.propose(sizes)]
 
     def _improve(self, judge: Judge, policy: WeightPolicy) -> None:
         """Search from what has been judged, for planners that can."""

@@ -165,8 +165,8 @@ class EveryPartition:
         key = stage.operators, stage.in_flight, versions, stage.microbatch_size
         if key not in self._modes:
             most = min(self.max_replicas, stage.microbatch_size, self.cost.cluster.num_devices)
-            found = ((d, self._mode(graph, s, versions, d)) for d in range(1, most + 1))
-            self._modes[key] = {d: mode for d, mode in found if mode is not None}
+            modes = ((d, self._mode(graph, s, versions, d)) for d in range(1, most + 1))
+            self._modes[key] = {d: mode for d, mode in modes if mode is not None}
         return self._modes[key]
 
     def _mode(self, graph: StageGraph, s: int, versions: int, replicas: int) -> _Mode | None:

@@ -31,7 +31,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.stop: Stop | None = None
-        self.seconds: dict[Phase, float] = {"search_s": 0.0, "simulate_s": 0.0, "improve_s": 0.0}
+        self.seconds: dict[str, float] = {"search_s": 0.0, "simulate_s": 0.0, "improve_s": 0.0}
         self._outer: Phase | None = None
 
     @contextmanager
@@ -61,7 +61,7 @@ class Phases:
     def plan(self, cost: CostModel, model: str, **fields: Any) -> Plan:
         """The plan that the search gives for these prices; ``fields`` are its others."""
         profile = cost.profile
-        more: dict[str, Any] = {**fields, **self.seconds}
+        more: dict[str, Any] = fields | self.seconds
         return Plan(
             model=model or profile.graph.name,
             cluster=cost.cluster.name,

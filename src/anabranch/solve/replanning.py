@@ -154,15 +154,15 @@ class Replanner:
     ) -> Iterator[Plan]:
         """Proposals of planners that begin with a plan, and with ``anew`` without it."""
         size, devices = plan.stage_graph.batch_size, len(plan.stage_graph.devices)
-        told = _scaled(profile, plan, _by_device(plan, slower)) if slower else profile
+        slowed = _scaled(profile, plan, _by_device(plan, slower)) if slower else profile
         for start in (plan, None) if anew else (plan,):
             with suppress(AnabranchError):
-                found = search(told, self.cluster, size, start=start, **self.options)
-                if len(found.stage_graph.devices) == devices:  # ranks stay
-                    found = replace(found, model=plan.model, options=plan.options)
-                    yield found
+                other = search(slowed, self.cluster, size, start=start, **self.options)
+                if len(other.stage_graph.devices) == devices:  # ranks stay
+                    other = replace(other, model=plan.model, options=plan.options)
+                    yield other
                     if slower:
-                        yield self._arranged(found, profile, slower)
+                        yield self._arranged(other, profile, slower)
         if slower and anew:
             yield self._arranged(plan, profile, slower)
 
@@ -218,11 +218,11 @@ def _ratios(
         for span in predicted.spans
         if span.action.kind.is_compute
     }
-    found: dict[_Pass, list[float]] = defaultdict(list)
+    ratios: dict[_Pass, list[float]] = defaultdict(list)
     for timeline in measured:
         for span in timeline.spans:
             seconds = expected.get((span.device, str(span.action)))
             if seconds:
                 ratio = (span.end - span.start) / seconds / slower.get(span.device, 1.0)
-                found[span.action.stage, span.action.kind.is_forward].append(ratio)
-    return {key: statistics.median(ratios) for key, ratios in found.items()}
+                ratios[span.action.stage, span.action.kind.is_forward].append(ratio)
+    return {key: statistics.median(values) for key, values in ratios.items()}
