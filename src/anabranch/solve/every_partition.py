@@ -101,11 +101,11 @@ class EveryPartition:
         devices = self.cost.cluster.num_devices
         if len(self.cost.graph) > MOST_OPERATORS or devices > MOST_DEVICES:
             return []
-        found = (
+        ranked = (
             (slowest_s, graph.depth, n, graph)
             for n, (slowest_s, graph) in enumerate(self._all(sizes))
         )
-        return [graph for *_, graph in heapq.nsmallest(MOST, found)]
+        return [graph for *_, graph in heapq.nsmallest(MOST, ranked)]
 
     def _all(self, sizes: Sequence[int]) -> Iterator[tuple[float, StageGraph]]:
         tried = 0
