@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.graph.capture import Captured, capture
-from anabranch.models.batches import shuffled, whole_batches
+from anabranch.models.workload_builders import shuffled, whole_batches
 from anabranch.workload import Batch
 from benchmarks.datasets.digits import Digits, load_mnist, load_small_digits
 

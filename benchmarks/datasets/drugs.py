@@ -36,9 +36,8 @@ import numpy as np
 import torch
 
 from anabranch.errors import DataError
-from anabranch.models.batches import shuffled
 from anabranch.models.candle_uno import CandleUno
-from anabranch.models.workload_builders import dataset_workload
+from anabranch.models.workload_builders import dataset_workload, shuffled
 from anabranch.workload import Batch, Workload
 from benchmarks.datasets.pickles import load_plain
 from benchmarks.datasets.registry import Package, fetch

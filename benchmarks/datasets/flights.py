@@ -32,9 +32,8 @@ import torch
 from numpy.typing import NDArray
 
 from anabranch.errors import DataError
-from anabranch.models.batches import shuffled
 from anabranch.models.dlrm import DLRM
-from anabranch.models.workload_builders import dataset_workload
+from anabranch.models.workload_builders import dataset_workload, shuffled
 from anabranch.workload import Batch, Workload
 from benchmarks.datasets.registry import Package, fetch
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from anabranch.data.glyphs import SIDE, WORDS, load_glyphs
 from anabranch.models import build
-from anabranch.models.batches import shuffled
 from anabranch.models.glyphs import PRESETS, GlyphSizes, Patches, Tower, Words
-from anabranch.models.workload_builders import dataset_workload
+from anabranch.models.workload_builders import dataset_workload, shuffled
 from anabranch.workload import Batch, Workload
 from benchmarks.datasets import drugs, flights
 

@@ -8,7 +8,7 @@ import torch
 from anabranch.calibration import pipelines, side_by_side
 from anabranch.calibration.machine import this_machine
 from anabranch.calibration.measure import calibrate, joined
-from anabranch.calibration.messages import Exchange, Line
+from anabranch.calibration.messages import Exchange
 from anabranch.cluster import BUSY
 from tests.calibration import examples
 
@@ -32,7 +32,7 @@ def test_a_calibration_of_this_machine(monkeypatch: pytest.MonkeyPatch):
 
 def test_hosts_are_levels():
     """Two hosts of two ranks; links between them are four times as slow as inside of one."""
-    near, far = (Exchange(Line(t, t / 2), Line(9.0, 0.25)) for t in (1.0, 4.0))
+    near, far = (Exchange(t, t / 2, 0.25) for t in (1.0, 4.0))
     found = joined(examples.calibration(), "two hosts", [*"aabb"], {1: near, 2: far})
     assert [(x.name, x.size) for x in found.levels] == [("host", 2), ("network", 2)]
     assert [(x.latency_s, x.bandwidth) for x in found.levels] == [(1.0, 2.0), (4.0, 0.5)]

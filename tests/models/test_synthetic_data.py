@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from anabranch.models.synthetic_data import (
+    EVAL_EPOCH,
     SIGNAL,
     class_patterns,
-    held_out_stream,
     seeded,
-    training_stream,
+    stream,
     under_noise,
 )
 
@@ -25,8 +25,8 @@ def test_every_number_of_a_seed_counts() -> None:
 def test_no_batch_occurs_twice_in_training_or_evaluation() -> None:
     """Not in the next epoch, and not among the held-out batches."""
     draw = lambda samples, generator: torch.rand(samples, generator=generator)  # noqa: E731
-    training, held_out = training_stream(draw, 0), held_out_stream(draw, 0)
-    batches = [*training(1, 0), *training(1, 1), *held_out(1)]
+    epoch = stream(draw, 0, 8)
+    batches = [*epoch(1, 0), *epoch(1, 1), *epoch(1, EVAL_EPOCH)]
     assert len({batch.item() for batch in batches}) == len(batches)
 
 

@@ -7,8 +7,13 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from anabranch.models.batches import shuffled
-from anabranch.models.workload_builders import dataset_workload, warm_up_then_cosine
+from anabranch.models.workload_builders import (
+    batches,
+    dataset_workload,
+    shuffled,
+    warm_up_then_cosine,
+    whole_batches,
+)
 
 
 def test_a_data_set_becomes_a_workload() -> None:
@@ -51,3 +56,30 @@ def test_the_learning_rate_rises_then_falls() -> None:
     assert max(rates) > 0.95
     assert rates[20:99] == sorted(rates[20:99], reverse=True)
     assert rates[105] == 0.01
+
+
+def lists(iterator):
+    return [rows.tolist() for rows in iterator]
+
+
+def identity(rows):
+    return rows
+
+
+def test_the_last_batch_may_be_shorter():
+    """Evaluation sees every row once."""
+    assert lists(batches(identity, torch.arange(5), 2)) == [[0, 1], [2, 3], [4]]
+
+
+def test_training_leaves_the_short_batch_out():
+    """Unless it is all there is."""
+    assert lists(whole_batches(identity, torch.arange(5), 2)) == [[0, 1], [2, 3]]
+    assert lists(whole_batches(identity, torch.arange(5), 8)) == [[0, 1, 2, 3, 4]]
+
+
+def test_shuffling_keeps_every_row():
+    """In an order that the seed decides."""
+    rows = torch.tensor([3, 5, 7, 9])
+    one, two = (shuffled(rows, torch.Generator().manual_seed(4)) for _ in range(2))
+    assert one.tolist() == two.tolist()
+    assert sorted(one.tolist()) == [3, 5, 7, 9]

@@ -133,7 +133,8 @@ def test_any_sample_count_from_two(towers: Captured) -> None:
     from anabranch.profile.estimate import _kernels
 
     trace = _kernels(towers, 6)
-    forward, backward = trace.seconds(DATA_SHEETS["a100"], "float32")
+    sizes = trace.nbytes, trace.products
+    forward, backward = trace.seconds(*sizes, DATA_SHEETS["a100"], "float32")
     profile = estimate(towers, "a100", (6,))
     assert [c.forward_s[0] for c in profile.costs] == pytest.approx(list(forward))
     assert [c.backward_s[0] for c in profile.costs] == pytest.approx(list(backward))

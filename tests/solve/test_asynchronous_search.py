@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -30,7 +30,7 @@ class Proposals:
     """A planner that proposes the same stages for whatever it is asked, and counts."""
 
     graphs: tuple[StageGraph, ...]
-    asked: list[tuple[int, int | None]]
+    asked: list[tuple[int, int | None]] = field(compare=False)
 
     def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
         self.asked.append((batch_size, microbatch_size))

@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from anabranch.cluster import Machine
@@ -14,7 +14,7 @@ from anabranch.cluster import Machine
 
 def this_machine() -> Machine:
     """The machine at hand; torch is not imported for it."""
-    return Machine(_processor(), os.cpu_count() or 1, _torch())
+    return Machine(_processor(), os.cpu_count() or 1, version("torch"))
 
 
 def difference(measured: Machine, here: Machine) -> str:
@@ -69,10 +69,3 @@ def _processor() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _torch() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "none"

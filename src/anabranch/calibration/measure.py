@@ -127,7 +127,7 @@ def joined(
     levels = [_level("host", len(hosts) // count, near) if near else preset.levels[0]]
     if far:
         levels.append(_level("network", count, far))
-    byte_s = statistics.median(link.end.byte_s for link in links.values()) if links else 0.0
+    byte_s = statistics.median(link.end_byte_s for link in links.values()) if links else 0.0
     return Cluster(
         name,
         "cpu",
@@ -139,6 +139,6 @@ def joined(
 
 
 def _level(name: str, size: int, exchanges: Sequence[Exchange]) -> Level:
-    byte_s = statistics.median(exchange.link.byte_s for exchange in exchanges)
-    latency_s = statistics.median(exchange.link.fixed_s for exchange in exchanges)
+    byte_s = statistics.median(exchange.byte_s for exchange in exchanges)
+    latency_s = statistics.median(exchange.latency_s for exchange in exchanges)
     return Level(name, size, 1 / max(byte_s, 1e-15), latency_s)

@@ -25,25 +25,21 @@ _ROUNDS = 32
 _CPU = torch.device("cpu")
 
 
-class Line(NamedTuple):
-    """Seconds that do not depend on bytes, and seconds per byte."""
-
-    fixed_s: float
-    byte_s: float
-
-
 class Exchange(NamedTuple):
-    """Seconds of messages on their way, and of the processor at each end."""
+    """Seconds of messages: of the link, latency and per byte, and of the processor at each end, per
+    byte.
+    """
 
-    link: Line
-    end: Line
+    latency_s: float
+    byte_s: float
+    end_byte_s: float
 
 
 def exchange(transport: Transport, peer: int, *, first: bool, tag: int) -> Exchange:
     """Exchange messages with a rank; call it on both, on one of them as the first."""
     seconds = (_back_and_forth(transport, peer, size, first, tag) for size in SIZES)
     links, ends = zip(*seconds, strict=True)
-    return Exchange(_line(*links), _line(*ends))
+    return Exchange(*_line(*links), _line(*ends)[1])
 
 
 def _back_and_forth(
@@ -69,8 +65,8 @@ def _back_and_forth(
     return max(0.0, statistics.median(rounds) / 2 - end_s), end_s
 
 
-def _line(small_s: float, large_s: float) -> Line:
-    """The line through the seconds of both sizes."""
+def _line(small_s: float, large_s: float) -> tuple[float, float]:
+    """Seconds that do not depend on bytes, and seconds per byte, by those of both sizes."""
     small, large = SIZES
     slope = max(0.0, large_s - small_s) / (large - small)
-    return Line(max(0.0, small_s - slope * small), slope)
+    return max(0.0, small_s - slope * small), slope

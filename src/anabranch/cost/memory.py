@@ -133,20 +133,20 @@ def deal(nbytes: Sequence[int], replicas: int, *, cut: bool = True) -> list[list
         cut: whether the optimizer updates each element by itself, so that parts will do.
     """
     held, left = np.zeros((2, replicas)), sum(nbytes)
-    found: list[list[tuple[int, int]]] = [[] for _ in nbytes]
+    dealt: list[list[tuple[int, int]]] = [[] for _ in nbytes]
     part, small = -(-left // replicas), _SMALL * left / replicas
     for i in sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True):
         to_come, is_small = nbytes[i], left <= small
         left -= to_come
-        while to_come or not found[i]:
+        while to_come or not dealt[i]:
             replica = int(held[int(is_small)].argmin())
             room = part - int(held[0, replica])
             fits = not cut or is_small or to_come <= room + _ABOVE * part
-            given = to_come if fits else room
-            found[i].append((replica, given))
-            held[:, replica] += given, 1
-            to_come -= given
-    return found
+            piece = to_come if fits else room
+            dealt[i].append((replica, piece))
+            held[:, replica] += piece, 1
+            to_come -= piece
+    return dealt
 
 
 _SMALL = 0.02

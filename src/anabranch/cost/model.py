@@ -90,7 +90,7 @@ class CostModel:
                 f"size and a number of replicas that give between {measured[0]} and "
                 f"{measured[-1]} samples"
             )
-        ways = self._measured_s
+        ways = self.profile.seconds
         if self.profile.proportional or len(measured) == 1:
             return ways[:, :, 0] * (samples / measured[0])
         row, share = row_below(samples, measured)
@@ -115,12 +115,6 @@ class CostModel:
         """
         settings = (getattr(self, field.name) for field in fields(self))
         return self.profile.priced.setdefault((type(self), *islice(settings, 1, None)), {})
-
-    @cached_property
-    def _measured_s(self) -> Floats:
-        """Forward and backward seconds: [way, operator, sample count]."""
-        costs = self.profile.costs
-        return np.array([[cost.forward_s for cost in costs], [cost.backward_s for cost in costs]])
 
     @cached_property
     def kept_bytes(self) -> Floats:
@@ -215,8 +209,8 @@ class CostModel:
 
     @cached_property
     def _rows(self) -> dict[str, int]:
-        found = {p.name: self.row_bytes(p) for p in self.graph.parameters}
-        return {name: nbytes for name, nbytes in found.items() if nbytes}
+        rows = {p.name: self.row_bytes(p) for p in self.graph.parameters}
+        return {name: nbytes for name, nbytes in rows.items() if nbytes}
 
     @cached_property
     def tied(self) -> tuple[tuple[int, Parameter], ...]:
@@ -355,13 +349,13 @@ class CostModel:
         """Bytes of a stage's trainable parameters by the replica that updates them, where replicas
         share the optimizer's state.
         """
-        readers, found = self.graph.readers, [dict[str, int]() for _ in range(replicas)]
+        readers, dealt = self.graph.readers, [dict[str, int]() for _ in range(replicas)]
         trained = (p for p in reversed(self.graph.parameters) if p.trainable)
         held = [p for p in trained if readers.get(p.name, 0) & mask]
         for p, pieces in zip(held, deal([p.nbytes for p in held], replicas), strict=True):
             for replica, nbytes in pieces:
-                found[replica][p.name] = nbytes
-        return found
+                dealt[replica][p.name] = nbytes
+        return dealt
 
     def device_bytes(
         self,

@@ -172,40 +172,35 @@ class NestedSets:
         place[lower, upper] = np.arange(1, len(pairs))
         return self.between(pairs)[place]
 
-    def _chain_most(self, per_op: Floats) -> Floats:
-        """The most that one operator has, of those between two sets: [lower, upper]."""
-        operators, starts = self._flat
-        most = np.zeros((len(self), len(self)))
-        if len(starts):
-            of_parts = np.maximum.reduceat(per_op[operators], starts)
-            from_each = np.triu(np.broadcast_to(of_parts, (len(of_parts),) * 2))
-            most[:-1, 1:] = np.maximum.accumulate(from_each, axis=1)
-        return most
-
     def passes(self, pairs: Pairs, samples: float) -> Floats:
-        """Bytes of a pass (``cost.passes``) of the stages between some pairs of sets.
+        """Bytes of a pass (``cost.passes``) of the stages between some pairs of sets."""
+        cost = self.cost
+        own = cost.largest_gradients + cost.working_bytes * samples
+        return self._fullest(pairs, own, cost.kept_bytes * samples)
 
-        Of a row in the model's order pass(i) is the most of g + (w + k up to there) n so far, less
-        all that is kept up to i.
+    def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
+        """The recurrence of ``cost.passes`` by what operators take themselves and what they keep.
+
+        Of a row in the model's order pass(i) is the most of own + what is kept up to there, so far,
+        less all that is kept up to i.
         """
-        own, kept = self._pass_terms(samples)
         if self._is_in_order:
-            operators, _ = self._flat
+            operators, starts = self._flat
             done = np.zeros(len(self.cost.graph))
             done[operators] = np.cumsum(kept[operators])
-            most = self._chain_most(own + done) - self.sums(kept)
+            most = np.zeros((len(self), len(self)))
+            if len(starts):
+                of_parts = np.maximum.reduceat((own + done)[operators], starts)
+                from_each = np.triu(np.broadcast_to(of_parts, (len(of_parts),) * 2))
+                most[:-1, 1:] = np.maximum.accumulate(from_each, axis=1)
+            most -= self.sums(kept)
             return np.asarray(np.maximum(most, 0.0)[pairs.lower, pairs.upper])
-        found = np.zeros(pairs.lower.shape)
-        for op in bits(self.sets[-1]):
+        fullest = np.zeros(pairs.lower.shape)
+        for op in np.flatnonzero(own + kept):
             member = self._members[:, op]
             inside = np.nonzero(member[pairs.upper] > member[pairs.lower])
-            found[inside] = np.maximum(found[inside] - kept[op], own[op])
-        return found
-
-    def _pass_terms(self, samples: float) -> tuple[Floats, Floats]:
-        """Per operator, what a pass of it takes itself and what it keeps."""
-        own = self.cost.largest_gradients + self.cost.working_bytes * samples
-        return own, self.cost.kept_bytes * samples
+            fullest[inside] = np.maximum(fullest[inside] - kept[op], own[op])
+        return fullest
 
     @cached_property
     def _is_in_order(self) -> bool:
@@ -224,21 +219,11 @@ class NestedSets:
             held.trainable,
             pairs.difference(self.kept_bytes),
             border or self.border(pairs),
-            self._most(pairs, self.cost.largest_gradients),
+            self._fullest(pairs, self.cost.largest_gradients, np.zeros(len(self.cost.graph))),
             held.tables,
             held.rows,
             _PairPasses(self, pairs),
         )
-
-    def _most(self, pairs: Pairs, per_op: Floats) -> Floats:
-        """The most that one operator has, of those between each pair of sets."""
-        if self.is_chain:
-            return np.asarray(self._chain_most(per_op)[pairs.lower, pairs.upper])
-        result = np.zeros(len(pairs))
-        for nbytes in np.unique(per_op[per_op > 0]):
-            held = self._members[:, per_op == nbytes].sum(axis=1, dtype=np.int32)
-            result[held[pairs.upper] > held[pairs.lower]] = nbytes
-        return result
 
     @cached_property
     def _tied_to_come(self) -> NDArray[np.int16]:

@@ -32,8 +32,8 @@ def pass_behind(before: float, kept: float, own: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StagePasses:
-    """Passes of one stage: ``max(fixed + per_sample * samples)`` over the operators that can be the
-    fullest, for any number of samples.
+    """Passes of one stage: ``max(fixed + per_sample * samples)`` over its operators, for any
+    number of samples.
     """
 
     fixed: Floats
@@ -41,14 +41,8 @@ class StagePasses:
 
     @staticmethod
     def of(gradients: Floats, working: Floats, kept: Floats) -> StagePasses:
-        """The recurrence for its operators, g_i, w_i and k_i; those whose bytes another one has at
-        least, fixed as well as per sample, are never the fullest.
-        """
-        per_sample = working - (kept.sum() - np.cumsum(kept))
-        order = np.lexsort((-per_sample, -gradients))
-        best = np.maximum.accumulate(per_sample[order])
-        first = np.append(True, best[1:] > best[:-1])[: len(order)]
-        return StagePasses(gradients[order][first], per_sample[order][first])
+        """The recurrence for its operators, g_i, w_i and k_i."""
+        return StagePasses(gradients, working - (kept.sum() - np.cumsum(kept)))
 
     def at(self, samples: Number) -> Number:
         """Bytes for this many samples, or for each of an array of counts."""

@@ -112,8 +112,8 @@ class Held(NamedTuple, Generic[Bytes]):
     @property
     def summed(self) -> Bytes:
         """Bytes of gradients, see ``summed_bytes``."""
-        found: Bytes = summed_bytes(self.trainable, self.tables, self.rows)
-        return found
+        summed: Bytes = summed_bytes(self.trainable, self.tables, self.rows)
+        return summed
 
 
 @dataclass(frozen=True)

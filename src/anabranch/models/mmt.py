@@ -13,11 +13,11 @@ follows the concatenation; here a classifier, small beside the branches.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from anabranch.models.layers import BranchClassifier, Stack, TransformerLayer
 from anabranch.models.sizes import Sizes
-from anabranch.models.synthetic_data import class_patterns
-from anabranch.models.workload_builders import synthetic_workload
+from anabranch.models.workload_builders import branches_workload
 from anabranch.workload import Workload
 
 
@@ -42,33 +42,17 @@ PRESETS = {
 }
 
 
-class TransformerBranch(Stack):
-    """The transformer layers of one modality."""
-
-    def __init__(self, sizes: MMTSizes):
-        super().__init__(
-            TransformerLayer(sizes.hidden, sizes.heads, sizes.feedforward, sizes.dropout)
-            for _ in range(sizes.layers)
-        )
-
-
 class MMT(BranchClassifier):
     """The whole model."""
 
     def __init__(self, sizes: MMTSizes):
-        branches = [TransformerBranch(sizes) for _ in range(sizes.branches)]
+        layer = partial(
+            TransformerLayer, sizes.hidden, sizes.heads, sizes.feedforward, sizes.dropout
+        )
+        branches = [Stack(layer() for _ in range(sizes.layers)) for _ in range(sizes.branches)]
         super().__init__(branches, sizes.branches * sizes.hidden, sizes.classes, norm=True)
 
 
 def workload(sizes: MMTSizes, *, meta: bool = False) -> Workload:
-    """MMT on synthetic classes, each a pattern that every modality shows under noise."""
-    shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
-    return synthetic_workload(
-        "mmt",
-        lambda: MMT(sizes),
-        class_patterns(shapes, sizes.classes, sizes.seed),
-        sizes,
-        meta=meta,
-        width=sizes.hidden,
-        chance={"accuracy": 1 / sizes.classes},
-    )
+    """MMT on synthetic classes."""
+    return branches_workload("mmt", lambda: MMT(sizes), sizes, meta=meta)

@@ -13,7 +13,8 @@ from anabranch.workload import Batch
 
 STEPS_PER_EPOCH = 64
 EVAL_BATCHES = 8
-_EVAL_EPOCH = -1
+EVAL_EPOCH = -1
+"""Epoch of the held-out batches, which training does not come to."""
 
 SIGNAL = 0.3
 """Standard deviation of the pattern against noise of 1: learned in dozens of steps, not in one."""
@@ -31,24 +32,14 @@ def seeded(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(state)
 
 
-def training_stream(draw: Draw, seed: int) -> Callable[[int, int], Iterator[Batch]]:
+def stream(draw: Draw, seed: int, batches: int) -> Callable[[int, int], Iterator[Batch]]:
     """``Workload.data``: (batch size, epoch) -> batches."""
 
-    def batches(batch_size: int, epoch: int) -> Iterator[Batch]:
-        for step in range(STEPS_PER_EPOCH):
+    def epoch_batches(batch_size: int, epoch: int) -> Iterator[Batch]:
+        for step in range(batches):
             yield draw(batch_size, seeded(seed, epoch, step))
 
-    return batches
-
-
-def held_out_stream(draw: Draw, seed: int) -> Callable[[int], Iterator[Batch]]:
-    """``Workload.eval_data``: batches that no training epoch draws."""
-
-    def batches(batch_size: int) -> Iterator[Batch]:
-        for step in range(EVAL_BATCHES):
-            yield draw(batch_size, seeded(seed, _EVAL_EPOCH, step))
-
-    return batches
+    return epoch_batches
 
 
 def prototypes(classes: int, width: int, seed: int) -> torch.Tensor:

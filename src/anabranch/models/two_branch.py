@@ -17,8 +17,7 @@ from torch import nn
 
 from anabranch.models.layers import Attention, BranchClassifier, DenseLayer, Stack
 from anabranch.models.sizes import Sizes
-from anabranch.models.synthetic_data import class_patterns
-from anabranch.models.workload_builders import synthetic_workload
+from anabranch.models.workload_builders import branches_workload
 from anabranch.workload import Workload
 
 
@@ -57,30 +56,14 @@ class Block(nn.Module):
         return result
 
 
-class AttentionBranch(Stack):
-    """The blocks of one branch."""
-
-    def __init__(self, sizes: TwoBranchSizes):
-        super().__init__(Block(sizes) for _ in range(sizes.layers))
-
-
 class TwoBranch(BranchClassifier):
     """The whole model."""
 
     def __init__(self, sizes: TwoBranchSizes):
-        branches = [AttentionBranch(sizes) for _ in range(sizes.branches)]
+        branches = [Stack(Block(sizes) for _ in range(sizes.layers)) for _ in range(sizes.branches)]
         super().__init__(branches, sizes.branches * sizes.hidden, sizes.classes, norm=False)
 
 
 def workload(sizes: TwoBranchSizes, *, meta: bool = False) -> Workload:
     """The case study's model on synthetic classes."""
-    shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
-    return synthetic_workload(
-        "two-branch",
-        lambda: TwoBranch(sizes),
-        class_patterns(shapes, sizes.classes, sizes.seed),
-        sizes,
-        meta=meta,
-        width=sizes.hidden,
-        chance={"accuracy": 1 / sizes.classes},
-    )
+    return branches_workload("two-branch", lambda: TwoBranch(sizes), sizes, meta=meta)

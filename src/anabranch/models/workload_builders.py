@@ -10,11 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from anabranch.models.batches import Gather, batches, whole_batches
-from anabranch.models.synthetic_data import Draw, held_out_stream, seeded, training_stream
+from anabranch.models.synthetic_data import (
+    EVAL_BATCHES,
+    EVAL_EPOCH,
+    STEPS_PER_EPOCH,
+    Draw,
+    class_patterns,
+    seeded,
+    stream,
+)
 from anabranch.workload import Batch, NamedParameters, Workload, to_meta
 
 EXAMPLE_SAMPLES = 2
+
+Gather = Callable[[torch.Tensor], Batch]
+"""Sample numbers -> the batch of these samples."""
 
 
 def synthetic_workload(
@@ -37,11 +47,29 @@ def synthetic_workload(
     return Workload(
         module=_initialised(make, sizes.seed, meta=meta),
         example=to_meta(example) if meta else example,
-        data=training_stream(draw, sizes.seed),
-        eval_data=held_out_stream(draw, sizes.seed),
+        data=stream(draw, sizes.seed, STEPS_PER_EPOCH),
+        eval_data=lambda samples: stream(draw, sizes.seed, EVAL_BATCHES)(samples, EVAL_EPOCH),
         optimizer=partial(_adam, learning_rate=1e-3 if width < 512 else 1e-4),
         chance=chance,
         name=name,
+    )
+
+
+def branches_workload(
+    name: str, make: Callable[[], nn.Module], sizes: Any, *, meta: bool
+) -> Workload:
+    """A workload of branches over sequences: each class is a pattern that all branches show under
+    noise.
+    """
+    shapes = [(sizes.sequence, sizes.hidden)] * sizes.branches
+    return synthetic_workload(
+        name,
+        make,
+        class_patterns(shapes, sizes.classes, sizes.seed),
+        sizes,
+        meta=meta,
+        width=sizes.hidden,
+        chance={"accuracy": 1 / sizes.classes},
     )
 
 
@@ -105,3 +133,21 @@ def warm_up_then_cosine(
         return min(1.0, (step + 1) / rising) * max(0.01, decay)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+
+
+def shuffled(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The rows in random order."""
+    return rows[torch.randperm(len(rows), generator=generator)]
+
+
+def batches(gather: Gather, rows: torch.Tensor, batch_size: int) -> Iterator[Batch]:
+    """Every row once; the last batch may be shorter."""
+    for start in range(0, len(rows), batch_size):
+        yield gather(rows[start : start + batch_size])
+
+
+def whole_batches(gather: Gather, rows: torch.Tensor, batch_size: int) -> Iterator[Batch]:
+    """Leave out the short last batch; fewer rows than one batch are one batch nevertheless."""
+    if len(rows) >= batch_size:
+        rows = rows[: len(rows) // batch_size * batch_size]
+    return batches(gather, rows, batch_size)

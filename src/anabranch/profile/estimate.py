@@ -18,7 +18,6 @@ from torch import Tensor
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
 from anabranch.profile.data_sheets import DATA_SHEETS
-from anabranch.profile.kept_bytes import KeptBytes
 from anabranch.profile.kernel_trace import (
     FEW,
     MANY,
@@ -29,6 +28,7 @@ from anabranch.profile.kernel_trace import (
     checked_counts,
 )
 from anabranch.profile.kernels import MetaRun, Recorder
+from anabranch.profile.operator_bytes import OperatorBytes
 from anabranch.profile.operator_runner import (
     example_batch,
     operator_programs,
@@ -36,7 +36,6 @@ from anabranch.profile.operator_runner import (
     workable_counts,
 )
 from anabranch.profile.profile import Profile
-from anabranch.profile.working_bytes import WorkingBytes
 
 
 def estimate(
@@ -67,7 +66,8 @@ def estimate(
     if traced.is_affine:
         return traced.profile(device, counts, precision)
     sheet = DATA_SHEETS[device]  # the model does something else for other sample counts
-    seconds = [_kernels(captured, n).seconds(sheet, precision) for n in counts]
+    traces = [_kernels(captured, n) for n in counts]
+    seconds = [t.seconds(t.nbytes, t.products, sheet, precision) for t in traces]
     return traced.with_seconds(counts, seconds, device, precision)
 
 
@@ -85,48 +85,28 @@ def _kernels(captured: Captured, samples: int) -> KernelTrace:
     tensors = _meta_tensors(program)
     at_hand = [t for named in tensors for t in named.values()]
     at_hand += [t.grad for t in at_hand if t.grad is not None]
-    watch = _Watch(len(program), [*at_hand, *batch.values()])
+    seen: list[tuple[int, int, Kernel]] = []
+
+    @contextmanager
+    def recorded(op: int, is_backward: bool) -> Iterator[None]:
+        with Recorder(nbytes.see) as recorder:
+            yield
+        seen.extend((int(is_backward), op, kernel) for kernel in recorder.kernels)
+
+    nbytes = OperatorBytes(len(program), [*at_hand, *batch.values()], recorded)
 
     def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)
         return result
 
-    run_operators(program, batch, call, watch)
+    run_operators(program, batch, call, nbytes)
     return KernelTrace(
-        tuple(kernel for _, _, kernel in watch.seen),
-        tuple(which for which, _, _ in watch.seen),
-        tuple(op for _, op, _ in watch.seen),
-        tuple(watch.kept.nbytes),
-        tuple(watch.working.nbytes(watch.kept.nbytes)),
+        tuple(kernel for _, _, kernel in seen),
+        tuple(which for which, _, _ in seen),
+        tuple(op for _, op, _ in seen),
+        tuple(nbytes.kept),
+        tuple(nbytes.working),
     )
-
-
-class _Watch:
-    """Observes kernels, what is kept, and what a pass takes besides."""
-
-    def __init__(self, num_ops: int, at_hand: Sequence[Tensor]) -> None:
-        self.kept = KeptBytes(num_ops, at_hand)
-        self.working = WorkingBytes(num_ops, at_hand)
-        self.seen: list[tuple[int, int, Kernel]] = []
-
-    @contextmanager
-    def _recorded(self, which: int, op: int) -> Iterator[None]:
-        with Recorder(self.working.see) as recorder:
-            yield
-        self.seen += [(which, op, kernel) for kernel in recorder.kernels]
-
-    @contextmanager
-    def forward(self, op: int) -> Iterator[None]:
-        with self.working.forward(op), self.kept.forward(op), self._recorded(0, op):
-            yield
-
-    def made(self, op: int, outputs: Sequence[Tensor]) -> None:
-        self.kept.made(op, outputs)
-
-    @contextmanager
-    def backward(self, op: int, gradients: Sequence[Tensor]) -> Iterator[None]:
-        with self.working.backward(op, gradients), self._recorded(1, op):
-            yield
 
 
 def _meta_tensors(program: Sequence[StageProgram]) -> list[dict[str, Tensor]]:

@@ -94,14 +94,12 @@ class KernelTrace:
         products = [p for k in self.kernels for p in k.products]
         return np.array(products, dtype=np.float64).reshape(-1, 4)
 
-    def seconds(self, sheet: DataSheet, precision: Precision) -> Floats:
-        """Forward and backward seconds per operator; shape (2, operators)."""
-        return self.seconds_of(self.nbytes, self.products, sheet, precision)
-
-    def seconds_of(
+    def seconds(
         self, nbytes: Floats, products: Floats, sheet: DataSheet, precision: Precision
     ) -> Floats:
-        """``seconds`` for other sizes of the same kernels."""
+        """Forward and backward seconds per operator of these kernels in other sizes; shape (2,
+        operators).
+        """
         owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
         formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
         compute = np.zeros(len(self.kernels))
@@ -155,7 +153,7 @@ class TracedModel:
         for count in counts:
             t = (count - FEW) / (MANY - FEW)
             sizes = np.maximum(nbytes + t * more_bytes, 0), np.maximum(products + t * larger, 0)
-            seconds.append(self.few.seconds_of(*sizes, sheet, precision))
+            seconds.append(self.few.seconds(*sizes, sheet, precision))
         return self.with_seconds(counts, seconds, device, precision)
 
     def with_seconds(

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
-from anabranch.profile.kept_bytes import KeptBytes
+from anabranch.profile.operator_bytes import OperatorBytes
 from anabranch.profile.operator_clock import CudaOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (
     example_batch,
@@ -44,7 +44,6 @@ from anabranch.profile.operator_runner import (
 )
 from anabranch.profile.profile import OpCost, Profile, bytes_per_sample
 from anabranch.profile.storages import Watch
-from anabranch.profile.working_bytes import WorkingBytes
 
 Progress = Callable[[int, int], None]
 
@@ -166,11 +165,10 @@ class _Bench:
         tensors = [t for m in self.modules for t in m.state_dict(keep_vars=True).values()]
         gradients = [t.grad for t in tensors if t.grad is not None and not t.grad.is_sparse]
         at_hand = [*tensors, *gradients, *self.batch.values()]
-        watch = _ByteCount(len(self.programs), at_hand)
-        with Watch(watch.working.see):
-            run_operators(self.programs, self.batch, self._call, watch)
-        self.kept = watch.kept.nbytes
-        self.working = watch.working.nbytes(self.kept)
+        nbytes = OperatorBytes(len(self.programs), at_hand)
+        with Watch(nbytes.see):
+            run_operators(self.programs, self.batch, self._call, nbytes)
+        self.kept, self.working = nbytes.kept, nbytes.working
 
     def turn(self, repeats: int) -> None:
         """One untimed step, then timed ones."""
@@ -266,21 +264,6 @@ def _take_turns(
 
 _TURN = 3
 """Timed steps in a row."""
-
-
-class _ByteCount:
-    """Observes what is kept, and what a pass takes besides."""
-
-    def __init__(self, num_ops: int, at_hand: Sequence[Tensor]) -> None:
-        self.kept = KeptBytes(num_ops, at_hand)
-        self.working = WorkingBytes(num_ops, at_hand)
-        self.made = self.kept.made
-        self.backward = self.working.backward
-
-    @contextmanager
-    def forward(self, op: int) -> Iterator[None]:
-        with self.working.forward(op), self.kept.forward(op):
-            yield
 
 
 def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool) -> Profile:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,26 +19,9 @@ from torch import Tensor
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram, split
+from anabranch.profile.operator_bytes import OperatorBytes
 
 Call = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
-
-
-class Observer(Protocol):
-    """Watches the operators run."""
-
-    def forward(self, op: int) -> AbstractContextManager[Any]:
-        """Entered for the forward of one operator."""
-        ...
-
-    def made(self, op: int, outputs: Sequence[Tensor]) -> None:
-        """Told the outputs of an operator after its forward."""
-        ...
-
-    def backward(self, op: int, gradients: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Entered for the backward of one operator, for which gradients of its outputs have
-        arrived; left out where none has.
-        """
-        ...
 
 
 def operator_programs(
@@ -91,17 +72,19 @@ def example_batch(captured: Captured, samples: int, device: torch.device) -> dic
 
 
 def run_operators(
-    program: Sequence[StageProgram], batch: Mapping[str, Tensor], call: Call, observer: Observer
+    program: Sequence[StageProgram], batch: Mapping[str, Tensor], call: Call, nbytes: OperatorBytes
 ) -> None:
-    """Run all operators forward, then backward; ``call`` maps operator and inputs to outputs."""
+    """Run all operators forward, then backward; ``call`` maps operator and inputs to outputs.
+
+    ``nbytes`` observes every pass, and the outputs of every forward."""
     leaves: dict[int, Tensor] = {}
     to_do: list[tuple[list[Tensor], list[Tensor | None]]] = []
     for op, step in enumerate(program):
         inputs = [leaves[port.value] for port in step.inputs]
         inputs += [batch[name] for name in step.batch]
-        with observer.forward(op):
+        with nbytes.forward(op):
             results = call(op, inputs)
-        observer.made(op, results)
+        nbytes.made(op, results)
         # Several ports may carry one value; its gradient arrives once, at the leaf.
         made = {port.value: t for port, t in zip(step.outputs, results, strict=False)}
         leaves |= {v: t.detach().requires_grad_(t.requires_grad) for v, t in made.items()}
@@ -123,5 +106,5 @@ def run_operators(
         ]
         if reached:
             arrived = [grad for _, grad in reached if grad is not None]
-            with observer.backward(len(to_do), arrived):
+            with nbytes.backward(len(to_do), arrived):
                 torch.autograd.backward([t for t, _ in reached], [grad for _, grad in reached])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.graph.opgraph import OpGraph
 
@@ -111,6 +114,23 @@ class Profile:
                     f"operator {op.name} keeps {cost.kept_bytes} bytes and works with "
                     f"{cost.working_bytes}"
                 )
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """Forward and backward seconds: [way, operator, sample count]."""
+        ways = [[c.forward_s for c in self.costs], [c.backward_s for c in self.costs]]
+        return np.array(ways, dtype=np.float64)
+
+    def scaled(self, factors: Any) -> Profile:
+        """The profile with seconds so many times as long; factors as ``seconds``, or what
+        broadcasts to it.
+        """
+        ways = (self.seconds * factors).tolist()
+        costs = tuple(
+            replace(cost, forward_s=tuple(forward), backward_s=tuple(backward))
+            for cost, forward, backward in zip(self.costs, *ways, strict=True)
+        )
+        return replace(self, costs=costs)
 
     @property
     def origin(self) -> str:

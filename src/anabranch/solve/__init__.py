@@ -6,12 +6,18 @@ flushes and minimises the time from one mini-batch to the next.
 
 from __future__ import annotations
 
-from anabranch.solve.baselines import BASELINES, Baseline, baselines
+from anabranch.solve.comparison import (
+    BASELINES,
+    baselines,
+    choose_rewrite,
+    comparable,
+    compare,
+    compare_policies,
+)
 from anabranch.solve.explanation import Explanation, explain
 from anabranch.solve.planner_options import options_of
 from anabranch.solve.policy_choice import MODES, check_mode
-from anabranch.solve.rewriting import choose_rewrite
-from anabranch.solve.search import comparable, compare, compare_policies, plan
+from anabranch.solve.search import plan
 from anabranch.solve.simulation import (
     AUTO,
     Simulated,
@@ -29,7 +35,6 @@ __all__ = [
     "AUTO",
     "BASELINES",
     "MODES",
-    "Baseline",
     "Explanation",
     "Simulated",
     "baselines",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import AsynchronousPlanner, Planner
 from anabranch.plans.check import require
 from anabranch.plans.edges import edge_values
-from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.asynchronous import ORDER
@@ -22,9 +20,9 @@ from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
 from anabranch.solve.contract_tied import because, contract_tied
 from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
+from anabranch.solve.phases import Phases, to_its_end
 from anabranch.solve.policy_choice import recommended
 from anabranch.solve.simulation import prediction
-from anabranch.solve.stops import Stop, stop_note, to_its_end, uninterrupted
 from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
 from anabranch.weights import (
     OptimizerFacts,
@@ -45,7 +43,7 @@ _ANY_STAGES = ("auto", "graphpipe", "exhaustive")
 
 
 class AsynchronousSearch:
-    """One model on one cluster: what all policies have in common.
+    """One model on one cluster.
 
     Tied operators are searched as one (``solve.contract_tied``). For the arguments see
     ``solve.plan``.
@@ -65,77 +63,63 @@ class AsynchronousSearch:
         self._cost = replace(whole, profile=self._contracted.profile)
         self._batch_size, self._microbatch_size = batch_size, microbatch_size
         self._name, self._optimizer, self._may_improve = name, optimizer, improve
-        self._proposals = Proposals(planner, self._cost, batch_size)
+        known = whole.memo.setdefault((Proposals, planner, batch_size), {})
+        self._proposals = Proposals(planner, self._cost, batch_size, known)
         self._last_update = optimizer is not None and optimizer.keeps_last_update
-        self._simulate_s = self._improve_s = 0.0
+        self._phases = Phases()
 
     def plan(self, policy: str, model: str, notes: Sequence[str]) -> Plan:
-        """The best plan under a policy, with what it took since the last was asked for.
+        """The best plan under a policy.
 
         Raises:
             InfeasiblePlanError: if there is none.
             PolicyError: if the policy does not go with the optimizer.
             ValueError: if it does not go with the micro-batch size.
         """
-        proposals, profile = self._proposals, self._whole.profile
-        before = proposals.search_s, self._simulate_s, self._improve_s
-        remarks = [*notes]
-        found: tuple[ScheduledProposal, Stop | None] | None = None
+        phases, remarks = self._phases, [*notes]
+        best: ScheduledProposal | None = None
         if policy == "auto":
-            policy, why, found = self._chosen()
+            policy, why, best = self._chosen()
             remarks.append(f"policy {policy}: {why}")
         rule = policy_named(policy)
         if self._optimizer is not None:
             require_optimizer(rule, self._optimizer)
-        best, stop = found or self._best(rule)
-        stops = [stop_note(stop, proposals.count)] if stop else []
+        best = best or self._best(rule)
 
         def made() -> Plan:
             graph = self._contracted.expand(best.graph)
             require(graph, self._whole, best.versions)
             steady = stream.steady(best.graph, best.costs, slots=self._cost.receive_slots)
-            return Plan(
+            stops = phases.notes(self._proposals.count)
+            return phases.plan(
+                self._whole,
+                model,
                 stage_graph=graph,
                 schedule=ORDER,
                 planner=self._name,
-                model=model or profile.graph.name,
-                cluster=self._cost.cluster.name,
-                profile=profile.origin,
-                search_s=proposals.search_s - before[0],
-                simulate_s=self._simulate_s - before[1],
-                improve_s=self._improve_s - before[2],
                 predicted=prediction(steady, best.graph, self._cost),
-                device=profile.device,
-                granularity=profile.graph.granularity,
-                rewrites=profile.graph.rewrites,
                 notes=(*remarks, *self._remarks(graph, rule), *stops),
-                machines=self._cost.cluster,
                 mode="async",
                 policy=rule.name,
-                model_size=ModelSize.of(profile.graph),
-                interrupted=isinstance(stop, KeyboardInterrupt),
             )
 
         return to_its_end(made)
 
-    def _best(self, policy: WeightPolicy) -> tuple[ScheduledProposal, Stop | None]:
-        """The best plan under a policy, and what ended the search early, if anything did."""
+    def _best(self, policy: WeightPolicy) -> ScheduledProposal:
+        """The best plan under a policy."""
         judge = Judge(ShortestPeriod(self._cost, policy, self._batch_size, self._last_update))
-        started, searched = time.perf_counter(), self._proposals.search_s
+        phases = self._phases
         reasons: list[InfeasiblePlanError] = []
-        finished = uninterrupted(lambda: reasons.extend(self._judge(judge, policy)))
+        judged = phases.run("simulate_s", lambda: reasons.extend(self._judge(judge, policy)))
         if judge.best is None and reasons and not judge.too_big:
             raise self._with_ties(reasons[0])
-        if judge.best is None and not finished:
+        if judge.best is None and not judged:
             raise KeyboardInterrupt
         best = self._winner(judge)
-        judged = time.perf_counter()
-        self._simulate_s += judged - started - (self._proposals.search_s - searched)
-        if self._may_improve and finished and not self._proposals.stopped:
-            finished = uninterrupted(lambda: self._improve(judge, policy))
+        if self._may_improve and phases.stop is None:
+            phases.run("improve_s", lambda: self._improve(judge, policy))
             best = self._winner(judge)
-            self._improve_s += time.perf_counter() - judged
-        return best, self._proposals.stopped if finished else KeyboardInterrupt()
+        return best
 
     def _winner(self, judge: Judge) -> ScheduledProposal:
         try:
@@ -177,14 +161,16 @@ class AsynchronousSearch:
             before = len(judge.too_big)
             for size in self._sizes(policy):
                 try:
-                    proposed = self._proposals.get(size, demand)
+                    with self._phases.timed("search_s"):
+                        proposed = self._proposals.get(size, demand)
                 except InfeasiblePlanError as error:
                     reasons.append(error)
                     continue
+                self._phases.stop = self._phases.stop or self._proposals.stop
                 judge.consider(self._cut(proposed, policy), BUDGET.simulation)
-            if len(judge.too_big) == before or self._proposals.stopped:
+            if len(judge.too_big) == before or self._phases.stop:
                 break
-        if judge.best is None and not self._proposals.stopped:
+        if judge.best is None and self._phases.stop is None:
             judge.consider(self._every_partition(policy), BUDGET.simulation)
         return reasons
 
@@ -209,7 +195,7 @@ class AsynchronousSearch:
         if self._name not in _ANY_STAGES or self._in_a_row:
             return []
         fewer = brought_down(self._cost.profile)
-        found = EveryPartition(
+        every = EveryPartition(
             replace(self._cost, profile=fewer.profile),
             policy,
             self._batch_size,
@@ -220,7 +206,7 @@ class AsynchronousSearch:
         sizes = self._sizes(policy)
         if policy.microbatches and self._microbatch_size is None:
             sizes = [b for b in range(self._batch_size, 0, -1) if self._batch_size % b == 0]
-        return [fewer.expand(graph) for graph in found.propose(sizes)]
+        return [fewer.expand(graph) for graph in every.propose(sizes)]
 
     def _improve(self, judge: Judge, policy: WeightPolicy) -> None:
         """Search from what has been judged, for planners that can."""
@@ -247,34 +233,30 @@ class AsynchronousSearch:
                 yield replace(graph, edges=tuple(edge_values(graph, self._cost.graph)))
             yield graph
 
-    def _chosen(self) -> tuple[str, str, tuple[ScheduledProposal, Stop | None]]:
+    def _chosen(self) -> tuple[str, str, ScheduledProposal]:
         """The policy for ``auto``, one that has a plan, why, and what is found under it."""
         pieces = "2bw"
         if self._microbatch_size not in (None, self._batch_size):
             why = f"it is the one for micro-batches of {self._microbatch_size} samples"
             return pieces, why, self._best(policy_named(pieces))
         try:
-            found, stop = self._best(policy_named("naive"))
+            best = self._best(policy_named("naive"))
         except InfeasiblePlanError as error:
             return pieces, _IN_PIECES, self._in_pieces(pieces, error)
-        if stop:
-            self._proposals.stop(stop)
-        name, why = recommended(found.graph, self._cost, self._optimizer)
+        name, why = recommended(best.graph, self._cost, self._optimizer)
         if name == "naive":
-            return name, why, (found, stop)
+            return name, why, best
         try:
-            best, stop = self._best(policy_named(name))
+            other = self._best(policy_named(name))
         except InfeasiblePlanError:
             why = f"under {name}, which would be better, nothing fits; expect worse results"
-            return "naive", why, (found, stop)
+            return "naive", why, best
         # With the versions of the policy another depth may be best, and the reason has numbers.
-        again, reason = recommended(best.graph, self._cost, self._optimizer)
+        again, reason = recommended(other.graph, self._cost, self._optimizer)
         why = reason if again == name else f"in the fastest pipeline of any policy, {why}"
-        return name, why, (best, stop)
+        return name, why, other
 
-    def _in_pieces(
-        self, name: str, whole: InfeasiblePlanError
-    ) -> tuple[ScheduledProposal, Stop | None]:
+    def _in_pieces(self, name: str, whole: InfeasiblePlanError) -> ScheduledProposal:
         try:
             return self._best(policy_named(name))
         except InfeasiblePlanError as error:

@@ -27,13 +27,13 @@ def contract_tied(profile: Profile) -> Contracted:
 def because(contracted: Contracted) -> str:
     """Sentence on the parameters that keep operators in one stage; empty if none does."""
     several = [mask for mask in contracted.masks if mask.bit_count() > 1]
-    found = []
+    sentences = []
     for name, mask in contracted.whole.graph.tied.items():
         around = next(part for part in several if part & mask)
         others = around.bit_count() - mask.bit_count()
         between = f" with the {others} operators around them" if others else ""
-        found.append(
+        sentences.append(
             f"{' and '.join(contracted.whole.graph.names(mask))} read parameter {name} and are in "
             f"one stage{between}"
         )
-    return "; ".join(found)
+    return "; ".join(sentences)

@@ -101,11 +101,11 @@ class EveryPartition:
         devices = self.cost.cluster.num_devices
         if len(self.cost.graph) > MOST_OPERATORS or devices > MOST_DEVICES:
             return []
-        found = (
+        ranked = (
             (slowest_s, graph.depth, n, graph)
             for n, (slowest_s, graph) in enumerate(self._all(sizes))
         )
-        return [graph for *_, graph in heapq.nsmallest(MOST, found)]
+        return [graph for *_, graph in heapq.nsmallest(MOST, ranked)]
 
     def _all(self, sizes: Sequence[int]) -> Iterator[tuple[float, StageGraph]]:
         tried = 0
@@ -165,8 +165,8 @@ class EveryPartition:
         key = stage.operators, stage.in_flight, versions, stage.microbatch_size
         if key not in self._modes:
             most = min(self.max_replicas, stage.microbatch_size, self.cost.cluster.num_devices)
-            found = ((d, self._mode(graph, s, versions, d)) for d in range(1, most + 1))
-            self._modes[key] = {d: mode for d, mode in found if mode is not None}
+            modes = ((d, self._mode(graph, s, versions, d)) for d in range(1, most + 1))
+            self._modes[key] = {d: mode for d, mode in modes if mode is not None}
         return self._modes[key]
 
     def _mode(self, graph: StageGraph, s: int, versions: int, replicas: int) -> _Mode | None:

@@ -7,10 +7,11 @@ steps simulated without one bottleneck (``solve.what_ifs``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from textwrap import wrap
-from typing import Any, TypeVar
+from typing import Any
 
 from anabranch.cluster import Cluster
 from anabranch.plans.plan import Plan
@@ -19,13 +20,11 @@ from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import compute_order
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.critical_path import Cause, PathSegment, critical_path
+from anabranch.simulator.critical_path import Cause, critical_path
 from anabranch.simulator.run import run
 from anabranch.solve.floors import Floor, floors
 from anabranch.solve.simulation import scheduled
 from anabranch.solve.what_ifs import WhatIf, what_ifs
-
-Key = TypeVar("Key")
 
 WIDTH = 80
 """Characters of a line."""
@@ -97,13 +96,55 @@ class Explanation:
     @property
     def verdict(self) -> str:
         """Data parallelism against a graph of stages, where the floors decide that; else empty."""
-        return _verdict(self)
+        seconds = {floor.kind: floor.seconds for floor in self.floors}
+        if len(self.graph.devices) == 1 or not self.step_s:
+            return ""
+        if len(self.graph) > 1:
+            if seconds.get("data_parallel_all_reduce", 0.0) > self.step_s:
+                return "data parallelism cannot be faster: its all-reduce alone takes longer"
+            return ""
+        known = self.plan.planner in ("", "data-parallel")
+        sums, hides = seconds.get("all_reduce", 0.0), ""
+        if sums:
+            share = max(1 - self._seconds(Cause.ALL_REDUCE) / sums, 0)
+            hides = f"the last backward hides {share:.0%} of the all-reduce, and "
+        return (
+            f"{'this is data parallelism' if known else 'data parallelism is best here'}: "
+            f"{hides}a graph of stages would have to lose less than "
+            f"{1 - seconds['work'] / self.step_s:.1%} of its step to small slices, warm-up, "
+            "imbalance, messages and update."
+        )
 
     def parts(self) -> list[tuple[str, float, str]]:
         """Name, seconds and remark of the parts of the step that are worth a line; the rest is one
         of them, so that they add up to it.
         """
-        return list(_parts(self))
+        graph, room = self.graph, WIDTH - LABEL - 24
+        computes, messages = self._of(Cause.COMPUTE), self._of(Cause.MESSAGE)
+        lines: list[tuple[str, float, str]] = []
+        for loss in computes[:MOST_NAMED]:
+            operators = graph.stages[loss.stages[0]].operators
+            names = _pair(operators[0], operators[-1], "..", room)
+            lines.append((f"stage {loss.stages[0]} computes", loss.seconds, names))
+        lines.append(_others("stage", computes[MOST_NAMED:]))
+        for loss in messages[:MOST_NAMED]:
+            (x, y), (source, target) = loss.stages, (graph.stages[s].operators for s in loss.stages)
+            ends = (source[-1], target[0]) if x < y else (source[0], target[-1])
+            lines.append((f"edge {x} -> {y}", loss.seconds, _pair(*ends, "->", room)))
+        lines.append(_others("edge", messages[MOST_NAMED:]))
+        lines += [(label, self._seconds(c), remark) for c, (label, remark) in _CAUSES.items()]
+        least = self.step_s * TOO_LITTLE
+        lines = [line for line in lines if line[1] > least]
+        rest_s = self.step_s - sum(seconds for _, seconds, _ in lines)
+        if abs(rest_s) > least:
+            lines.append(("the rest", rest_s, "less than 0.05 % each"))
+        return lines
+
+    def _of(self, cause: Cause) -> list[Loss]:
+        return [loss for loss in self.losses if loss.cause is cause]
+
+    def _seconds(self, cause: Cause) -> float:
+        return sum(loss.seconds for loss in self._of(cause))
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON document."""
@@ -123,7 +164,27 @@ class Explanation:
 
     def summary(self) -> str:
         """All of it for people, on one screen of 80 columns."""
-        return "\n".join(line.rstrip() for line in _lines(self))
+        return "\n".join(line.rstrip() for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield "why this plan: no step can be shorter than"
+        for floor in self.floors:
+            label, ms = f"{_FLOORS[floor.kind]:{LABEL}s}", _ms(floor.seconds)
+            yield f"  {label}{ms}  {shorten(floor.what, WIDTH - LABEL - 16)}"
+        yield "the critical path of its step is"
+        for label, seconds, remark in self.parts():
+            share = seconds / self.step_s if self.step_s else 0.0
+            yield f"  {label:{LABEL}s}{_ms(seconds)} {share:6.1%}  {remark}"
+        yield f"  {'together':{LABEL}s}{_ms(self.step_s)} {1:6.1%}"
+        best = [what_if for what_if in self.what_ifs if self.saves(what_if) >= 0.001][:MOST_NAMED]
+        if not self.what_ifs and len(self.graph.devices) > 1:
+            yield "the step has too many actions to simulate what would help"
+        elif not best:
+            yield "no single change of links, updates, memory or balance would save 0.1% of it"
+        for what_if in best:
+            head = "what would help most" if what_if is best[0] else "  then"
+            yield f"{head}: {what_if.what} would save {self.saves(what_if):.1%}"
+        yield from wrap(self.verdict, WIDTH)
 
 
 def explain(
@@ -158,39 +219,21 @@ def explain(
     order = compute_order(graph, name, slots=cost.receive_slots)
     timeline = run(graph, order, costs, messages=False)
     path = critical_path(timeline, graph, costs.message_edges)
-    seconds = _gathered(path, lambda part: (part.cause, part.stages))
-    devices = _gathered(path, lambda part: part.device)
+    losses: dict[tuple[Cause, tuple[int, ...]], float] = defaultdict(float)
+    devices: dict[int, float] = defaultdict(float)
+    for part in path:
+        losses[part.cause, part.stages] += part.end - part.start
+        devices[part.device] += part.end - part.start
+    longest = sorted(losses.items(), key=lambda item: -item[1])
     return Explanation(
         plan_,
         graph,
         timeline.step_s,
-        max(devices, key=lambda device: devices[device], default=graph.devices[0]),
+        max(devices, key=devices.__getitem__, default=graph.devices[0]),
         tuple(floors(graph, costs)),
-        tuple(Loss(cause, s, stages) for (cause, stages), s in seconds.items()),
+        tuple(Loss(cause, seconds, stages) for (cause, stages), seconds in longest),
         tuple(what_ifs(graph, name, cost, timeline)),
     )
-
-
-def _gathered(path: list[PathSegment], key: Callable[[PathSegment], Key]) -> dict[Key, float]:
-    """Seconds of the parts of a path by a key, most first."""
-    seconds: dict[Key, float] = {}
-    for part in path:
-        seconds[key(part)] = seconds.get(key(part), 0.0) + part.end - part.start
-    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
-
-
-def _lines(why: Explanation) -> Iterator[str]:
-    yield "why this plan: no step can be shorter than"
-    for floor in why.floors:
-        label, ms = f"{_FLOORS[floor.kind]:{LABEL}s}", _ms(floor.seconds)
-        yield f"  {label}{ms}  {shorten(floor.what, WIDTH - LABEL - 16)}"
-    yield "the critical path of its step is"
-    for label, seconds, remark in _parts(why):
-        share = seconds / why.step_s if why.step_s else 0.0
-        yield f"  {label:{LABEL}s}{_ms(seconds)} {share:6.1%}  {remark}"
-    yield f"  {'together':{LABEL}s}{_ms(why.step_s)} {1:6.1%}"
-    yield from _helps(why)
-    yield from wrap(why.verdict, WIDTH)
 
 
 def _ms(seconds: float) -> str:
@@ -203,50 +246,9 @@ def shorten(line: str, room: int) -> str:
     return line if len(line) <= room else f"{line[: room - 2 - half]}..{line[-half:]}"
 
 
-def _parts(why: Explanation) -> Iterator[tuple[str, float, str]]:
-    """Label, seconds and remark of every part that is worth a line."""
-    stages, least = why.graph.stages, why.step_s * TOO_LITTLE
-    room, shown = WIDTH - LABEL - 24, 0.0
-
-    def of(cause: Cause) -> list[Loss]:
-        return [loss for loss in why.losses if loss.cause is cause]
-
-    computes, edges = of(Cause.COMPUTE), of(Cause.MESSAGE)
-    lines = [
-        (
-            f"stage {s} computes",
-            loss.seconds,
-            _pair(stages[s].operators[0], stages[s].operators[-1], "..", room),
-        )
-        for loss in computes[:MOST_NAMED]
-        for s in loss.stages
-    ]
-    lines.append(_others("stage", computes[MOST_NAMED:]))
-    lines += [
-        (f"edge {x} -> {y}", loss.seconds, _pair(*_ends(why.graph, x, y), "->", room))
-        for loss in edges[:MOST_NAMED]
-        for x, y in [loss.stages]
-    ]
-    lines.append(_others("edge", edges[MOST_NAMED:]))
-    for cause, (label, remark) in _CAUSES.items():
-        lines.append((label, sum(loss.seconds for loss in of(cause)), remark))
-    for line in lines:
-        if line[1] > least:
-            shown += line[1]
-            yield line
-    if abs(why.step_s - shown) > least:
-        yield "the rest", why.step_s - shown, "less than 0.05 % each"
-
-
 def _others(what: str, losses: list[Loss]) -> tuple[str, float, str]:
     count = f"{len(losses)} other {what}{'s' if len(losses) > 1 else ''}"
     return count, sum(loss.seconds for loss in losses), ""
-
-
-def _ends(graph: StageGraph, x: int, y: int) -> tuple[str, str]:
-    """The operators at both ends of an edge."""
-    source, target = graph.stages[x].operators, graph.stages[y].operators
-    return (source[-1], target[0]) if x < y else (source[0], target[-1])
 
 
 def _pair(a: str, b: str, between: str, room: int) -> str:
@@ -255,37 +257,3 @@ def _pair(a: str, b: str, between: str, room: int) -> str:
         return shorten(a, room)
     first = shorten(a, max((room - 4) // 2, room - 4 - len(b)))
     return f"{first} {between} {shorten(b, room - 4 - len(first))}"
-
-
-def _helps(why: Explanation) -> Iterator[str]:
-    if not why.what_ifs and len(why.graph.devices) > 1:
-        yield "the step has too many actions to simulate what would help"
-        return
-    best = [what_if for what_if in why.what_ifs if why.saves(what_if) >= 0.001][:MOST_NAMED]
-    if not best:
-        yield "no single change of links, updates, memory or balance would save 0.1% of it"
-    for what_if in best:
-        head = "what would help most" if what_if is best[0] else "  then"
-        yield f"{head}: {what_if.what} would save {why.saves(what_if):.1%}"
-
-
-def _verdict(why: Explanation) -> str:
-    graph, seconds = why.graph, {floor.kind: floor.seconds for floor in why.floors}
-    if len(graph.devices) == 1 or not why.step_s:
-        return ""
-    if len(graph) > 1:
-        if seconds.get("data_parallel_all_reduce", 0.0) > why.step_s:
-            return "data parallelism cannot be faster: its all-reduce alone takes longer"
-        return ""
-    known = why.plan.planner in ("", "data-parallel")
-    sums = seconds.get("all_reduce", 0.0)
-    exposed = sum(loss.seconds for loss in why.losses if loss.cause is Cause.ALL_REDUCE)
-    hides = ""
-    if sums:
-        hides = f"the last backward hides {max(1 - exposed / sums, 0):.0%} of the all-reduce, and "
-    return (
-        f"{'this is data parallelism' if known else 'data parallelism is best here'}: "
-        f"{hides}a graph of stages would have to lose less than "
-        f"{1 - seconds['work'] / why.step_s:.1%} of its step to small slices, warm-up, imbalance, "
-        "messages and update."
-    )

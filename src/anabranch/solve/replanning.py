@@ -26,6 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError
 from anabranch.plans.plan import Plan
@@ -152,15 +154,15 @@ class Replanner:
     ) -> Iterator[Plan]:
         """Proposals of planners that begin with a plan, and with ``anew`` without it."""
         size, devices = plan.stage_graph.batch_size, len(plan.stage_graph.devices)
-        told = self._scaled(profile, plan, _by_device(plan, slower)) if slower else profile
+        slowed = _scaled(profile, plan, _by_device(plan, slower)) if slower else profile
         for start in (plan, None) if anew else (plan,):
             with suppress(AnabranchError):
-                found = search(told, self.cluster, size, start=start, **self.options)
-                if len(found.stage_graph.devices) == devices:  # ranks stay
-                    found = replace(found, model=plan.model, options=plan.options)
-                    yield found
+                other = search(slowed, self.cluster, size, start=start, **self.options)
+                if len(other.stage_graph.devices) == devices:  # ranks stay
+                    other = replace(other, model=plan.model, options=plan.options)
+                    yield other
                     if slower:
-                        yield self._arranged(found, profile, slower)
+                        yield self._arranged(other, profile, slower)
         if slower and anew:
             yield self._arranged(plan, profile, slower)
 
@@ -186,21 +188,16 @@ class Replanner:
     def _corrected(self, plan: Plan, measured: Measured, slower: Mapping[int, float]) -> Profile:
         """The profile with times of operators as their stages have them."""
         ratios = _ratios(measured.timelines, self.expected(plan), slower)
-        return self._scaled(self.profile, plan, ratios)
+        return _scaled(self.profile, plan, ratios)
 
-    def _scaled(self, profile: Profile, plan: Plan, times: Mapping[_Pass, float]) -> Profile:
-        """A profile whose operators take so many times as long, by their stages in a plan."""
-        index, costs = profile.graph.index, list(profile.costs)
-        for s, stage in enumerate(plan.stage_graph.stages):
-            forward, backward = times.get((s, True), 1.0), times.get((s, False), 1.0)
-            for name in stage.operators:
-                cost = costs[index[name]]
-                costs[index[name]] = replace(
-                    cost,
-                    forward_s=tuple(seconds * forward for seconds in cost.forward_s),
-                    backward_s=tuple(seconds * backward for seconds in cost.backward_s),
-                )
-        return replace(profile, costs=tuple(costs))
+
+def _scaled(profile: Profile, plan: Plan, times: Mapping[_Pass, float]) -> Profile:
+    """A profile whose operators take so many times as long, by their stages in a plan."""
+    factors = np.ones((2, len(profile.graph), 1))
+    for s, stage in enumerate(plan.stage_graph.stages):
+        ops = [profile.graph.index[name] for name in stage.operators]
+        factors[:, ops, 0] = [[times.get((s, way), 1.0)] for way in (True, False)]
+    return profile.scaled(factors)
 
 
 def _by_device(plan: Plan, slower: Mapping[int, float]) -> dict[_Pass, float]:
@@ -221,11 +218,11 @@ def _ratios(
         for span in predicted.spans
         if span.action.kind.is_compute
     }
-    found: dict[_Pass, list[float]] = defaultdict(list)
+    ratios: dict[_Pass, list[float]] = defaultdict(list)
     for timeline in measured:
         for span in timeline.spans:
             seconds = expected.get((span.device, str(span.action)))
             if seconds:
                 ratio = (span.end - span.start) / seconds / slower.get(span.device, 1.0)
-                found[span.action.stage, span.action.kind.is_forward].append(ratio)
-    return {key: statistics.median(ratios) for key, ratios in found.items()}
+                ratios[span.action.stage, span.action.kind.is_forward].append(ratio)
+    return {key: statistics.median(values) for key, values in ratios.items()}

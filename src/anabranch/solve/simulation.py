@@ -101,16 +101,7 @@ def foreseen(
         graph, name = scheduled(plan_, prices_of(plan_, profile, machines), schedule)
         plan_ = replace(plan_, stage_graph=graph, schedule=name)
     predicted = simulate(plan_, profile, machines)
-    figures = Prediction(
-        step_s=predicted.step_s,
-        bottleneck_s_per_sample=bottleneck_s_per_sample(
-            plan_.stage_graph, prices_of(plan_, profile, machines)
-        ),
-        bubble=predicted.bubble,
-        device_peak_bytes=tuple(predicted.peak_bytes[device] for device in predicted.devices),
-        period_s=predicted.period_s,
-        exposed_sums=predicted.exposed_sums,
-    )
+    figures = figures_of(predicted, plan_.stage_graph, prices_of(plan_, profile, machines))
     return plan_.predicting(figures, machines), predicted
 
 
@@ -133,6 +124,18 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
         graph = rule_named(name).warm_up(graph)
     _require_suits(graph, cost, shared=True)
     return graph, name
+
+
+def figures_of(timeline: Timeline, graph: StageGraph, cost: CostModel) -> Prediction:
+    """The figures of a plan by its timeline."""
+    return Prediction(
+        step_s=timeline.step_s,
+        bottleneck_s_per_sample=bottleneck_s_per_sample(graph, cost),
+        bubble=timeline.bubble,
+        device_peak_bytes=tuple(timeline.peak_bytes[device] for device in timeline.devices),
+        period_s=timeline.period_s,
+        exposed_sums=timeline.exposed_sums,
+    )
 
 
 def checked_run(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anabranch.schedule.schedule import Action
@@ -29,6 +29,10 @@ ones would find less and name whatever a busy machine does to one of its process
 
 SHARE = 0.05
 """Share of the step that a straggler costs at least."""
+
+
+_Seconds = dict[tuple[int, ...], list[float]]
+"""Device, or both ends of a link -> its times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,47 +69,36 @@ def stragglers(
     if not measured:
         return []
     step_s = statistics.median(timeline.step_s for timeline in measured)
-    busy: dict[tuple[int, ...], float] = {
-        (device,): statistics.median(timeline.busy_s[device] for timeline in measured)
-        for device in predicted.devices
-    }
-    expected: dict[tuple[int, ...], float] = {
-        (device,): seconds for device, seconds in predicted.busy_s.items()
-    }
-    found = _slow(busy, expected, DEVICE_TIMES, dict.fromkeys(busy, 1))
-    links: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for timeline in () if shares_cores else measured:
-        for link, seconds in _awaited(timeline):
-            links[link].append(seconds)
-    transfers = _transfers(predicted)
-    found += _slow(
-        {link: statistics.median(seconds) for link, seconds in links.items()},
-        {link: statistics.median(seconds) for link, seconds in transfers.items()},
-        LINK_TIMES,
-        {link: len(seconds) for link, seconds in transfers.items()},
-    )
-    worst = (slow for slow in found if slow.seconds > SHARE * step_s)
-    return sorted(worst, key=lambda slow: -slow.seconds)
+    busy: _Seconds = {(d,): [t.busy_s[d] for t in measured] for d in predicted.devices}
+    expected: _Seconds = {(device,): [seconds] for device, seconds in predicted.busy_s.items()}
+    slow = _slow(busy, expected, DEVICE_TIMES)
+    if not shares_cores:
+        links: _Seconds = defaultdict(list)
+        for timeline in measured:
+            for link, seconds in _awaited(timeline):
+                links[link].append(seconds)
+        slow += _slow(links, _transfers(predicted), LINK_TIMES)
+    worst = (straggler for straggler in slow if straggler.seconds > SHARE * step_s)
+    return sorted(worst, key=lambda straggler: -straggler.seconds)
 
 
-def _slow(
-    measured: Mapping[tuple[int, ...], float],
-    expected: Mapping[tuple[int, ...], float],
-    least: float,
-    per_step: Mapping[tuple[int, ...], int],
-) -> list[Straggler]:
+def _slow(measured: _Seconds, expected: _Seconds, least: float) -> list[Straggler]:
+    """What takes more than so many times as long as the others; ``expected`` is of one step."""
+    predicted_s = {key: statistics.median(seconds) for key, seconds in expected.items()}
     ratios = {
-        key: seconds / expected[key] for key, seconds in measured.items() if expected.get(key)
+        key: statistics.median(seconds) / predicted_s[key]
+        for key, seconds in measured.items()
+        if predicted_s.get(key)
     }
-    found = []
+    slow = []
     for key, ratio in ratios.items():
         # One that has no others is compared with its own prediction alone.
         others = [other for peer, other in ratios.items() if peer != key] or [1.0]
         usual = max(statistics.median_low(others), 1.0 if len(key) > 1 else 0.0)
         if ratio > least * usual:
-            more = (ratio - usual) * expected[key] * per_step.get(key, 1)
-            found.append(Straggler(key, ratio / usual, more))
-    return found
+            more = (ratio - usual) * predicted_s[key] * len(expected[key])
+            slow.append(Straggler(key, ratio / usual, more))
+    return slow
 
 
 def _ends(span: Span) -> tuple[int, int]:
@@ -126,18 +119,18 @@ def _awaited(timeline: Timeline) -> list[tuple[tuple[int, int], float]]:
     """Seconds of the messages that their receivers were waiting for."""
     messages = [span for span in timeline.spans if not span.action.kind.is_compute]
     sent = {_message(span): span for span in messages if not span.action.kind.is_receive}
-    found = []
+    awaited = []
     for span in messages:
         send = sent.get(_message(span)) if span.action.kind.is_receive else None
         if send is not None and span.start <= send.start:
-            found.append((_ends(span), span.end - send.start))
-    return found
+            awaited.append((_ends(span), span.end - send.start))
+    return awaited
 
 
-def _transfers(timeline: Timeline) -> dict[tuple[int, ...], list[float]]:
+def _transfers(timeline: Timeline) -> _Seconds:
     """Seconds of all messages of a predicted timeline, by link."""
-    found: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    transfers: _Seconds = defaultdict(list)
     for span in timeline.spans:
         if span.action.kind.is_receive:
-            found[_ends(span)].append(span.end - span.start)
-    return found
+            transfers[_ends(span)].append(span.end - span.start)
+    return transfers

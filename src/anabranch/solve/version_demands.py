@@ -11,7 +11,6 @@ leave more memory free, at most as often as ``SHARES`` says.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +20,7 @@ from anabranch.planner.base import AsynchronousPlanner, Planner
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import versions_of
-from anabranch.solve.stops import Stop, collect
+from anabranch.solve.phases import Stop, collect
 from anabranch.weights import WeightPolicy
 
 STREAM = 256
@@ -44,6 +43,8 @@ class Demand(NamedTuple):
     flight: int = 0
     recompute: bool = True
 
+
+_Answer = tuple[list[StageGraph], Stop | None] | InfeasiblePlanError
 
 _DEPTH = 4
 
@@ -74,20 +75,28 @@ def demands(policy: WeightPolicy, *, last_update: bool = False) -> list[Demand]:
 
 
 class Proposals:
-    """Proposals of a planner for a stream of mini-batches, each question asked once.
+    """Proposals of a planner for a stream of mini-batches.
+
+    Args:
+        known: answers that other searches have had.
 
     Attributes:
-        stopped: what ended it early, if anything did.
+        stop: the reason for the early end of a search, if any was ended.
     """
 
-    def __init__(self, planner: Planner, cost: CostModel, batch_size: int) -> None:
-        self.search_s = 0.0
-        self.stopped: Stop | None = None
-        self.count = 0
+    def __init__(
+        self, planner: Planner, cost: CostModel, batch_size: int, known: dict[Any, Any]
+    ) -> None:
+        self.stop: Stop | None = None
         self.planner = planner
-        self._cost = cost
-        self._batch_size = batch_size
-        self._known: dict[tuple[int, Demand], list[StageGraph] | InfeasiblePlanError] = {}
+        self._cost, self._batch_size = cost, batch_size
+        self._known: dict[tuple[int, Demand], _Answer] = known
+        self._proposed: set[StageGraph] = set()
+
+    @property
+    def count(self) -> int:
+        """Different proposals."""
+        return len(self._proposed)
 
     def get(self, microbatch_size: int, demand: Demand) -> list[StageGraph]:
         """Stage graphs for this micro-batch size that leave memory for so many versions.
@@ -97,38 +106,35 @@ class Proposals:
         """
         key = microbatch_size, demand
         if key not in self._known:
-            started = time.perf_counter()
-            self._known[key] = self._ask(microbatch_size, demand)
-            self.search_s += time.perf_counter() - started
-        found = self._known[key]
-        if isinstance(found, InfeasiblePlanError):
-            raise found
-        return found
+            answer = self._ask(*key)
+            if isinstance(answer, tuple) and isinstance(answer[1], KeyboardInterrupt):
+                self._known = {**self._known}  # other searches ask again
+            self._known[key] = answer
+        answer = self._known[key]
+        if isinstance(answer, InfeasiblePlanError):
+            raise answer
+        graphs, stop = answer
+        self.stop = self.stop or stop
+        self._proposed.update(graphs)
+        return graphs
 
-    def stop(self, why: Stop) -> None:
-        """Ask nothing new; what is known can still be had."""
-        self.stopped = self.stopped or why
-
-    def _ask(self, microbatch_size: int, demand: Demand) -> list[StageGraph] | InfeasiblePlanError:
+    def _ask(self, microbatch_size: int, demand: Demand) -> _Answer:
         try:
-            proposed = self._planner(demand)(
-                self._asked(microbatch_size, demand),
-                batch_size=STREAM * self._batch_size,
-                microbatch_size=microbatch_size,
+            return collect(
+                self._planner(demand)(
+                    self._asked(microbatch_size, demand),
+                    batch_size=STREAM * self._batch_size,
+                    microbatch_size=microbatch_size,
+                )
             )
-            found, stopped = collect(proposed)
         except InfeasiblePlanError as error:
             return InfeasiblePlanError(f"for {STREAM} mini-batches in a row: {error}")
-        self.stopped = self.stopped or stopped
-        self.count += len(found)
-        return found
 
     def _planner(self, demand: Demand) -> Planner:
         planner: Any = self.planner
         if isinstance(planner, AsynchronousPlanner):
-            planner = replace(
-                cast(Any, planner), evaluations=0
-            )  # it searches once these are judged
+            # It searches once these are judged.
+            planner = replace(cast(Any, planner), evaluations=0)
         if getattr(planner, "recompute", None) is True and not demand.recompute:
             planner = replace(planner, recompute=False)
         return cast(Planner, planner)

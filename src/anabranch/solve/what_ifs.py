@@ -6,7 +6,7 @@ machines, the model or the balance could gain this very plan; a new plan may gai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,7 +16,6 @@ from anabranch.cluster import Level
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.stages import StageGraph
-from anabranch.profile.profile import OpCost
 from anabranch.schedule import compute_order
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import ModelCosts
@@ -139,38 +138,16 @@ def _evened(graph: StageGraph, cost: CostModel, busy_s: Mapping[int, float]) -> 
     """
     mean = sum(busy_s.values()) / len(busy_s)
     slowest = [max(busy_s[device] for device in stage.devices) for stage in graph.stages]
-    share = {
-        name: mean / seconds if seconds else 1.0
-        for stage, seconds in zip(graph.stages, slowest, strict=True)
-        for name in stage.operators
-    }
-    costs = tuple(
-        _scaled(op_cost, [share[op.name]] * len(op_cost.forward_s))
-        for op, op_cost in zip(cost.graph.ops, cost.profile.costs, strict=True)
-    )
-    return ModelCosts(graph, replace(cost, profile=replace(cost.profile, costs=costs)))
+    shares = np.ones((len(cost.graph), 1))
+    for stage, seconds in zip(graph.stages, slowest, strict=True):
+        if seconds:
+            shares[[cost.graph.index[name] for name in stage.operators]] = mean / seconds
+    return ModelCosts(graph, replace(cost, profile=cost.profile.scaled(shares)))
 
 
 def _in_best_slices(graph: StageGraph, cost: CostModel) -> ModelCosts:
     """Prices of operators that take as long per sample as at their best slice."""
-    samples = np.array(cost.profile.samples)
-    costs = tuple(
-        _scaled(
-            op_cost,
-            least * samples / np.maximum(np.add(op_cost.forward_s, op_cost.backward_s), 1e-300),
-        )
-        for op_cost, least in zip(
-            cost.profile.costs, least_s_per_sample(cost, graph.batch_size), strict=True
-        )
-    )
-    return ModelCosts(graph, replace(cost, profile=replace(cost.profile, costs=costs)))
-
-
-def _scaled(cost: OpCost, factors: Iterable[float]) -> OpCost:
-    """Costs whose seconds at each sample count are so many times as large."""
-    scales = np.array([*factors])
-    return replace(
-        cost,
-        forward_s=tuple((np.array(cost.forward_s) * scales).tolist()),
-        backward_s=tuple((np.array(cost.backward_s) * scales).tolist()),
-    )
+    profile, least_s = cost.profile, least_s_per_sample(cost, graph.batch_size)
+    wanted = np.outer(least_s, profile.samples)
+    shares = wanted / np.maximum(profile.seconds.sum(axis=0), 1e-300)
+    return ModelCosts(graph, replace(cost, profile=profile.scaled(shares)))

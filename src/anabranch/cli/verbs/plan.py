@@ -44,7 +44,6 @@ from anabranch.errors import (
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
-    from anabranch.solve import Baseline
     from anabranch.weights import OptimizerFacts
 
 
@@ -98,8 +97,8 @@ def plan(
     """
     from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
-    from anabranch.solve import Baseline, choose_rewrite, explain, foreseen
     from anabranch.solve import baselines as compared
+    from anabranch.solve import choose_rewrite, explain, foreseen
     from anabranch.solve import plan as search
 
     given = load_plan(start) if start is not None else None
@@ -168,10 +167,10 @@ def plan(
         note_other_model(given, costs.graph)
     if model.file is not None:
         save_plan(best, model.file)
-    others: dict[str, Baseline | AnabranchError] = {}
+    others: dict[str, Plan | AnabranchError] = {}
     if baselines and given is not None and given.stage_graph.batch_size == planning.batch_size:
         with suppress(AnabranchError):  # it may not fit as it stands
-            others["from"] = Baseline.of(foreseen(given, costs, cluster)[0])
+            others["from"] = foreseen(given, costs, cluster)[0]
     if baselines and planner == "auto":
         if interrupted(best):
             note(
@@ -189,13 +188,9 @@ def plan(
         if tried.plans or tried.errors:
             document["rewrites_tried"] = tried.document()
             document["as_written_step_s"] = None if written is None else written.figures.step_s
-        documents = document["baselines"] = {}
-        with suppress(KeyboardInterrupt):
-            for name, other in others.items():
-                known = other if isinstance(other, AnabranchError) else other.plan()
-                documents[name] = plan_or_error(name, known)
+        document["baselines"] = {name: plan_or_error(name, p) for name, p in others.items()}
         document["gain"] = {
-            name: ratio(other.step_s, best.figures.step_s)
+            name: ratio(other.figures.step_s, best.figures.step_s)
             for name, other in others.items()
             if not isinstance(other, AnabranchError)
         }
@@ -227,11 +222,11 @@ def plan(
     say_written(model.file)
 
 
-def against(name: str, other: Baseline | AnabranchError, ours: Plan) -> str:
+def against(name: str, other: Plan | AnabranchError, ours: Plan) -> str:
     """One line that compares a baseline with our plan."""
     if isinstance(other, AnabranchError):
         return f"against {_TITLES[name]}: none, {other}"
-    step_s, graph = other.step_s, other.graph
+    step_s, graph = other.figures.step_s, other.stage_graph
     gain = ratio(step_s, ours.figures.step_s)
     return (
         f"against {_TITLES[name]} ({step_s * 1e3:.2f} ms, depth {graph.depth}, "
@@ -260,18 +255,18 @@ def _options(name: str) -> str:
     )
 
 
-def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
+def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     """A line on the best baseline, if that is better than our plan."""
     plans = {
         n: other
         for n, other in others.items()
         if n != "from" and not isinstance(other, AnabranchError)
     }
-    name = min(plans, key=lambda name: plans[name].step_s, default="")
-    if not name or plans[name].step_s >= ours.figures.step_s * (1 - 1e-9):
+    name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
+    if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""
     if ours.mode == "async":
-        depth, own_depth = plans[name].graph.depth, ours.stage_graph.depth
+        depth, own_depth = plans[name].stage_graph.depth, ours.stage_graph.depth
         stale = (
             f"at the same depth, {depth}, so its weights are as stale"
             if depth == own_depth

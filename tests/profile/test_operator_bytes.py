@@ -1,4 +1,4 @@
-"""Kept bytes: each storage once, with the operator that made it."""
+"""Kept bytes: each storage once, with the operator that made it. Working bytes: of a pass."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch.profile.kept_bytes import KeptBytes
+from anabranch.profile.operator_bytes import OperatorBytes
+from anabranch.profile.storages import Watch
 
 
 def kept(at_hand: list[Tensor], *ops: Callable[[Tensor], Tensor], start: Tensor) -> list[int]:
     """Bytes that a chain of operators keeps, each cut from the one before as in a walk."""
-    result = KeptBytes(len(ops), at_hand)
+    result = OperatorBytes(len(ops), at_hand)
     x = start
     for i, op in enumerate(ops):
         with result.forward(i):
             y = op(x)
         result.made(i, [y])
         x = y.detach().requires_grad_(y.requires_grad)
-    return result.nbytes
+    return result.kept
 
 
 @pytest.fixture
@@ -66,3 +67,31 @@ def test_meta_tensors_have_storages_too() -> None:
     weight.requires_grad_()
     op = lambda x: ((x @ weight).exp() @ weight).exp().sum()  # noqa: E731
     assert kept([batch, weight], op, start=batch) == [320]
+
+
+def test_a_forward_has_results_that_nobody_keeps() -> None:
+    """Two numbers of 160 bytes are alive at once, the next result and the one before it. What is
+    kept in the end is no work.
+    """
+    x = torch.ones(4, 10)
+    work = OperatorBytes(1, [x])
+    with Watch(work.see), work.forward(0):
+        y = x * 2 + 1
+        y = y * 3
+    assert work.working == [320]
+    work.kept = [320]
+    assert work.working == [0]
+
+
+def test_a_backward_has_gradients_of_activations() -> None:
+    """Of 160 bytes each that which arrived, and of three tanh the next one and the one after it;
+    what is given back meanwhile makes room for the last.
+    """
+    x, gradient = torch.ones(4, 10, requires_grad=True), torch.ones(4, 10)
+    work = OperatorBytes(1, [x, gradient])
+    with Watch(work.see), work.forward(0):
+        y = x.tanh().tanh().tanh()
+    with Watch(work.see), work.backward(0, [gradient]):
+        y.backward(gradient)
+    assert work.kept == [480]
+    assert work.working == [480]

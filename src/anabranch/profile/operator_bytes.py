@@ -1,0 +1,100 @@
+"""Bytes that operators keep for their backwards, and bytes that one pass takes while it runs.
+
+Kept is what autograd saves, storages once each, with the operator that made them; parameters,
+buffers and the batch are at hand and do not count. A forward also makes results that the next
+operation reads and nobody keeps; a backward makes gradients of activations. The loss of a language
+model has most of them: its backward makes the gradient of the logarithms and that of the scores,
+each as large as the scores, with what was kept still there::
+
+    forward     scores --> logarithms (kept)          1 x scores besides what is kept
+    backward    gradient of the logarithms --> of the scores      2 x scores
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from anabranch.profile.storages import Storages
+
+Around = Callable[[int, bool], AbstractContextManager[Any]]
+"""Operator, whether it is its backward -> a context of that pass."""
+
+
+class OperatorBytes:
+    """Observer of a step that adds up bytes by operator; see ``OpCost`` for the rules.
+
+    Args:
+        at_hand: tensors that are there anyway.
+        around: entered for each pass as well.
+
+    Attributes:
+        kept: bytes per operator that are kept between its forward and its backward.
+        see: has to be shown every tensor that operations make. Gradients of parameters are among
+            them, but do not grow with the samples.
+    """
+
+    def __init__(
+        self,
+        num_ops: int,
+        at_hand: Sequence[Tensor],
+        around: Around = lambda op, is_backward: nullcontext(),
+    ) -> None:
+        self.kept = [0] * num_ops
+        self._storages, self._around = Storages((), at_hand), around
+        self.see = self._storages.see
+        self._forward, self._backward = [0] * num_ops, [0] * num_ops
+        # Storage -> the operator that made it; None if it is at hand, or has been counted.
+        self._maker: WeakKeyDictionary[torch.UntypedStorage, int | None] = WeakKeyDictionary()
+        self._claim(at_hand, None)
+
+    @contextmanager
+    def forward(self, op: int) -> Iterator[None]:
+        """Around the forward of an operator."""
+
+        def save(tensor: Tensor) -> Tensor:
+            self._claim([tensor], op)
+            storage = tensor.untyped_storage()
+            maker = self._maker[storage]
+            if maker is not None:
+                self.kept[maker] += storage.nbytes()
+                self._maker[storage] = None
+            return tensor
+
+        before = self._storages.restart()
+        saving = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+        with saving, self._around(op, False):
+            yield
+        self._forward[op] = self._storages.peak_bytes - before
+
+    def made(self, op: int, outputs: Iterable[Tensor]) -> None:
+        """The outputs of an operator are its own, unless they are views of something older."""
+        self._claim(outputs, op)
+
+    @contextmanager
+    def backward(self, op: int, gradients: Sequence[Tensor]) -> Iterator[None]:
+        """Around its backward, which the gradients of its outputs have been made for; left out
+        where none has arrived.
+        """
+        before = self._storages.restart()
+        with self._around(op, True):
+            yield
+        made = self._storages.peak_bytes - before
+        self._backward[op] = made + sum(g.untyped_storage().nbytes() for g in gradients)
+
+    @property
+    def working(self) -> list[int]:
+        """Per operator, the most bytes of its passes on top of what is there before, of a forward
+        less what it keeps.
+        """
+        passes = zip(self._forward, self._backward, self.kept, strict=True)
+        return [max(forward - held, backward, 0) for forward, backward, held in passes]
+
+    def _claim(self, tensors: Iterable[Tensor], op: int | None) -> None:
+        for tensor in tensors:
+            self._maker.setdefault(tensor.untyped_storage(), op)

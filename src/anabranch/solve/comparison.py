@@ -1,0 +1,191 @@
+"""Comparison of plans: by all planners, by all weight policies, with baselines, with rewrites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anabranch.planner as planners
+from anabranch.cluster import Cluster
+from anabranch.errors import AnabranchError, PolicyError, SearchStoppedError
+from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
+from anabranch.plans.plan import Plan
+from anabranch.profile.profile import Profile
+from anabranch.solve.planner_options import check_arguments, planner_with
+from anabranch.solve.policy_choice import check_mode
+from anabranch.solve.search import plan
+from anabranch.weights import POLICIES, OptimizerFacts
+
+BASELINES: Mapping[str, Mapping[str, Any]] = {
+    "data-parallel": {"planner": "data-parallel", "max_replicas": None},
+    "sequential": {"planner": "sequential"},
+    "straight sequential": {"planner": "sequential", "max_replicas": 1},
+    "chain": {"planner": "chain", "planner_options": {"evaluations": 5_000}},
+}
+"""Name -> what its search has in place of the plan's options. Data parallelism is replicas. Planner
+chain with all its evaluations and improved takes a second more for steps that are up to 7 %
+shorter.
+"""
+
+LEAST_GAIN = 0.02
+"""Share of the step that a rewrite has to save; less is within the error of measured operators."""
+
+
+def comparable(profile: Profile, cluster: Cluster) -> list[str]:
+    """The planners worth comparing: all, but ``exhaustive`` only where it takes the model."""
+    small = len(profile.graph) <= MOST_OPERATORS and cluster.num_devices <= MOST_DEVICES
+    return [name for name in planners.PLANNERS if small or name != "exhaustive"]
+
+
+def compare(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    names: Iterable[str] | None = None,
+    *,
+    planner_options: Mapping[str, Mapping[str, object]] | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, Plan | AnabranchError]]:
+    """Every planner on the same profile, judged by the same simulator.
+
+    An interrupt (Ctrl-C) ends the search of the planner under way, not the comparison: its plan is
+    the best that it has proposed, or a ``SearchStoppedError`` where there is none.
+
+    Args:
+        names: keys of ``planner.PLANNERS``; by default those that ``comparable`` lists.
+        planner_options: {planner: {field: value}}.
+        options: others of ``plan``, as are the first arguments.
+
+    Yields:
+        Per planner its name and its plan, or the error that says why it has none: nothing fits, its
+        search would take more than it was given, or it was interrupted.
+
+    Raises:
+        ValueError: for an unknown name or option; before anything is searched.
+    """
+    chosen = comparable(profile, cluster) if names is None else list(names)
+    own_options = planner_options or {}
+    _check(chosen, batch_size, own_options, options)
+    others = ", ".join(name for name in own_options if name not in chosen)
+    if others:
+        raise ValueError(f"options for {others}, but {', '.join(chosen)} are compared")
+
+    def search(name: str) -> Plan:
+        own = own_options.get(name, {})
+        return plan(profile, cluster, batch_size, planner=name, planner_options=own, **options)
+
+    return ((name, _plan_or_why(partial(search, name))) for name in chosen)
+
+
+def compare_policies(
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int,
+    names: Sequence[str],
+    policies: Sequence[str] = tuple(POLICIES),
+    *,
+    planner_options: Mapping[str, Mapping[str, object]] | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, str, Plan | AnabranchError]]:
+    """Every weight policy under every planner, judged by the same simulator.
+
+    A planner is asked once for all policies. An interrupt (Ctrl-C) ends the search under way.
+
+    Args:
+        names: keys of ``planner.PLANNERS``.
+        policies: keys of ``weights.POLICIES``.
+        planner_options: {planner: {field: value}}.
+        options: others of ``plan``, as are the first arguments. Policies that a
+            ``microbatch_size`` does not suit have an error.
+
+    Yields:
+        Planner, policy, and their plan or why there is none.
+
+    Raises:
+        ValueError: for an unknown name or option, before anything is searched.
+    """
+    own_options = planner_options or {}
+    _check(names, batch_size, own_options, options)
+    for policy in policies:
+        check_mode("async", policy)
+
+    def search(name: str, policy: str) -> Plan:
+        asked = {"planner": name, "planner_options": own_options.get(name, {}), **options}
+        try:
+            return plan(profile, cluster, batch_size, mode="async", policy=policy, **asked)
+        except ValueError as error:  # a micro-batch size that suits other policies
+            raise PolicyError(str(error)) from None
+
+    return (
+        (name, policy, _plan_or_why(partial(search, name, policy)))
+        for name in names
+        for policy in policies
+    )
+
+
+def _check(
+    names: Iterable[str],
+    batch_size: int,
+    own_options: Mapping[str, Mapping[str, object]],
+    options: Mapping[str, Any],
+) -> None:
+    """Refuse planners, or what they are asked for, that make no sense."""
+    size, most = options.get("microbatch_size"), options.get("max_replicas")
+    for name in names:
+        check_arguments(batch_size, name, size, options.get("schedule", "auto"), most)
+        planner_with(name, most, own_options.get(name, {}))
+
+
+def _plan_or_why(search: Callable[[], Plan]) -> Plan | AnabranchError:
+    try:
+        return search()
+    except AnabranchError as error:
+        return error
+    except KeyboardInterrupt:
+        return SearchStoppedError("interrupted before it had proposed a plan")
+
+
+def baselines(
+    best: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    optimizer: OptimizerFacts | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, Plan | AnabranchError]]:
+    """Data parallelism, the best sequential plan and the straight one, as they are found: searched,
+    but not improved by simulation. An interrupt (Ctrl-C) leaves out the rest, and reaches the
+    caller.
+
+    Args:
+        best: what they are compared with.
+        optimizer: see ``plan``, as for all other options.
+
+    Yields:
+        Name, and the plan or why there is none.
+    """
+    same = {"model": best.model, "mode": best.mode, "policy": best.policy, "optimizer": optimizer}
+    for name, changed in BASELINES.items():
+        asked = {**options, **same, **changed, "improve": False}
+        try:
+            other = plan(profile, cluster, best.stage_graph.batch_size, **asked)
+        except AnabranchError as error:
+            yield name, error
+            continue
+        if other.interrupted:
+            raise KeyboardInterrupt
+        yield name, other
+
+
+def choose_rewrite(written: Plan | None, rewritten: Sequence[Plan]) -> Plan | None:
+    """The plan with the shortest step, that of the model as written unless another saves enough.
+
+    Args:
+        written: for the model as it was written; None where no plan of it fits.
+    """
+    best = min(rewritten, key=lambda plan: plan.figures.step_s, default=None)
+    if written is None or best is None:
+        return written or best
+    is_shorter = best.figures.step_s < (1 - LEAST_GAIN) * written.figures.step_s
+    return best if is_shorter else written

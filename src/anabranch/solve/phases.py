@@ -1,0 +1,104 @@
+"""Phases of a search: how long they take, what ends them early, and the plan that they give."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+from anabranch.cost import CostModel
+from anabranch.errors import BudgetError
+from anabranch.plans.model_size import ModelSize
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
+
+Phase = Literal["search_s", "simulate_s", "improve_s"]
+"""Phases by the fields of ``Plan`` that have their seconds."""
+
+Stop = KeyboardInterrupt | BudgetError
+"""Reasons for the early end of a search: Ctrl-C, or the planner's own budget."""
+
+
+class Phases:
+    """Phases of one search.
+
+    Attributes:
+        seconds: of each phase.
+        stop: the reason for the early end of the search, if it was ended.
+    """
+
+    def __init__(self) -> None:
+        self.stop: Stop | None = None
+        self.seconds: dict[str, float] = {"search_s": 0.0, "simulate_s": 0.0, "improve_s": 0.0}
+        self._outer: Phase | None = None
+
+    @contextmanager
+    def timed(self, phase: Phase) -> Iterator[None]:
+        """Count the seconds inside for a phase, and not for the one around it."""
+        outer, self._outer = self._outer, phase
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - began
+            self.seconds[phase] += taken
+            if outer is not None:
+                self.seconds[outer] -= taken
+            self._outer = outer
+
+    def run(self, phase: Phase, work: Callable[[], object]) -> bool:
+        """Do the work of a phase; False if that was interrupted."""
+        with self.timed(phase):
+            try:
+                work()
+            except KeyboardInterrupt as interrupt:
+                self.stop = interrupt
+                return False
+        return True
+
+    def plan(self, cost: CostModel, model: str, **fields: Any) -> Plan:
+        """The plan that the search gives for these prices; ``fields`` are its others."""
+        profile = cost.profile
+        more: dict[str, Any] = fields | self.seconds
+        return Plan(
+            model=model or profile.graph.name,
+            cluster=cost.cluster.name,
+            machines=cost.cluster,
+            profile=profile.origin,
+            device=profile.device,
+            granularity=profile.graph.granularity,
+            rewrites=profile.graph.rewrites,
+            model_size=ModelSize.of(profile.graph),
+            interrupted=isinstance(self.stop, KeyboardInterrupt),
+            **more,
+        )
+
+    def notes(self, count: int) -> list[str]:
+        """The note on a search that was ended after so many proposals."""
+        if self.stop is None:
+            return []
+        return [f"{str(self.stop) or 'interrupted'}: the best of the first {count} proposals"]
+
+
+def collect(proposals: Iterable[StageGraph]) -> tuple[list[StageGraph], Stop | None]:
+    """Collect the proposals of a planner; also return the reason if it ended early."""
+    collected: list[StageGraph] = []
+    try:
+        collected.extend(proposals)
+    except (KeyboardInterrupt, BudgetError) as stop:
+        if not collected:
+            raise
+        return collected, stop
+    return collected, None
+
+
+def to_its_end(make: Callable[[], Plan]) -> Plan:
+    """The plan of a search that is over: a moment is left, which only a second interrupt ends."""
+    try:
+        return make()
+    except KeyboardInterrupt:
+        plan = make()
+        notes = (*plan.notes, "interrupted when the search was over")
+        return replace(plan, notes=notes, interrupted=True)
