@@ -91,7 +91,7 @@ def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) ->
             # A device such as /dev/stdout must not be replaced by a file; a folder raises here.
             target.write_bytes(data)
         else:
-            _replace(target, data)
+            write_whole(target, data)
     except OSError as error:
         raise FileFormatError(f"{os.fspath(path)} cannot be written: {error.strerror}") from error
 
@@ -249,7 +249,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _replace(target: Path, data: bytes) -> None:
+def write_whole(target: Path, data: bytes) -> None:
+    """Write a file whole or not at all; raises OSError if that fails."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
