@@ -281,7 +281,7 @@ def test_a_capture_of_another_key_is_none(tmp_path: Path) -> None:
     """A file that was renamed or copied is not taken for what its name says."""
     save_capture(KeptCapture(traced(), {}), tmp_path / "kept.json")
     (tmp_path / "kept.json").rename(tmp_path / "other.json")
-    with pytest.raises(ValueError, match="checksum in .* is another one"):
+    with pytest.raises(ValueError, match=r"checksum in .* is another one"):
         load_capture(tmp_path / "other.json")
 
 
