@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from anabranch.cluster import Cluster
 from anabranch.errors import DataError, InvalidPlanError, OutputError, TrainingError
 
 if TYPE_CHECKING:
-    from anabranch.graph.capture import Captured
     from anabranch.plans.plan import Plan
     from anabranch.runtime.compute.options import ComputeOptions
     from anabranch.weights import WeightPolicy
@@ -81,40 +79,6 @@ def require_own_devices(plan: Plan, file: Path) -> None:
             f"{machines.name} has the devices 0-{machines.num_devices - 1} (C3); number the "
             "devices anew, or name a cluster in the plan that has them"
         )
-
-
-def require_runs(
-    captured: Captured,
-    plan: Plan,
-    workload: Workload,
-    compute: ComputeOptions,
-    policy: WeightPolicy | str | None,
-    *,
-    is_async: bool,
-    round_robin: bool,
-) -> None:
-    """Accept a plan file for a model, captured by the plan's granularity, as ranks will have to.
-
-    Raises:
-        InvalidPlanError: if the plan does not cut the model, or cannot run in that mode.
-        InvalidScheduleError: if its in-flight counts rise along a stage edge.
-        PolicyError: if the policy is not defined for such a plan or optimizer.
-    """
-    from anabranch.runtime.asynchronous import requirements
-    from anabranch.runtime.plan_parts import parts_of
-    from anabranch.solve import require_asynchronous
-
-    if is_async:
-        require_asynchronous(plan, policy if isinstance(policy, str) else "")
-        graph = requirements.asynchronous_stages(plan)
-    parts = parts_of(captured, plan, exact=False)
-    if not is_async:
-        return
-    order = requirements.order_of(plan, graph, round_robin=round_robin)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # told where training begins
-        chosen, _ = requirements.choose(policy, plan, order.per_update, workload)
-        requirements.require_asynchronous(graph, order, parts, chosen, workload, compute)
 
 
 def require_trainable(

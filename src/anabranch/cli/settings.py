@@ -185,26 +185,35 @@ class TrainedModelSettings(ModelSettings):
 
 
 @dataclass(frozen=True)
-class PlannedModelSettings:
-    """Another model, cluster or device than those that a plan was made for."""
+class OtherModelSettings:
+    """Another model or cluster than those that a plan was made for."""
 
     cluster: Annotated[
         str | None, typer.Option(help="Another cluster than the plan's: a preset or a JSON file.")
     ] = None
-    no_calibration: NoCalibration = False
-    device: Device = None
     output: Output = None
     preset: Annotated[
         Preset | None,
         typer.Option(help="Size of a built-in model [default: the plan's, or published]."),
     ] = None
-    optimizer: Optimizer = None
     no_cache: NoCache = False
 
-    def source(self, plan: "Plan", model: str) -> ModelSource:
-        """The model that the user names."""
+    def source(self, model: str, plan: "Plan | None" = None) -> ModelSource:
+        """The model that the user names, as in a plan if there is one."""
         options = split_output(self.output)[0]
+        if plan is None:
+            preset = self.preset or ModelSource.preset
+            return ModelSource(model, preset, options, keep=not self.no_cache)
         return ModelSource.of_plan(plan, model, self.preset, options, keep=not self.no_cache)
+
+
+@dataclass(frozen=True)
+class PlannedModelSettings(OtherModelSettings):
+    """As ``OtherModelSettings``, with another device and optimizer."""
+
+    no_calibration: NoCalibration = False
+    device: Device = None
+    optimizer: Optimizer = None
 
     def cluster_of(self, plan: "Plan", file: Path) -> "Cluster":
         """The cluster that the user names, or the plan's."""
@@ -248,7 +257,6 @@ class PlanningSettings:
             "without, or the step is shorter].",
         ),
     ] = None
-
     sparse_embeddings: Annotated[
         bool,
         typer.Option(

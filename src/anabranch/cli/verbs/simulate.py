@@ -81,7 +81,7 @@ def simulate(
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
     command = shlex.join(["anabranch", "simulate", str(plan_file), plan.model])
     model = model or model_in_file(plan.model, plan_file, command)
-    source, device = other.source(plan, model), other.device_of(plan, cluster)
+    source, device = other.source(model, plan), other.device_of(plan, cluster)
     costs, optimizer = source.profile_and_optimizer(device, batch_size, chosen, other.optimizer)
     explanation = None
     if chosen == "async":

@@ -20,7 +20,6 @@ from anabranch.cli.output import INTERRUPTED, note, say_lines
 from anabranch.cli.preflight import (
     refuse_mode,
     require_new_run,
-    require_runs,
     require_trainable,
 )
 from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
@@ -30,7 +29,7 @@ from anabranch.cli.run_summary import (
     say_stopped,
     say_stopping,
 )
-from anabranch.cli.settings import AsJson, RunFolder
+from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import given, spread
 from anabranch.cli.training_settings import (
     ComputeSettings,
@@ -179,7 +178,7 @@ def _rehearse(
         raise typer.BadParameter(
             "--emulate needs a plan (--plan FILE); anabranch rehearse plans for a --cluster as well"
         )
-    planned = planned_in_file(local.plan_file, model.model, options=dict(model.source.options))
+    planned = planned_in_file(local.plan_file, model.model, OtherModelSettings(output=model.output))
     emulate(*planned, LinkSettings(), steps or STEPS, run, model.model, as_json=as_json)
 
 
@@ -237,10 +236,15 @@ def _plan(
     if changed != job.plan and not is_async:
         job.plan = _on_first(partial(job.predicted, changed))
     policy = flush.other_policy(job.plan, is_file=is_file) if is_async else None
-    how = {"is_async": is_async, "round_robin": flush.round_robin}
-    if is_file:
-        require_runs(job.captured, job.plan, job.workload, options, policy, **how)
-    return executed_plan(job.plan, job.workload, policy, **how), policy
+    shown = executed_plan(
+        job.plan,
+        job.workload,
+        policy,
+        is_async=is_async,
+        round_robin=flush.round_robin,
+        checked=(job.captured, options) if is_file else None,
+    )
+    return shown, policy
 
 
 def _on_first(make: Callable[[], Plan]) -> Plan:
