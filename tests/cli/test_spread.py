@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from enum import StrEnum
+from typing import Annotated, Literal, get_args
 
 import typer
 from typer.testing import CliRunner
@@ -16,6 +17,8 @@ from anabranch.planner import PLANNERS
 from anabranch.schedule import SCHEDULES
 from anabranch.weights import OPTIMIZERS, POLICIES
 
+Layer = StrEnum("Layer", ["thin", "thick"])
+
 
 @dataclass(frozen=True)
 class Paint:
@@ -23,7 +26,7 @@ class Paint:
 
     name: Annotated[str, typer.Argument()]
     colour: Annotated[Literal["red", "blue"], typer.Option("--color")] = "red"
-    layers: Annotated[list[Literal["thin", "thick"]] | None, typer.Option()] = None
+    layers: Annotated[list[Layer] | None, typer.Option()] = None
     coats: Annotated[int, typer.Option(min=1)] = 1
 
 
@@ -68,8 +71,8 @@ def test_choices_are_those_of_the_tables():
 
     def choices(name: str) -> set[str]:
         types = typer.main.get_params_from_function(plan)[name].annotation
-        kinds = [kind for kind in getattr(types, "__args__", (types,)) if kind is not type(None)]
-        return {choice.value for choice in kinds[0]}
+        kinds = [kind for kind in get_args(types) if kind is not type(None)]
+        return set(kinds if isinstance(kinds[0], str) else get_args(kinds[0]))
 
     assert options["planner"].default == "auto"
     assert choices("planner") == set(PLANNERS)

@@ -22,9 +22,14 @@ def exit_code(error: AnabranchError) -> int:
     return INTERRUPTED if isinstance(error, SearchStoppedError) else 1
 
 
+def json_text(document: Mapping[str, Any]) -> str:
+    """A document as it is printed; paths become texts."""
+    return json.dumps(document, indent=2, allow_nan=False, default=str) + "\n"
+
+
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document on standard output."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    sys.stdout.write(json_text(document))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -102,17 +107,6 @@ class Warnings:
 
 
 def say(text: str) -> None:
-    """Print one line; a terminal that is too narrow wraps it between words."""
-    from rich.console import Console
-    from rich.text import Text
-
-    if sys.stdout.isatty():
-        Console(highlight=False).print(Text(text))
-    else:
-        sys.stdout.write(text + "\n")
-
-
-def say_lines(text: str) -> None:
     """Print lines; a terminal that is too narrow has what is left of each indented below it."""
     from textwrap import wrap
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,9 @@ if TYPE_CHECKING:
 
 def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
     """Print the figures of a run, and its end if that was early."""
-    page = str(folder / "report.html")
+    page = folder / "report.html"
     if as_json:
-        how = {
-            "interrupted": run.interrupted,
-            "run": str(folder),
-            "report": page,
-        }
+        how = {"interrupted": run.interrupted, "run": folder, "report": page}
         print_json({**run.figures(), **how})
     else:
         say_figures(run)
@@ -32,11 +29,11 @@ def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
         note(ended)
 
 
-def say_figures(run: Run) -> None:
-    """The figures, a row each; a terminal that is too narrow wraps what is said of them."""
+def say_figures(run: Run, more: Sequence[tuple[str, str]] = ()) -> None:
+    """The figures and what else there is, a row each; a terminal that is too narrow wraps them."""
     from anabranch.record.figures import told
 
-    print_rows([(figure.name, figure.line) for figure in told(run.figures())])
+    print_rows([*((figure.name, figure.line) for figure in told(run.figures())), *more])
 
 
 def say_stopping() -> None:

@@ -7,6 +7,7 @@ of ``--help``.
 # Annotations are not left as text: spread would evaluate each of them for --help.
 import os
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,11 +32,15 @@ if TYPE_CHECKING:
     ScheduleName = str
     PolicyName = str
     OptimizerName = str
+    PlannerNames = list[str]
+    PolicyNames = list[str]
 else:
     PlannerName = Literal[tuple(PLANNERS)]
     ScheduleName = Literal["auto", "published", *SCHEDULES]
     PolicyName = Literal["auto", *POLICIES]
     OptimizerName = Literal[tuple(OPTIMIZERS)]
+    PlannerNames = list[StrEnum("Planner", list(PLANNERS))]
+    PolicyNames = list[StrEnum("Policy", ["auto", *POLICIES])]
 
 Shape = Annotated[
     Literal["graph", "chain"] | None,

@@ -11,12 +11,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
-from enum import StrEnum
-from functools import cache, reduce, wraps
+from functools import wraps
 from inspect import Parameter
-from operator import or_
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from typer.models import OptionInfo, ParameterInfo
 
@@ -32,13 +29,12 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
             settings[name] = kind
             parameters += [_parameter(f, type_) for f, type_ in _options(kind)]
         else:
-            parameters.append(
-                parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=_with_enums(kind))
-            )
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
 
     @wraps(verb)
     def call(**given: Any) -> None:
-        values = {name: _without_enums(value) for name, value in given.items()}
+        # In lists typer takes choices as enumerations, whose members are texts.
+        values = {n: [*map(str, v)] if isinstance(v, list) else v for n, v in given.items()}
         made = {
             name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
             for name, kind in settings.items()
@@ -71,31 +67,4 @@ def _options(kind: Any) -> list[tuple[Field[Any], Any]]:
 
 def _parameter(field: Field[Any], type_: Any) -> Parameter:
     default = Parameter.empty if field.default is MISSING else field.default
-    return Parameter(
-        field.name, Parameter.KEYWORD_ONLY, default=default, annotation=_with_enums(type_)
-    )
-
-
-def _with_enums(type_: Any) -> Any:
-    """A type with enumerations in place of literals, which typer takes in lists, too."""
-    origin, arguments = get_origin(type_), get_args(type_)
-    if origin is Literal:
-        return _enumeration(arguments)
-    if origin is Annotated:
-        return Annotated[(_with_enums(arguments[0]), *arguments[1:])]
-    if origin is list:
-        return list[_with_enums(arguments[0])]  # type: ignore[misc]
-    if origin in (Union, UnionType):
-        return reduce(or_, map(_with_enums, arguments))
-    return type_
-
-
-@cache
-def _enumeration(names: tuple[str, ...]) -> Any:
-    return StrEnum("Choice", list(names))
-
-
-def _without_enums(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_enums(item) for item in value]
-    return value.value if isinstance(value, StrEnum) else value
+    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=type_)

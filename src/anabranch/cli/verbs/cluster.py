@@ -106,8 +106,8 @@ def _document(shown: Cluster, output: Path | None, kept: Path | None) -> dict[st
         "message_s": None if calibration is None else calibration.message_s,
         "slowdown": list(shown.slowdown),
         "remark": "" if calibration is None else calibration.remark,
-        "file": str(output) if output else None,
-        "kept": str(kept) if kept else None,
+        "file": output,
+        "kept": kept,
     }
 
 

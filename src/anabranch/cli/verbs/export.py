@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -49,16 +50,7 @@ def export(
     if made.left_out:
         note(f"{made.left_out} tensors whose names do not begin with {made.prefix} are left out")
     if as_json:
-        print_json(
-            {
-                "path": str(made.path),
-                "tensors": made.tensors,
-                "bytes": made.bytes,
-                "prefix": made.prefix,
-                "left_out": made.left_out,
-                "architecture": made.architecture,
-            }
-        )
+        print_json(asdict(made))
         return
     what = f" of {made.architecture}" if made.architecture else ""
     typer.echo(

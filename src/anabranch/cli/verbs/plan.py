@@ -19,7 +19,7 @@ from anabranch.cli.comparison import (
     staleness_of,
     staleness_table,
 )
-from anabranch.cli.output import note, print_json, print_table, say_lines, say_written
+from anabranch.cli.output import note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import begin_compiling
 from anabranch.cli.rewriting import Tried, named_rewrites, try_rewrites
@@ -207,9 +207,9 @@ def plan(
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(best, optimizer))
         return
-    say_lines(best.summary())
+    say(best.summary())
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised):
-        say_lines(sentence)
+        say(sentence)
     if best.mode == "async":
         print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))
     typer.echo(
@@ -217,9 +217,9 @@ def plan(
         f"{best.improve_s:.3f} s of improvement"
     )
     for line in tried.lines(chosen, written):
-        say_lines(line)
+        say(line)
     for name, other in others.items():
-        say_lines(against(name, other, best))
+        say(against(name, other, best))
     if better := _faster(others, best):
         typer.echo(better)
     if why is not None:

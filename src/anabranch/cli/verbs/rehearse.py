@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from anabranch.cli.clusters import cluster_of, read_cluster
-from anabranch.cli.output import note, print_json, print_rows, say_lines
+from anabranch.cli.output import note, print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.progress import progress_bar
+from anabranch.cli.run_summary import say_figures
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
@@ -22,7 +23,6 @@ from anabranch.plans.plan import time_text
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
-    from anabranch.emulation.rehearsal import Rehearsal
     from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
 
@@ -148,7 +148,7 @@ def emulate(
 
     began, emulated = time.time(), links.changed(cluster)
     if not as_json:
-        say_lines(foreseen(plan, profile, emulated)[0].summary())
+        say(foreseen(plan, profile, emulated)[0].summary())
     with progress_bar("emulated steps") as progress:
         result = usage(
             emulated_run,
@@ -169,16 +169,8 @@ def emulate(
         )
     page = folder / "report.html"
     if as_json:
-        print_json({**result.figures(), "run": str(folder), "report": str(page)})
+        print_json({**result.figures(), "run": folder, "report": page})
         return
-    _say(result)
-    typer.echo(f"report: {page}")
-
-
-def _say(result: Rehearsal) -> None:
-    from anabranch.record.figures import told
-
-    rows = [(figure.name, figure.line) for figure in told(result.run.figures())]
     sent = f"{result.num_messages} with {result.message_bytes / 1e6:.1f} MB in a step"
     slower = (
         f"{time_text(result.with_runtime_s)} predicted: it takes {time_text(result.runtime_s)} for "
@@ -186,4 +178,5 @@ def _say(result: Rehearsal) -> None:
     )
     scale = f"{result.time_scale:g}, ranks late by {result.late:.1%} at most"
     more = [("with the runtime", slower), ("messages", sent), ("time scale", scale)]
-    print_rows([*rows, *more])
+    say_figures(result.run, more)
+    typer.echo(f"report: {page}")

@@ -188,7 +188,7 @@ def _say(
                 "parts": {f"{what}_s": seconds for what, seconds in timeline.parts.items()},
                 **more,
                 **facts,
-                **{what: str(file) if file else None for what, file in files.items()},
+                **files,
             }
         )
         return

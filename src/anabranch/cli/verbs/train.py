@@ -16,7 +16,7 @@ from anabranch.cli.clusters import note_crowded, note_uncalibrated
 from anabranch.cli.executed_plan import executed_plan
 from anabranch.cli.job import Job
 from anabranch.cli.local_run import agreed, keep_run, train_job
-from anabranch.cli.output import INTERRUPTED, note, say_lines
+from anabranch.cli.output import INTERRUPTED, note, say
 from anabranch.cli.preflight import (
     refuse_mode,
     require_new_run,
@@ -104,11 +104,11 @@ def train(
     if local.plan_file is not None and local.device == "cpu" and "RANK" not in os.environ:
         note_crowded(shown)
     if is_first and not as_json:
-        say_lines(shown.summary())
+        say(shown.summary())
         for sentence in told(job.captured.graph.loss_kind, job.captured.graph.normalised):
-            say_lines(sentence)
+            say(sentence)
         if training.resume is not None:
-            say_lines(f"goes on from {training.resume}, after step {first_step(training):,}")
+            say(f"goes on from {training.resume}, after step {first_step(training):,}")
     special: dict[str, Any] = {
         "accumulate": compute.accumulate,
     }
