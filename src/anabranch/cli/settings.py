@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from anabranch.cli.clusters import cluster_of
+from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
 from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import given
-from anabranch.cli.writable import file_to_write
 from anabranch.graph.opgraph import Granularity
 from anabranch.planner import PLANNERS
 from anabranch.plans.plan import Mode

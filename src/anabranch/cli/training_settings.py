@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from anabranch.cli.logs import loggers
+from anabranch.cli.output import folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.cli.settings import (
@@ -22,7 +23,6 @@ from anabranch.cli.settings import (
     ScheduleName,
     TrainedModelSettings,
 )
-from anabranch.cli.writable import folder_to_write
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import Mode
 from anabranch.weights import policy_named

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anabranch.cli.clusters import read_cluster
-from anabranch.cli.output import note, print_json, print_table, say, say_written
+from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, NoCalibration
-from anabranch.cli.writable import file_to_write
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster

@@ -22,6 +22,7 @@ from anabranch.cli.comparison import (
 )
 from anabranch.cli.output import (
     exit_code,
+    file_to_write,
     json_text,
     note,
     print_json,
@@ -43,7 +44,6 @@ from anabranch.cli.settings import (
     Shape,
 )
 from anabranch.cli.spread import spread
-from anabranch.cli.writable import file_to_write
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import note, print_json
+from anabranch.cli.output import folder_to_write, note, print_json
 from anabranch.cli.settings import AsJson
-from anabranch.cli.writable import folder_to_write
 
 
 def export(

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import print_json, say_written
+from anabranch.cli.output import file_to_write, print_json, say_written
 from anabranch.cli.settings import AsJson
-from anabranch.cli.writable import file_to_write
 
 
 def report(

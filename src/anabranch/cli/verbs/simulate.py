@@ -13,12 +13,11 @@ import typer
 
 from anabranch.cli.clusters import note_other_model
 from anabranch.cli.comparison import staleness_table
-from anabranch.cli.output import note, print_json, print_table, say_written
+from anabranch.cli.output import file_to_write, note, print_json, print_table, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
 from anabranch.cli.source import model_in_file
 from anabranch.cli.spread import spread
-from anabranch.cli.writable import file_to_write
 from anabranch.plans.plan import Mode, Plan, headline, time_text
 
 if TYPE_CHECKING:

@@ -13,22 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from anabranch.cli.clusters import note_crowded, note_uncalibrated
-from anabranch.cli.executed_plan import executed_plan
 from anabranch.cli.job import Job
-from anabranch.cli.local_run import agreed, keep_run, train_job
+from anabranch.cli.local_run import (
+    agreed,
+    how_to_go_on,
+    keep_run,
+    say_run,
+    say_stopped,
+    say_stopping,
+    train_job,
+)
 from anabranch.cli.output import INTERRUPTED, note, say
 from anabranch.cli.preflight import (
+    executed_plan,
     refuse_mode,
     require_new_run,
     require_trainable,
 )
 from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
-from anabranch.cli.run_summary import (
-    how_to_go_on,
-    say_run,
-    say_stopped,
-    say_stopping,
-)
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import given, spread
 from anabranch.cli.training_settings import (
