@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from anabranch.workload import Workload
 
-MOST_BYTES = 2**27
-"""Bytes of all kept captures; the least recently used go first. The one of mmt in the published
-size, 97 operators and 3,000 kernels, has 0.5 MB."""
+MOST_KEPT = 200
+"""Captures that are kept; the least recently used go first. The one of mmt in the published size,
+97 operators and 3,000 kernels, has 0.7 MB."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ def estimated(
         with suppress(OSError):  # a folder that is full or read-only is no error
             files = {name: _hash(name) for name in (*_own_modules(), *_own(read))}
             save_capture(KeptCapture(traced, files), path)
-            _remove_oldest(path)
+            by_use = sorted(path.parent.iterdir(), key=lambda other: other.stat().st_mtime)
+            for oldest in by_use[:-MOST_KEPT]:
+                oldest.unlink(missing_ok=True)
     return traced.profile(device, samples, "float32")
 
 
@@ -207,16 +209,6 @@ def _hash(name: str) -> str:
         raise FileNotFoundError(name)
     with open(name, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _remove_oldest(newest: Path) -> None:
-    """Remove the captures that were used longest ago until the rest is within bounds."""
-    files = [(path.stat(), path) for path in newest.parent.iterdir()]
-    total = sum(status.st_size for status, _ in files)
-    for status, path in sorted(files, key=lambda pair: pair[0].st_mtime):
-        if total > MOST_BYTES and path != newest:
-            path.unlink(missing_ok=True)
-            total -= status.st_size
 
 
 @contextmanager

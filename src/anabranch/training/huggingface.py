@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -82,9 +82,7 @@ def workload_of(
     collate = partial(_as_dict, data_collator) if data_collator else default_collate
     size = batch_size(args, devices)
     data_seed = _of(args, "data_seed")
-    generator = torch.Generator().manual_seed(
-        _of(args, "seed", 42) if data_seed is None else data_seed
-    )
+    seed = _of(args, "seed", 42) if data_seed is None else data_seed
     loader = DataLoader(
         train_dataset,
         batch_size=size,
@@ -92,7 +90,7 @@ def workload_of(
         drop_last=bool(_of(args, "dataloader_drop_last", False)),
         num_workers=int(_of(args, "dataloader_num_workers", 0)),
         collate_fn=collate,
-        generator=generator,
+        generator=torch.Generator().manual_seed(seed),
     )
     if len(train_dataset) < size:
         raise ValueError(
@@ -127,28 +125,31 @@ def training_options(args: Any, workload: Workload) -> dict[str, Any]:
     accumulate = int(_of(args, "gradient_accumulation_steps", 1))
     loader: Any = workload.data
     per_epoch = len(loader.source)
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    if _of(args, "bf16") or _of(args, "fp16"):
-        precision = "bf16" if _of(args, "bf16") else "fp16"
+    updates = _updates(args, per_epoch)
+
+    def batches(strategy: str, every: float) -> int:
+        """Batches between two events; ``every`` counts updates, and below 1 is a share of all."""
+        between = math.ceil(every * updates) if every < 1 else int(every)
+        return between * accumulate if strategy == "steps" else per_epoch
+
     options: dict[str, Any] = {
-        "steps": _updates(args, per_epoch) * accumulate,
+        "steps": updates * accumulate,
         "accumulate": accumulate,
-        "compute": ComputeOptions(precision=precision),
+        "compute": ComputeOptions(
+            precision="bf16" if _of(args, "bf16") else "fp16" if _of(args, "fp16") else "fp32"
+        ),
     }
     if int(_of(args, "max_steps", -1)) <= 0:
         options["steps"] = round(float(_of(args, "num_train_epochs", 3)) * per_epoch)
     evaluates = _strategy(args, "eval_strategy")
     if evaluates in ("steps", "epoch") and workload.eval_data is not None:
         every = _of(args, "eval_steps") or _of(args, "logging_steps", 500)
-        by_steps = _interval(every, _updates(args, per_epoch)) * accumulate
-        options["evaluate_every"] = by_steps if evaluates == "steps" else per_epoch
+        options["evaluate_every"] = batches(evaluates, every)
     saves = _strategy(args, "save_strategy", "steps")
     if saves != "no" and _of(args, "output_dir"):
-        every = _of(args, "save_steps", 500)
-        by_steps = _interval(every, _updates(args, per_epoch)) * accumulate
-        keep = _of(args, "save_total_limit") or 10**6
+        every, keep = _of(args, "save_steps", 500), _of(args, "save_total_limit") or 10**6
         options["save"] = Path(args.output_dir)
-        options["save_every"] = SaveEvery(by_steps if saves == "steps" else per_epoch, keep=keep)
+        options["save_every"] = SaveEvery(batches(saves, every), keep=keep)
     if _of(args, "resume_from_checkpoint"):
         options["resume"] = Path(args.resume_from_checkpoint)
     return options
@@ -241,11 +242,6 @@ def _updates(args: Any, batches: int) -> int:
         return steps
     per_epoch = math.ceil(batches / int(_of(args, "gradient_accumulation_steps", 1)))
     return math.ceil(float(_of(args, "num_train_epochs", 3)) * per_epoch)
-
-
-def _interval(every: float, updates: int) -> int:
-    """Updates between two events; a number below 1 is a share of all."""
-    return math.ceil(every * updates) if every < 1 else int(every)
 
 
 def _decayed(model: nn.Module) -> frozenset[str]:
