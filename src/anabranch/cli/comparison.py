@@ -40,9 +40,8 @@ def comparison(
     # With a policy, the planner is named where there are several.
     has_planner = not is_async or len({contender.planner for contender in results}) > 1
     names = ["planner"] * has_planner + ["policy"] * is_async
-    columns, rows = ["step\nms"], []
-    for plan in plans:
-        columns = list(_figures(plan, fastest, unit, optimizer))
+    columns = [*_figures(plans[0], fastest, unit, optimizer)] if plans else ["step\nms"]
+    rows = []
     for contender, plan in results.items():
         if isinstance(plan, AnabranchError):
             cells = [_LABELS.get(type(plan), "no plan"), *["-"] * (len(columns) - 1)]

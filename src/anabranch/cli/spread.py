@@ -27,7 +27,10 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
         kind = hints[name]
         if is_dataclass(kind):
             settings[name] = kind
-            parameters += [_parameter(f, type_) for f, type_ in _options(kind)]
+            for field, type_ in _options(kind):
+                default = Parameter.empty if field.default is MISSING else field.default
+                how = {"default": default, "annotation": type_}
+                parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, **how))
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
 
@@ -63,8 +66,3 @@ def _options(kind: Any) -> list[tuple[Field[Any], Any]]:
     """The fields of settings, each with its annotation."""
     hints = get_type_hints(kind, include_extras=True)
     return [(field, hints[field.name]) for field in fields(kind)]
-
-
-def _parameter(field: Field[Any], type_: Any) -> Parameter:
-    default = Parameter.empty if field.default is MISSING else field.default
-    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=type_)

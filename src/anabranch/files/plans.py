@@ -72,7 +72,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
     traits = ("shard_optimizer", "sparse_embeddings", "interrupted")
     mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
-    document = {
+    document: dict[str, Any] = {
         "schema": PLAN,
         "planner": plan.planner,
         "model": plan.model,

@@ -111,9 +111,7 @@ def train(
             say(sentence)
         if training.resume is not None:
             say(f"goes on from {training.resume}, after step {first_step(training):,}")
-    special: dict[str, Any] = {
-        "accumulate": compute.accumulate,
-    }
+    special: dict[str, Any] = {"accumulate": compute.accumulate}
     if is_async:
         special = {
             "policy": policy,
