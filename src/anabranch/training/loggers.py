@@ -97,12 +97,12 @@ def scalars(event: Event) -> dict[str, float]:
     ``evaluation/accuracy``.
     """
     if isinstance(event, StepEvent):
-        found = {"loss": event.loss, **event.metrics}
+        figures = {"loss": event.loss, **event.metrics}
         if event.seconds:
-            found["samples_per_s"] = event.samples / event.seconds
+            figures["samples_per_s"] = event.samples / event.seconds
         if event.learning_rate is not None:
-            found["learning_rate"] = event.learning_rate
-        return {f"train/{name}": value for name, value in found.items()}
+            figures["learning_rate"] = event.learning_rate
+        return {f"train/{name}": value for name, value in figures.items()}
     if isinstance(event, EvaluationEvent):
         return {f"evaluation/{name}": value for name, value in event.metrics.items()}
     return {}
