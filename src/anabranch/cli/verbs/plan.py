@@ -250,16 +250,6 @@ _TITLES = {
 """Baselines in words."""
 
 
-def _options(name: str) -> str:
-    """Options of ``plan`` that plan a baseline."""
-    from anabranch.solve import BASELINES
-
-    given = BASELINES[name].items()
-    return " ".join(
-        f"--{key.replace('_', '-')} {value}" for key, value in given if isinstance(value, str | int)
-    )
-
-
 def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
     """A line on the best baseline, if that is better than our plan."""
     plans = {
@@ -270,6 +260,13 @@ def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
     name = min(plans, key=lambda name: plans[name].step_s, default="")
     if not name or plans[name].step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""
+    from anabranch.solve import BASELINES
+
+    options = " ".join(
+        f"--{key.replace('_', '-')} {value}"
+        for key, value in BASELINES[name].items()
+        if isinstance(value, str | int)
+    )
     if ours.mode == "async":
         depth, own_depth = plans[name].graph.depth, ours.stage_graph.depth
         stale = (
@@ -277,6 +274,6 @@ def _faster(others: Mapping[str, Baseline | AnabranchError], ours: Plan) -> str:
             if depth == own_depth
             else f"at depth {depth} instead of {own_depth}, which decides how stale weights are"
         )
-        return f"{_TITLES[name]} is faster than this plan, {stale}: {_options(name)} plans it"
+        return f"{_TITLES[name]} is faster than this plan, {stale}: {options} plans it"
     end = ", or let the search of this planner come to its end" if interrupted(ours) else ""
-    return f"{_TITLES[name]} is faster than this plan: {_options(name)} plans it{end}"
+    return f"{_TITLES[name]} is faster than this plan: {options} plans it{end}"

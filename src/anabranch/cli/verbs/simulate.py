@@ -112,8 +112,21 @@ def simulate(
     note_other_model(plan, costs.graph)
     if (chosen, schedule, policy, other.cluster) == (plan.mode, None, None, None):
         _say_if_changed(plan, plan_file, shown, is_timed=source.is_timed(device))
-    facts = {**source.facts, **(_actions(timeline) if actions else {})} if as_json else None
-    _say(shown, timeline, simulated, explanation, facts, files)
+    facts: dict[str, Any] = dict(source.facts)
+    if actions:
+        facts["actions"] = [
+            {
+                "device": span.device,
+                "start_s": span.start,
+                "end_s": span.end,
+                "kind": span.action.kind.name.lower(),
+                "stage": span.action.stage,
+                "microbatch": span.action.microbatch,
+                "action": str(span.action),
+            }
+            for span in timeline.spans
+        ]
+    _say(shown, timeline, simulated, explanation, facts if as_json else None, files)
 
 
 def _say_if_changed(plan: Plan, file: Path, simulated: Plan, *, is_timed: bool) -> None:
@@ -126,24 +139,6 @@ def _say_if_changed(plan: Plan, file: Path, simulated: Plan, *, is_timed: bool) 
         if is_timed:
             why = "operators were timed anew just now, or it was changed since it was planned"
         note(f"{file} itself says {time_text(noted.step_s)}: {why}")
-
-
-def _actions(timeline: Timeline) -> dict[str, Any]:
-    """The actions of every device in their order, for a JSON document."""
-    return {
-        "actions": [
-            {
-                "device": span.device,
-                "start_s": span.start,
-                "end_s": span.end,
-                "kind": span.action.kind.name.lower(),
-                "stage": span.action.stage,
-                "microbatch": span.action.microbatch,
-                "action": str(span.action),
-            }
-            for span in timeline.spans
-        ]
-    }
 
 
 def _say(
