@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from anabranch.cli.settings import PlanningSettings
-from anabranch.cli.spread import given, spread
+from anabranch.cli.spread import options_set, spread
 from anabranch.cli.training_settings import FlushSettings
 from anabranch.planner import PLANNERS
 from anabranch.schedule import SCHEDULES
@@ -59,8 +59,8 @@ def test_a_choice_that_does_not_exist_is_refused():
 
 def test_given_is_what_differs_from_the_defaults():
     """By the names that the user writes."""
-    assert given(Paint("fence", colour="blue", coats=2)) == {"--color": "blue", "--coats": 2}
-    assert given(FlushSettings(round_robin=True, policy_option=[])) == {"round-robin": True}
+    assert options_set(Paint("fence", colour="blue", coats=2)) == {"--color": "blue", "--coats": 2}
+    assert options_set(FlushSettings(round_robin=True, policy_option=[])) == {"round-robin": True}
 
 
 def test_choices_are_those_of_the_tables():

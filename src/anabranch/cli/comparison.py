@@ -25,12 +25,12 @@ class Contender(NamedTuple):
     policy: str = ""
 
 
-Found = Mapping[Contender, "Plan | AnabranchError"]
+Results = Mapping[Contender, "Plan | AnabranchError"]
 """{contender: its plan, or why there is none}"""
 
 
 def comparison(
-    results: Found, optimizer: OptimizerFacts | None = None
+    results: Results, optimizer: OptimizerFacts | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """Headings, and one row per contender."""
     plans, is_async = _plans(results), _is_async(results)
@@ -95,7 +95,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.{3 if seconds < 10 else 1}f}"
 
 
-def remarks(results: Found, costs: str) -> list[str]:
+def remarks(results: Results, costs: str) -> list[str]:
     """The lines below the table: origin of the costs, what holds for all, how each plan runs."""
     plans = _plans(results)
     notes = plans[0].notes if plans else ()
@@ -235,7 +235,7 @@ def interrupted(plan: Plan | AnabranchError) -> bool:
     return plan.interrupted
 
 
-def why_none(results: Found) -> AnabranchError | None:
+def why_none(results: Results) -> AnabranchError | None:
     """The error to end with where there is no plan at all."""
     errors = [plan for plan in results.values() if isinstance(plan, AnabranchError)]
     if len(errors) < len(results):
@@ -264,9 +264,9 @@ def digits(value: float | None) -> str:
     return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
-def _plans(results: Found) -> list[Plan]:
+def _plans(results: Results) -> list[Plan]:
     return [plan for plan in results.values() if not isinstance(plan, AnabranchError)]
 
 
-def _is_async(results: Found) -> bool:
+def _is_async(results: Results) -> bool:
     return any(contender.policy for contender in results)

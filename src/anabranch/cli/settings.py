@@ -17,7 +17,7 @@ from anabranch.cli.clusters import cluster_of
 from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
 from anabranch.cli.source import ModelSource, Preset
-from anabranch.cli.spread import given
+from anabranch.cli.spread import options_set
 from anabranch.graph.opgraph import Granularity
 from anabranch.planner import PLANNERS
 from anabranch.plans.plan import Mode
@@ -311,7 +311,7 @@ class LocalPlanSettings:
     def require_no_other(self) -> None:
         """Refuse what a plan file has decided."""
         free = ("--plan", "--device")
-        named = [option for option in given(self) if option not in free]
+        named = [option for option in options_set(self) if option not in free]
         if self.plan_file is not None and named:
             raise typer.BadParameter(
                 f"{self.plan_file} decides what {', '.join(named)} would; leave out one of them"

@@ -35,9 +35,9 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
 
     @wraps(verb)
-    def call(**given: Any) -> None:
+    def call(**options: Any) -> None:
         # In lists typer takes choices as enumerations, whose members are texts.
-        values = {n: [*map(str, v)] if isinstance(v, list) else v for n, v in given.items()}
+        values = {n: [*map(str, v)] if isinstance(v, list) else v for n, v in options.items()}
         made = {
             name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
             for name, kind in settings.items()
@@ -49,7 +49,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def given(settings: Any) -> dict[str, Any]:
+def options_set(settings: Any) -> dict[str, Any]:
     """Option as it is written -> value, of the fields that are not at their defaults."""
     values = {}
     for field, type_ in _options(type(settings)):

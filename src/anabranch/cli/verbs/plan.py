@@ -102,11 +102,11 @@ def plan(
     from anabranch.solve import baselines as compared
     from anabranch.solve import plan as search
 
-    given = load_plan(start) if start is not None else None
+    start_plan = load_plan(start) if start is not None else None
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
     device, source = planning.device or cluster.device, model.source
     asked = named_rewrites(rewrite, source, planning.mode)
-    fixed = given.rewrites if given is not None and asked is None else asked
+    fixed = start_plan.rewrites if start_plan is not None and asked is None else asked
     source = replace(source, rewrites=fixed or ())
     is_timed = source.is_timed(device)
     if not is_timed:  # beside a capture, but not beside operators that are timed
@@ -132,7 +132,7 @@ def plan(
             mode=planning.mode,
             policy=policy or "",
             optimizer=optimizer,
-            start=given,
+            start=start_plan,
         )
 
     costs, optimizer = costs_of(source)
@@ -155,7 +155,7 @@ def plan(
             raise failure
         costs = next((own for plan, own in tried.plans.values() if plan is best), costs)
     except InvalidPlanError as error:
-        if given is None:
+        if start_plan is None:
             raise
         raise InvalidPlanError(f"--from {start}: {error}") from None
     except KeyboardInterrupt:
@@ -164,14 +164,18 @@ def plan(
             "there is one, and with --planner sequential or data-parallel at once"
         ) from None
     chosen, best = best, replace(best, options=source.recorded())
-    if given is not None:
-        note_other_model(given, costs.graph)
+    if start_plan is not None:
+        note_other_model(start_plan, costs.graph)
     if model.file is not None:
         save_plan(best, model.file)
     others: dict[str, Baseline | AnabranchError] = {}
-    if baselines and given is not None and given.stage_graph.batch_size == planning.batch_size:
+    if (
+        baselines
+        and start_plan is not None
+        and start_plan.stage_graph.batch_size == planning.batch_size
+    ):
         with suppress(AnabranchError):  # it may not fit as it stands
-            others["from"] = Baseline.of(foreseen(given, costs, cluster)[0])
+            others["from"] = Baseline.of(foreseen(start_plan, costs, cluster)[0])
     if baselines and planner == "auto":
         if interrupted(best):
             note(

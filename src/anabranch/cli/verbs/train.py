@@ -32,7 +32,7 @@ from anabranch.cli.preflight import (
 )
 from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
-from anabranch.cli.spread import given, spread
+from anabranch.cli.spread import options_set, spread
 from anabranch.cli.training_settings import (
     ComputeSettings,
     FlushSettings,
@@ -171,7 +171,7 @@ def _rehearse(
     as_json: bool,
 ) -> None:
     """Do what ``rehearse`` does with a plan file; other options mean nothing there."""
-    named = [name for settings in (local, *others) for name in given(settings)]
+    named = [name for settings in (local, *others) for name in options_set(settings)]
     if useless := [name for name in named if name not in ("--plan", "--steps")]:
         raise typer.BadParameter(f"{', '.join(useless)}: not with --emulate, nothing is trained")
     if local.plan_file is None:
