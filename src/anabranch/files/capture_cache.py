@@ -111,7 +111,8 @@ def estimated(
     if traced is None or not traced.is_affine:
         return estimate(captured, device, samples)
     if path is not None and not caught and _is_in_files(workload.module):
-        with suppress(OSError):  # a folder that is full or read-only is no error
+        # A folder that is full or read-only is no error, nor is a path that is no text.
+        with suppress(OSError, ValueError):
             files = {name: _hash(name) for name in (*_own_modules(), *_own(read))}
             save_capture(KeptCapture(traced, files), path)
             by_use = sorted(path.parent.iterdir(), key=lambda other: other.stat().st_mtime)
