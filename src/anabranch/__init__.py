@@ -44,42 +44,35 @@ if TYPE_CHECKING:
     from anabranch.verification import verify as verify
     from anabranch.workload import Workload as Workload
 
-_HOME = {
-    "AnabranchError": "errors",
-    "AsyncPipeline": "runtime.asynchronous.pipeline",
-    "Cluster": "cluster",
-    "Columns": "data.columns",
-    "ComputeOptions": "runtime.compute.options",
-    "Pipeline": "runtime.pipeline",
-    "Plan": "plans.plan",
-    "Profile": "profile.profile",
-    "Timeline": "timeline",
-    "Workload": "workload",
-    "calibrated": "calibration.kept",
-    "capture": "graph.capture",
-    "compare": "solve",
-    "estimate": "profile.estimate",
-    "explain": "solve",
-    "export": "checkpoint.export",
-    "load_cluster": "files",
-    "load_plan": "files",
-    "load_profile": "files",
-    "load_state_dict": "checkpoint",
-    "measure": "profile.measure",
-    "measure_workload": "runtime.measurement.workload",
-    "pad_to_bucket": "data.padding",
-    "plan": "solve",
-    "read_profile": "files.pipedream",
-    "run": "launch",
-    "save_cluster": "files",
-    "save_plan": "files",
-    "save_profile": "files",
-    "simulate": "solve",
-    "train": "training",
-    "train_async": "training",
-    "verify": "verification",
+_NAMES = {
+    "calibration.kept": "calibrated",
+    "checkpoint": "load_state_dict",
+    "checkpoint.export": "export",
+    "cluster": "Cluster",
+    "data.columns": "Columns",
+    "data.padding": "pad_to_bucket",
+    "errors": "AnabranchError",
+    "files": "load_cluster load_plan load_profile save_cluster save_plan save_profile",
+    "files.pipedream": "read_profile",
+    "graph.capture": "capture",
+    "launch": "run",
+    "plans.plan": "Plan",
+    "profile.estimate": "estimate",
+    "profile.measure": "measure",
+    "profile.profile": "Profile",
+    "runtime.asynchronous.pipeline": "AsyncPipeline",
+    "runtime.compute.options": "ComputeOptions",
+    "runtime.measurement.workload": "measure_workload",
+    "runtime.pipeline": "Pipeline",
+    "solve": "compare explain plan simulate",
+    "timeline": "Timeline",
+    "training": "train train_async",
+    "verification": "verify",
+    "workload": "Workload",
 }
-"""Public name -> the module that defines it."""
+"""Module -> the public names that it defines."""
+
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME)
 

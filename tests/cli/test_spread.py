@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from enum import StrEnum
+from typing import Annotated, Literal, get_args
 
 import typer
 from typer.testing import CliRunner
 
 from anabranch.cli.settings import PlanningSettings
-from anabranch.cli.spread import given, spread
+from anabranch.cli.spread import options_set, spread
 from anabranch.cli.training_settings import FlushSettings
 from anabranch.planner import PLANNERS
 from anabranch.schedule import SCHEDULES
 from anabranch.weights import OPTIMIZERS, POLICIES
+
+Layer = StrEnum("Layer", ["thin", "thick"])
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Paint:
 
     name: Annotated[str, typer.Argument()]
     colour: Annotated[Literal["red", "blue"], typer.Option("--color")] = "red"
-    layers: Annotated[list[Literal["thin", "thick"]] | None, typer.Option()] = None
+    layers: Annotated[list[Layer] | None, typer.Option()] = None
     coats: Annotated[int, typer.Option(min=1)] = 1
 
 
@@ -56,8 +59,8 @@ def test_a_choice_that_does_not_exist_is_refused():
 
 def test_given_is_what_differs_from_the_defaults():
     """By the names that the user writes."""
-    assert given(Paint("fence", colour="blue", coats=2)) == {"--color": "blue", "--coats": 2}
-    assert given(FlushSettings(round_robin=True, policy_option=[])) == {"round-robin": True}
+    assert options_set(Paint("fence", colour="blue", coats=2)) == {"--color": "blue", "--coats": 2}
+    assert options_set(FlushSettings(round_robin=True, policy_option=[])) == {"round-robin": True}
 
 
 def test_choices_are_those_of_the_tables():
@@ -68,8 +71,8 @@ def test_choices_are_those_of_the_tables():
 
     def choices(name: str) -> set[str]:
         types = typer.main.get_params_from_function(plan)[name].annotation
-        kinds = [kind for kind in getattr(types, "__args__", (types,)) if kind is not type(None)]
-        return {choice.value for choice in kinds[0]}
+        kinds = [kind for kind in get_args(types) if kind is not type(None)]
+        return set(kinds if isinstance(kinds[0], str) else get_args(kinds[0]))
 
     assert options["planner"].default == "auto"
     assert choices("planner") == set(PLANNERS)

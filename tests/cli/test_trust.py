@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from anabranch.files.capture_cache import _checksum
 from anabranch.record import save_run
 from tests.record.test_folder import RUN
 
@@ -225,9 +226,10 @@ def test_a_capture_in_the_cache(run: Runner, tmp_path: Path, monkeypatch: pytest
     )  # fmt: skip
     assert run(*command)[0] == 0
     (file,) = (tmp_path / "cache" / "captures").iterdir()
-    document = json.loads(file.read_text())
+    document = json.loads(file.read_text().partition("\n")[2])
     for _ in poisoned(document, tmp_path, 6):
-        file.write_text(json.dumps(document))
+        data = json.dumps(document).encode()
+        file.write_bytes(_checksum(file, data) + b"\n" + data)
         assert run(*command)[0] in (0, 1, 2)
     file.write_bytes(pickle.dumps(_Shell(f"touch {tmp_path / 'ran'}")))
     assert run(*command)[0] in (0, 1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 
 from anabranch.files import capture_cache
-from anabranch.files.capture_cache import estimated
+from anabranch.files.capture_cache import KeptCapture, estimated, load_capture, save_capture
 from anabranch.graph import capture as capturing
+from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.models.names import resolve
+from anabranch.profile.kernel_trace import Kernel, KernelTrace, TracedModel
 from anabranch.workload import Workload
 
 TINY = {"dense_branches": "1", "sparse_branches": "1", "layers": "1"}
@@ -129,8 +132,8 @@ def cut_off(path: Path) -> None:
 
 def changed(path: Path) -> None:
     text = path.read_text()
-    assert '"nbytes": ' in text
-    path.write_text(text.replace('"nbytes": [', '"nbytes": [8.0, ', 1).replace(", 8.0]", "]", 1))
+    assert '"nbytes":' in text
+    path.write_text(text.replace('"nbytes":', '"nbytes":1', 1))
 
 
 @pytest.mark.parametrize("damage", [cut_off, changed])
@@ -220,7 +223,7 @@ def test_the_least_recently_used_goes(
     """Of two captures one fits."""
     builtin()
     (first,) = cache.iterdir()
-    monkeypatch.setattr(capture_cache, "MOST_BYTES", first.stat().st_size)
+    monkeypatch.setattr(capture_cache, "MOST_KEPT", 1)
     builtin(granularity="block")
     (second,) = cache.iterdir()
     assert second != first
@@ -241,3 +244,64 @@ def test_a_model_that_refuses_one_sample_is_not_kept(cache: Path) -> None:
 class _Mean(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean()
+
+
+GRAPH = OpGraph(
+    (Op("a", ("w",), "Linear"), Op("b")),
+    (Value(BATCH, (0,), 4, grad=False, name="x"), Value(0, (1,), 8)),
+    (Parameter("w", 64),),
+    "Net",
+    "block",
+    "sum",
+    ("b.norm",),
+)
+
+
+def traced(n: float = 1.0) -> TracedModel:
+    kernels = (
+        Kernel("mm", 8.0 * n, ((n, 2.0, 3.0, 1.0),), "float32"),
+        Kernel("add", n, (), "x", 2),
+    )
+    few = KernelTrace(kernels, (0, 1), (0, 1), (16, 0), (8, 24))
+    return TracedModel(GRAPH, few, few)
+
+
+def test_a_capture_comes_back(tmp_path: Path) -> None:
+    """Operators, values, kernels with sizes, and the names that comparisons leave out."""
+    path = tmp_path / "kept.json"
+    kept = KeptCapture(traced(), {"/home/me/net.py": "0f"})
+    save_capture(kept, path)
+    assert load_capture(path) == kept
+    graph = load_capture(path).traced.graph
+    assert (graph.name, graph.granularity) == ("Net", "block")
+    assert (graph.loss_kind, graph.normalised) == ("sum", ("b.norm",))
+
+
+def test_a_capture_of_another_key_is_none(tmp_path: Path) -> None:
+    """A file that was renamed or copied is not taken for what its name says."""
+    save_capture(KeptCapture(traced(), {}), tmp_path / "kept.json")
+    (tmp_path / "kept.json").rename(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"checksum in .* is another one"):
+        load_capture(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ops": [0, 7]}, "belongs to none of 2 operators"),
+        ({"kept": [1]}, "belongs to none of 1 operators"),
+        ({"working": [1]}, "that 2 operators keep, that 1 work with"),
+        ({"kept": [1, 2, 3], "working": [1, 2, 3]}, "2 operators, the trace 3"),
+        ({"passes": [0.5, 1]}, "valid integer"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, change: dict, says: str) -> None:
+    """A damaged file never becomes a plan."""
+    path = tmp_path / "kept.json"
+    save_capture(KeptCapture(traced(), {}), path)
+    document = json.loads(path.read_text().partition("\n")[2])
+    document["traced"]["few"].update(change)
+    data = json.dumps(document).encode()
+    path.write_bytes(capture_cache._checksum(path, data) + b"\n" + data)
+    with pytest.raises(ValueError, match=says):
+        load_capture(path)

@@ -6,7 +6,7 @@ stages without a flush the table shows the one with the oldest weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,93 +25,77 @@ class Contender(NamedTuple):
     policy: str = ""
 
 
-Found = Mapping[Contender, "Plan | AnabranchError"]
+Results = Mapping[Contender, "Plan | AnabranchError"]
 """{contender: its plan, or why there is none}"""
 
 
 def comparison(
-    results: Found, optimizer: OptimizerFacts | None = None
+    results: Results, optimizer: OptimizerFacts | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """Headings, and one row per contender."""
-    columns = _columns(results, optimizer)
+    plans, is_async = _plans(results), _is_async(results)
+    fastest = min((plan.figures.step_s for plan in plans), default=0.0)
+    peak = max((max(plan.figures.device_peak_bytes) for plan in plans), default=0)
+    unit = "GiB" if peak > 2**29 else "MiB"
     # With a policy, the planner is named where there are several.
-    names: list[tuple[str, Callable[[Contender], str]]] = []
-    if not _is_async(results) or len({contender.planner for contender in results}) > 1:
-        names.append(("planner", lambda contender: contender.planner))
-    if _is_async(results):
-        names.append(("policy", lambda contender: contender.policy))
+    has_planner = not is_async or len({contender.planner for contender in results}) > 1
+    names = ["planner"] * has_planner + ["policy"] * is_async
+    columns = [*_figures(plans[0], fastest, unit, optimizer)] if plans else ["step\nms"]
     rows = []
     for contender, plan in results.items():
         if isinstance(plan, AnabranchError):
             cells = [_LABELS.get(type(plan), "no plan"), *["-"] * (len(columns) - 1)]
         else:
-            cells = [figure(plan) for _, figure in columns]
+            cells = list(_figures(plan, fastest, unit, optimizer).values())
             contender = contender._replace(policy=plan.policy)  # where it was to choose one
-        rows.append([*(name(contender) for _, name in names), *cells])
-    return [heading for heading, _ in (*names, *columns)], rows
+        rows.append([*(getattr(contender, name) for name in names), *cells])
+    return [*names, *columns], rows
 
 
 _LABELS = {BudgetError: "too big", SearchStoppedError: "stopped"}
 
 
-def _columns(
-    results: Found, optimizer: OptimizerFacts | None
-) -> list[tuple[str, Callable[[Plan], str]]]:
-    """Heading and figure of every column but the names."""
-    plans = _plans(results)
-    fastest = min((plan.figures.step_s for plan in plans), default=0.0)
-    peak = max((max(plan.figures.device_peak_bytes) for plan in plans), default=0)
-    unit, size = ("GiB", 2**30) if peak > 2**29 else ("MiB", 2**20)
-
-    def over_best(plan: Plan) -> str:
-        return digits(ratio(plan.figures.step_s, fastest))
-
-    def samples_per_s(plan: Plan) -> str:
-        return digits(ratio(plan.stage_graph.batch_size, plan.figures.step_s))
-
-    def slowest_stage(plan: Plan) -> str:
-        return digits(plan.figures.bottleneck_s_per_sample * plan.stage_graph.batch_size * 1e3)
-
-    def oldest(plan: Plan) -> Staleness:
-        stages = staleness_of(plan, optimizer)
-        return max(stages, key=lambda stage: (stage.forward_delay, stage.difference))
-
-    def most(attribute: str) -> Callable[[Plan], str]:
-        return lambda plan: str(
-            max(getattr(stage, attribute) for stage in staleness_of(plan, optimizer))
-        )
-
-    is_async = _is_async(results)
-    time = [
-        ("ms per\nbatch" if is_async else "step\nms", lambda p: digits(p.figures.step_s * 1e3)),
-        ("over\nbest", over_best),
-        ("samples\nper s", samples_per_s),
-    ]
-    depth = ("depth", lambda plan: str(plan.stage_graph.depth))
-    use = [
-        ("bubble", lambda plan: f"{plan.figures.bubble:.1%}"),
-        (f"peak\n{unit}", lambda plan: digits(max(plan.figures.device_peak_bytes) / size)),
-    ]
+def _figures(
+    plan: Plan, fastest: float, unit: str, optimizer: OptimizerFacts | None
+) -> dict[str, str]:
+    """Heading -> figure, of every column but the names."""
+    figures, graph = plan.figures, plan.stage_graph
+    is_async = plan.mode == "async"
+    peak = max(figures.device_peak_bytes) / (2**30 if unit == "GiB" else 2**20)
+    time = {
+        "ms per\nbatch" if is_async else "step\nms": digits(figures.step_s * 1e3),
+        "over\nbest": digits(ratio(figures.step_s, fastest)),
+        "samples\nper s": digits(ratio(graph.batch_size, figures.step_s)),
+    }
+    use = {"bubble": f"{figures.bubble:.1%}", f"peak\n{unit}": digits(peak)}
     if is_async:
-        ages = [
-            ("version\ndiff.", most("difference")),
-            ("forward\nreads", lambda plan: reads(oldest(plan))[0]),
-            ("backward\nreads", lambda plan: reads(oldest(plan))[1]),
-            ("versions\nheld", most("versions")),
-        ]
-        return [*time, depth, *ages, *use]
-    effort = [
-        ("search\ns", lambda plan: _seconds(plan.search_s)),
-        ("total\ns", lambda plan: _seconds(plan.search_s + plan.simulate_s + plan.improve_s)),
-    ]
-    return [*time, ("slowest\nstage ms", slowest_stage), depth, *use, *effort]
+        stages = staleness_of(plan, optimizer)
+        oldest = max(stages, key=lambda stage: (stage.forward_delay, stage.difference))
+        forward, backward = reads(oldest)
+        ages = {
+            "depth": str(graph.depth),
+            "version\ndiff.": str(max(stage.difference for stage in stages)),
+            "forward\nreads": forward,
+            "backward\nreads": backward,
+            "versions\nheld": str(max(stage.versions for stage in stages)),
+        }
+        return time | ages | use
+    bottleneck_s = figures.bottleneck_s_per_sample * graph.batch_size
+    return {
+        **time,
+        "slowest\nstage ms": digits(bottleneck_s * 1e3),
+        "depth": str(graph.depth),
+        **use,
+        "search\ns": _seconds(plan.search_s),
+        "total\ns": _seconds(plan.search_s + plan.simulate_s + plan.improve_s),
+    }
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.{3 if seconds < 10 else 1}f}"
 
 
-def remarks(results: Found, costs: str) -> list[str]:
+def remarks(results: Results, costs: str) -> list[str]:
     """The lines below the table: origin of the costs, what holds for all, how each plan runs."""
     plans = _plans(results)
     notes = plans[0].notes if plans else ()
@@ -251,7 +235,7 @@ def interrupted(plan: Plan | AnabranchError) -> bool:
     return plan.interrupted
 
 
-def why_none(results: Found) -> AnabranchError | None:
+def why_none(results: Results) -> AnabranchError | None:
     """The error to end with where there is no plan at all."""
     errors = [plan for plan in results.values() if isinstance(plan, AnabranchError)]
     if len(errors) < len(results):
@@ -280,9 +264,9 @@ def digits(value: float | None) -> str:
     return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
-def _plans(results: Found) -> list[Plan]:
+def _plans(results: Results) -> list[Plan]:
     return [plan for plan in results.values() if not isinstance(plan, AnabranchError)]
 
 
-def _is_async(results: Found) -> bool:
+def _is_async(results: Results) -> bool:
     return any(contender.policy for contender in results)

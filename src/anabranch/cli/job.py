@@ -144,10 +144,10 @@ class Job:
         """The plan with the figures that it has by operators measured here; with none if it was
         made for devices that are not.
         """
-        from anabranch.solve import foreseen
-
         if plan.device.split(":")[0] != self.device or plan.machines is None:
             return replace(plan, predicted=None)
+        from anabranch.solve import foreseen
+
         cluster = as_calibrated(plan.machines) if self._calibrated else plan.machines
         profile = self.profile or self.measure(plan.stage_graph.batch_size)
         return replace(foreseen(plan, profile, cluster)[0], profile=profile.origin)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.writable import file_to_write, folder_to_write
+from anabranch.cli.output import file_to_write, folder_to_write
 
 if TYPE_CHECKING:
     from anabranch.training import Callback

@@ -1,17 +1,22 @@
-"""Output of the verbs: one JSON document, or lines and tables for people, and warnings."""
+"""Output of the verbs: one JSON document, or lines and tables for people, and warnings.
+
+Files and folders to write are refused before a command has done anything: options name a check as
+their callback, so it is made while the command line is read.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import typer
 
-from anabranch.errors import AnabranchError, SearchStoppedError
+from anabranch.errors import AnabranchError, OutputError, SearchStoppedError
 
 INTERRUPTED = 130
 """Exit code of what Ctrl-C has ended, as shells have it: 128 and the number of the signal."""
@@ -22,9 +27,14 @@ def exit_code(error: AnabranchError) -> int:
     return INTERRUPTED if isinstance(error, SearchStoppedError) else 1
 
 
+def json_text(document: Mapping[str, Any]) -> str:
+    """A document as it is printed; paths become texts."""
+    return json.dumps(document, indent=2, allow_nan=False, default=str) + "\n"
+
+
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document on standard output."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    sys.stdout.write(json_text(document))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -102,17 +112,6 @@ class Warnings:
 
 
 def say(text: str) -> None:
-    """Print one line; a terminal that is too narrow wraps it between words."""
-    from rich.console import Console
-    from rich.text import Text
-
-    if sys.stdout.isatty():
-        Console(highlight=False).print(Text(text))
-    else:
-        sys.stdout.write(text + "\n")
-
-
-def say_lines(text: str) -> None:
     """Print lines; a terminal that is too narrow has what is left of each indented below it."""
     from textwrap import wrap
 
@@ -144,3 +143,45 @@ def without_colour() -> None:
     if os.environ.get("NO_COLOR"):
         for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE"):
             os.environ.pop(name, None)
+
+
+def file_to_write(path: Path | None) -> Path | None:
+    """Accept a file that is new, or may be written over, in a folder that exists."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file in it")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise OutputError(f"{path} cannot be written over; name another file")
+        return path
+    folder = path.absolute().parent
+    if not folder.exists():
+        raise OutputError(
+            f"{path} cannot be written: there is no folder {folder}; make it first, or name "
+            "another file"
+        )
+    if why := why_not(folder):
+        raise OutputError(f"{path} cannot be written: {why}; name another file")
+    return path
+
+
+def folder_to_write(path: Path | None) -> Path | None:
+    """Accept a folder that exists or can be made."""
+    if path is not None and (why := why_not(path)):
+        raise OutputError(f"{path} cannot be written: {why}; name another folder")
+    return path
+
+
+def why_not(folder: Path) -> str:
+    """Return the reason why a folder, or the nearest existing one above it, cannot be written to;
+    empty if it can. A file is tried, as permissions do not tell if a disk is read-only.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return f"{there} takes no files ({error.strerror})"

@@ -7,16 +7,17 @@ of ``--help``.
 # Annotations are not left as text: spread would evaluate each of them for --help.
 import os
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from anabranch.cli.clusters import cluster_of
+from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
 from anabranch.cli.source import ModelSource, Preset
-from anabranch.cli.spread import given
-from anabranch.cli.writable import file_to_write
+from anabranch.cli.spread import options_set
 from anabranch.graph.opgraph import Granularity
 from anabranch.planner import PLANNERS
 from anabranch.plans.plan import Mode
@@ -31,11 +32,15 @@ if TYPE_CHECKING:
     ScheduleName = str
     PolicyName = str
     OptimizerName = str
+    PlannerNames = list[str]
+    PolicyNames = list[str]
 else:
     PlannerName = Literal[tuple(PLANNERS)]
     ScheduleName = Literal["auto", "published", *SCHEDULES]
     PolicyName = Literal["auto", *POLICIES]
     OptimizerName = Literal[tuple(OPTIMIZERS)]
+    PlannerNames = list[StrEnum("Planner", list(PLANNERS))]
+    PolicyNames = list[StrEnum("Policy", ["auto", *POLICIES])]
 
 Shape = Annotated[
     Literal["graph", "chain"] | None,
@@ -185,26 +190,35 @@ class TrainedModelSettings(ModelSettings):
 
 
 @dataclass(frozen=True)
-class PlannedModelSettings:
-    """Another model, cluster or device than those that a plan was made for."""
+class OtherModelSettings:
+    """Another model or cluster than those that a plan was made for."""
 
     cluster: Annotated[
         str | None, typer.Option(help="Another cluster than the plan's: a preset or a JSON file.")
     ] = None
-    no_calibration: NoCalibration = False
-    device: Device = None
     output: Output = None
     preset: Annotated[
         Preset | None,
         typer.Option(help="Size of a built-in model [default: the plan's, or published]."),
     ] = None
-    optimizer: Optimizer = None
     no_cache: NoCache = False
 
-    def source(self, plan: "Plan", model: str) -> ModelSource:
-        """The model that the user names."""
+    def source(self, model: str, plan: "Plan | None" = None) -> ModelSource:
+        """The model that the user names, as in a plan if there is one."""
         options = split_output(self.output)[0]
+        if plan is None:
+            preset = self.preset or ModelSource.preset
+            return ModelSource(model, preset, options, keep=not self.no_cache)
         return ModelSource.of_plan(plan, model, self.preset, options, keep=not self.no_cache)
+
+
+@dataclass(frozen=True)
+class PlannedModelSettings(OtherModelSettings):
+    """As ``OtherModelSettings``, with another device and optimizer."""
+
+    no_calibration: NoCalibration = False
+    device: Device = None
+    optimizer: Optimizer = None
 
     def cluster_of(self, plan: "Plan", file: Path) -> "Cluster":
         """The cluster that the user names, or the plan's."""
@@ -248,7 +262,6 @@ class PlanningSettings:
             "without, or the step is shorter].",
         ),
     ] = None
-
     sparse_embeddings: Annotated[
         bool,
         typer.Option(
@@ -298,7 +311,7 @@ class LocalPlanSettings:
     def require_no_other(self) -> None:
         """Refuse what a plan file has decided."""
         free = ("--plan", "--device")
-        named = [option for option in given(self) if option not in free]
+        named = [option for option in options_set(self) if option not in free]
         if self.plan_file is not None and named:
             raise typer.BadParameter(
                 f"{self.plan_file} decides what {', '.join(named)} would; leave out one of them"

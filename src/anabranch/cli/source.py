@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -133,17 +134,23 @@ class ModelSource:
         self, device: str, batch_size: int, samples: tuple[int, ...] | None = None
     ) -> Profile:
         """The profile file as it is; otherwise the model captured, then measured or estimated."""
-        if self.is_file:
-            return self._from_file(device, samples)
-        return self._costs(lambda: self._built(device), device, batch_size, samples)
+        return self.profile_and_optimizer(device, batch_size, "sync", None, samples=samples)[0]
 
     def profile_and_optimizer(
-        self, device: str, batch_size: int, mode: str, optimizer: str | None, *, times: bool = True
+        self,
+        device: str,
+        batch_size: int,
+        mode: str,
+        optimizer: str | None,
+        *,
+        times: bool = True,
+        samples: tuple[int, ...] | None = None,
     ) -> tuple[Profile, OptimizerFacts | None]:
         """The profile and, without a flush, the optimizer's traits, None where unknown.
 
         Args:
             times: whether the seconds count; otherwise nothing is timed, whatever the device.
+            samples: counts to measure or estimate at; by default powers of two.
 
         Raises:
             PolicyError: if the model cannot be trained without a flush, where that is seen.
@@ -154,36 +161,26 @@ class ModelSource:
             raise typer.BadParameter("--optimizer is for --mode async")
         facts = OPTIMIZERS[optimizer] if optimizer is not None else None
         if self.is_file:
-            return self._from_file(device, None), facts
+            return self._from_file(device, samples), facts
         if not times and _is_here(device):
             device = ANY_GPU
-        workload: Workload | None = None
+        counts = samples or powers_of_two(batch_size)
+        # Parameters have memory only where they are measured.
+        build = partial(self.workload, meta=not _is_here(device))
         if mode == "async" and facts is None:
             from anabranch.runtime.asynchronous.requirements import require_no_common_norm
             from anabranch.runtime.optimizer_facts import optimizer_of
 
-            workload = self._built(device)
+            workload = build()
             require_no_common_norm(workload)
             facts = optimizer_of(workload)
-
-        def build() -> Workload:
-            return workload or self._built(device)
-
-        return self._costs(build, device, batch_size, None), facts
-
-    def _built(self, device: str) -> Workload:
-        """The workload, with its parameters only where they are measured."""
-        return self.workload(meta=not _is_here(device))
+            return self._costs(lambda: workload, device, counts), facts
+        return self._costs(build, device, counts), facts
 
     def _costs(
-        self,
-        build: Callable[[], Workload],
-        device: str,
-        batch_size: int,
-        samples: tuple[int, ...] | None,
+        self, build: Callable[[], Workload], device: str, counts: tuple[int, ...]
     ) -> Profile:
         self.facts["kept_capture"] = False
-        counts = samples or powers_of_two(batch_size)
         if _is_here(device):
             from anabranch.runtime.measurement.workload import measure_workload
 

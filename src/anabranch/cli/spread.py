@@ -11,12 +11,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
-from enum import StrEnum
-from functools import cache, reduce, wraps
+from functools import wraps
 from inspect import Parameter
-from operator import or_
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from typer.models import OptionInfo, ParameterInfo
 
@@ -30,15 +27,17 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
         kind = hints[name]
         if is_dataclass(kind):
             settings[name] = kind
-            parameters += [_parameter(f, type_) for f, type_ in _options(kind)]
+            for field, type_ in _options(kind):
+                default = Parameter.empty if field.default is MISSING else field.default
+                how = {"default": default, "annotation": type_}
+                parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, **how))
         else:
-            parameters.append(
-                parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=_with_enums(kind))
-            )
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
 
     @wraps(verb)
-    def call(**given: Any) -> None:
-        values = {name: _without_enums(value) for name, value in given.items()}
+    def call(**options: Any) -> None:
+        # In lists typer takes choices as enumerations, whose members are texts.
+        values = {n: [*map(str, v)] if isinstance(v, list) else v for n, v in options.items()}
         made = {
             name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
             for name, kind in settings.items()
@@ -50,7 +49,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def given(settings: Any) -> dict[str, Any]:
+def options_set(settings: Any) -> dict[str, Any]:
     """Option as it is written -> value, of the fields that are not at their defaults."""
     values = {}
     for field, type_ in _options(type(settings)):
@@ -67,35 +66,3 @@ def _options(kind: Any) -> list[tuple[Field[Any], Any]]:
     """The fields of settings, each with its annotation."""
     hints = get_type_hints(kind, include_extras=True)
     return [(field, hints[field.name]) for field in fields(kind)]
-
-
-def _parameter(field: Field[Any], type_: Any) -> Parameter:
-    default = Parameter.empty if field.default is MISSING else field.default
-    return Parameter(
-        field.name, Parameter.KEYWORD_ONLY, default=default, annotation=_with_enums(type_)
-    )
-
-
-def _with_enums(type_: Any) -> Any:
-    """A type with enumerations in place of literals, which typer takes in lists, too."""
-    origin, arguments = get_origin(type_), get_args(type_)
-    if origin is Literal:
-        return _enumeration(arguments)
-    if origin is Annotated:
-        return Annotated[(_with_enums(arguments[0]), *arguments[1:])]
-    if origin is list:
-        return list[_with_enums(arguments[0])]  # type: ignore[misc]
-    if origin in (Union, UnionType):
-        return reduce(or_, map(_with_enums, arguments))
-    return type_
-
-
-@cache
-def _enumeration(names: tuple[str, ...]) -> Any:
-    return StrEnum("Choice", list(names))
-
-
-def _without_enums(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_enums(item) for item in value]
-    return value.value if isinstance(value, StrEnum) else value

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from anabranch.cli.logs import loggers
+from anabranch.cli.output import folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.cli.settings import (
     LocalPlanSettings,
-    PolicyName,
+    MaxReplicas,
+    Policy,
     ScheduleName,
     TrainedModelSettings,
 )
-from anabranch.cli.writable import folder_to_write
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import Mode
 from anabranch.weights import policy_named
@@ -67,9 +68,7 @@ class TrainedPlanSettings(LocalPlanSettings):
 
     microbatch_size: Annotated[int | None, in_file(min=1)] = None
     schedule: Annotated[ScheduleName, in_file()] = "auto"
-    max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="At most this many data-parallel replicas per stage.")
-    ] = None
+    max_replicas: MaxReplicas = None
 
 
 @dataclass(frozen=True)
@@ -267,12 +266,7 @@ class FlushSettings:
             "stage updates after its own backward [default: the plan's, or sync].",
         ),
     ] = None
-    policy: Annotated[
-        PolicyName | None,
-        typer.Option(
-            help="With --mode async: which weights forwards and backwards read [default: auto]."
-        ),
-    ] = None
+    policy: Policy = None
     policy_option: Annotated[list[str] | None, in_file()] = None
     round_robin: Annotated[bool, in_file("--round-robin")] = False
     clip_stage_norm: Annotated[float | None, in_file()] = None

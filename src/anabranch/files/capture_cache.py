@@ -1,10 +1,10 @@
 """Captured models, kept between commands, so that planning again does not capture again.
 
-A kept capture is a JSON file with what an estimate needs, operators and kernels (``captures``). Its
-name is a hash of the model's name and options, the granularity, where modules are looked for, the
-versions of Python, this package and all that are installed. It lists the user's own files that were
-imported or read while the model was captured, with a hash of each. If one has changed, the model is
-captured again.
+A kept capture is a checksum and, in the next line, a JSON document with what an estimate needs:
+operators and kernels. The name of the file is a hash of the model's name and options, the
+granularity, where modules are looked for, the versions of Python, this package and all that are
+installed. It lists the user's own files that were imported or read while the model was captured,
+with a hash of each. If one has changed, the model is captured again.
 
 Nothing is kept of a model whose code is in no file, such as generated code. The environment and the
 time are not compared.
@@ -20,15 +20,18 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from anabranch.errors import CaptureError, FileFormatError
+from pydantic import TypeAdapter
+
+from anabranch.errors import CaptureError
 from anabranch.files.cache_folder import private_folder
-from anabranch.files.captures import KeptCapture, load_capture, save_capture
+from anabranch.files.jsonfile import write_whole
 from anabranch.graph.opgraph import Granularity
-from anabranch.profile.kernel_trace import checked_counts
+from anabranch.profile.kernel_trace import TracedModel, checked_counts
 from anabranch.profile.profile import Profile
 
 if TYPE_CHECKING:
@@ -36,14 +39,26 @@ if TYPE_CHECKING:
 
     from anabranch.workload import Workload
 
-MOST_BYTES = 2**27
-"""Bytes of all kept captures; the least recently used go first. The one of mmt in the published
-size, 97 operators and 3,000 kernels, has 0.5 MB."""
+MOST_KEPT = 200
+"""Captures that are kept; the least recently used go first. The one of mmt in the published size,
+97 operators and 3,000 kernels, has 0.4 MB."""
+
+
+@dataclass(frozen=True)
+class KeptCapture:
+    """A captured model, and what it depends on.
+
+    Attributes:
+        files: the user's own files -> hashes of their bytes.
+    """
+
+    traced: TracedModel
+    files: dict[str, str]
+
 
 _PACKAGE = Path(__file__).parents[1]
 _PLACES = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _PACKAGE
 _NOT_OWN = ("/proc/", "/sys/", "/dev/", *(f"{place}{os.sep}" for place in _PLACES))
-_reads: list[set[str]] = []
 
 
 def estimated(
@@ -79,28 +94,56 @@ def estimated(
 
     with _files_read() as read:
         workload = build()
-    with _files_read() as also_read, warnings.catch_warnings(record=True) as caught:
-        captured = capture(
-            workload.module,
-            workload.example,
-            granularity=cast("Granularity", granularity),
-            per_sample=workload.per_sample,
-            rewrites=rewrites,
-        )
-        traced = None
-        with suppress(CaptureError):  # a model that refuses one sample is told what to do each time
-            captured.programs.at(1, device="meta")
-            traced = trace(captured)
+        with warnings.catch_warnings(record=True) as caught:
+            captured = capture(
+                workload.module,
+                workload.example,
+                granularity=cast("Granularity", granularity),
+                per_sample=workload.per_sample,
+                rewrites=rewrites,
+            )
+            traced = None
+            with suppress(CaptureError):  # one that refuses one sample is told what to do each time
+                captured.programs.at(1, device="meta")
+                traced = trace(captured)
     for warning in caught:
         warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
     if traced is None or not traced.is_affine:
         return estimate(captured, device, samples)
     if path is not None and not caught and _is_in_files(workload.module):
-        with suppress(OSError, FileFormatError):  # a folder that is full or read-only is no error
-            files = {name: _hash(name) for name in (*_own_modules(), *_own(read | also_read))}
-            save_capture(KeptCapture(traced, files), path.stem, path)
-            _remove_oldest(path)
+        # A folder that is full or read-only is no error, nor is a path that is no text.
+        with suppress(OSError, ValueError):
+            files = {name: _hash(name) for name in (*_own_modules(), *_own(read))}
+            save_capture(KeptCapture(traced, files), path)
+            by_use = sorted(path.parent.iterdir(), key=lambda other: other.stat().st_mtime)
+            for oldest in by_use[:-MOST_KEPT]:
+                oldest.unlink(missing_ok=True)
     return traced.profile(device, samples, "float32")
+
+
+@cache
+def _format() -> TypeAdapter[KeptCapture]:
+    return TypeAdapter(KeptCapture)
+
+
+def save_capture(kept: KeptCapture, path: Path) -> None:
+    """Write a captured model; raises OSError if that fails."""
+    document = _format().dump_json(kept)
+    write_whole(path, _checksum(path, document) + b"\n" + document)
+
+
+def load_capture(path: Path) -> KeptCapture:
+    """Read a captured model; raises ValueError if the file is none, was renamed, or has other bytes
+    than were written.
+    """
+    checksum, _, document = path.read_bytes().partition(b"\n")
+    if checksum != _checksum(path, document):
+        raise ValueError(f"the checksum in {path} is another one than that of what it holds")
+    return _format().validate_json(document)
+
+
+def _checksum(path: Path, document: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + document).hexdigest().encode()
 
 
 def _path(names: Any) -> Path | None:
@@ -123,11 +166,11 @@ def _load(path: Path, model: str) -> KeptCapture | None:
         if not path.is_file():  # a pipe would never end
             path.unlink(missing_ok=True)
             return None
-        kept = load_capture(path, path.stem)
+        kept = load_capture(path)
         os.utime(path)  # so that it is not the first to go
         same = all(_hash(name) == digest for name, digest in kept.files.items())
         return kept if same else None
-    except FileFormatError as error:
+    except ValueError as error:
         warnings.warn(
             f"the kept capture of {model} is damaged and is made again: {error}", stacklevel=3
         )
@@ -169,35 +212,21 @@ def _hash(name: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _remove_oldest(newest: Path) -> None:
-    """Remove the captures that were used longest ago until the rest is within bounds."""
-    files = [(path.stat(), path) for path in newest.parent.iterdir()]
-    total = sum(status.st_size for status, _ in files)
-    for status, path in sorted(files, key=lambda pair: pair[0].st_mtime):
-        if total > MOST_BYTES and path != newest:
-            path.unlink(missing_ok=True)
-            total -= status.st_size
-
-
 @contextmanager
 def _files_read() -> Iterator[set[str]]:
     """Inside, the paths of files that are opened for reading."""
-    _listen()
-    _reads.append(set())
+    names: set[str] = set()
+    is_over = False
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_over or event != "open":
+            return
+        name, _, flags = arguments
+        if isinstance(name, str | bytes) and not flags & (os.O_WRONLY | os.O_RDWR):
+            names.add(os.path.abspath(os.fsdecode(name)))
+
+    sys.addaudithook(hear)  # which stays for good: a hook cannot be taken away
     try:
-        yield _reads[-1]
+        yield names
     finally:
-        _reads.pop()
-
-
-@cache
-def _listen() -> None:
-    sys.addaudithook(_hear)  # once: a hook cannot be taken away
-
-
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _reads or event != "open":
-        return
-    name, _, flags = arguments
-    if isinstance(name, str | bytes) and not flags & (os.O_WRONLY | os.O_RDWR):
-        _reads[-1].add(os.path.abspath(os.fsdecode(name)))
+        is_over = True

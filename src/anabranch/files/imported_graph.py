@@ -102,29 +102,21 @@ class ImportedGraph:
 
     def _graph(self, order: Sequence[ImportedNode], ops: Sequence[ImportedNode]) -> OpGraph:
         names = unique_names({node.key: node.label for node in order})
-        made = []
+        made, nbytes = [], dict[str, int]()
         for op in ops:
-            parameters = tuple(name or names[op.key] for name, _ in op.parameters)
-            made.append(Op(names[op.key], parameters, op.kind))
+            own = {name or names[op.key]: math.ceil(size) for name, size in op.parameters}
+            made.append(Op(names[op.key], tuple(own), op.kind))
+            nbytes |= {name: size for name, size in own.items() if name not in nbytes}
         return OpGraph(
             tuple(made),
             self._values(order, names),
-            self._parameters(ops, names),
+            tuple(Parameter(name, size) for name, size in nbytes.items()),
             name=self.name,
             granularity=self.granularity,
         )
 
     def _per_sample(self, nbytes: float) -> int:
         return math.ceil(nbytes / self.samples)
-
-    def _parameters(
-        self, ops: Sequence[ImportedNode], names: Mapping[str, str]
-    ) -> tuple[Parameter, ...]:
-        nbytes: dict[str, int] = {}
-        for op in ops:
-            for name, size in op.parameters:
-                nbytes.setdefault(name or names[op.key], math.ceil(size))
-        return tuple(Parameter(name, size) for name, size in nbytes.items())
 
     def _values(self, order: Sequence[ImportedNode], names: Mapping[str, str]) -> tuple[Value, ...]:
         """One value per producer and size; those of the batch first."""

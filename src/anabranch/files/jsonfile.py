@@ -91,7 +91,7 @@ def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) ->
             # A device such as /dev/stdout must not be replaced by a file; a folder raises here.
             target.write_bytes(data)
         else:
-            _replace(target, data)
+            write_whole(target, data)
     except OSError as error:
         raise FileFormatError(f"{os.fspath(path)} cannot be written: {error.strerror}") from error
 
@@ -170,16 +170,19 @@ def parse(text: str, where: str) -> Any:
     """Text as a JSON document; raises FileFormatError if it is none, or has a key twice."""
     if not text.strip():
         raise FileFormatError(f"{where} is empty; a JSON document was expected")
+    twins: dict[int, str] = {}  # identity of an object -> its key that is written twice
+
+    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twins[id(made)] = next(key for i, key in enumerate(keys) if key in keys[:i])
+        return made
+
     try:
-        objects: list[_Object] = []
-
-        def keep(pairs: list[tuple[str, Any]]) -> _Object:
-            objects.append(_Object(pairs))
-            return objects[-1]
-
         document = json.loads(text, object_pairs_hook=keep)
-        if any(item.twin is not None for item in objects):
-            _refuse_twins(document, (), where)
+        if twins:
+            _refuse_twins(document, twins, (), where)
     except json.JSONDecodeError as error:
         raise FileFormatError(
             f"{where} is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -191,26 +194,16 @@ def parse(text: str, where: str) -> Any:
     return document
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers a key that was written twice."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        self.twin: str | None = None
-        if len(self) < len(pairs):
-            keys = [key for key, _ in pairs]
-            self.twin = next(key for i, key in enumerate(keys) if key in keys[:i])
-
-
-def _refuse_twins(value: Any, path: tuple[int | str, ...], where: str) -> None:
-    if isinstance(value, _Object):
-        if value.twin is not None:
-            raise FileFormatError(f"{where}: key {key_path((*path, value.twin))} is written twice")
-        for key, item in value.items():
-            _refuse_twins(item, (*path, key), where)
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            _refuse_twins(item, (*path, i), where)
+def _refuse_twins(
+    value: Any, twins: Mapping[int, str], path: tuple[int | str, ...], where: str
+) -> None:
+    if isinstance(value, dict) and id(value) in twins:
+        twin = key_path((*path, twins[id(value)]))
+        raise FileFormatError(f"{where}: key {twin} is written twice")
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(item, dict | list):
+            _refuse_twins(item, twins, (*path, key), where)
 
 
 def _check_schema(document: Any, schema: str, where: str) -> None:
@@ -249,7 +242,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _replace(target: Path, data: bytes) -> None:
+def write_whole(target: Path, data: bytes) -> None:
+    """Write a file whole or not at all; raises OSError if that fails."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -29,8 +29,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from anabranch.errors import FileFormatError
@@ -53,19 +52,6 @@ IMAGES = (3 * 224 * 224 * 4, 3 * 299 * 299 * 4)
 _KEY = re.compile(r"\w{1,100}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _ALIAS = re.compile(r"\w+\(.*\binplace(?!=False)|View\b|__getitem__\b")
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One line about a node, in the file's units."""
-
-    key: str
-    description: str
-    line: int
-    forward_ms: float
-    backward_ms: float
-    activation_bytes: float
-    parameter_bytes: float
 
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
@@ -95,26 +81,30 @@ def read_profile(path: str | os.PathLike[str], samples: int | None = None) -> Pr
     text = read_text(path)
     if " -- " not in text.lstrip().partition("\n")[0]:
         raise FileFormatError(f"{path} {_what(text)}; {KNOWN}")
-    rows, edges = _parse(text, str(path))
-    if not rows:
+    nodes, outputs, edges = _parse(text, str(path))
+    if not nodes:
         raise FileFormatError(f"{path} has edges, but no line about a node")
-    size, unit = (samples, "") if samples else _mini_batch(rows, path)
+    size, unit = (samples, "") if samples else _mini_batch(nodes, outputs, path)
     if size > MOST_SAMPLES:
         raise FileFormatError(
             f"{path} is for {size} samples; more than {MOST_SAMPLES} is a mistake"
         )
-    first = sources((row.key for row in rows), edges)
-    activations = {row.key: row.activation_bytes for row in rows}
+    first, nbytes = sources((node.key for node in nodes), edges), {}
+    for node, output in zip(nodes, outputs, strict=True):
+        nbytes[node.key] = output
     return ImportedGraph(
         file=str(path),
         name=path.parent.name if path.name == "graph.txt" else path.stem,
-        nodes=[_node(row, row.key in first) for row in rows],
-        edges=[
-            Edge(e.producer, e.consumer, activations.get(e.producer, 0.0), e.where) for e in edges
-        ],
+        nodes=[replace(node, data=node.key in first and _may_be_data(node)) for node in nodes],
+        edges=[replace(edge, nbytes=nbytes.get(edge.producer, 0.0)) for edge in edges],
         samples=size,
         device=f"a GPU that PipeDream's format does not name{unit}",
     ).profile()
+
+
+def _may_be_data(node: ImportedNode) -> bool:
+    is_free = not (node.forward_s or node.backward_s or node.parameters)
+    return is_free or node.label.lower().startswith("input")
 
 
 def _what(text: str) -> str:
@@ -132,35 +122,18 @@ def _what(text: str) -> str:
     return f"is no profile: it starts with {shown(text.strip().partition(chr(10))[0])}"
 
 
-def _node(row: _Row, first: bool) -> ImportedNode:
-    nothing = row.forward_ms == row.backward_ms == row.parameter_bytes == 0
-    kind = row.description.partition("(")[0].strip()
-    data = first and (nothing or kind.lower().startswith("input"))
-    return ImportedNode(
-        key=row.key,
-        label=row.description,
-        where=f"line {row.line}",
-        forward_s=row.forward_ms / 1000,
-        backward_s=row.backward_ms / 1000,
-        kept_bytes=0.0 if _ALIAS.match(row.description) else row.activation_bytes,
-        parameters=(("", row.parameter_bytes),) if row.parameter_bytes else (),
-        data=data,
-        kind=re.sub(r"\W+", " ", kind)[:40].strip(),
-    )
-
-
-def _mini_batch(rows: list[_Row], path: Path) -> tuple[int, str]:
+def _mini_batch(nodes: list[ImportedNode], outputs: list[float], path: Path) -> tuple[int, str]:
     """Samples of the profiled mini-batch, and what is to be said about them."""
     named = re.search(r"(?<![a-z])pbs-0*([1-9][0-9]{0,12})(?![0-9])", path.name)
     if named:
         return int(named[1]), ""
-    for row in rows:
-        if row.description == "Input" and images(row.activation_bytes):
-            return images(row.activation_bytes), ""
-    for row in rows:
-        width = re.match(r"Embedding\([0-9]+, ([1-9][0-9]{0,6})\b", row.description)
-        if width and _divides(4 * int(width[1]), row.activation_bytes):
-            return int(row.activation_bytes) // (4 * int(width[1])), ", a sample is a token"
+    for node, output in zip(nodes, outputs, strict=True):
+        if node.label == "Input" and images(output):
+            return images(output), ""
+    for node, output in zip(nodes, outputs, strict=True):
+        width = re.match(r"Embedding\([0-9]+, ([1-9][0-9]{0,6})\b", node.label)
+        if width and _divides(4 * int(width[1]), output):
+            return int(output) // (4 * int(width[1])), ", a sample is a token"
     return 1, ", a sample is the whole mini-batch (the file does not tell how many it has)"
 
 
@@ -173,30 +146,34 @@ def _divides(part: int, whole: float) -> bool:
     return whole > 0 and whole == int(whole) and int(whole) % part == 0
 
 
-def _parse(text: str, file: str) -> tuple[list[_Row], list[Edge]]:
-    rows, edges = [], []
+def _parse(text: str, file: str) -> tuple[list[ImportedNode], list[float], list[Edge]]:
+    """Nodes, the bytes of the output of each, and edges, whose bytes are still to come."""
+    nodes, outputs, edges = [], [], []
     for number, line in enumerate(text.split("\n"), start=1):
-        where = f"{file}: line {number}"
         if not line.strip():
             continue
+        where, place = f"{file}: line {number}", f"line {number}"
         parts = [part.strip() for part in line.strip().split(" -- ")]
         if line[0] in " \t":
-            edges.append(_edge(parts, where, number))
+            edges.append(_edge(parts, where, place))
         else:
-            rows.append(_row(parts, where, number))
-    return rows, edges
+            node, output = _node(parts, where, place)
+            nodes.append(node)
+            outputs.append(output)
+    return nodes, outputs, edges
 
 
-def _edge(parts: list[str], where: str, number: int) -> Edge:
+def _edge(parts: list[str], where: str, place: str) -> Edge:
     if len(parts) != 2 or not all(_KEY.fullmatch(part) for part in parts):
         raise FileFormatError(
             f"{where} is {shown(' -- '.join(parts))}; an indented line is an edge such as "
             "node1 -- node2"
         )
-    return Edge(parts[0], parts[1], 0.0, f"line {number}")
+    return Edge(parts[0], parts[1], 0.0, place)
 
 
-def _row(parts: list[str], where: str, number: int) -> _Row:
+def _node(parts: list[str], where: str, place: str) -> tuple[ImportedNode, float]:
+    """A node, and the bytes of its output."""
     if len(parts) > 3 and re.fullmatch(r"stage_id=[0-9]+", parts[-1]):
         parts = parts[:-1]
     if len(parts) < 3 or not _KEY.fullmatch(parts[0]):
@@ -204,12 +181,22 @@ def _row(parts: list[str], where: str, number: int) -> _Row:
             f"{where} is {shown(' -- '.join(parts))}; a node is written as "
             f"node1 -- description -- {'=0, '.join(COLUMNS)}=0, and an edge is indented"
         )
-    columns = _columns(parts[-1], where)
-    values = {name: _numbers(name, columns[name], where) for name in COLUMNS}
-    return _Row(parts[0], " -- ".join(parts[1:-1]), number, *(sum(values[n]) for n in COLUMNS))
+    label = " -- ".join(parts[1:-1])
+    forward_ms, backward_ms, output, parameters = _columns(parts[-1], where)
+    node = ImportedNode(
+        key=parts[0],
+        label=label,
+        where=place,
+        forward_s=forward_ms / 1000,
+        backward_s=backward_ms / 1000,
+        kept_bytes=0.0 if _ALIAS.match(label) else output,
+        parameters=(("", parameters),) if parameters else (),
+        kind=re.sub(r"\W+", " ", label.partition("(")[0].strip())[:40].strip(),
+    )
+    return node, output
 
 
-def _columns(text: str, where: str) -> Mapping[str, str]:
+def _columns(text: str, where: str) -> list[float]:
     columns: dict[str, str] = {}
     for item in text.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -223,7 +210,7 @@ def _columns(text: str, where: str) -> Mapping[str, str]:
     for name in COLUMNS:
         if name not in columns:
             raise FileFormatError(f"{where} lacks column {name}")
-    return columns
+    return [sum(_numbers(name, columns[name], where)) for name in COLUMNS]
 
 
 def _numbers(name: str, text: str, where: str) -> list[float]:

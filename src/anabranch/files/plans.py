@@ -72,7 +72,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
     traits = ("shard_optimizer", "sparse_embeddings", "interrupted")
     mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
-    document = {
+    document: dict[str, Any] = {
         "schema": PLAN,
         "planner": plan.planner,
         "model": plan.model,
@@ -93,7 +93,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "search_s": plan.search_s,
         "simulate_s": plan.simulate_s,
         "improve_s": plan.improve_s,
-        **_prediction(plan),
+        **({} if plan.predicted is None else {"predicted": _prediction(plan.predicted, graph)}),
         "stages": [document_fields(stage, _StageEntry, tensor=1) for stage in graph.stages],
         "edges": [list(edge) for edge in graph.edges],
         "notes": list(plan.notes),
@@ -104,14 +104,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 _BESIDES = (
-    "planner",
-    "profile",
-    "model_size",
-    "interrupted",
-    "depth",
-    "shape",
-    "predicted",
-    "notes",
+    *("planner", "profile", "model_size", "interrupted"),
+    *("depth", "shape", "predicted", "notes"),
 )
 """Keys of a plan that nothing is predicted from, besides those of how long its search took."""
 
@@ -124,15 +118,13 @@ def _digest(document: dict[str, Any]) -> str:
     return hashlib.sha256(alike.encode()).hexdigest()[:16]
 
 
-def _prediction(plan: Plan) -> dict[str, Any]:
-    """The key ``predicted``; nothing for a plan that nobody has simulated."""
-    predicted = plan.predicted
-    if predicted is None:
-        return {}
-    step_s = predicted.step_s
-    samples_per_s = plan.stage_graph.batch_size / step_s if step_s else 0.0
-    special = {"samples_per_s": samples_per_s, "digest": ""}
-    return {"predicted": document_fields(predicted, _PredictionEntry, **special)}
+def _prediction(predicted: Prediction, graph: StageGraph) -> dict[str, Any]:
+    rate = _samples_per_s(predicted.step_s, graph)
+    return document_fields(predicted, _PredictionEntry, samples_per_s=rate, digest="")
+
+
+def _samples_per_s(step_s: float, graph: StageGraph) -> float:
+    return graph.batch_size / step_s if step_s else 0.0
 
 
 class _StageEntry(Strict):
@@ -267,7 +259,7 @@ def _to_prediction(predicted: _PredictionEntry, graph: StageGraph) -> Prediction
             f"predicted.device_peak_bytes has {len(predicted.device_peak_bytes)} entries; "
             f"the stages use {len(graph.devices)} devices; {_ANEW}"
         )
-    samples_per_s = graph.batch_size / predicted.step_s if predicted.step_s else 0.0
+    samples_per_s = _samples_per_s(predicted.step_s, graph)
     if not math.isclose(predicted.samples_per_s, samples_per_s, rel_tol=1e-6):
         raise ValueError(
             f"predicted.samples_per_s is {predicted.samples_per_s:g}, "

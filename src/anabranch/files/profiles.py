@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from anabranch.files.fields import (
     FilePath,
     Name,
+    NameOrNone,
     Samples,
     Seconds,
     Size,
@@ -16,16 +18,9 @@ from anabranch.files.fields import (
     build,
     save,
 )
-from anabranch.files.graphs import (
-    OperatorEntry,
-    ParameterEntry,
-    ValueEntry,
-    graph_to_dict,
-    to_graph,
-)
 from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.graph.opgraph import Granularity
+from anabranch.graph.opgraph import BATCH, Granularity, Op, OpGraph, Parameter, Table, Value
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 
 PROFILE = "anabranch.profile/1"
@@ -41,58 +36,39 @@ def load_profile(path: FilePath) -> Profile:
     return build(path, _to_profile, read_document(path, PROFILE, _ProfileFile))
 
 
-_IF_KNOWN = ("loss_kind", "normalised", "rewrites", "rewritable")
-"""Keys of a graph that stand in a profile where there is something to say."""
+class _Table(Strict):
+    lookups: Size
+    row_bytes: Size
+    sparse: bool = False
 
 
-def profile_to_dict(profile: Profile) -> dict[str, Any]:
-    """The document that ``save_profile`` writes."""
-    graph = profile.graph
-    fields = graph_to_dict(graph)
-    operators = zip(fields.pop("operators"), profile.costs, strict=True)
-    document: dict[str, Any] = {
-        "schema": PROFILE,
-        "name": fields.pop("name"),
-        "granularity": fields.pop("granularity"),
-        **{
-            key: fields.pop(key) for key in ("loss_kind", "normalised", "rewrites") if key in fields
-        },
-        "device": profile.device,
-        "source": profile.source,
-        "proportional": profile.proportional,
-        "samples": list(profile.samples),
-        "parameters": fields.pop("parameters"),
-        "operators": [op | _cost(cost) for op, cost in operators],
-        **fields,
-    }
-    if profile.update is not None:
-        document["update"] = document_fields(profile.update, _Update)
-    if profile.read_sample_s:
-        document["read_sample_s"] = profile.read_sample_s
-    return document
-
-
-def _cost(cost: OpCost) -> dict[str, Any]:
-    entry = {
-        "forward_s": list(cost.forward_s),
-        "backward_s": list(cost.backward_s),
-        "kept_bytes_per_sample": cost.kept_bytes,
-    }
-    if cost.working_bytes:  # published profiles do not say
-        entry["working_bytes_per_sample"] = cost.working_bytes
-    return entry
-
-
-class _Cost(Strict):
+class _Parameter(Strict):
     name: Name
+    nbytes: Size
+    trainable: bool
+    table: _Table | None = None
+
+
+class _Operator(Strict):
+    name: Name
+    kind: Text
+    parameters: list[Name]
+    whole_batch: bool = False
     forward_s: list[Seconds]
     backward_s: list[Seconds]
     kept_bytes_per_sample: Size
     working_bytes_per_sample: Size = 0
 
 
-class _Operator(OperatorEntry, _Cost):
-    pass
+class _Value(Strict):
+    """A value by the names of the operators that make and read it."""
+
+    name: NameOrNone
+    producer: Name | None
+    consumers: list[Name]
+    nbytes: Size
+    batched: bool
+    grad: bool
 
 
 class _Update(Strict):
@@ -113,20 +89,90 @@ class _ProfileFile(Strict):
     source: Literal["measured", "estimated", "imported"]
     proportional: bool
     samples: list[Samples]
-    parameters: list[ParameterEntry]
+    parameters: list[_Parameter]
     operators: list[_Operator]
-    values: list[ValueEntry]
+    values: list[_Value]
     sharded: list[Any] = Field(default_factory=list)  # costs of tensor parallelism, unread
     update: _Update | None = None
     read_sample_s: Seconds = 0.0
 
 
+def profile_to_dict(profile: Profile) -> dict[str, Any]:
+    """The document that ``save_profile`` writes; what few profiles have is left out of others."""
+    graph, update = profile.graph, profile.update
+    names = [op.name for op in graph.ops]
+    values = [
+        document_fields(
+            value,
+            _Value,
+            producer=None if value.producer == BATCH else names[value.producer],
+            consumers=[names[consumer] for consumer in value.consumers],
+        )
+        for value in graph.values
+    ]
+    return {
+        "schema": PROFILE,
+        "name": graph.name,
+        "granularity": graph.granularity,
+        **_if_any(
+            loss_kind=graph.loss_kind,
+            normalised=list(graph.normalised),
+            rewrites=list(graph.rewrites),
+        ),
+        "device": profile.device,
+        "source": profile.source,
+        "proportional": profile.proportional,
+        "samples": list(profile.samples),
+        "parameters": [_from_parameter(parameter) for parameter in graph.parameters],
+        "operators": [
+            _from_operator(op, cost) for op, cost in zip(graph.ops, profile.costs, strict=True)
+        ],
+        "values": values,
+        **_if_any(
+            rewritable=list(graph.rewritable),
+            update=update and document_fields(update, _Update),
+            read_sample_s=profile.read_sample_s,
+        ),
+    }
+
+
+def _if_any(**fields: Any) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value}
+
+
+def _from_parameter(parameter: Parameter) -> dict[str, Any]:
+    table = parameter.table
+    entry = {key: getattr(parameter, key) for key in ("name", "nbytes", "trainable")}
+    return entry | _if_any(table=table and document_fields(table, _Table))
+
+
+def _from_operator(op: Op, cost: OpCost) -> dict[str, Any]:
+    return {
+        "name": op.name,
+        "kind": op.kind,
+        "parameters": list(op.parameters),
+        **_if_any(whole_batch=op.whole_batch),
+        "forward_s": list(cost.forward_s),
+        "backward_s": list(cost.backward_s),
+        "kept_bytes_per_sample": cost.kept_bytes,
+        **_if_any(working_bytes_per_sample=cost.working_bytes),  # published profiles do not say
+    }
+
+
 def _to_profile(file: _ProfileFile) -> Profile:
-    graph = to_graph(file)
+    """The profile of a document; raises ValueError, which names the key, if it is none."""
     return Profile(
-        graph,
+        _to_graph(file),
         tuple(file.samples),
-        tuple(_to_cost(op) for op in file.operators),
+        tuple(
+            OpCost(
+                tuple(op.forward_s),
+                tuple(op.backward_s),
+                op.kept_bytes_per_sample,
+                op.working_bytes_per_sample,
+            )
+            for op in file.operators
+        ),
         file.device,
         file.source,
         proportional=file.proportional,
@@ -135,10 +181,45 @@ def _to_profile(file: _ProfileFile) -> Profile:
     )
 
 
-def _to_cost(op: _Cost) -> OpCost:
-    return OpCost(
-        tuple(op.forward_s),
-        tuple(op.backward_s),
-        op.kept_bytes_per_sample,
-        op.working_bytes_per_sample,
+def _to_graph(file: _ProfileFile) -> OpGraph:
+    index = _unique_index([op.name for op in file.operators])
+
+    def find(name: str, where: str) -> int:
+        if name not in index:
+            raise ValueError(f'{where} is "{name}"; no operator has this name')
+        return index[name]
+
+    def to_value(i: int, v: _Value) -> Value:
+        producer = BATCH if v.producer is None else find(v.producer, f"values[{i}].producer")
+        readers = [find(c, f"values[{i}].consumers[{j}]") for j, c in enumerate(v.consumers)]
+        return Value(producer, tuple(readers), v.nbytes, v.batched, v.grad, v.name)
+
+    return OpGraph(
+        ops=tuple(
+            Op(op.name, tuple(op.parameters), op.kind, op.whole_batch) for op in file.operators
+        ),
+        values=tuple(to_value(i, value) for i, value in enumerate(file.values)),
+        parameters=tuple(_to_parameter(parameter) for parameter in file.parameters),
+        name=file.name,
+        granularity=file.granularity,
+        loss_kind=file.loss_kind,
+        normalised=tuple(file.normalised),
+        rewrites=tuple(file.rewrites),
+        rewritable=tuple(file.rewritable),
     )
+
+
+def _to_parameter(entry: _Parameter) -> Parameter:
+    table = Table(**core_fields(entry.table)) if entry.table else None
+    return Parameter(entry.name, entry.nbytes, entry.trainable, table)
+
+
+def _unique_index(names: Sequence[str]) -> dict[str, int]:
+    """Name -> position; raises ValueError for a name that occurs twice."""
+    index: dict[str, int] = {}
+    for i, name in enumerate(names):
+        if index.setdefault(name, i) != i:
+            raise ValueError(
+                f'operators[{i}].name is "{name}", and so is operators[{index[name]}].name'
+            )
+    return index

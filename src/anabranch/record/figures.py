@@ -122,7 +122,9 @@ def _why_unweighed(document: Document) -> str:
 
 
 def _without_flush(document: Document) -> Iterator[Figure]:
-    yield Figure("weight policy", document["policy"], _how(document))
+    turns = "replicas take mini-batches in turn"
+    how = turns if document["round_robin"] else "no flush between mini-batches"
+    yield Figure("weight policy", document["policy"], how)
     period_s, predicted_s = document["period_s"], document["predicted_period_s"]
     if period_s:
         yield Figure("mini-batch", time_text(period_s), _beside(period_s, predicted_s))
@@ -137,12 +139,6 @@ def _without_flush(document: Document) -> Iterator[Figure]:
     if expected:
         more = f"predicted {memory_text(max(expected))}; only steps with a flush are measured"
         yield Figure("peak memory", "not measured", more)
-
-
-def _how(document: Document) -> str:
-    if document["round_robin"]:
-        return "replicas take mini-batches in turn"
-    return "no flush between mini-batches"
 
 
 def _beside(seconds: float, predicted_s: float | None) -> str:

@@ -89,16 +89,11 @@ class Adaptation:
             if replanner is not None:
                 with suppress(AnabranchError):
                     chosen, why = self._decide(replanner, measured)
-            mine = {
-                "plan": None if chosen is None else plan_to_dict(chosen),
-                "why": why,
-                "is_over": self._is_over,
-            }
-            told = json.loads(texts.from_first(json.dumps(mine)))
-        self._is_over = told["is_over"]
-        if told["plan"] is not None:
-            other = chosen or plan_from_dict(told["plan"], "the plan of rank 0")
-            self._change(other, told["why"])
+            document = None if chosen is None else plan_to_dict(chosen)
+            decision = json.dumps([document, why, self._is_over])
+            document, why, self._is_over = json.loads(texts.from_first(decision))
+        if document is not None:
+            self._change(chosen or plan_from_dict(document, "the plan of rank 0"), why)
 
     def _compare(self, replanner: Replanner) -> bool:
         """Note what is slow; False where nothing is predicted of the plan."""
@@ -108,8 +103,8 @@ class Adaptation:
             if self._expected is None or self._expected[0] is not plan:
                 self._expected = plan, replanner.expected(plan)
             shares = replanner.cluster.shared_cores > 0
-            found = stragglers(loop.recorded, self._expected[1], shares_cores=shares)
-            self.slow = tuple(map(str, found))
+            slow = stragglers(loop.recorded, self._expected[1], shares_cores=shares)
+            self.slow = tuple(map(str, slow))
             return True
         return False
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -65,7 +65,7 @@ class Examination:
     branches: Branches | None = None
     plan: Plan | None = None
     peaks: tuple[tuple[int, int, int, int], ...] = ()
-    parameter_bytes: int = field(default=0)
+    parameter_bytes: int = 0
 
     @property
     def capturable(self) -> bool:
@@ -88,8 +88,8 @@ def examine(
         workload: the module may be on the meta device.
         device: a key of ``profile.data_sheets.DATA_SHEETS``.
     """
-    told = (*_of_module(workload.module), *_of_recipes(workload))
-    start = Examination(model or type(workload.module).__name__, versions(), findings=told)
+    findings = [*_of_module(workload.module), *_of_recipes(workload)]
+    name = model or type(workload.module).__name__
     try:
         captured = capture(
             workload.module,
@@ -98,24 +98,30 @@ def examine(
             per_sample=workload.per_sample,
         )
     except CaptureError as error:
-        return replace(start, error=str(error))
-    found = replace(
-        start,
-        loss=captured.graph.loss_kind,
-        findings=(*start.findings, *_of_graph(captured)),
-        parameter_bytes=sum(captured.graph.parameter_bytes.values()),
-    )
+        return Examination(name, versions(), str(error), findings=tuple(findings))
+    findings += _of_graph(captured)
+    width, first, peaks = None, None, []
     counts = sorted({1 << i for i in range(batch_size.bit_length())} | {batch_size})
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             profile = estimate(captured, device, counts)
-        further = tuple(" ".join(str(warning.message).split()) for warning in warned)
-        found = replace(found, branches=branches(profile), findings=(*found.findings, *further))
-        first = plan(profile, cluster, batch_size, model=found.model, improve=False)
+        findings += [" ".join(str(warning.message).split()) for warning in warned]
+        width = branches(profile)
+        first = plan(profile, cluster, batch_size, model=name, improve=False)
+        peaks = _peaks(first, profile, cluster)
     except AnabranchError as error:
-        return replace(found, findings=(*found.findings, f"no plan: {error}"))
-    return replace(found, plan=first, peaks=tuple(_peaks(first, profile, cluster)))
+        findings.append(f"no plan: {error}")
+    return Examination(
+        name,
+        versions(),
+        loss=captured.graph.loss_kind,
+        findings=tuple(findings),
+        branches=width,
+        plan=first,
+        peaks=tuple(peaks),
+        parameter_bytes=sum(captured.graph.parameter_bytes.values()),
+    )
 
 
 def branches(profile: Profile) -> Branches:
@@ -132,12 +138,12 @@ def branches(profile: Profile) -> Branches:
 
 def _of_module(module: nn.Module) -> list[str]:
     """List findings of the module itself."""
-    found = []
+    findings = []
     parameters = list(module.parameters())
     frozen = sum(p.numel() for p in parameters if not p.requires_grad)
     total = sum(p.numel() for p in parameters)
     if frozen:
-        found.append(
+        findings.append(
             f"{frozen:,} of {total:,} parameters are frozen: no gradients, optimizer state or "
             "all-reduces of them are planned or made, and no backward where nothing before them "
             "is trained"
@@ -147,11 +153,11 @@ def _of_module(module: nn.Module) -> list[str]:
         names[id(parameter)].append(name)
     tied = [" = ".join(same) for same in names.values() if len(same) > 1]
     if tied:
-        found.append(
+        findings.append(
             f"tied weights: {_some(tied)}; stages that share one each hold a copy, and their "
             "gradients are summed before every update"
         )
-    return found
+    return findings
 
 
 def _of_recipes(workload: Workload) -> list[str]:
@@ -171,46 +177,46 @@ def _of_recipes(workload: Workload) -> list[str]:
 def _of_graph(captured: Captured) -> list[str]:
     """List findings of the captured program."""
     kind = captured.graph.loss_kind
-    found = [f"the loss is {SENTENCES[kind]}"] if kind else []
+    findings = [f"the loss is {SENTENCES[kind]}"] if kind else []
     coupled = {c.operator for c in captured.coupling}
     operators = [op.name for op in captured.graph.ops if op.name in coupled]
     if operators:
         first = next(c for c in captured.coupling if c.operator == operators[0])
         where = f" in {first.module}" if first.module else ""
-        found.append(
+        findings.append(
             f"samples depend on each other from {first.operation}{where} on: "
             f"{_some(operators)} will have the whole batch, on one replica"
         )
     if captured.assumed and kind != "coupled":
-        found.append(
+        findings.append(
             f"the graph does not show whether {_some(captured.assumed)} computes across samples: "
             "numbers of two halves of a batch decide, or Workload(per_sample=...)"
         )
     untold = [name for name, degree in captured.degrees.items() if degree is None]
     if captured.graph.loss_kind != "coupled" and (metrics := [n for n in untold if n != "loss"]):
-        found.append(
+        findings.append(
             f"the metric {_some(metrics)} is no sum or mean over samples: what is shown is the "
             "mean of what the micro-batches have"
         )
     if captured.graph.normalised:
-        found.append(told_normalised(captured.graph.normalised))
+        findings.append(told_normalised(captured.graph.normalised))
     whole = split(captured, [[op.name for op in captured.graph.ops]])
     if is_random(whole.program(0, captured.programs.samples).module):
-        found.append(
+        findings.append(
             "random numbers are drawn, as by dropout: another plan draws other ones, unless "
             'dropout="sample" makes them the same under any plan'
         )
     if captured.unused:
-        found.append(
+        findings.append(
             f"no gradient reaches {_some(captured.unused)}: the loss does not depend on it; set "
             "requires_grad to False if that is meant"
         )
-    return found
+    return findings
 
 
-def _peaks(found: Plan, profile: Profile, cluster: Cluster) -> list[tuple[int, int, int, int]]:
-    cost = prices_of(found, profile, cluster)
-    graph, rows = found.stage_graph, []
+def _peaks(plan: Plan, profile: Profile, cluster: Cluster) -> list[tuple[int, int, int, int]]:
+    cost = prices_of(plan, profile, cluster)
+    graph, rows = plan.stage_graph, []
     for s, stage in enumerate(graph.stages):
         weights, peak = (
             int(stage_bytes(graph, cost, s, in_flight=count)) for count in (0, stage.in_flight)
@@ -224,33 +230,31 @@ def _some(names: list[str] | tuple[str, ...]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def report(found: Examination) -> str:
+def report(examination: Examination) -> str:
     """Plain text, ready to be pasted into a report."""
-    lines = [f"{name} {version}" for name, version in found.versions.items()]
-    lines = ["versions: " + ", ".join(lines), ""]
-    if found.error:
-        lines += [f"{found.model} cannot be captured: {found.error}"]
-    else:
-        lines += [f"{found.model} can be captured: {memory_text(found.parameter_bytes)} parameters"]
-    lines += [f"- {finding}" for finding in found.findings]
-    if found.branches is not None:
-        lines += ["", _told(found.branches)]
-    if found.plan is not None:
-        lines += ["", f"the first plan to try, for {found.plan.cluster}:", found.plan.summary()]
+    model, plan = examination.model, examination.plan
+    versions = ", ".join(f"{name} {version}" for name, version in examination.versions.items())
+    size = memory_text(examination.parameter_bytes)
+    says = f"cannot be captured: {examination.error}"
+    if examination.capturable:
+        says = f"can be captured: {size} parameters"
+    lines = [f"versions: {versions}", "", f"{model} {says}"]
+    lines += [f"- {finding}" for finding in examination.findings]
+    if (branches := examination.branches) is not None:
+        says = "a chain: a graph of stages has nothing to gain over a sequential pipeline"
+        if branches.width >= 1.05:
+            says = (
+                f"branches: the way through is {branches.width:.2f} times shorter than all "
+                "operators one after the other, the most by which a graph of stages shortens "
+                "filling and draining"
+            )
+        count = f"{branches.operators} operators, {branches.depth} on the longest path"
+        lines += ["", f"{count}; {says}"]
+    if plan is not None:
+        lines += ["", f"the first plan to try, for {plan.cluster}:", plan.summary()]
         lines += ["", "memory per device    stage    weights and state         at the peak"]
         lines += [
             f"{device:17d} {stage:8d} {memory_text(weights):>20s} {memory_text(peak):>19s}"
-            for device, stage, weights, peak in found.peaks
+            for device, stage, weights, peak in examination.peaks
         ]
     return "\n".join(lines)
-
-
-def _told(found: Branches) -> str:
-    if found.width < 1.05:
-        says = "a chain: a graph of stages has nothing to gain over a sequential pipeline"
-    else:
-        says = (
-            f"branches: the way through is {found.width:.2f} times shorter than all operators one "
-            "after the other, the most by which a graph of stages shortens filling and draining"
-        )
-    return f"{found.operators} operators, {found.depth} on the longest path; {says}"

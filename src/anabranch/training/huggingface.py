@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -81,18 +81,16 @@ def workload_of(
     _warn_of_others(args)
     collate = partial(_as_dict, data_collator) if data_collator else default_collate
     size = batch_size(args, devices)
-    data_seed = _of(args, "data_seed")
-    generator = torch.Generator().manual_seed(
-        _of(args, "seed", 42) if data_seed is None else data_seed
-    )
+    data_seed = _get(args, "data_seed")
+    seed = _get(args, "seed", 42) if data_seed is None else data_seed
     loader = DataLoader(
         train_dataset,
         batch_size=size,
         shuffle=True,
-        drop_last=bool(_of(args, "dataloader_drop_last", False)),
-        num_workers=int(_of(args, "dataloader_num_workers", 0)),
+        drop_last=bool(_get(args, "dataloader_drop_last", False)),
+        num_workers=int(_get(args, "dataloader_num_workers", 0)),
         collate_fn=collate,
-        generator=generator,
+        generator=torch.Generator().manual_seed(seed),
     )
     if len(train_dataset) < size:
         raise ValueError(
@@ -101,10 +99,10 @@ def workload_of(
         )
     evaluation = None
     if eval_dataset is not None:
-        held_out = int(_of(args, "per_device_eval_batch_size", 8)) * devices
+        held_out = int(_get(args, "per_device_eval_batch_size", 8)) * devices
         evaluation = DataLoader(eval_dataset, batch_size=held_out, collate_fn=collate)
     updates = _updates(args, len(loader))
-    norm = float(_of(args, "max_grad_norm", 1.0) or 0.0)
+    norm = float(_get(args, "max_grad_norm", 1.0) or 0.0)
     return Workload(
         model,
         example=collate([train_dataset[i] for i in range(min(size, 4))]),
@@ -119,37 +117,40 @@ def workload_of(
 
 def batch_size(args: Any, devices: int) -> int:
     """Samples of a batch: those of ``Trainer`` on so many devices."""
-    return int(_of(args, "per_device_train_batch_size", 8)) * devices
+    return int(_get(args, "per_device_train_batch_size", 8)) * devices
 
 
 def training_options(args: Any, workload: Workload) -> dict[str, Any]:
     """Arguments of ``training.train`` for a workload of ``workload_of``."""
-    accumulate = int(_of(args, "gradient_accumulation_steps", 1))
+    accumulate = int(_get(args, "gradient_accumulation_steps", 1))
     loader: Any = workload.data
     per_epoch = len(loader.source)
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    if _of(args, "bf16") or _of(args, "fp16"):
-        precision = "bf16" if _of(args, "bf16") else "fp16"
+    updates = _updates(args, per_epoch)
+
+    def batches(strategy: str, every: float) -> int:
+        """Batches between two events; ``every`` counts updates, and below 1 is a share of all."""
+        between = math.ceil(every * updates) if every < 1 else int(every)
+        return between * accumulate if strategy == "steps" else per_epoch
+
     options: dict[str, Any] = {
-        "steps": _updates(args, per_epoch) * accumulate,
+        "steps": updates * accumulate,
         "accumulate": accumulate,
-        "compute": ComputeOptions(precision=precision),
+        "compute": ComputeOptions(
+            precision="bf16" if _get(args, "bf16") else "fp16" if _get(args, "fp16") else "fp32"
+        ),
     }
-    if int(_of(args, "max_steps", -1)) <= 0:
-        options["steps"] = round(float(_of(args, "num_train_epochs", 3)) * per_epoch)
+    if int(_get(args, "max_steps", -1)) <= 0:
+        options["steps"] = round(float(_get(args, "num_train_epochs", 3)) * per_epoch)
     evaluates = _strategy(args, "eval_strategy")
     if evaluates in ("steps", "epoch") and workload.eval_data is not None:
-        every = _of(args, "eval_steps") or _of(args, "logging_steps", 500)
-        by_steps = _interval(every, _updates(args, per_epoch)) * accumulate
-        options["evaluate_every"] = by_steps if evaluates == "steps" else per_epoch
+        every = _get(args, "eval_steps") or _get(args, "logging_steps", 500)
+        options["evaluate_every"] = batches(evaluates, every)
     saves = _strategy(args, "save_strategy", "steps")
-    if saves != "no" and _of(args, "output_dir"):
-        every = _of(args, "save_steps", 500)
-        by_steps = _interval(every, _updates(args, per_epoch)) * accumulate
-        keep = _of(args, "save_total_limit") or 10**6
+    if saves != "no" and _get(args, "output_dir"):
+        every, keep = _get(args, "save_steps", 500), _get(args, "save_total_limit") or 10**6
         options["save"] = Path(args.output_dir)
-        options["save_every"] = SaveEvery(by_steps if saves == "steps" else per_epoch, keep=keep)
-    if _of(args, "resume_from_checkpoint"):
+        options["save_every"] = SaveEvery(batches(saves, every), keep=keep)
+    if _get(args, "resume_from_checkpoint"):
         options["resume"] = Path(args.resume_from_checkpoint)
     return options
 
@@ -226,26 +227,21 @@ def _as_dict(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[st
     return dict(collate(samples))
 
 
-def _of(args: Any, name: str, default: Any = None) -> Any:
+def _get(args: Any, name: str, default: Any = None) -> Any:
     return getattr(args, name, default)
 
 
 def _strategy(args: Any, name: str, default: str = "no") -> str:
-    found = _of(args, name, default)
-    return str(getattr(found, "value", found))
+    strategy = _get(args, name, default)
+    return str(getattr(strategy, "value", strategy))
 
 
 def _updates(args: Any, batches: int) -> int:
     """Updates of the whole training, as ``Trainer`` counts its steps."""
-    if (steps := int(_of(args, "max_steps", -1))) > 0:
+    if (steps := int(_get(args, "max_steps", -1))) > 0:
         return steps
-    per_epoch = math.ceil(batches / int(_of(args, "gradient_accumulation_steps", 1)))
-    return math.ceil(float(_of(args, "num_train_epochs", 3)) * per_epoch)
-
-
-def _interval(every: float, updates: int) -> int:
-    """Updates between two events; a number below 1 is a share of all."""
-    return math.ceil(every * updates) if every < 1 else int(every)
+    per_epoch = math.ceil(batches / int(_get(args, "gradient_accumulation_steps", 1)))
+    return math.ceil(float(_get(args, "num_train_epochs", 3)) * per_epoch)
 
 
 def _decayed(model: nn.Module) -> frozenset[str]:
@@ -271,15 +267,15 @@ def _optimizer(
     groups = [
         {
             "params": [(n, p) for n, p in parameters if (n in decayed) is decays],
-            "weight_decay": float(_of(args, "weight_decay", 0.0)) if decays else 0.0,
+            "weight_decay": float(_get(args, "weight_decay", 0.0)) if decays else 0.0,
         }
         for decays in (True, False)
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=float(_of(args, "learning_rate", 5e-5)),
-        betas=(float(_of(args, "adam_beta1", 0.9)), float(_of(args, "adam_beta2", 0.999))),
-        eps=float(_of(args, "adam_epsilon", 1e-8)),
+        lr=float(_get(args, "learning_rate", 5e-5)),
+        betas=(float(_get(args, "adam_beta1", 0.9)), float(_get(args, "adam_beta2", 0.999))),
+        eps=float(_get(args, "adam_epsilon", 1e-8)),
         fused=True,
     )
 
@@ -290,13 +286,13 @@ def _scheduler(
     from transformers import get_scheduler
 
     # A warmup below 1 is a share of all updates, in warmup_steps or in the older warmup_ratio.
-    warmup = float(_of(args, "warmup_steps", 0) or _of(args, "warmup_ratio", 0.0) or 0.0)
+    warmup = float(_get(args, "warmup_steps", 0) or _get(args, "warmup_ratio", 0.0) or 0.0)
     made: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
         _strategy(args, "lr_scheduler_type", "linear"),
         optimizer=optimizer,
         num_warmup_steps=math.ceil(updates * warmup) if warmup < 1 else int(warmup),
         num_training_steps=updates,
-        scheduler_specific_kwargs=_of(args, "lr_scheduler_kwargs") or {},
+        scheduler_specific_kwargs=_get(args, "lr_scheduler_kwargs") or {},
     )
     return made
 
@@ -306,7 +302,7 @@ def _warn_of_others(args: Any) -> None:
     named = [
         name
         for name, plain in _NOT_DONE.items()
-        if _of(args, name, plain) not in (plain, None, [], "", False)
+        if _get(args, name, plain) not in (plain, None, [], "", False)
     ]
     if named:
         warnings.warn(

@@ -68,15 +68,10 @@ class Csv:
         Raises:
             TrainingError: if the file has other columns.
         """
-        if isinstance(event, StepEvent):
-            row = {"event": event.name, "step": event.step, "epoch": event.epoch}
-            row |= {"seconds": event.seconds, "samples": event.samples}
-            row |= {"learning_rate": event.learning_rate, "loss": event.loss, **event.metrics}
-        elif isinstance(event, EvaluationEvent):
-            row = {"event": event.name, "step": event.step, "seconds": event.seconds}
-            row |= event.metrics
-        else:
+        if not isinstance(event, StepEvent | EvaluationEvent):
             return
+        row = {name: getattr(event, name) for name in _COLUMNS[1:] if hasattr(event, name)}
+        row |= {"event": event.name, **event.metrics}
         if not self._columns:
             self._begin([name for name in event.metrics if name != "loss"])
         with self._path.open("a", encoding="utf-8", newline="") as file:
@@ -102,12 +97,12 @@ def scalars(event: Event) -> dict[str, float]:
     ``evaluation/accuracy``.
     """
     if isinstance(event, StepEvent):
-        found = {"loss": event.loss, **event.metrics}
+        figures = {"loss": event.loss, **event.metrics}
         if event.seconds:
-            found["samples_per_s"] = event.samples / event.seconds
+            figures["samples_per_s"] = event.samples / event.seconds
         if event.learning_rate is not None:
-            found["learning_rate"] = event.learning_rate
-        return {f"train/{name}": value for name, value in found.items()}
+            figures["learning_rate"] = event.learning_rate
+        return {f"train/{name}": value for name, value in figures.items()}
     if isinstance(event, EvaluationEvent):
         return {f"evaluation/{name}": value for name, value in event.metrics.items()}
     return {}

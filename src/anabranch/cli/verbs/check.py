@@ -37,7 +37,7 @@ def check(
     optimizer = OPTIMIZERS[other.optimizer] if other.optimizer is not None else None
     if model is not None:
         cluster = other.cluster_of(plan, plan_file)
-        costs, optimizer = other.source(plan, model).profile_and_optimizer(
+        costs, optimizer = other.source(model, plan).profile_and_optimizer(
             other.device_of(plan, cluster),
             plan.stage_graph.batch_size,
             plan.mode,

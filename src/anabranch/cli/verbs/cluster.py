@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anabranch.cli.clusters import read_cluster
-from anabranch.cli.output import note, print_json, print_table, say, say_written
+from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.settings import AsJson, NoCalibration
-from anabranch.cli.writable import file_to_write
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -106,8 +104,8 @@ def _document(shown: Cluster, output: Path | None, kept: Path | None) -> dict[st
         "message_s": None if calibration is None else calibration.message_s,
         "slowdown": list(shown.slowdown),
         "remark": "" if calibration is None else calibration.remark,
-        "file": str(output) if output else None,
-        "kept": str(kept) if kept else None,
+        "file": output,
+        "kept": kept,
     }
 
 
@@ -132,20 +130,17 @@ def _show(cluster: Cluster) -> None:
         say(row)
 
 
-def _slower(slowdown: Sequence[float]) -> str:
-    return ", ".join(f"{k}: {slowdown[k - 1]:.2f}x" for k in sorted({1, 2, len(slowdown)}))
-
-
 def calibration_rows(cluster: Cluster) -> list[str]:
     """Lines of text about a calibration; none without one."""
     calibration = cluster.calibration
     if calibration is None:
         return []
-    machine = calibration.machine
+    machine, slowdown = calibration.machine, calibration.slowdown
+    slower = ", ".join(f"{k}: {slowdown[k - 1]:.2f}x" for k in sorted({1, 2, len(slowdown)}))
     return [
         f"calibrated on {calibration.date}: {machine.processor}, {machine.cores} cores, "
         f"torch {machine.torch}",
-        f"ranks that compute side by side take longer: {_slower(calibration.slowdown)}",
+        f"ranks that compute side by side take longer: {slower}",
         f"a message takes {calibration.message_s * 1e6:.0f} us at each end and "
         f"{calibration.message_byte_s * 2**20 * 1e6:.0f} us per MiB",
         f"besides its operators a forward or backward takes {calibration.pass_s * 1e6:.0f} us, a "

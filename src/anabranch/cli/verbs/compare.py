@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +22,8 @@ from anabranch.cli.comparison import (
 )
 from anabranch.cli.output import (
     exit_code,
+    file_to_write,
+    json_text,
     note,
     print_json,
     print_table,
@@ -36,14 +37,13 @@ from anabranch.cli.rewriting import named_rewrites
 from anabranch.cli.settings import (
     AsJson,
     EstimatedModelSettings,
-    PlannerName,
+    PlannerNames,
     PlanningSettings,
-    PolicyName,
+    PolicyNames,
     Rewrites,
     Shape,
 )
 from anabranch.cli.spread import spread
-from anabranch.cli.writable import file_to_write
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -63,7 +63,7 @@ def compare(
     model: EstimatedModelSettings,
     planning: PlanningSettings,
     planner: Annotated[
-        list[PlannerName] | None,
+        PlannerNames | None,
         typer.Option(
             help="Only this planner; repeatable [default: all, exhaustive only if the model is "
             "small enough for it]."
@@ -80,7 +80,7 @@ def compare(
     shape: Shape = None,
     rewrite: Rewrites = "none",
     policy: Annotated[
-        list[PolicyName] | None,
+        PolicyNames | None,
         typer.Option(help="With --mode async: only this policy; repeatable [default: all]."),
     ] = None,
     report: Annotated[
@@ -180,8 +180,7 @@ def compare(
     if error is not None:
         document |= {"error": type(error).__name__, "message": str(error)}
     if model.file is not None:
-        text = json.dumps(document, indent=2, allow_nan=False)
-        model.file.write_text(text + "\n", encoding="utf-8")
+        model.file.write_text(json_text(document), encoding="utf-8")
     if report is not None and error is None:
         _write_page(report, plans, costs, cluster, optimizer)
     if as_json:

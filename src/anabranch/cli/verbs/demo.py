@@ -94,9 +94,9 @@ def demo(
                 "predicted_own_cores_step_s": job.plan.figures.step_s,
                 "predicted_shared_cores_step_s": predicted,
                 "seconds": story.seconds,
-                "run": str(folder),
-                "picture": str(folder / "timeline.svg"),
-                "report": str(folder / "report.html"),
+                "run": folder,
+                "picture": folder / "timeline.svg",
+                "report": folder / "report.html",
             }
         )
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import note, print_json
+from anabranch.cli.output import folder_to_write, note, print_json
 from anabranch.cli.settings import AsJson
-from anabranch.cli.writable import folder_to_write
 
 
 def export(
@@ -49,16 +49,7 @@ def export(
     if made.left_out:
         note(f"{made.left_out} tensors whose names do not begin with {made.prefix} are left out")
     if as_json:
-        print_json(
-            {
-                "path": str(made.path),
-                "tensors": made.tensors,
-                "bytes": made.bytes,
-                "prefix": made.prefix,
-                "left_out": made.left_out,
-                "architecture": made.architecture,
-            }
-        )
+        print_json(asdict(made))
         return
     what = f" of {made.architecture}" if made.architecture else ""
     typer.echo(

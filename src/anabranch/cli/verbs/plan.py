@@ -19,7 +19,7 @@ from anabranch.cli.comparison import (
     staleness_of,
     staleness_table,
 )
-from anabranch.cli.output import note, print_json, print_table, say_lines, say_written
+from anabranch.cli.output import note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import begin_compiling
 from anabranch.cli.rewriting import Tried, named_rewrites, try_rewrites
@@ -101,11 +101,11 @@ def plan(
     from anabranch.solve import choose_rewrite, explain, foreseen
     from anabranch.solve import plan as search
 
-    given = load_plan(start) if start is not None else None
+    start_plan = load_plan(start) if start is not None else None
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
     device, source = planning.device or cluster.device, model.source
     asked = named_rewrites(rewrite, source, planning.mode)
-    fixed = given.rewrites if given is not None and asked is None else asked
+    fixed = start_plan.rewrites if start_plan is not None and asked is None else asked
     source = replace(source, rewrites=fixed or ())
     is_timed = source.is_timed(device)
     if not is_timed:  # beside a capture, but not beside operators that are timed
@@ -131,7 +131,7 @@ def plan(
             mode=planning.mode,
             policy=policy or "",
             optimizer=optimizer,
-            start=given,
+            start=start_plan,
         )
 
     costs, optimizer = costs_of(source)
@@ -154,7 +154,7 @@ def plan(
             raise failure
         costs = next((own for plan, own in tried.plans.values() if plan is best), costs)
     except InvalidPlanError as error:
-        if given is None:
+        if start_plan is None:
             raise
         raise InvalidPlanError(f"--from {start}: {error}") from None
     except KeyboardInterrupt:
@@ -163,14 +163,18 @@ def plan(
             "there is one, and with --planner sequential or data-parallel at once"
         ) from None
     chosen, best = best, replace(best, options=source.recorded())
-    if given is not None:
-        note_other_model(given, costs.graph)
+    if start_plan is not None:
+        note_other_model(start_plan, costs.graph)
     if model.file is not None:
         save_plan(best, model.file)
     others: dict[str, Plan | AnabranchError] = {}
-    if baselines and given is not None and given.stage_graph.batch_size == planning.batch_size:
+    if (
+        baselines
+        and start_plan is not None
+        and start_plan.stage_graph.batch_size == planning.batch_size
+    ):
         with suppress(AnabranchError):  # it may not fit as it stands
-            others["from"] = foreseen(given, costs, cluster)[0]
+            others["from"] = foreseen(start_plan, costs, cluster)[0]
     if baselines and planner == "auto":
         if interrupted(best):
             note(
@@ -202,9 +206,9 @@ def plan(
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(best, optimizer))
         return
-    say_lines(best.summary())
+    say(best.summary())
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised):
-        say_lines(sentence)
+        say(sentence)
     if best.mode == "async":
         print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))
     typer.echo(
@@ -212,9 +216,9 @@ def plan(
         f"{best.improve_s:.3f} s of improvement"
     )
     for line in tried.lines(chosen, written):
-        say_lines(line)
+        say(line)
     for name, other in others.items():
-        say_lines(against(name, other, best))
+        say(against(name, other, best))
     if better := _faster(others, best):
         typer.echo(better)
     if why is not None:
@@ -245,16 +249,6 @@ _TITLES = {
 """Baselines in words."""
 
 
-def _options(name: str) -> str:
-    """Options of ``plan`` that plan a baseline."""
-    from anabranch.solve import BASELINES
-
-    given = BASELINES[name].items()
-    return " ".join(
-        f"--{key.replace('_', '-')} {value}" for key, value in given if isinstance(value, str | int)
-    )
-
-
 def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     """A line on the best baseline, if that is better than our plan."""
     plans = {
@@ -265,6 +259,13 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
     if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""
+    from anabranch.solve import BASELINES
+
+    options = " ".join(
+        f"--{key.replace('_', '-')} {value}"
+        for key, value in BASELINES[name].items()
+        if isinstance(value, str | int)
+    )
     if ours.mode == "async":
         depth, own_depth = plans[name].stage_graph.depth, ours.stage_graph.depth
         stale = (
@@ -272,6 +273,6 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
             if depth == own_depth
             else f"at depth {depth} instead of {own_depth}, which decides how stale weights are"
         )
-        return f"{_TITLES[name]} is faster than this plan, {stale}: {_options(name)} plans it"
+        return f"{_TITLES[name]} is faster than this plan, {stale}: {options} plans it"
     end = ", or let the search of this planner come to its end" if interrupted(ours) else ""
-    return f"{_TITLES[name]} is faster than this plan: {_options(name)} plans it{end}"
+    return f"{_TITLES[name]} is faster than this plan: {options} plans it{end}"

@@ -53,7 +53,7 @@ def profile(
                 "parameter_bytes": parameter_bytes,
                 "source": result.source,
                 "device": result.device,
-                "file": str(file) if file else None,
+                "file": file,
                 **source.facts,
             }
         )

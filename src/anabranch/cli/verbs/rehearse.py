@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from anabranch.cli.clusters import cluster_of, read_cluster
-from anabranch.cli.output import note, print_json, print_rows, say_lines
-from anabranch.cli.parsing import split_output, usage
+from anabranch.cli.local_run import say_figures
+from anabranch.cli.output import note, print_json, say
+from anabranch.cli.parsing import usage
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.progress import progress_bar
-from anabranch.cli.settings import AsJson, NoCache, Output, RunFolder
-from anabranch.cli.source import ModelSource, Preset
+from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
+from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import time_text
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
-    from anabranch.emulation.rehearsal import Rehearsal
     from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
 
@@ -71,22 +71,14 @@ def rehearse(
         ),
     ],
     links: LinkSettings,
+    other: OtherModelSettings,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="A plan file [default: plan for --cluster].")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Emulate another cluster than the plan's.")
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples of one step, without --plan [default: 32].")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = STEPS,
-    output: Output = None,
-    preset: Annotated[
-        Preset | None,
-        typer.Option(help="Size of a built-in model [default: the plan's, or published]."),
-    ] = None,
-    no_cache: NoCache = False,
     run: RunFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -99,40 +91,30 @@ def rehearse(
     `anabranch rehearse mmt.json --cluster summit:2x4 --batch-size 64`
     """
     require_new_run(run)
-    options = split_output(output)[0]
-    if plan_file is None:
-        if cluster is None:
-            raise typer.BadParameter("there is no plan to rehearse; give --plan FILE or --cluster")
-        source = ModelSource(model, preset or ModelSource.preset, options, keep=not no_cache)
-        # Emulated devices do not compute, and take nothing from their neighbours.
-        machines = read_cluster(cluster, calibrated=False)
-        planned = _search(source, machines, batch_size or 32)
-    else:
+    if plan_file is not None:
         if batch_size is not None:
             raise typer.BadParameter(f"--batch-size: {plan_file} decides it; leave it out")
-        planned = planned_in_file(plan_file, model, cluster, preset, options, keep=not no_cache)
+        planned = planned_in_file(plan_file, model, other)
+    elif other.cluster is not None:
+        planned = _searched(other.source(model), other.cluster, batch_size or 32)
+    else:
+        raise typer.BadParameter("there is no plan to rehearse; give --plan FILE or --cluster")
     emulate(*planned, links, steps, run, model, as_json=as_json)
 
 
-def _search(
-    source: ModelSource, cluster: Cluster, batch_size: int
-) -> tuple[Plan, Profile, Cluster]:
-    """Plan for a cluster; the plan with its costs."""
+def _searched(source: ModelSource, named: str, batch_size: int) -> tuple[Plan, Profile, Cluster]:
+    """A plan for the cluster of that name, with its costs."""
     from anabranch.solve import plan as search
 
+    # Emulated devices do not compute, and take nothing from their neighbours.
+    cluster = read_cluster(named, calibrated=False)
     profile = source.profile(cluster.device, batch_size)
     plan = usage(search, profile, cluster, batch_size, model=source.model)
     return replace(plan, options=source.recorded()), profile, cluster
 
 
 def planned_in_file(
-    file: Path,
-    model: str,
-    cluster: str | None = None,
-    preset: str | None = None,
-    options: dict[str, str] | None = None,
-    *,
-    keep: bool = True,
+    file: Path, model: str, other: OtherModelSettings
 ) -> tuple[Plan, Profile, Cluster]:
     """The plan of a file, the costs of its model, and the cluster it is for or the one named."""
     from anabranch.files import load_plan
@@ -143,10 +125,9 @@ def planned_in_file(
             f"{file} is for mode async, and emulated devices run steps with a flush; "
             "anabranch simulate says how long its mini-batches take"
         )
-    machines = cluster_of(plan, file, cluster, calibrated=False)
-    source = ModelSource.of_plan(plan, model, preset, options, keep=keep)
-    profile = source.profile(plan.device or machines.device, plan.stage_graph.batch_size)
-    return plan, profile, machines
+    machines = cluster_of(plan, file, other.cluster, calibrated=False)
+    device, batch_size = plan.device or machines.device, plan.stage_graph.batch_size
+    return plan, other.source(model, plan).profile(device, batch_size), machines
 
 
 def emulate(
@@ -167,7 +148,7 @@ def emulate(
 
     began, emulated = time.time(), links.changed(cluster)
     if not as_json:
-        say_lines(foreseen(plan, profile, emulated)[0].summary())
+        say(foreseen(plan, profile, emulated)[0].summary())
     with progress_bar("emulated steps") as progress:
         result = usage(
             emulated_run,
@@ -188,16 +169,8 @@ def emulate(
         )
     page = folder / "report.html"
     if as_json:
-        print_json({**result.figures(), "run": str(folder), "report": str(page)})
+        print_json({**result.figures(), "run": folder, "report": page})
         return
-    _say(result)
-    typer.echo(f"report: {page}")
-
-
-def _say(result: Rehearsal) -> None:
-    from anabranch.record.figures import told
-
-    rows = [(figure.name, figure.line) for figure in told(result.run.figures())]
     sent = f"{result.num_messages} with {result.message_bytes / 1e6:.1f} MB in a step"
     slower = (
         f"{time_text(result.with_runtime_s)} predicted: it takes {time_text(result.runtime_s)} for "
@@ -205,4 +178,5 @@ def _say(result: Rehearsal) -> None:
     )
     scale = f"{result.time_scale:g}, ranks late by {result.late:.1%} at most"
     more = [("with the runtime", slower), ("messages", sent), ("time scale", scale)]
-    print_rows([*rows, *more])
+    say_figures(result.run, more)
+    typer.echo(f"report: {page}")

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import print_json
+from anabranch.cli.output import file_to_write, print_json, say_written
 from anabranch.cli.settings import AsJson
-from anabranch.cli.writable import file_to_write
 
 
 def report(
@@ -28,6 +27,6 @@ def report(
     path = output or run / "report.html"
     write_report(load_run(run), path)
     if as_json:
-        print_json({"path": str(path)})
+        print_json({"path": path})
     else:
-        typer.echo(f"written to {path}")
+        say_written(path)

@@ -13,12 +13,11 @@ import typer
 
 from anabranch.cli.clusters import note_other_model
 from anabranch.cli.comparison import staleness_table
-from anabranch.cli.output import note, print_json, print_table, say_written
+from anabranch.cli.output import file_to_write, note, print_json, print_table, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
 from anabranch.cli.source import model_in_file
 from anabranch.cli.spread import spread
-from anabranch.cli.writable import file_to_write
 from anabranch.plans.plan import Mode, Plan, headline, time_text
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def simulate(
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
     command = shlex.join(["anabranch", "simulate", str(plan_file), plan.model])
     model = model or model_in_file(plan.model, plan_file, command)
-    source, device = other.source(plan, model), other.device_of(plan, cluster)
+    source, device = other.source(model, plan), other.device_of(plan, cluster)
     costs, optimizer = source.profile_and_optimizer(device, batch_size, chosen, other.optimizer)
     explanation = None
     if chosen == "async":
@@ -113,8 +112,21 @@ def simulate(
     note_other_model(plan, costs.graph)
     if (chosen, schedule, policy, other.cluster) == (plan.mode, None, None, None):
         _say_if_changed(plan, plan_file, shown, is_timed=source.is_timed(device))
-    facts = {**source.facts, **(_actions(timeline) if actions else {})} if as_json else None
-    _say(shown, timeline, simulated, explanation, facts, files)
+    facts: dict[str, Any] = dict(source.facts)
+    if actions:
+        facts["actions"] = [
+            {
+                "device": span.device,
+                "start_s": span.start,
+                "end_s": span.end,
+                "kind": span.action.kind.name.lower(),
+                "stage": span.action.stage,
+                "microbatch": span.action.microbatch,
+                "action": str(span.action),
+            }
+            for span in timeline.spans
+        ]
+    _say(shown, timeline, simulated, explanation, facts if as_json else None, files)
 
 
 def _say_if_changed(plan: Plan, file: Path, simulated: Plan, *, is_timed: bool) -> None:
@@ -127,24 +139,6 @@ def _say_if_changed(plan: Plan, file: Path, simulated: Plan, *, is_timed: bool) 
         if is_timed:
             why = "operators were timed anew just now, or it was changed since it was planned"
         note(f"{file} itself says {time_text(noted.step_s)}: {why}")
-
-
-def _actions(timeline: Timeline) -> dict[str, Any]:
-    """The actions of every device in their order, for a JSON document."""
-    return {
-        "actions": [
-            {
-                "device": span.device,
-                "start_s": span.start,
-                "end_s": span.end,
-                "kind": span.action.kind.name.lower(),
-                "stage": span.action.stage,
-                "microbatch": span.action.microbatch,
-                "action": str(span.action),
-            }
-            for span in timeline.spans
-        ]
-    }
 
 
 def _say(
@@ -188,7 +182,7 @@ def _say(
                 "parts": {f"{what}_s": seconds for what, seconds in timeline.parts.items()},
                 **more,
                 **facts,
-                **{what: str(file) if file else None for what, file in files.items()},
+                **files,
             }
         )
         return

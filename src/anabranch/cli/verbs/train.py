@@ -13,25 +13,26 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from anabranch.cli.clusters import note_crowded, note_uncalibrated
-from anabranch.cli.executed_plan import executed_plan
 from anabranch.cli.job import Job
-from anabranch.cli.local_run import agreed, keep_run, train_job
-from anabranch.cli.output import INTERRUPTED, note, say_lines
-from anabranch.cli.preflight import (
-    refuse_mode,
-    require_new_run,
-    require_runs,
-    require_trainable,
-)
-from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
-from anabranch.cli.run_summary import (
+from anabranch.cli.local_run import (
+    agreed,
     how_to_go_on,
+    keep_run,
     say_run,
     say_stopped,
     say_stopping,
+    train_job,
 )
-from anabranch.cli.settings import AsJson, RunFolder
-from anabranch.cli.spread import given, spread
+from anabranch.cli.output import INTERRUPTED, note, say
+from anabranch.cli.preflight import (
+    executed_plan,
+    refuse_mode,
+    require_new_run,
+    require_trainable,
+)
+from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
+from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
+from anabranch.cli.spread import options_set, spread
 from anabranch.cli.training_settings import (
     ComputeSettings,
     FlushSettings,
@@ -105,14 +106,12 @@ def train(
     if local.plan_file is not None and local.device == "cpu" and "RANK" not in os.environ:
         note_crowded(shown)
     if is_first and not as_json:
-        say_lines(shown.summary())
+        say(shown.summary())
         for sentence in told(job.captured.graph.loss_kind, job.captured.graph.normalised):
-            say_lines(sentence)
+            say(sentence)
         if training.resume is not None:
-            say_lines(f"goes on from {training.resume}, after step {first_step(training):,}")
-    special: dict[str, Any] = {
-        "accumulate": compute.accumulate,
-    }
+            say(f"goes on from {training.resume}, after step {first_step(training):,}")
+    special: dict[str, Any] = {"accumulate": compute.accumulate}
     if is_async:
         special = {
             "policy": policy,
@@ -172,14 +171,14 @@ def _rehearse(
     as_json: bool,
 ) -> None:
     """Do what ``rehearse`` does with a plan file; other options mean nothing there."""
-    named = [name for settings in (local, *others) for name in given(settings)]
+    named = [name for settings in (local, *others) for name in options_set(settings)]
     if useless := [name for name in named if name not in ("--plan", "--steps")]:
         raise typer.BadParameter(f"{', '.join(useless)}: not with --emulate, nothing is trained")
     if local.plan_file is None:
         raise typer.BadParameter(
             "--emulate needs a plan (--plan FILE); anabranch rehearse plans for a --cluster as well"
         )
-    planned = planned_in_file(local.plan_file, model.model, options=dict(model.source.options))
+    planned = planned_in_file(local.plan_file, model.model, OtherModelSettings(output=model.output))
     emulate(*planned, LinkSettings(), steps or STEPS, run, model.model, as_json=as_json)
 
 
@@ -237,10 +236,15 @@ def _plan(
     if changed != job.plan and not is_async:
         job.plan = _on_first(partial(job.predicted, changed))
     policy = flush.other_policy(job.plan, is_file=is_file) if is_async else None
-    how = {"is_async": is_async, "round_robin": flush.round_robin}
-    if is_file:
-        require_runs(job.captured, job.plan, job.workload, options, policy, **how)
-    return executed_plan(job.plan, job.workload, policy, **how), policy
+    shown = executed_plan(
+        job.plan,
+        job.workload,
+        policy,
+        is_async=is_async,
+        round_robin=flush.round_robin,
+        checked=(job.captured, options) if is_file else None,
+    )
+    return shown, policy
 
 
 def _on_first(make: Callable[[], Plan]) -> Plan:

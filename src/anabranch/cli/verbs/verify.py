@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from anabranch.cli.job import Job
-from anabranch.cli.output import print_json, say_error, say_lines
+from anabranch.cli.output import print_json, say, say_error
 from anabranch.cli.settings import AsJson, LocalPlanSettings, TrainedModelSettings
 from anabranch.cli.spread import spread
 
@@ -56,8 +56,8 @@ def verify(
             }
         )
     else:
-        say_lines(plan.summary())
-        say_lines(result.summary())
+        say(plan.summary())
+        say(result.summary())
     if not result.is_good:
         say_error(result.why())
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from anabranch.cli.executed_plan import executed_plan
+from anabranch.cli.preflight import executed_plan
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
