@@ -303,7 +303,7 @@ def test_seconds_alone_are_those_of_the_timeline(graph, schedule, data):
     timeline = run(warm, order, costs)
     assert step_seconds(warm, order, costs) == timeline.step_s
     lowered = lower(order, warm, costs.message_edges)
-    check(lowered, warm)
+    check(lowered, warm, costs.message_edges)
     assert len(timeline.spans) == sum(map(len, lowered.actions.values()))
     assert least_step_s(warm, costs) <= timeline.step_s * (1 + 1e-9)
 

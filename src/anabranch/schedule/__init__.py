@@ -9,10 +9,9 @@ from anabranch.errors import UnknownScheduleError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import ScheduleRule
-from anabranch.schedule.check import check, check_order
+from anabranch.schedule.check import check_order, checked
 from anabranch.schedule.gpipe import GPipe
 from anabranch.schedule.kfkb import KFKB
-from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 
 SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
@@ -51,9 +50,7 @@ def schedule_of(
         InvalidScheduleError: if the in-flight counts cannot be scheduled.
         DeadlockError: if devices would wait for each other.
     """
-    schedule = lower(compute_order(graph, name, slots=slots), graph, edges)
-    check(schedule, graph, edges)
-    return schedule
+    return checked(compute_order(graph, name, slots=slots), graph, edges)
 
 
 def checked_order(

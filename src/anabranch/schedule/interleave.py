@@ -14,16 +14,12 @@ earlier samples, then stages further down.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import overlaps
+from anabranch.schedule.lower import Compute, needs
 from anabranch.schedule.schedule import Action, Kind
-
-_Unit = tuple[int, int, bool, int]
-"""(stage, device, is forward, micro-batch)."""
 
 
 def interleave(
@@ -42,8 +38,8 @@ class _Merger:
 
     def __init__(self, graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> None:
         self._graph, self._orders = graph, orders
-        self._needs = _needs(graph)
-        self._done: dict[_Unit, float] = {}
+        self._needs = needs(graph)
+        self._done: dict[Compute, float] = {}
         self._free: dict[int, float] = dict.fromkeys(graph.devices, 0.0)
         self._lists: dict[int, list[Action]] = {device: [] for device in graph.devices}
         self._next = {(s, d): 0 for s, stage in enumerate(graph.stages) for d in stage.devices}
@@ -73,10 +69,10 @@ class _Merger:
         if position == len(self._orders[stage]):
             return None
         action = self._orders[stage][position]
-        needs = self._needs.get(_unit(action, device), ()) if action.kind.has_messages else ()
-        if any(need not in self._done for need in needs):
+        awaited = self._needs.get(_unit(action, device), ()) if action.kind.has_messages else ()
+        if any(compute not in self._done for compute in awaited):
             return None
-        start = max([self._free[device], *(self._done[need] for need in needs)])
+        start = max([self._free[device], *(self._done[compute] for compute in awaited)])
         forward = action.kind.is_forward
         first = self._graph.interval(stage, action.microbatch)[0]
         return start, forward, first, -stage, device, action
@@ -87,21 +83,5 @@ class _Merger:
         return (stop - start) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
 
 
-def _unit(action: Action, device: int) -> _Unit:
+def _unit(action: Action, device: int) -> Compute:
     return action.stage, device, action.kind.is_forward, action.microbatch
-
-
-def _needs(graph: StageGraph) -> Mapping[_Unit, list[_Unit]]:
-    """Map each forward and backward to the computes that it depends on."""
-    result: dict[_Unit, list[_Unit]] = defaultdict(list)
-    for x, y in graph.edges:
-        made, needed = graph.stages[x].devices, graph.stages[y].devices
-        for i, r, j, q, _, _ in overlaps(graph, x, y):
-            source, target = (x, made[r]), (y, needed[q])
-            result[*target, True, j].append((*source, True, i))
-            result[*source, False, i].append((*target, False, j))
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            for i in range(graph.num_microbatches(s)):
-                result[s, device, False, i].append((s, device, True, i))
-    return result

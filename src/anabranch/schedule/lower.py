@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +44,10 @@ class Overlap(NamedTuple):
     stop: int
 
 
+Compute = tuple[int, int, bool, int]
+"""(stage, device, is forward, micro-batch)."""
+
+
 class Message(NamedTuple):
     """Activations or gradients of samples [start, stop), sent from a device to another."""
 
@@ -64,19 +68,19 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
     """
     if schedule.is_lowered:
         raise ValueError("the schedule has sends and receives already")
-    before: dict[tuple[int, int, bool, int], list[Action]] = defaultdict(list)
-    after: dict[tuple[int, int, bool, int], list[Action]] = defaultdict(list)
+    before: dict[Compute, list[Action]] = defaultdict(list)
+    after: dict[Compute, list[Action]] = defaultdict(list)
     for source, target, forward in directions(graph, edges):
         send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
         receive = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
         for i, a, j, b, start, stop in messages(graph, source, target, forward=forward):
-            after[a, source, forward, i].append(Action(source, send, i, target, b, start, stop))
-            before[b, target, forward, j].append(Action(target, receive, j, source, a, start, stop))
+            after[source, a, forward, i].append(Action(source, send, i, target, b, start, stop))
+            before[target, b, forward, j].append(Action(target, receive, j, source, a, start, stop))
     lowered = {}
     for device, actions in schedule.actions.items():
         result: list[Action] = []
         for action in actions:
-            key = device, action.stage, action.kind.is_forward, action.microbatch
+            key = action.stage, device, action.kind.is_forward, action.microbatch
             has_messages = action.kind.has_messages
             result += before.get(key, ()) if has_messages else ()
             result.append(action)
@@ -110,14 +114,25 @@ def message_table(graph: StageGraph, source: int, target: int, *, forward: bool)
     return table[:, sender != receiver]
 
 
-def handovers(graph: StageGraph, x: int, y: int) -> Iterator[tuple[int, int, int]]:
-    """Generate (device, micro-batch of x, micro-batch of y) for samples that stay on a device with
-    both stages, without a message.
+def needs(
+    graph: StageGraph, edges: MessageEdges = EVERY_EDGE, *, inside_devices: bool = False
+) -> Mapping[Compute, list[Compute]]:
+    """Map computes to those of other stages whose values or gradients they take.
+
+    Args:
+        inside_devices: only those that a device takes from itself, without a message.
     """
-    if not set(graph.stages[x].devices).isdisjoint(graph.stages[y].devices):
-        i, sender, j, receiver, *_ = _transfer_table(graph, x, y, forward=True)
-        stays = sender == receiver
-        yield from zip(*(column[stays].tolist() for column in (sender, i, j)), strict=True)
+    result: dict[Compute, list[Compute]] = defaultdict(list)
+    for source, target, forward in directions(graph, edges):
+        ends = graph.stages[source].devices, graph.stages[target].devices
+        if inside_devices and set(ends[0]).isdisjoint(ends[1]):
+            continue
+        table = _transfer_table(graph, source, target, forward=forward)
+        if inside_devices:
+            table = table[:, table[1] == table[3]]
+        for i, a, j, b, _, _ in table.T.tolist():
+            result[target, b, forward, j].append((source, a, forward, i))
+    return result
 
 
 def _transfer_table(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
