@@ -7,16 +7,14 @@ from collections.abc import Collection
 from typing import Literal
 
 from anabranch.cluster import Cluster
-from anabranch.emulation.shared_links import Channel, SharedLinks
+from anabranch.emulation.shared_links import Channel, Price, SharedLinks
 from anabranch.emulation.stages import EmptyStages
-from anabranch.emulation.transports import LinkPrices
-from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan
 from anabranch.plans.prices import prices_of
 from anabranch.profile.profile import Profile
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.worker import executed
-from anabranch.schedule import SCHEDULES, schedule_of
+from anabranch.schedule import schedule_of
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.sums import Sum, final_pieces, plan_sums
 
@@ -45,17 +43,11 @@ class Emulation:
         self, plan: Plan, profile: Profile, cluster: Cluster, *, links: Links = "modelled"
     ) -> None:
         graph = plan.stage_graph
-        if plan.schedule not in SCHEDULES:
-            raise InvalidPlanError(
-                f"the plan has the schedule {plan.schedule!r}; known are "
-                f"{', '.join(sorted(SCHEDULES))}"
-            )
         self.plan, self.links = plan, links
         self.costs = ModelCosts(graph, prices_of(plan, profile, cluster))
         self.schedule = schedule_of(graph, plan.schedule, self.costs.message_edges)
         self.devices = graph.devices
         self._model, self._stages = profile, EmptyStages(profile.graph, graph)
-        self.prices = LinkPrices(self.costs, self.devices)
         self.sums = plan_sums(self.costs, {s: len(x.devices) for s, x in enumerate(graph.stages)})
         self.final = final_pieces(self.sums)
         self.message_bytes = self.num_messages = 0
@@ -82,6 +74,11 @@ class Emulation:
                     self.message_bytes += sum(i.shape.numel() * i.dtype.itemsize for i in items)
         self.num_messages = found.total()
         return found
+
+    def price(self, source: int, target: int, nbytes: int) -> Price:
+        """Price of so many bytes from one rank to another."""
+        route = self.costs.route(self.devices[source], self.devices[target])
+        return Price(nbytes * route.per_byte_s, route.latency_s, route.ports)
 
     @property
     def sets(self) -> Collection[tuple[int, ...]]:
