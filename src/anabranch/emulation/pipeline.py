@@ -58,8 +58,9 @@ class EmulatedPipeline:
         self._emulation, self.time_scale = emulation, time_scale
         self._mesh = Mesh(emulation.devices, emulation.sets, timeout=timeout)
         self._clock = DeviceClock()
-        inner = self._mesh.transport()
-        self._links = inner and EmulatedTransport(inner, self.rank, emulation, self._clock)
+        self._links: EmulatedTransport | None = None
+        if inner := self._mesh.transport():
+            self._links = EmulatedTransport(inner, self.rank, emulation, self._clock)
         with self._mesh.failure.reporting(self.close):
             self._sums = EmulatedSums(emulation, self._clock, self._mesh)
             self._worker = self._make_worker()

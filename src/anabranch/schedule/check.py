@@ -20,14 +20,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.in_flight import waited_for_samples
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import lower, needs
+from anabranch.schedule.lower import compute_of, lower, needs
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 Channel = tuple[int, int, int, int, bool]
@@ -48,12 +47,8 @@ def check(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
             intervals, or too many micro-batches are in flight.
         DeadlockError: if devices wait for each other; the message shows what each waits for.
     """
-    if not schedule.is_lowered:
-        checked(schedule, graph, edges)
-        return
-    computes = {d: tuple(a for a in row if a.peer < 0) for d, row in schedule.actions.items()}
-    expected = checked(replace(schedule, actions=computes), graph, edges)
-    for device, actions in schedule.actions.items():
+    expected = checked(schedule.computes, graph, edges)
+    for device, actions in schedule.actions.items() if schedule.is_lowered else ():
         for at, both in enumerate(zip_longest(actions, expected.actions[device])):
             if both[0] != both[1]:
                 raise InvalidScheduleError(
@@ -225,7 +220,7 @@ def check_handovers(
         for at, action in enumerate(schedule.actions[device]):
             if action.peer >= 0 or not action.kind.has_messages:
                 continue
-            compute = action.stage, device, action.kind.is_forward, action.microbatch
+            compute = compute_of(action, device)
             for need in inside.get(compute, ()):
                 if need not in done:
                     stage, _, forward, microbatch = need

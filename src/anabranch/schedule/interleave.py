@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import Compute, needs
+from anabranch.schedule.lower import Compute, compute_of, needs
 from anabranch.schedule.schedule import Action, Kind
 
 
@@ -56,7 +56,7 @@ class _Merger:
             start, _, _, _, device, action = min(choices, key=lambda choice: choice[:5])
             end = start + self._length(action, device)
             if action.kind.has_messages:
-                self._done[_unit(action, device)] = end
+                self._done[compute_of(action, device)] = end
             self._free[device] = end
             self._lists[device].append(action)
             self._next[action.stage, device] += 1
@@ -69,10 +69,11 @@ class _Merger:
         if position == len(self._orders[stage]):
             return None
         action = self._orders[stage][position]
-        awaited = self._needs.get(_unit(action, device), ()) if action.kind.has_messages else ()
-        if any(compute not in self._done for compute in awaited):
+        compute = compute_of(action, device)
+        awaited = self._needs.get(compute, ()) if action.kind.has_messages else ()
+        if any(needed not in self._done for needed in awaited):
             return None
-        start = max([self._free[device], *(self._done[compute] for compute in awaited)])
+        start = max([self._free[device], *(self._done[needed] for needed in awaited)])
         forward = action.kind.is_forward
         first = self._graph.interval(stage, action.microbatch)[0]
         return start, forward, first, -stage, device, action
@@ -81,7 +82,3 @@ class _Merger:
         replica = self._graph.stages[action.stage].devices.index(device)
         start, stop = self._graph.slice(action.stage, action.microbatch, replica)
         return (stop - start) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
-
-
-def _unit(action: Action, device: int) -> Compute:
-    return action.stage, device, action.kind.is_forward, action.microbatch

@@ -48,6 +48,11 @@ Compute = tuple[int, int, bool, int]
 """(stage, device, is forward, micro-batch)."""
 
 
+def compute_of(action: Action, device: int) -> Compute:
+    """Return the key of a compute on a device."""
+    return action.stage, device, action.kind.is_forward, action.microbatch
+
+
 class Message(NamedTuple):
     """Activations or gradients of samples [start, stop), sent from a device to another."""
 
@@ -80,7 +85,7 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
     for device, actions in schedule.actions.items():
         result: list[Action] = []
         for action in actions:
-            key = action.stage, device, action.kind.is_forward, action.microbatch
+            key = compute_of(action, device)
             has_messages = action.kind.has_messages
             result += before.get(key, ()) if has_messages else ()
             result.append(action)

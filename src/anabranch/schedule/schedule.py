@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -208,6 +208,14 @@ class Schedule:
     def is_lowered(self) -> bool:
         """True after sends and receives have been inserted."""
         return any(order.is_lowered for order in self.orders.values())
+
+    @property
+    def computes(self) -> Schedule:
+        """The schedule without sends and receives."""
+        if not self.is_lowered:
+            return self
+        rows = {d: tuple(a for a in row if a.peer < 0) for d, row in self.actions.items()}
+        return replace(self, actions=rows)
 
     def __str__(self) -> str:
         return "\n".join(

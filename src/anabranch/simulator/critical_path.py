@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import StageGraph
+from anabranch.schedule.lower import compute_of, needs
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Timeline
 
@@ -74,7 +75,7 @@ class _History:
     """Events of a step by device, and what computes wait for."""
 
     def __init__(self, timeline: Timeline, graph: StageGraph, edges: MessageEdges) -> None:
-        self._graph, self._edges, self._step_s = graph, edges, timeline.step_s
+        self._needs, self._step_s = needs(graph, edges), timeline.step_s
         self._near = 1e-9 * timeline.step_s  # seconds that only rounding makes
         computes = [
             _PathEvent(s.start, s.end, Cause.COMPUTE, s.device, (s.action.stage,), s.action)
@@ -93,12 +94,7 @@ class _History:
         for event in sums:
             self._members[event._replace(device=-1)].append(event.device)
         self._passes = {
-            (
-                event.action.stage,
-                event.device,
-                event.action.kind.is_forward,
-                event.action.microbatch,
-            ): (event)
+            compute_of(event.action, event.device): event
             for event in computes
             if event.action is not None and event.action.kind.has_messages
         }
@@ -151,24 +147,11 @@ class _History:
 
         return max(sorted(devices), key=busy_until, default=-1)
 
-    def _awaited(self, event: _PathEvent) -> Iterator[_PathEvent]:
+    def _awaited(self, event: _PathEvent) -> list[_PathEvent]:
         """Computes of other stages that a compute needs values or gradients of."""
-        action, graph = event.action, self._graph
-        assert action is not None
-        target, forward = action.stage, action.kind.is_forward
-        replica = graph.stages[target].devices.index(event.device)
-        start, stop = graph.slice(target, action.microbatch, replica)
-        for source in (graph.predecessors if forward else graph.successors)[target]:
-            if forward and not self._edges.goes_forward((source, target)):
-                continue
-            if not forward and not self._edges.comes_back((target, source)):
-                continue
-            size = graph.stages[source].microbatch_size
-            for microbatch in range(start // size, -(-stop // size)):
-                for at, device in enumerate(graph.stages[source].devices):
-                    first, last = graph.slice(source, microbatch, at)
-                    if max(first, start) < min(last, stop):
-                        yield self._passes[source, device, forward, microbatch]
+        assert event.action is not None
+        compute = compute_of(event.action, event.device)
+        return [self._passes[needed] for needed in self._needs.get(compute, ())]
 
 
 _CAUSES = {"agreement": Cause.AGREEMENT, "update": Cause.UPDATE, "gather": Cause.GATHER}

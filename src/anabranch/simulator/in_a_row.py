@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,62 +16,50 @@ def in_a_row(program: Program, count: int, read_s: float) -> Program:
     batch, which takes ``read_s``, and they agree on nothing in between. What others have updated is
     there when a stage that reads it has its first forward.
     """
-    table, size = program.messages, program.size
-    units, code = [*program.units], list[int]()
-    first = [0]
-    read = [~(count * size + len(units))] if read_s else []
+    size, units = program.size, [*program.units]
+    roles = np.array([unit.role for unit in units])
+    stages = np.array([unit.stage for unit in units])
+    read = [len(units)] if read_s else []
     units += [ComputeUnit(-1, read_s, role=Role.OVERHEAD) for _ in read]
-    share: dict[int, int] = {}
-    shared: dict[int, int] = {}
-    for u, unit in enumerate(program.units):
-        if unit.role is Role.GATHER:
-            share[~(size + u)] = ~(count * size + len(units))
-            shared[~(size + u)] = share[~(size + u)] - 1
-            units += [unit._replace(role=role) for role in (Role.SHARE, Role.SHARED)]
-    for listed in program.code:
-        mine = [x for x in listed if ~x < size or units[~x - size].role is not Role.AGREEMENT]
-        posted = [x for x in mine if x >= 0 and table.is_posted[x]]
-        awaited = _awaited(mine, program.units, size)
+    # Instead of a gather its beginning, and behind that one the unit that waits for its end.
+    instead = np.arange(len(roles))
+    for gather in np.flatnonzero(roles == Role.GATHER).tolist():
+        instead[gather] = len(units)
+        units += [units[gather]._replace(role=role) for role in (Role.SHARE, Role.SHARED)]
+    code, first = [], [0]
+    for listed in np.split(program.entries, program.first[1:-1]):
+        unit = np.maximum(~listed - size, -1)  # -1 for messages
+        listed, unit = (
+            part[roles[unit] * (unit >= 0) != Role.AGREEMENT] for part in (listed, unit)
+        )
+        role = np.where(unit >= 0, roles[unit], -1)
+        stage, places = np.unique(
+            np.where(role == Role.ACTION, stages[unit], -1), return_index=True
+        )
+        waits = [
+            (at, instead[gather] + 1)
+            for at, s in sorted(zip(places.tolist(), stage.tolist(), strict=True))
+            for gather in unit[role == Role.GATHER].tolist()
+            if s in program.units[gather].stages
+        ]
+        awaiting, awaited = np.array(waits, np.int64).reshape(-1, 2).T
+        posted = listed[listed >= 0]
+        posted = posted[program.messages.table["ready"][posted] > 0]
         for step in range(count):
+            begin = [len(units)] if step else []
+            posts = tuple((posted + step * size).tolist())
+            units += [ComputeUnit(-1, 0.0, role=Role.BEGIN, posts=posts) for _ in begin]
+            shift = np.where(listed >= 0, step, -step) * size
+            row = np.where(unit >= 0, ~(count * size + instead[unit]), listed + shift)
             if step:
-                code.append(~(count * size + len(units)))
-                posts = tuple(message + step * size for message in posted)
-                units.append(ComputeUnit(-1, 0.0, role=Role.BEGIN, posts=posts))
-            code += read
-            for at, x in enumerate(mine):
-                if step:
-                    code += (shared[gather] for gather in awaited.get(at, ()))
-                code.append(share.get(x, _shifted(x, size, step, count)))
-        first.append(len(code))
+                row = np.insert(row, awaiting, ~(count * size + awaited))
+            code += [~(count * size + np.array(begin + read, np.int64)), row]
+        first.append(sum(map(len, code)))
     return replace(
         program,
-        entries=np.array(code, np.int64),
+        entries=np.concatenate(code),
         first=np.array(first),
         units=units,
-        messages=table.repeated(count),
+        messages=program.messages.repeated(count),
         updates=count,
     )
-
-
-def _awaited(code: Sequence[int], units: Sequence[ComputeUnit], size: int) -> dict[int, list[int]]:
-    """Map positions that wait for the all-gathers of the last step to entries of these.
-
-    Args:
-        size: number of messages.
-    """
-    gathers = {x: units[~x - size].stages for x in code if ~x >= size}
-    found: dict[int, list[int]] = {}
-    seen: set[int] = set()
-    for at, x in enumerate(code):
-        unit = units[~x - size] if ~x >= size else None
-        if unit is not None and unit.role is Role.ACTION and unit.stage not in seen:
-            seen.add(unit.stage)
-            found[at] = [gather for gather, stages in gathers.items() if unit.stage in stages]
-    return found
-
-
-def _shifted(x: int, size: int, step: int, count: int) -> int:
-    """An entry of a device's list where it stands ``step`` lists later, among ``count``."""
-    if x >= 0:
-        return x + step * size
-    return x - step * size if ~x < size else x - (count - 1) * size

@@ -18,11 +18,10 @@ from functools import cached_property
 import numpy as np
 
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.lists import COMPUTE, UPDATE, Ints, Lists, are_in_order, place
-from anabranch.simulator.messages import Messages, numbered, put_in
+from anabranch.simulator.lists import COMPUTE, UPDATE, Ints, Lists, place, require_in_order
+from anabranch.simulator.messages import Messages, put_in
 from anabranch.simulator.sums import Sum, plan_sums
 from anabranch.simulator.units import ComputeUnit, ComputeUnits
 
@@ -73,17 +72,13 @@ def compile_schedule(
             single one is behind everything else.
 
     Raises:
-        InvalidScheduleError: if a send has no receive.
+        InvalidScheduleError: if actions are missing, or micro-batches out of order.
     """
-    has_messages = schedule.is_lowered
-    if not has_messages and not are_in_order(schedule, graph):
-        schedule, has_messages = lower(schedule, graph, costs.message_edges), True
+    schedule = schedule.computes
+    require_in_order(schedule, graph)
     orders, devices = schedule.orders, tuple(schedule.actions)
     lists = Lists([len(order) for order in orders.values()])
-    if has_messages:
-        messages = numbered(schedule, costs, lists)
-    else:
-        messages = put_in(schedule, graph, costs, lists)
+    messages = put_in(schedule, graph, costs, lists)
     # Where updates follow each other, each has the bookkeeping of its batch.
     per_update = tuple(graph.num_microbatches(s) // updates for s in range(len(graph)))
     batches = per_update if updates > 1 else ()
@@ -113,9 +108,6 @@ def compile_schedule(
             listed.append((positions, COMPUTE, units.action(action, members[0], is_last)))
         listed += (([len(order)], COMPUTE, number) for number in behind)
         for position, stage in sorted(order.last_backwards(batches).items()):
-            # Behind the messages of the backward.
-            while position + 1 < len(order) and order[position + 1].kind.is_send:
-                position += 1
             if units.has_update(stage):
                 own = ([position], UPDATE) if batches else ([len(order)], COMPUTE)
                 listed.append((*own, units.update(stage)))
@@ -131,7 +123,7 @@ def compile_schedule(
             behind_all = place(np.full_like(numbers, len(orders[device])), UPDATE)
             lists.put(index[device], behind_all, ~(first_unit + numbers))
     entries, first = lists.joined()
-    if messages.end_s.any():
+    if messages.table["end"].any():
         entries, first = _with_overheads(entries, first, messages, units)
     return Program(
         devices,
@@ -152,7 +144,7 @@ def _with_overheads(
     """Insert the seconds that a message takes of its device behind each send and receive."""
     at = np.flatnonzero(entries >= -len(messages))
     x = entries[at]
-    taken = messages.end_s[np.where(x < 0, ~x, x)]
+    taken = messages.table["end"][np.where(x < 0, ~x, x)]
     at, taken = at[taken > 0], taken[taken > 0]
     seconds, which = np.unique(taken, return_inverse=True)
     numbers = np.array([units.overhead(s) for s in seconds.tolist()])
