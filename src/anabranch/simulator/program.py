@@ -36,7 +36,7 @@ class Program:
             other's.
         first: where those of a device begin, and the end.
         stages: of each device.
-        groups: devices that compute together, each being one replica.
+        groups: devices that gather together what they have updated.
         sums: the all-reduces of one update, by piece; those of a queue in their order.
         updates: of every stage.
     """

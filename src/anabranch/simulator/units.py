@@ -22,7 +22,7 @@ class ComputeUnit(NamedTuple):
         stage: index, or -1.
         before: bytes that are taken when it starts.
         after: bytes that are released when it ends.
-        group: index of the devices that start it together, or -1.
+        group: index of the devices of a gather, or -1.
         marks: where gradients become final in it.
         rest: seconds after the last mark.
         final: pieces whose gradients are final at its end.
