@@ -5,13 +5,13 @@ The check assumes this transport:
 - a channel is one direction of one stage edge between two devices; its messages arrive in the order
   they were sent;
 - a device waits only for receives; sends are asynchronous;
-- receives are posted ahead, for the next ``slots`` micro-batches of the receiver, and a message
-  moves once it has been sent and its receive is posted;
+- receives are posted ahead, for the next micro-batch of the receiver, and a message moves once it
+  has been sent and its receive is posted;
 - a device with several stages passes values and gradients between them in memory, so its list has
   to compute them before it uses them;
 - the replicas of a stage sum gradients before an update, so they start it together.
 
-With at least one slot every message that was sent arrives, so a deadlock is a cycle of devices that
+Every message that was sent arrives, so a deadlock is a cycle of devices that
 wait for each other. Running the lists once, without a clock, finds it: every order of running them
 stops at the same actions.
 """
@@ -72,10 +72,6 @@ def check_order(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVE
     Raises:
         InvalidScheduleError: as ``check`` does.
     """
-    if schedule.slots < 1:
-        raise InvalidScheduleError(
-            f"the schedule posts {schedule.slots} receives per channel; at least 1 is needed"
-        )
     _check_devices(schedule, graph)
     held: dict[int, list[int]] = {device: [] for device in graph.devices}
     for s, stage in enumerate(graph.stages):

@@ -91,7 +91,7 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
             result.append(action)
             result += after.get(key, ()) if has_messages else ()
         lowered[device] = tuple(result)
-    return Schedule(lowered, schedule.slots)
+    return Schedule(lowered)
 
 
 def directions(

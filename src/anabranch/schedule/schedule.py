@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -191,12 +191,9 @@ class Schedule:
 
     Attributes:
         actions: device -> its actions, in order; a device may hold several stages.
-        slots: receives that may be posted ahead per channel (one direction of one stage edge
-            between two devices).
     """
 
     actions: Mapping[int, tuple[Action, ...]]
-    slots: int = 1
 
     @cached_property
     def orders(self) -> Mapping[int, Order]:
@@ -215,7 +212,7 @@ class Schedule:
         if not self.is_lowered:
             return self
         rows = {d: tuple(a for a in row if a.peer < 0) for d, row in self.actions.items()}
-        return replace(self, actions=rows)
+        return Schedule(rows)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -224,10 +221,10 @@ class Schedule:
         )
 
     @staticmethod
-    def parse(text: str, *, slots: int = 1) -> Schedule:
+    def parse(text: str) -> Schedule:
         """Parse the text made by ``str``."""
         actions = {}
         for line in text.strip().splitlines():
             device, _, rest = line.partition(":")
             actions[int(device)] = tuple(Action.parse(word) for word in rest.split())
-        return Schedule(actions, slots)
+        return Schedule(actions)

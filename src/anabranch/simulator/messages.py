@@ -100,7 +100,7 @@ def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists
     if not ways:
         nothing = np.zeros(0, np.int64)
         return _priced(costs, nothing, nothing, np.zeros(0), nothing)
-    edges = [_edge_messages(graph, costs, schedule.slots, *way) for way in ways]
+    edges = [_edge_messages(graph, costs, *way) for way in ways]
     ends, parts = zip(*edges, strict=True)
     messages = Messages.joined(parts)
     a, i, b, j = np.concatenate(ends, axis=1)
@@ -112,7 +112,7 @@ def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists
 
 
 def _edge_messages(
-    graph: StageGraph, costs: StepCosts, slots: int, source: int, target: int, forward: bool
+    graph: StageGraph, costs: StepCosts, source: int, target: int, forward: bool
 ) -> tuple[Ints, Messages]:
     """Return the messages of one stage edge after rows of senders, their micro-batches, and those
     of receivers; the costs cache them, as they are equal in many graphs.
@@ -120,21 +120,21 @@ def _edge_messages(
     edge = (source, target) if forward else (target, source)
     known = costs.kept(*edge)
     cuts = ((s.devices, s.microbatch_size) for s in (graph.stages[x] for x in edge))
-    key = Messages, graph.batch_size, slots, forward, *cuts
+    key = Messages, graph.batch_size, forward, *cuts
     if key not in known:
         i, a, j, b, start, stop = message_table(graph, source, target, forward=forward)
         samples, size = np.unique(stop - start, return_inverse=True)
         nbytes = [costs.message_bytes(*edge, n)[not forward] for n in samples.tolist()]
-        opener = _openers(a * (graph.devices[-1] + 1) + b, j, slots)
+        opener = _openers(a * (graph.devices[-1] + 1) + b, j)
         messages = _priced(costs, a, b, np.array(nbytes, np.float64)[size], opener)
         known[key] = np.array([a, i, b, j]), messages
     found: tuple[Ints, Messages] = known[key]
     return found
 
 
-def _openers(way: Ints, microbatch: Ints, slots: int) -> Ints:
-    """Per message, with which one its receive is posted: when those of all but the latest ``slots``
-    micro-batches on its way, its own included, have been taken; -1 for at once.
+def _openers(way: Ints, microbatch: Ints) -> Ints:
+    """Per message, with which one its receive is posted: the last of the micro-batch before it on
+    its way; -1 for at once.
     """
     opener = np.full(len(way), -1)
     if not len(way):
@@ -143,10 +143,7 @@ def _openers(way: Ints, microbatch: Ints, slots: int) -> Ints:
     way, microbatch = way[order], microbatch[order]
     begins = np.flatnonzero(np.diff(way, prepend=-1) | np.diff(microbatch, prepend=-1))
     last = np.append(begins[1:], len(way)) - 1
-    # Of each micro-batch on a way, the one ``slots`` before it.
     before = np.full(len(begins), -1)
-    if len(begins) > slots:
-        on_way = way[begins[slots:]] == way[begins[:-slots]]
-        before[slots:] = np.where(on_way, order[last[:-slots]], -1)
+    before[1:] = np.where(way[begins[1:]] == way[begins[:-1]], order[last[:-1]], -1)
     opener[order] = np.repeat(before, last - begins + 1)
     return opener

@@ -77,7 +77,7 @@ def units_held(graph: StageGraph, stage: int) -> int:
     return units_in_flight(graph.stages[stage].in_flight, graph.num_microbatches(stage))
 
 
-def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
+def steady(graph: StageGraph, costs: StepCosts) -> Steady:
     """Training once the pipeline is full, for stages with the in-flight counts of ``warm_up``.
 
     Raises:
@@ -91,7 +91,7 @@ def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
     def run(count: int) -> Step:
         simulated.append(count * len(graph.devices))
         whole = repeated(graph, count)
-        return simulate(whole, compute_order(whole, ORDER, slots=slots), costs, updates=count)
+        return simulate(whole, compute_order(whole, ORDER), costs, updates=count)
 
     found = paced(run, (batches << times for times in range(MOST_STREAMS)), DIFFERENCE)
     assert found is not None
@@ -145,9 +145,7 @@ def require_untied(costs: StepCosts) -> None:
         )
 
 
-def record(
-    graph: StageGraph, costs: StepCosts, *, batches: int | None = None, slots: int = 1
-) -> Timeline:
+def record(graph: StageGraph, costs: StepCosts, *, batches: int | None = None) -> Timeline:
     """The timeline from an empty pipeline to an empty one.
 
     Returns:
@@ -155,7 +153,7 @@ def record(
         ``asynchronous.repeated(graph, batches)`` has their samples.
     """
     whole = repeated(graph, shown(graph) if batches is None else batches)
-    order = checked_order(whole, ORDER, costs.message_edges, slots=slots)
+    order = checked_order(whole, ORDER, costs.message_edges)
     with collector_paused():
         step = simulate(whole, order, costs, updates=whole.batch_size // graph.batch_size)
         return timeline_of(step, order, whole, costs)

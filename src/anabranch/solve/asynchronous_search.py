@@ -93,7 +93,7 @@ class AsynchronousSearch:
         def made() -> Plan:
             graph = self._contracted.expand(best.graph)
             require(graph, self._whole, best.versions)
-            steady = stream.steady(best.graph, best.costs, slots=self._cost.receive_slots)
+            steady = stream.steady(best.graph, best.costs)
             return Plan(
                 stage_graph=graph,
                 schedule=ORDER,

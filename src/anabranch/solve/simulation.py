@@ -147,7 +147,7 @@ def checked_run(
     ``messages`` as ``run``.
     """
     costs = ModelCosts(graph, cost, slower=slower or {})
-    order = checked_order(graph, schedule, costs.message_edges, slots=cost.receive_slots)
+    order = checked_order(graph, schedule, costs.message_edges)
     return run(graph, order, costs, period=True, messages=messages)
 
 
@@ -208,8 +208,8 @@ def simulate_async(
     versions = tuple(age.versions for age in ages)
     _require_suits(graph, cost, versions)
     costs = ModelCosts(graph, cost, versions)
-    steady = stream.steady(graph, costs, slots=cost.receive_slots)
-    timeline = stream.record(graph, costs, slots=cost.receive_slots)
+    steady = stream.steady(graph, costs)
+    timeline = stream.record(graph, costs)
     shown = replace(
         plan_,
         stage_graph=graph,
