@@ -54,14 +54,13 @@ class EmulatedSums:
         if stage != self._last:
             return backward_s
         emulation = self._emulation
-        marks, self._final = gradient_marks(
-            emulation.costs, emulation.final.get(stage, {}), stage, samples, backward_s
-        )
+        pieces = emulation.final.get(stage, {})
+        *marks, last = gradient_marks(emulation.costs, pieces, stage, samples, backward_s)
         for mark in marks:
             self._clock.pass_by(mark.seconds)
             self._give(mark.pieces)
-            backward_s -= mark.seconds
-        return backward_s
+        self._final = last.pieces
+        return last.seconds
 
     def after_last(self, stage: int) -> None:
         """See ``Watcher``."""

@@ -21,6 +21,14 @@ from anabranch.simulator.sums import Sum, final_pieces, plan_sums
 Links = Literal["modelled", "host"]
 
 
+def require_time_scale(time_scale: float, links: Links) -> None:
+    """Raise a ``ValueError`` for a time scale that is not positive, or slows what it cannot."""
+    if not 0 < time_scale <= 1e6:
+        raise ValueError(f"the time scale is {time_scale}; it must be positive, and 1e6 at most")
+    if links == "host" and time_scale != 1:
+        raise ValueError("links of this machine cannot be slowed down; the time scale must be 1")
+
+
 class Emulation:
     """A plan on emulated devices. Make it before the ranks are forked, once.
 

@@ -17,7 +17,7 @@ import torch
 
 from anabranch.emulation.clock import DeviceClock, sleep_precisely
 from anabranch.emulation.compute import EmulatedCompute, EmulatedSums
-from anabranch.emulation.emulation import Emulation
+from anabranch.emulation.emulation import Emulation, require_time_scale
 from anabranch.emulation.transports import EmulatedTransport
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.position import POSITION
@@ -49,12 +49,7 @@ class EmulatedPipeline:
     def __init__(
         self, emulation: Emulation, *, time_scale: float = 1.0, timeout: float = 600.0
     ) -> None:
-        if time_scale <= 0:
-            raise ValueError(f"the time scale is {time_scale}; it must be positive")
-        if time_scale != 1 and emulation.links == "host":
-            raise ValueError(
-                "links of this machine cannot be slowed down; the time scale must be 1"
-            )
+        require_time_scale(time_scale, emulation.links)
         self._emulation, self.time_scale = emulation, time_scale
         self._mesh = Mesh(emulation.devices, emulation.sets, timeout=timeout)
         self._clock = DeviceClock()

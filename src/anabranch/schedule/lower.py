@@ -185,25 +185,22 @@ def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> Ints:
     """Compute the overlaps of the first ``samples`` samples."""
     import numpy as np
 
-    made, needed = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
-    result = []
-    a = b = 0
-    while a < len(made) and b < len(needed):
-        (start_x, stop_x, i, r), (start_y, stop_y, j, q) = made[a], needed[b]
-        start, stop = max(start_x, start_y), min(stop_x, stop_y)
-        if start < stop:
-            result.append(Overlap(i, r, j, q, start, stop))
-        a, b = a + (stop_x <= stop_y), b + (stop_y <= stop_x)
-    return np.array(result).T
+    (made, i, r), (needed, j, q) = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
+    starts = np.union1d(made, needed)
+    x, y = (np.searchsorted(begun, starts, side="right") - 1 for begun in (made, needed))
+    return np.array([i[x], r[x], j[y], q[y], starts, np.append(starts[1:], samples)])
 
 
-def _slices(size: int, replicas: int, samples: int) -> list[tuple[int, int, int, int]]:
-    """Return (start, stop, micro-batch, replica) of the non-empty slices of ``samples`` samples."""
-    return [
-        (start, stop, i, replica)
+def _slices(size: int, replicas: int, samples: int) -> Ints:
+    """Return start, micro-batch and replica of the non-empty slices of ``samples`` samples."""
+    import numpy as np
+
+    slices = [
+        (start, i, replica)
         for i in range(-(-samples // size))
         for replica, (start, stop) in enumerate(
             split_evenly(i * size, min((i + 1) * size, samples), replicas)
         )
         if start < stop
     ]
+    return np.array(slices, np.int64).T

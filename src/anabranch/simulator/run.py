@@ -36,8 +36,7 @@ from anabranch.schedule.check import check_handovers, describe_deadlock
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
-from anabranch.simulator.in_a_row import in_a_row
-from anabranch.simulator.program import Program, compile_schedule
+from anabranch.simulator.program import Program, compile_schedule, in_a_row
 from anabranch.simulator.step import Step
 from anabranch.timeline import Timeline
 

@@ -29,6 +29,7 @@ from anabranch.simulator.records import (
     Tables,
     UnitRecord,
 )
+from anabranch.simulator.sums import Mark
 
 
 class SharedLists:
@@ -138,8 +139,8 @@ def _units(
         if unit.role in (Role.GATHER, Role.SHARE, Role.BEGIN):
             inside = lists.add(unit.posts or unit.ports)
         else:
-            inside = len(parts), len(parts) + len(unit.marks) + 1
-            parts += [(*lists.add(mark.pieces), mark.seconds) for mark in unit.marks]
-            parts.append((*lists.add(unit.final), unit.rest if unit.marks else unit.seconds))
+            marks = unit.marks or (Mark(unit.seconds, ()),)
+            inside = len(parts), len(parts) + len(marks)
+            parts += [(*lists.add(mark.pieces), mark.seconds) for mark in marks]
         units.append((unit.role, unit.stage, group, *inside, unit.seconds))
     return units, parts
