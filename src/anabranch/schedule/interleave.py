@@ -14,7 +14,7 @@ earlier samples, then stages further down.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
@@ -30,55 +30,36 @@ def interleave(
     Raises:
         InvalidScheduleError: if the orders cannot be executed at all.
     """
-    return _Merger(graph, orders).run()
+    needed, done = needs(graph), dict[Compute, float]()  # done: when
+    free = dict.fromkeys(graph.devices, 0.0)
+    lists: dict[int, list[Action]] = {device: [] for device in graph.devices}
+    position = {(s, d): 0 for s, stage in enumerate(graph.stages) for d in stage.devices}
 
+    def choices() -> Iterator[tuple[float, bool, int, int, int, Action]]:
+        """Next actions that can start: when, the keys that break ties, and the action."""
+        for (stage, device), at in position.items():
+            if at < len(orders[stage]):
+                action = orders[stage][at]
+                awaited = needed.get(compute_of(action, device), ())
+                awaited = awaited if action.kind.has_messages else ()
+                if all(compute in done for compute in awaited):
+                    start = max([free[device], *(done[compute] for compute in awaited)])
+                    first = graph.interval(stage, action.microbatch)[0]
+                    yield start, action.kind.is_forward, first, -stage, device, action
 
-class _Merger:
-    """The state of the merge: finished computes, free times of devices, and next actions."""
-
-    def __init__(self, graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> None:
-        self._graph, self._orders = graph, orders
-        self._needs = needs(graph)
-        self._done: dict[Compute, float] = {}
-        self._free: dict[int, float] = dict.fromkeys(graph.devices, 0.0)
-        self._lists: dict[int, list[Action]] = {device: [] for device in graph.devices}
-        self._next = {(s, d): 0 for s, stage in enumerate(graph.stages) for d in stage.devices}
-
-    def run(self) -> dict[int, tuple[Action, ...]]:
-        left = sum(len(self._orders[s]) for s, _ in self._next)
-        while left:
-            choices = [choice for lane in self._next if (choice := self._choice(*lane))]
-            if not choices:
-                raise InvalidScheduleError(
-                    "the stages' orders wait for each other; in-flight counts must not rise along "
-                    "a stage edge"
-                )
-            start, _, _, _, device, action = min(choices, key=lambda choice: choice[:5])
-            end = start + self._length(action, device)
-            if action.kind.has_messages:
-                self._done[compute_of(action, device)] = end
-            self._free[device] = end
-            self._lists[device].append(action)
-            self._next[action.stage, device] += 1
-            left -= 1
-        return {device: tuple(actions) for device, actions in self._lists.items()}
-
-    def _choice(self, stage: int, device: int) -> tuple[float, bool, int, int, int, Action] | None:
-        """Return the start time of a stage's next action, then the keys that break ties."""
-        position = self._next[stage, device]
-        if position == len(self._orders[stage]):
-            return None
-        action = self._orders[stage][position]
-        compute = compute_of(action, device)
-        awaited = self._needs.get(compute, ()) if action.kind.has_messages else ()
-        if any(needed not in self._done for needed in awaited):
-            return None
-        start = max([self._free[device], *(self._done[needed] for needed in awaited)])
-        forward = action.kind.is_forward
-        first = self._graph.interval(stage, action.microbatch)[0]
-        return start, forward, first, -stage, device, action
-
-    def _length(self, action: Action, device: int) -> float:
-        replica = self._graph.stages[action.stage].devices.index(device)
-        start, stop = self._graph.slice(action.stage, action.microbatch, replica)
-        return (stop - start) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
+    for _ in range(sum(len(orders[s]) for s, _ in position)):
+        best = min(choices(), key=lambda choice: choice[:5], default=None)
+        if best is None:
+            raise InvalidScheduleError(
+                "the stages' orders wait for each other; in-flight counts must not rise along a "
+                "stage edge"
+            )
+        *_, device, action = best
+        replica = graph.stages[action.stage].devices.index(device)
+        begun, ended = graph.slice(action.stage, action.microbatch, replica)
+        free[device] = best[0] + (ended - begun) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
+        if action.kind.has_messages:
+            done[compute_of(action, device)] = free[device]
+        lists[device].append(action)
+        position[action.stage, device] += 1
+    return {device: tuple(actions) for device, actions in lists.items()}

@@ -101,14 +101,13 @@ class _History:
 
     def path(self) -> Iterator[PathSegment]:
         """Generate the path from the end of the step to its beginning."""
-        time, place = self._step_s, self._latest({*self._busy, *self._sums}, self._step_s)
+        everyone, time = {*self._busy, *self._sums}, self._step_s
+        place = self._latest(everyone, time)
         while time > self._near:
-            event = self._last(place, time)
-            ended = min(event.end, time) if event else 0.0
-            if event is None or ended < time - self._near:  # idle: it waits for other devices
-                place = self._latest({*self._busy, *self._sums}, time)
-                event = self._last(place, time)
-                ended = min(event.end, time) if event else 0.0
+            event, ended = self._last(place, time)
+            if ended < time - self._near:  # idle: it waits for other devices
+                place = self._latest(everyone, time)
+                event, ended = self._last(place, time)
                 if ended < time:
                     yield PathSegment(ended, time, Cause.OVERHEAD, (), place)
                     time = ended
@@ -118,34 +117,28 @@ class _History:
             time = event.start
             if event.cause is Cause.ALL_REDUCE:
                 place = self._latest(self._members[event._replace(device=-1)], time)
-            elif event.action is not None:
-                before = self._last(place, time)
-                if before is None or before.end < time - self._near:
-                    source = max(self._awaited(event), key=attrgetter("end"), default=None)
-                    if source is not None and source.end < time:
-                        ends = source.stages + event.stages
-                        yield PathSegment(source.end, time, Cause.MESSAGE, ends, place)
-                        time = source.end
-                    place = source.device if source is not None else place
+            elif event.action is not None and self._last(place, time)[1] < time - self._near:
+                source = max(self._awaited(event), key=attrgetter("end"), default=None)
+                if source is not None and source.end < time:
+                    ends = source.stages + event.stages
+                    yield PathSegment(source.end, time, Cause.MESSAGE, ends, place)
+                    time = source.end
+                place = source.device if source is not None else place
 
-    def _last(self, device: int, time: float) -> _PathEvent | None:
-        """The last event of a device that has begun before a time; of two, the one that ends later
-        by then, compute before an all-reduce beside it.
+    def _last(self, device: int, time: float) -> tuple[_PathEvent | None, float]:
+        """The last event of a device that has begun before a time, and until when by then it was
+        busy; of two events the one that ends later, compute before an all-reduce beside it.
         """
         found: list[_PathEvent] = []
         for events in (self._busy.get(device, ()), self._sums.get(device, ())):
             place = bisect_left(events, time, key=attrgetter("start")) - 1
             found += events[place : place + 1] if place >= 0 else []
-        return max(found, key=lambda event: min(event.end, time), default=None)
+        event = max(found, key=lambda event: min(event.end, time), default=None)
+        return event, min(event.end, time) if event else 0.0
 
     def _latest(self, devices: Iterable[int], time: float) -> int:
         """The device that was busy last before a time."""
-
-        def busy_until(device: int) -> float:
-            event = self._last(device, time)
-            return min(event.end, time) if event else 0.0
-
-        return max(sorted(devices), key=busy_until, default=-1)
+        return max(sorted(devices), key=lambda device: self._last(device, time)[1], default=-1)
 
     def _awaited(self, event: _PathEvent) -> list[_PathEvent]:
         """Computes of other stages that a compute needs values or gradients of."""
