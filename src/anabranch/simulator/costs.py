@@ -261,13 +261,11 @@ class StageTimes(StepCosts):
         forward_s: per stage, {samples of one device's slice: seconds}. A count that is missing is
             taken in proportion to the nearest one.
         backward_s: likewise.
-        cores: processor cores that all devices share; 0 where each computes on its own.
         message_edges: stage edges along which stages wait for one another.
     """
 
     forward_s: Sequence[Mapping[int, float]]
     backward_s: Sequence[Mapping[int, float]]
-    cores: int = 0
     message_edges: MessageEdges = EVERY_EDGE
 
     def __post_init__(self) -> None:
@@ -275,10 +273,6 @@ class StageTimes(StepCosts):
             for s, seconds in enumerate(stages):
                 if not seconds or min(seconds) < 1:
                     raise ValueError(f"{what} of stage {s} needs a time for at least one sample")
-
-    @property
-    def overheads(self) -> Overheads:
-        return Overheads((1.0,) * self.cores)
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         return _at(self.forward_s[stage], samples), _at(self.backward_s[stage], samples)

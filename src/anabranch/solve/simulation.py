@@ -337,7 +337,6 @@ def ideal_step_s(
     backward_s: Sequence[Mapping[int, float]],
     *,
     model: OpGraph | None = None,
-    cores: int = 0,
 ) -> float:
     """Seconds of a step whose links cost nothing: what the schedule allows for these stage times.
 
@@ -349,11 +348,10 @@ def ideal_step_s(
         backward_s: likewise.
         model: tells stage edges that carry data or gradients from those that only order; by default
             all do.
-        cores: processor cores that all devices share; 0 where each computes on its own.
     """
     graph = plan_.stage_graph
     edges = message_edges(graph, model) if model is not None else EVERY_EDGE
-    times = StageTimes(forward_s, backward_s, cores, edges)
+    times = StageTimes(forward_s, backward_s, edges)
     if plan_.mode == "async":
         return stream.steady(graph, times).period_s
     return step_seconds(graph, compute_order(graph, plan_.schedule), times)
