@@ -13,7 +13,7 @@ from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.program import compile_schedule
-from anabranch.simulator.run import run, step_seconds
+from anabranch.simulator.run import step_seconds
 from tests.simulator.helpers import cluster, cost_model, stage_graph
 
 GRAPH = StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 2)), ((0, 1),), 6)
@@ -22,25 +22,20 @@ TIMES = StageTimes([{1: 1.0}] * 2, [{1: 2.0}] * 2)
 
 
 def test_receives_are_posted_for_whole_microbatches():
-    """Stage 1 takes two messages per micro-batch: with one slot the second of them lets in both of
-    the next, with two slots both of the next but one.
-    """
+    """Stage 1 takes two messages per micro-batch: the second of them lets in both of the next."""
     rule = SCHEDULES["gpipe"]()
     warm = rule.warm_up(GRAPH)
 
-    def posted(slots: int, *, lowered: bool) -> list[int]:
-        order = Schedule(rule.order(warm).actions, slots)
+    def posted(*, lowered: bool) -> list[int]:
+        order = rule.order(warm)
         forward = replace(TIMES, message_edges=MessageEdges(back=()))
         given = lower(order, warm, forward.message_edges) if lowered else order
         program = compile_schedule(given, warm, forward)
-        openers = program.messages.opener
-        assert program.messages.is_posted.tolist() == (openers < 0).tolist()
+        openers = program.messages.table["opener"]
+        assert program.messages.table["ready"].tolist() == (openers < 0).tolist()
         return openers.tolist()
 
-    one = [-1, -1, 1, 1, 3, 3]
-    assert posted(1, lowered=False) == posted(1, lowered=True) == one
-    two = [-1, -1, -1, -1, 1, 1]
-    assert posted(2, lowered=False) == posted(2, lowered=True) == two
+    assert posted(lowered=False) == posted(lowered=True) == [-1, -1, 1, 1, 3, 3]
 
 
 def test_code_is_receives_sends_and_compute():
@@ -78,56 +73,27 @@ def test_nothing_travels_between_stages_that_share_a_device():
     assert step_seconds(graph, schedule, TIMES) == 6
 
 
-def test_a_send_that_nobody_receives():
-    """Found before the clock runs."""
-    schedule = Schedule.parse("0: 0F0 0SF0>1@1[0:1]\n1: 1F0")
-    with pytest.raises(InvalidScheduleError, match=r"device 0: nobody receives 0SF0>1@1\[0:1\]"):
-        compile_schedule(schedule, GRAPH, TIMES)
-
-
 def two_stages(samples: int) -> StageGraph:
     """Two in a row, a sample per micro-batch."""
     return StageGraph((Stage(("a",), (0,), 1), Stage(("b",), (1,), 1)), ((0, 1),), samples)
 
 
-@pytest.mark.parametrize("order", ["0F0 0F1 0F2 0B2 0B1 0B0", "0F1 0F0 0F2 0B1 0B0 0B2"])
-@pytest.mark.parametrize("slots", [1, 2])
-def test_orders_by_hand_take_as_long_as_with_their_messages(order: str, slots: int) -> None:
-    """Receives are posted in the receiver's own order, whatever it is."""
-    graph = two_stages(3)
-    text = f"0: {order}\n1: {order.replace('0F', '1F').replace('0B', '1B')}"
-    schedule = Schedule.parse(text, slots=slots)
-    times = StageTimes([{1: 1.0}] * 2, [{1: 2.0}] * 2)
-    expected = run(graph, lower(schedule, graph), times).step_s
-    assert step_seconds(graph, schedule, times) == expected
-
-
-def test_a_message_that_nobody_receives_is_named() -> None:
-    """An order by hand that lacks a micro-batch is refused, not taken for a deadlock."""
-    schedule = Schedule.parse("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0")
-    times = StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2)
-    with pytest.raises(InvalidScheduleError, match="nobody receives 0SF1"):
-        step_seconds(two_stages(2), schedule, times)
-
-
 @pytest.mark.parametrize(
-    ("order", "seconds"),
-    [("0: 0F0 0B0\n1: 0F0 0B0\n2: ", 3), ("0: 0F0 0B0\n1: 0F0 0B0 0B0", 5), ("0: \n1: ", 0)],
+    "order",
+    [
+        "0: 0F0 0F1 0B1 0B0\n1: 1F0 1F1 1B1 1B0",
+        "0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0",
+        "0: 0F0 0F1 0B0 0B1",
+        "0: 0F0 0F1 0B0 0B1\n1: 1F0 1F1 1B0 1B1 1B1",
+    ],
 )
-def test_lists_by_hand_may_lack_something(order: str, seconds: float) -> None:
-    """A device, or all of them, with nothing to do; a replica that does less than the other."""
-    graph = StageGraph((Stage(("a",), (0, 1), 2),), (), 2)
-    assert step_seconds(graph, Schedule.parse(order), TIMES) == seconds
-
-
-def test_a_stage_that_nobody_computes_is_none_of_the_others() -> None:
-    """Its gradients are summed all the same, in the queue of its devices; that has no barrier of
-    another one's for it.
+def test_orders_by_hand_are_whole_and_in_turn(order: str) -> None:
+    """One that lacks a micro-batch, or takes them out of order, is refused, not taken for a
+    deadlock.
     """
-    stages = tuple(Stage((f"op{s}",), (0, 1), 2) for s in range(2))
-    cost = cost_model((), [1, 1], [1, 1], cluster(2), parameter_bytes=1)
-    order = Schedule.parse("0: 0F0 0B0\n1: 0F0 0B0")
-    assert step_seconds(StageGraph(stages, (), 2), order, cost) == pytest.approx(2)
+    times = StageTimes([{1: 1.0}] * 2, [{1: 1.0}] * 2)
+    with pytest.raises(InvalidScheduleError, match="lacks micro-batches of its stages, or takes"):
+        step_seconds(two_stages(2), Schedule.parse(order), times)
 
 
 def test_what_prices_keep_of_messages_holds_for_other_graphs() -> None:

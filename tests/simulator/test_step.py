@@ -14,8 +14,7 @@ from anabranch.schedule.schedule import Schedule
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.events import play
-from anabranch.simulator.in_a_row import in_a_row
-from anabranch.simulator.program import compile_schedule
+from anabranch.simulator.program import compile_schedule, in_a_row
 from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.tables import tables_of
 from anabranch.timeline import Timeline

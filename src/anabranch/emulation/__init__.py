@@ -17,7 +17,8 @@ emulation     plan, prices, order of messages and shared memory, made before the
 pipeline      one rank
 clock         the time of a device, whatever the host is doing
 shared_links  memory that all ranks share: when messages arrive, until when links are busy
-stages        stages that wait as long as they would compute, with messages of the right size
+stages        stages without content, with messages of the right size
+compute       passes and sums of gradients that take as long as they would
 transports    messages that take as long as on the cluster, or as they do on this machine
 
 Prices are the simulator's (``simulator.costs``), so what differs between a prediction and an

@@ -7,20 +7,26 @@ from collections.abc import Collection
 from typing import Literal
 
 from anabranch.cluster import Cluster
-from anabranch.emulation.shared_links import Channel, SharedLinks
+from anabranch.emulation.shared_links import Channel, Price, SharedLinks
 from anabranch.emulation.stages import EmptyStages
-from anabranch.emulation.transports import LinkPrices
-from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan
 from anabranch.plans.prices import prices_of
 from anabranch.profile.profile import Profile
 from anabranch.runtime.messages import Layout
 from anabranch.runtime.worker import executed
-from anabranch.schedule import SCHEDULES, schedule_of
+from anabranch.schedule import schedule_of
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.sums import Sum, final_pieces, plan_sums
 
 Links = Literal["modelled", "host"]
+
+
+def require_time_scale(time_scale: float, links: Links) -> None:
+    """Raise a ``ValueError`` for a time scale that is not positive, or slows what it cannot."""
+    if not 0 < time_scale <= 1e6:
+        raise ValueError(f"the time scale is {time_scale}; it must be positive, and 1e6 at most")
+    if links == "host" and time_scale != 1:
+        raise ValueError("links of this machine cannot be slowed down; the time scale must be 1")
 
 
 class Emulation:
@@ -45,17 +51,11 @@ class Emulation:
         self, plan: Plan, profile: Profile, cluster: Cluster, *, links: Links = "modelled"
     ) -> None:
         graph = plan.stage_graph
-        if plan.schedule not in SCHEDULES:
-            raise InvalidPlanError(
-                f"the plan has the schedule {plan.schedule!r}; known are "
-                f"{', '.join(sorted(SCHEDULES))}"
-            )
         self.plan, self.links = plan, links
         self.costs = ModelCosts(graph, prices_of(plan, profile, cluster))
         self.schedule = schedule_of(graph, plan.schedule, self.costs.message_edges)
         self.devices = graph.devices
         self._model, self._stages = profile, EmptyStages(profile.graph, graph)
-        self.prices = LinkPrices(self.costs, self.devices)
         self.sums = plan_sums(self.costs, {s: len(x.devices) for s, x in enumerate(graph.stages)})
         self.final = final_pieces(self.sums)
         self.message_bytes = self.num_messages = 0
@@ -82,6 +82,11 @@ class Emulation:
                     self.message_bytes += sum(i.shape.numel() * i.dtype.itemsize for i in items)
         self.num_messages = found.total()
         return found
+
+    def price(self, source: int, target: int, nbytes: int) -> Price:
+        """Price of so many bytes from one rank to another."""
+        route = self.costs.route(self.devices[source], self.devices[target])
+        return Price(nbytes * route.per_byte_s, route.latency_s, route.ports)
 
     @property
     def sets(self) -> Collection[tuple[int, ...]]:

@@ -16,10 +16,9 @@ from dataclasses import replace
 import torch
 
 from anabranch.emulation.clock import DeviceClock, sleep_precisely
-from anabranch.emulation.emulation import Emulation
-from anabranch.emulation.stages import EmulatedCompute
-from anabranch.emulation.sums import EmulatedSums
-from anabranch.emulation.transports import HostLinks, ModelledTransport
+from anabranch.emulation.compute import EmulatedCompute, EmulatedSums
+from anabranch.emulation.emulation import Emulation, require_time_scale
+from anabranch.emulation.transports import EmulatedTransport
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
@@ -50,16 +49,13 @@ class EmulatedPipeline:
     def __init__(
         self, emulation: Emulation, *, time_scale: float = 1.0, timeout: float = 600.0
     ) -> None:
-        if time_scale <= 0:
-            raise ValueError(f"the time scale is {time_scale}; it must be positive")
-        if time_scale != 1 and emulation.links == "host":
-            raise ValueError(
-                "links of this machine cannot be slowed down; the time scale must be 1"
-            )
+        require_time_scale(time_scale, emulation.links)
         self._emulation, self.time_scale = emulation, time_scale
         self._mesh = Mesh(emulation.devices, emulation.sets, timeout=timeout)
-        self._links: ModelledTransport | HostLinks | None = None
         self._clock = DeviceClock()
+        self._links: EmulatedTransport | None = None
+        if inner := self._mesh.transport():
+            self._links = EmulatedTransport(inner, self.rank, emulation, self._clock)
         with self._mesh.failure.reporting(self.close):
             self._sums = EmulatedSums(emulation, self._clock, self._mesh)
             self._worker = self._make_worker()
@@ -76,20 +72,13 @@ class EmulatedPipeline:
         sleep_precisely()
 
     def _make_worker(self) -> Worker:
-        emulation, mesh = self._emulation, self._mesh
-        inner = mesh.transport()
-        if inner is not None and emulation.links == "host":
-            self._links = HostLinks(inner, self._clock)
-        elif inner is not None:
-            self._links = ModelledTransport(
-                inner, mesh.rank, emulation.shared_links, emulation.prices, self._clock
-            )
-        layout = emulation.layout(mesh.device)
+        emulation, device = self._emulation, self._mesh.device
+        layout = emulation.layout(device)
         return Worker(
             layout,
             emulation.plan.stage_graph,
             emulation.schedule,
-            mesh.device,
+            device,
             EmulatedCompute(layout, emulation.costs, self._clock, self._sums),
             self._links,
             emulation.plan.stage_graph.rank_of,

@@ -14,7 +14,7 @@ from typing import Any
 from anabranch import launch
 from anabranch.cluster import Cluster
 from anabranch.emulation import EmulatedPipeline, Emulation
-from anabranch.emulation.emulation import Links
+from anabranch.emulation.emulation import Links, require_time_scale
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.record import Run
@@ -118,10 +118,8 @@ def rehearse(
     """
     if steps < 1:
         raise ValueError(f"{steps} steps; at least 1 is needed")
-    if time_scale is not None and not 0 < time_scale <= 1e6:
-        raise ValueError(f"the time scale is {time_scale}; it must be positive, and 1e6 at most")
-    if links == "host" and time_scale not in (None, 1.0):
-        raise ValueError("links of this machine cannot be slowed: the time scale must be 1")
+    if time_scale is not None:
+        require_time_scale(time_scale, links)
     plan, predicted = foreseen(plan, profile, cluster)
     machines = plan.machines
     assert machines is not None
@@ -197,14 +195,10 @@ def _measure(
         found.append((seconds, pipe.device_step_s, pipe.late_s, pipe.timeline))
         if watch is not None and pipe.rank == 0:
             watch(done + 1, steps)
-    middle = sorted(found, key=lambda step: step[0])[steps // 2]
+    step_s, device_step_s, late_s, timelines = zip(*found, strict=True)
+    middle = sorted(range(steps), key=step_s.__getitem__)[steps // 2]
     return _RankMeasurement(
-        step_s=tuple(step[0] for step in found),
-        device_step_s=tuple(step[1] for step in found),
-        late_s=tuple(step[2] for step in found),
-        runtime_s=runtime_s,
-        time_scale=pipe.time_scale,
-        timeline=middle[3],
+        step_s, device_step_s, late_s, runtime_s, pipe.time_scale, timelines[middle]
     )
 
 
@@ -223,10 +217,9 @@ def _slow_down(pipe: EmulatedPipeline) -> None:
 
 def _ideal(emulation: Emulation, profile: Profile) -> float:
     """The schedule's step with links that are free."""
-    graph = emulation.plan.stage_graph
-    forward, backward = [], []
-    for stage in range(len(graph)):
-        seconds = {n: emulation.costs.compute_s(stage, n) for n in graph.slice_sizes(stage)}
-        forward.append({n: both[0] for n, both in seconds.items()})
-        backward.append({n: both[1] for n, both in seconds.items()})
+    graph, costs = emulation.plan.stage_graph, emulation.costs
+    forward, backward = (
+        [{n: costs.compute_s(s, n)[way] for n in graph.slice_sizes(s)} for s in range(len(graph))]
+        for way in (0, 1)
+    )
     return ideal_step_s(emulation.plan, forward, backward, model=profile.graph)

@@ -21,7 +21,11 @@ import mmap
 import multiprocessing
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.simulator.sums import Sum
 
@@ -31,11 +35,7 @@ Channel = tuple[int, int, int]
 _PERIODS = 24
 """Periods that a port remembers; of more, the oldest are forgotten, as gaps too."""
 
-_PER_PORT = 1 + 2 * _PERIODS  # how many, then the start and end of each, ascending
 _NEVER = -1.0
-_PER_MESSAGE = 3  # sent, posted, arrives
-_PER_SUM = 2  # gradients that are still to come, when the latest of them came
-_PER_QUEUE = 2  # sums that have been started, when the latest of them ends
 
 
 class Price(NamedTuple):
@@ -51,41 +51,39 @@ class Price(NamedTuple):
 class SharedLinks:
     """Times of one step, in device seconds since it began; made before the ranks are forked.
 
-    ``sums`` are the pieces of all all-reduces.
+    Args:
+        channels: channel -> messages of a step.
+        ports: number of ports.
+        sums: the pieces of all all-reduces.
     """
 
     def __init__(self, channels: Mapping[Channel, int], ports: int, sums: Sequence[Sum]) -> None:
-        self._first: dict[Channel, int] = {}
+        bounds = [0, *accumulate(channels.values())]
+        self._of_channel = {
+            channel: slice(*rows) for channel, rows in zip(channels, pairwise(bounds), strict=True)
+        }
         self._sums = tuple(sums)
         self._queues: dict[int, list[int]] = defaultdict(list)
         for number, work in enumerate(self._sums):
             self._queues[work.queue].append(number)
-        self._ports = range(ports)
-        at = _PER_PORT * ports
-        for channel, count in channels.items():
-            self._first[channel] = at
-            at += _PER_MESSAGE * count
-        self._counts = dict(channels)
-        self._sum = at
-        self._queue = at + _PER_SUM * len(self._sums)
-        size = self._queue + _PER_QUEUE * len(self._queues)
-        self._cells = memoryview(mmap.mmap(-1, max(8 * size, 8))).cast("d")
+        # Per port the start and end of each period, ascending, infinite behind the last; per
+        # message when it is sent, posted and arrives; per sum, gradients that are still to come and
+        # when the latest of them came; per queue, sums that were started and when the latest ends.
+        self._periods = _shared(ports, _PERIODS, 2)
+        self._messages = _shared(bounds[-1], 3)
+        self._gradients = _shared(len(sums), 2)
+        self._started = _shared(len(self._queues), 2)
         self._lock = multiprocessing.get_context("fork").Lock()
 
     def clear(self, rank: int) -> None:
         """Forget the last step; every rank does its part, and a barrier has to follow."""
-        for channel, first in self._first.items():
+        for channel, rows in self._of_channel.items():
             if channel[1] == rank:
-                for i in range(first, first + _PER_MESSAGE * self._counts[channel]):
-                    self._cells[i] = _NEVER
+                self._messages[rows] = _NEVER
         if rank == 0:
-            for port in self._ports:
-                self._cells[_PER_PORT * port] = 0.0
+            self._periods[:], self._started[:] = math.inf, 0.0
             for number, work in enumerate(self._sums):
-                at = self._sum + _PER_SUM * number
-                self._cells[at], self._cells[at + 1] = work.waits_for, 0.0
-            for i in range(_PER_QUEUE * len(self._queues)):
-                self._cells[self._queue + i] = 0.0
+                self._gradients[number] = work.waits_for, 0.0
 
     def sent(self, channel: Channel, number: int, at: float, price: Price) -> None:
         """Note that the n-th message of a channel has been handed over."""
@@ -97,17 +95,17 @@ class SharedLinks:
 
     def arrival(self, channel: Channel, number: int) -> float:
         """Return the arrival time of a message whose both ends have come."""
-        return self._cells[self._first[channel] + _PER_MESSAGE * number + 2]
+        return float(self._messages[self._of_channel[channel]][number, 2])
 
     def _meet(self, channel: Channel, number: int, end: int, at: float, price: Price) -> None:
-        cells, row = self._cells, self._first[channel] + _PER_MESSAGE * number
+        message = self._messages[self._of_channel[channel]][number]
         with self._lock:
-            cells[row + end] = at
-            other = cells[row + 1 - end]
+            message[end] = at
+            other = float(message[1 - end])
             if other != _NEVER:
                 self._start_sums(max(at, other))
                 free = self._occupy(price.ports, max(at, other), price.occupies_s)
-                cells[row + 2] = free + price.latency_s
+                message[2] = free + price.latency_s
 
     def occupy(self, ports: Sequence[int], at: float, seconds: float) -> float:
         """Take all ports as soon as they are free together; when they are free again."""
@@ -115,7 +113,7 @@ class SharedLinks:
             return self._occupy(ports, at, seconds)
 
     def _occupy(self, ports: Sequence[int], at: float, seconds: float) -> float:
-        taken = [self._periods(port) for port in ports]
+        taken = [[(a, b) for a, b in self._periods[p].tolist() if a < math.inf] for p in ports]
         start, moved = at, True
         while moved:
             moved = False
@@ -125,28 +123,19 @@ class SharedLinks:
                         start, moved = end, True
         end = start + seconds
         for port, periods in zip(ports, taken, strict=True):
-            self._keep(port, _joined([*periods, (at, end)]))
+            joined = _joined([*periods, (at, end)])
+            if len(joined) > _PERIODS:
+                joined[:2] = [(joined[0][0], joined[1][1])]
+            self._periods[port] = math.inf
+            self._periods[port, : len(joined)] = joined
         return end
-
-    def _periods(self, port: int) -> list[tuple[float, float]]:
-        first = _PER_PORT * port
-        numbers = self._cells[first + 1 : first + 1 + 2 * int(self._cells[first])].tolist()
-        return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-    def _keep(self, port: int, periods: list[tuple[float, float]]) -> None:
-        while len(periods) > _PERIODS:
-            periods[:2] = [(periods[0][0], periods[1][1])]
-        first = _PER_PORT * port
-        self._cells[first] = len(periods)
-        for i, (begin, end) in enumerate(periods):
-            self._cells[first + 1 + 2 * i], self._cells[first + 2 + 2 * i] = begin, end
 
     def give(self, number: int, at: float) -> None:
         """A rank's gradients of a sum are final."""
-        cells, row = self._cells, self._sum + _PER_SUM * number
+        gradients = self._gradients[number]
         with self._lock:
-            cells[row] -= 1
-            cells[row + 1] = max(cells[row + 1], at)
+            gradients[0] -= 1
+            gradients[1] = max(gradients[1], at)
 
     def ended(self, numbers: Sequence[int], at: float) -> tuple[float, bool]:
         """Return the end of the last of some all-reduces, or its lower bound, and True if it is the
@@ -159,7 +148,7 @@ class SharedLinks:
             self._start_sums(at)
             latest, is_sure = 0.0, True
             for queue in {self._sums[number].queue for number in numbers}:
-                started, end = self._cells[self._queue + _PER_QUEUE * queue :][:2]
+                started, end = self._started[queue].tolist()
                 left = self._queues[queue][int(started) :]
                 seconds = sum(self._sums[number].seconds for number in left)
                 latest = max(latest, end if not left else max(end, at) + seconds)
@@ -173,21 +162,23 @@ class SharedLinks:
             if not found:
                 return
             at, queue = min(found)
-            cells, row = self._cells, self._queue + _PER_QUEUE * queue
-            number = self._queues[queue][int(cells[row])]
-            work = self._sums[number]
-            end = self._occupy(work.ports, at, work.seconds)
-            cells[row] += 1
-            cells[row + 1] = end
+            started = self._started[queue]
+            work = self._sums[self._queues[queue][int(started[0])]]
+            started[:] = started[0] + 1, self._occupy(work.ports, at, work.seconds)
 
     def _next_start(self, queue: int) -> tuple[float, int]:
         """Return the start of the next all-reduce of a queue; infinite if unknown."""
-        cells, row = self._cells, self._queue + _PER_QUEUE * queue
-        done = int(cells[row])
-        if done == len(self._queues[queue]):
+        started, free = self._started[queue].tolist()
+        if started == len(self._queues[queue]):
             return math.inf, queue
-        at = self._sum + _PER_SUM * self._queues[queue][done]
-        return (math.inf if cells[at] else max(cells[at + 1], cells[row + 1])), queue
+        to_come, latest = self._gradients[self._queues[queue][int(started)]].tolist()
+        return (math.inf if to_come else max(latest, free)), queue
+
+
+def _shared(*shape: int) -> NDArray[np.float64]:
+    """Zeros that processes forked from this one share with it."""
+    memory = mmap.mmap(-1, 8 * max(math.prod(shape), 1))
+    return np.frombuffer(memory, count=math.prod(shape)).reshape(shape)
 
 
 def _joined(periods: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,71 +1,60 @@
-"""Transports between emulated devices: messages really travel, and take as long as they should."""
+"""Transport between emulated devices: messages really travel, and take as long as they should."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from anabranch.emulation.clock import DeviceClock
-from anabranch.emulation.shared_links import Channel, Price, SharedLinks
+from anabranch.emulation.emulation import Emulation
+from anabranch.emulation.shared_links import Channel, SharedLinks
 from anabranch.runtime.transport import Receipt, Spec, Transport
-from anabranch.simulator.costs import StepCosts
 
 
-class LinkPrices:
-    """Prices of messages on the links of a cluster."""
-
-    def __init__(self, costs: StepCosts, devices: Sequence[int]) -> None:
-        self._costs, self._devices = costs, devices
-
-    def price(self, source: int, target: int, nbytes: int) -> Price:
-        """Price of so many bytes from one rank to another."""
-        route = self._costs.route(self._devices[source], self._devices[target])
-        return Price(nbytes * route.per_byte_s, route.latency_s, route.ports)
-
-
-class ModelledTransport:
-    """Messages go through another transport, and are there when the modelled links have them there.
-
-    A message that has arrived is dropped, and tensors without content take its place.
+class EmulatedTransport:
+    """Messages go through another transport. On modelled links they are there when those have them
+    there: a message that has arrived is dropped, and tensors without content take its place. On the
+    links of this machine they take as long as they do, and the wall clock is the devices' time.
     """
 
     def __init__(
-        self,
-        inner: Transport,
-        rank: int,
-        shared: SharedLinks,
-        prices: LinkPrices,
-        clock: DeviceClock,
+        self, inner: Transport, rank: int, emulation: Emulation, clock: DeviceClock
     ) -> None:
-        self._inner, self._rank = inner, rank
-        self._shared, self._prices, self._clock = shared, prices, clock
+        self._inner, self._rank, self._emulation, self._clock = inner, rank, emulation, clock
+        self._shared = emulation.shared_links if emulation.links == "modelled" else None
         self._counts: Counter[Channel] = Counter()
 
     def begin(self) -> None:
-        """Start a step, on a board that has been cleared."""
+        """Start a step, on links that have been cleared."""
         self._counts.clear()
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
+        if self._shared is None:
+            self._inner.send(tensors, rank, tag)
+            return
         self._clock.charge()
-        channel = self._rank, rank, tag
-        price = self._prices.price(self._rank, rank, sum(tensor.nbytes for tensor in tensors))
+        channel, nbytes = (self._rank, rank, tag), sum(tensor.nbytes for tensor in tensors)
+        price = self._emulation.price(self._rank, rank, nbytes)
         self._shared.sent(channel, self._next(channel), self._clock.now, price)
         self._inner.send(tensors, rank, tag)
         self._clock.resume()
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
+        if self._shared is None:
+            return _HostReceipt(self._inner.receive(specs, device, rank, tag), self._clock)
         self._clock.charge()
         channel = rank, self._rank, tag
         nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in specs)
         number = self._next(channel)
-        price = self._prices.price(rank, self._rank, nbytes)
+        price = self._emulation.price(rank, self._rank, nbytes)
         self._shared.posted(channel, number, self._clock.now, price)
         receipt = self._inner.receive(specs, device, rank, tag)
         self._clock.resume()
-        return _Modelled(self, receipt, specs, channel, number)
+        return _ModelledReceipt(receipt, self._clock, self._shared, specs, channel, number)
 
     def _next(self, channel: Channel) -> int:
         self._counts[channel] += 1
@@ -75,6 +64,9 @@ class ModelledTransport:
         self._inner.push()
 
     def flush(self) -> None:
+        if self._shared is None:
+            self._inner.flush()
+            return
         self._clock.charge()
         self._inner.flush()
         self._clock.resume()
@@ -83,64 +75,32 @@ class ModelledTransport:
         self._inner.close()
 
 
-class _Modelled:
-    """A receive on a modelled link."""
-
-    def __init__(
-        self,
-        transport: ModelledTransport,
-        inner: Receipt,
-        specs: Sequence[Spec],
-        channel: Channel,
-        number: int,
-    ) -> None:
-        self._transport, self._inner, self._specs = transport, inner, specs
-        self._channel, self._number = channel, number
+@dataclass(frozen=True)
+class _ModelledReceipt:
+    inner: Receipt
+    clock: DeviceClock
+    shared: SharedLinks
+    specs: Sequence[Spec]
+    channel: Channel
+    number: int
 
     def wait(self) -> list[Tensor]:
-        clock, shared = self._transport._clock, self._transport._shared
-        clock.charge()
+        self.clock.charge()
         # The sender notes the time before it sends, so whoever has the bytes can look it up.
-        self._inner.wait()
-        clock.meet(shared.arrival(self._channel, self._number))
-        clock.resume()
-        return [torch.empty((*shape[:1], 0), dtype=dtype) for shape, dtype in self._specs]
+        self.inner.wait()
+        self.clock.meet(self.shared.arrival(self.channel, self.number))
+        self.clock.resume()
+        return [torch.empty((*shape[:1], 0), dtype=dtype) for shape, dtype in self.specs]
 
 
-class HostLinks:
-    """Messages take as long as they do on this machine: the wall clock is the devices' time."""
-
-    def __init__(self, inner: Transport, clock: DeviceClock) -> None:
-        self._inner, self._clock = inner, clock
-
-    def begin(self) -> None:
-        """Start a step."""
-
-    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        self._inner.send(tensors, rank, tag)
-
-    def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        return _EmulatedReceive(self._inner.receive(specs, device, rank, tag), self._clock)
-
-    def push(self) -> None:
-        self._inner.push()
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _EmulatedReceive:
-    """A receive on a link of this machine."""
-
-    def __init__(self, inner: Receipt, clock: DeviceClock) -> None:
-        self._inner, self._clock = inner, clock
+@dataclass(frozen=True)
+class _HostReceipt:
+    inner: Receipt
+    clock: DeviceClock
 
     def wait(self) -> list[Tensor]:
-        tensors = self._inner.wait()
-        self._clock.charge()
-        self._clock.catch_up()
-        self._clock.resume()
+        tensors = self.inner.wait()
+        self.clock.charge()
+        self.clock.catch_up()
+        self.clock.resume()
         return tensors

@@ -242,7 +242,7 @@ class Run:
         self.outcome = compute.begin(leaves, number, train=train)
         self.compute, self.transport, self.place = compute, worker._transport, worker._place
         self.clock, self.stages = worker.clock, worker.graph.stages
-        self.tasks, self.slots, self.watcher = tasks, worker.schedule.slots, watcher
+        self.tasks, self.watcher = tasks, watcher
         self.receipts: dict[_Task, Receipt] = {}
         self.posted = [0] * len(tasks.channels)
         self.values: defaultdict[Key, dict[int, list[tuple[Item, Tensor]]]] = defaultdict(dict)
@@ -259,8 +259,7 @@ class Run:
         """Post the first receives of every channel of such receives."""
         for channel, microbatches in enumerate(self.tasks.channels):
             if microbatches[0][0].action.kind in kinds:
-                for _ in range(self.slots):
-                    self.post(channel)
+                self.post(channel)
 
     def do(self, kind: Kind, microbatch: int) -> bool:
         """Do a forward or a backward with its messages; return False if there is none here."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from anabranch.errors import UnknownScheduleError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import ScheduleRule
-from anabranch.schedule.check import check, check_order
+from anabranch.schedule.check import check_order, checked
 from anabranch.schedule.gpipe import GPipe
 from anabranch.schedule.kfkb import KFKB
-from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 
 SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
@@ -37,9 +35,7 @@ def rule_named(name: str) -> ScheduleRule:
     return SCHEDULES[name]()
 
 
-def schedule_of(
-    graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE, *, slots: int = 1
-) -> Schedule:
+def schedule_of(graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE) -> Schedule:
     """Return the checked schedule of a plan's stages, with its messages.
 
     Args:
@@ -51,20 +47,16 @@ def schedule_of(
         InvalidScheduleError: if the in-flight counts cannot be scheduled.
         DeadlockError: if devices would wait for each other.
     """
-    schedule = lower(compute_order(graph, name, slots=slots), graph, edges)
-    check(schedule, graph, edges)
-    return schedule
+    return checked(compute_order(graph, name), graph, edges)
 
 
-def checked_order(
-    graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE, *, slots: int = 1
-) -> Schedule:
+def checked_order(graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE) -> Schedule:
     """Return the checked schedule without messages; a simulation of it detects deadlocks."""
-    order = compute_order(graph, name, slots=slots)
+    order = compute_order(graph, name)
     check_order(order, graph, edges)
     return order
 
 
-def compute_order(graph: StageGraph, name: str, *, slots: int = 1) -> Schedule:
+def compute_order(graph: StageGraph, name: str) -> Schedule:
     """Return the unchecked schedule without messages, for searches that price thousands."""
-    return replace(rule_named(name).order(graph), slots=slots)
+    return rule_named(name).order(graph)

@@ -33,8 +33,7 @@ from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.check import check
-from anabranch.schedule.lower import lower
+from anabranch.schedule.check import checked
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 ORDER = "1f1b"
@@ -170,9 +169,7 @@ class AsynchronousOrder:
         whole = repeated(self.graph, batches or 2 * -(-most // samples) + 1)
         orders = [tuple(self.actions(s, whole.num_microbatches(s))) for s in range(len(whole))]
         by_device = {d: orders[s] for s, stage in enumerate(whole.stages) for d in stage.devices}
-        schedule = lower(Schedule(by_device), whole, edges)
-        check(schedule, whole, edges)
-        return whole, schedule
+        return whole, checked(Schedule(by_device), whole, edges)
 
     def for_turn(self, turn: int, samples: int) -> StageGraph:
         """Return the stages of one mini-batch of a round, each with the replica that takes it."""

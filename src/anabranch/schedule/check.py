@@ -1,17 +1,17 @@
-"""Check of schedules: order, pairs of messages, number in flight, no deadlock.
+"""Check of schedules: order, messages, number in flight, no deadlock.
 
 The check assumes this transport:
 
 - a channel is one direction of one stage edge between two devices; its messages arrive in the order
   they were sent;
 - a device waits only for receives; sends are asynchronous;
-- receives are posted ahead, for the next ``slots`` micro-batches of the receiver, and a message
-  moves once it has been sent and its receive is posted;
+- receives are posted ahead, for the next micro-batch of the receiver, and a message moves once it
+  has been sent and its receive is posted;
 - a device with several stages passes values and gradients between them in memory, so its list has
   to compute them before it uses them;
 - the replicas of a stage sum gradients before an update, so they start it together.
 
-With at least one slot every message that was sent arrives, so a deadlock is a cycle of devices that
+Every message that was sent arrives, so a deadlock is a cycle of devices that
 wait for each other. Running the lists once, without a clock, finds it: every order of running them
 stops at the same actions.
 """
@@ -20,23 +20,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.in_flight import waited_for_samples
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import directions, handovers, lower, messages
+from anabranch.schedule.lower import compute_of, lower, needs
 from anabranch.schedule.schedule import Action, Kind, Schedule
-
-_Compute = tuple[int, bool, int]
-"""(stage, is forward, micro-batch)."""
 
 Channel = tuple[int, int, int, int, bool]
 """(sending stage, receiving stage, sending device, receiving device, is forward)."""
 
 
 def check(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> None:
-    """Check that a schedule can be executed; one without messages is lowered first.
+    """Check that a schedule can be executed; its messages must be those that ``lower`` inserts.
 
     Linear in the number of actions.
 
@@ -45,28 +43,35 @@ def check(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
 
     Raises:
         InvalidScheduleError: if actions are missing, out of order (C4; on a device with several
-            stages also against its stage edges), not paired, or too many micro-batches are in
-            flight.
+            stages also against its stage edges), messages differ from those of the sample
+            intervals, or too many micro-batches are in flight.
         DeadlockError: if devices wait for each other; the message shows what each waits for.
     """
-    if not schedule.is_lowered:
-        schedule = lower(schedule, graph, edges)
-    check_order(schedule, graph, edges)
-    _check_pairs(schedule, graph)
+    expected = checked(schedule.computes, graph, edges)
+    for device, actions in schedule.actions.items() if schedule.is_lowered else ():
+        for at, both in enumerate(zip_longest(actions, expected.actions[device])):
+            if both[0] != both[1]:
+                raise InvalidScheduleError(
+                    f"device {device}, step {at + 1} of {len(actions)}: the sample intervals ask "
+                    f"for {both[1] or 'nothing'} here: {show(actions, at)}"
+                )
+
+
+def checked(order: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> Schedule:
+    """Return a schedule with its messages; raises as ``check`` does if it cannot be executed."""
+    check_order(order, graph, edges)
+    schedule = lower(order, graph, edges)
     _check_deadlock(schedule, graph)
+    return schedule
 
 
 def check_order(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE) -> None:
-    """Check order and number in flight, but neither pairs of messages nor deadlocks, which a
+    """Check order and number in flight of a schedule without messages, but no deadlocks, which a
     simulation detects as well.
 
     Raises:
         InvalidScheduleError: as ``check`` does.
     """
-    if schedule.slots < 1:
-        raise InvalidScheduleError(
-            f"the schedule posts {schedule.slots} receives per channel; at least 1 is needed"
-        )
     _check_devices(schedule, graph)
     held: dict[int, list[int]] = {device: [] for device in graph.devices}
     for s, stage in enumerate(graph.stages):
@@ -183,11 +188,9 @@ def _check_list(
     for at, action in enumerate(actions):
         if action.stage not in stages:
             problem: str | None = f"stage {action.stage} is not on this device"
-        elif action.peer < 0:
+        else:
             problem = _compute_problem(action, done, split, graph)
             done[action.stage, action.kind] += 1
-        else:
-            problem = _message_problem(action, done, split)
         if problem:
             raise InvalidScheduleError(
                 f"device {device}, step {at + 1} of {len(actions)}: {problem}: {show(actions, at)}"
@@ -207,14 +210,16 @@ def check_handovers(
     """Check that a device with several stages computes values before another of its stages uses
     them, or raise an InvalidScheduleError.
     """
-    for device, needs in _handed_over(graph, edges).items():
-        done: set[_Compute] = set()
+    inside = needs(graph, edges, inside_devices=True)
+    for device in dict.fromkeys(device for _, device, _, _ in inside):
+        done = set()
         for at, action in enumerate(schedule.actions[device]):
             if action.peer >= 0 or not action.kind.has_messages:
                 continue
-            compute = action.stage, action.kind.is_forward, action.microbatch
-            for stage, forward, microbatch in needs.get(compute, ()):
-                if (stage, forward, microbatch) not in done:
+            compute = compute_of(action, device)
+            for need in inside.get(compute, ()):
+                if need not in done:
+                    stage, _, forward, microbatch = need
                     name = "forward" if forward else "backward"
                     raise InvalidScheduleError(
                         f"device {device}, step {at + 1} of {len(schedule.actions[device])}: it "
@@ -223,21 +228,6 @@ def check_handovers(
                         f"{show(schedule.actions[device], at)}"
                     )
             done.add(compute)
-
-
-def _handed_over(
-    graph: StageGraph, edges: MessageEdges
-) -> dict[int, dict[_Compute, list[_Compute]]]:
-    """Map device -> compute -> computes on the same device that it depends on."""
-    result: dict[int, dict[_Compute, list[_Compute]]] = {}
-    for x, y in graph.edges:
-        for device, i, j in handovers(graph, x, y):
-            needs = result.setdefault(device, {})
-            if edges.goes_forward((x, y)):
-                needs.setdefault((y, True, j), []).append((x, True, i))
-            if edges.comes_back((x, y)):
-                needs.setdefault((x, False, i), []).append((y, False, j))
-    return result
 
 
 def _stage_kinds(split: bool) -> tuple[Kind, ...]:
@@ -267,72 +257,6 @@ def _compute_problem(
     if in_flight > limit:
         return f"{in_flight} micro-batches of stage {s} are in flight; its limit is {limit}"
     return None
-
-
-def _message_problem(
-    action: Action, done: Counter[tuple[int, Kind]], split: set[int]
-) -> str | None:
-    """Check that a send follows its compute and a receive precedes the compute that needs it."""
-    backward = Kind.INPUT_GRADIENT if action.stage in split else Kind.BACKWARD
-    compute = Kind.FORWARD if action.kind.is_forward else backward
-    computed = action.microbatch < done[action.stage, compute]
-    if action.kind.is_send and not computed:
-        return f"it sends before {compute.name.lower()} {action.microbatch}"
-    if not action.kind.is_send and computed:
-        return f"it receives after {compute.name.lower()} {action.microbatch}"
-    return None
-
-
-def _check_pairs(schedule: Schedule, graph: StageGraph) -> None:
-    """Check both ends of every channel against the messages computed from sample intervals."""
-    sent: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
-    received: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
-    carried = set()
-    for device, actions in schedule.actions.items():
-        for action in actions:
-            if action.peer >= 0:
-                key = channel(action, device)
-                carried.add((key[0], key[1], key[4]))
-                ends = sent if action.kind.is_send else received
-                ends[key].append((action.microbatch, action.start, action.stop))
-    expect_sent: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
-    expect_received: dict[Channel, list[tuple[int, int, int]]] = defaultdict(list)
-    for source, target, forward in carried & {*directions(graph)}:
-        for i, a, j, b, start, stop in messages(graph, source, target, forward=forward):
-            expect_sent[source, target, a, b, forward].append((i, start, stop))
-            expect_received[source, target, a, b, forward].append((j, start, stop))
-    for key in dict.fromkeys((*sent, *received, *sorted(expect_sent))):
-        for what, actual, expected in (
-            ("sends", sent[key], expect_sent[key]),
-            ("receives", received[key], expect_received[key]),
-        ):
-            if actual != expected:
-                raise InvalidScheduleError(_pair_problem(key, what, actual, expected))
-
-
-def _pair_problem(
-    key: Channel,
-    what: str,
-    actual: Sequence[tuple[int, int, int]],
-    expected: Sequence[tuple[int, int, int]],
-) -> str:
-    source, target, a, b, forward = key
-    at = next(
-        (i for i, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]),
-        min(len(actual), len(expected)),
-    )
-
-    def text(items: Sequence[tuple[int, int, int]]) -> str:
-        if at >= len(items):
-            return "nothing"
-        microbatch, start, stop = items[at]
-        return f"samples {start} to {stop - 1} of micro-batch {microbatch}"
-
-    return (
-        f"{'activations' if forward else 'gradients'} from stage {source} on device {a} to stage "
-        f"{target} on device {b}: among the {what}, message {at + 1} is {text(actual)}; the sample "
-        f"intervals ask for {text(expected)}"
-    )
 
 
 def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:

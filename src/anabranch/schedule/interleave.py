@@ -14,16 +14,12 @@ earlier samples, then stages further down.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import overlaps
+from anabranch.schedule.lower import Compute, compute_of, needs
 from anabranch.schedule.schedule import Action, Kind
-
-_Unit = tuple[int, int, bool, int]
-"""(stage, device, is forward, micro-batch)."""
 
 
 def interleave(
@@ -34,74 +30,36 @@ def interleave(
     Raises:
         InvalidScheduleError: if the orders cannot be executed at all.
     """
-    return _Merger(graph, orders).run()
+    needed, done = needs(graph), dict[Compute, float]()  # done: when
+    free = dict.fromkeys(graph.devices, 0.0)
+    lists: dict[int, list[Action]] = {device: [] for device in graph.devices}
+    position = {(s, d): 0 for s, stage in enumerate(graph.stages) for d in stage.devices}
 
+    def choices() -> Iterator[tuple[float, bool, int, int, int, Action]]:
+        """Next actions that can start: when, the keys that break ties, and the action."""
+        for (stage, device), at in position.items():
+            if at < len(orders[stage]):
+                action = orders[stage][at]
+                awaited = needed.get(compute_of(action, device), ())
+                awaited = awaited if action.kind.has_messages else ()
+                if all(compute in done for compute in awaited):
+                    start = max([free[device], *(done[compute] for compute in awaited)])
+                    first = graph.interval(stage, action.microbatch)[0]
+                    yield start, action.kind.is_forward, first, -stage, device, action
 
-class _Merger:
-    """The state of the merge: finished computes, free times of devices, and next actions."""
-
-    def __init__(self, graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> None:
-        self._graph, self._orders = graph, orders
-        self._needs = _needs(graph)
-        self._done: dict[_Unit, float] = {}
-        self._free: dict[int, float] = dict.fromkeys(graph.devices, 0.0)
-        self._lists: dict[int, list[Action]] = {device: [] for device in graph.devices}
-        self._next = {(s, d): 0 for s, stage in enumerate(graph.stages) for d in stage.devices}
-
-    def run(self) -> dict[int, tuple[Action, ...]]:
-        left = sum(len(self._orders[s]) for s, _ in self._next)
-        while left:
-            choices = [choice for lane in self._next if (choice := self._choice(*lane))]
-            if not choices:
-                raise InvalidScheduleError(
-                    "the stages' orders wait for each other; in-flight counts must not rise along "
-                    "a stage edge"
-                )
-            start, _, _, _, device, action = min(choices, key=lambda choice: choice[:5])
-            end = start + self._length(action, device)
-            if action.kind.has_messages:
-                self._done[_unit(action, device)] = end
-            self._free[device] = end
-            self._lists[device].append(action)
-            self._next[action.stage, device] += 1
-            left -= 1
-        return {device: tuple(actions) for device, actions in self._lists.items()}
-
-    def _choice(self, stage: int, device: int) -> tuple[float, bool, int, int, int, Action] | None:
-        """Return the start time of a stage's next action, then the keys that break ties."""
-        position = self._next[stage, device]
-        if position == len(self._orders[stage]):
-            return None
-        action = self._orders[stage][position]
-        needs = self._needs.get(_unit(action, device), ()) if action.kind.has_messages else ()
-        if any(need not in self._done for need in needs):
-            return None
-        start = max([self._free[device], *(self._done[need] for need in needs)])
-        forward = action.kind.is_forward
-        first = self._graph.interval(stage, action.microbatch)[0]
-        return start, forward, first, -stage, device, action
-
-    def _length(self, action: Action, device: int) -> float:
-        replica = self._graph.stages[action.stage].devices.index(device)
-        start, stop = self._graph.slice(action.stage, action.microbatch, replica)
-        return (stop - start) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
-
-
-def _unit(action: Action, device: int) -> _Unit:
-    return action.stage, device, action.kind.is_forward, action.microbatch
-
-
-def _needs(graph: StageGraph) -> Mapping[_Unit, list[_Unit]]:
-    """Map each forward and backward to the computes that it depends on."""
-    result: dict[_Unit, list[_Unit]] = defaultdict(list)
-    for x, y in graph.edges:
-        made, needed = graph.stages[x].devices, graph.stages[y].devices
-        for i, r, j, q, _, _ in overlaps(graph, x, y):
-            source, target = (x, made[r]), (y, needed[q])
-            result[*target, True, j].append((*source, True, i))
-            result[*source, False, i].append((*target, False, j))
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            for i in range(graph.num_microbatches(s)):
-                result[s, device, False, i].append((s, device, True, i))
-    return result
+    for _ in range(sum(len(orders[s]) for s, _ in position)):
+        best = min(choices(), key=lambda choice: choice[:5], default=None)
+        if best is None:
+            raise InvalidScheduleError(
+                "the stages' orders wait for each other; in-flight counts must not rise along a "
+                "stage edge"
+            )
+        *_, device, action = best
+        replica = graph.stages[action.stage].devices.index(device)
+        begun, ended = graph.slice(action.stage, action.microbatch, replica)
+        free[device] = best[0] + (ended - begun) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
+        if action.kind.has_messages:
+            done[compute_of(action, device)] = free[device]
+        lists[device].append(action)
+        position[action.stage, device] += 1
+    return {device: tuple(actions) for device, actions in lists.items()}

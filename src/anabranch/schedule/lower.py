@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +44,15 @@ class Overlap(NamedTuple):
     stop: int
 
 
+Compute = tuple[int, int, bool, int]
+"""(stage, device, is forward, micro-batch)."""
+
+
+def compute_of(action: Action, device: int) -> Compute:
+    """Return the key of a compute on a device."""
+    return action.stage, device, action.kind.is_forward, action.microbatch
+
+
 class Message(NamedTuple):
     """Activations or gradients of samples [start, stop), sent from a device to another."""
 
@@ -64,25 +73,25 @@ def lower(schedule: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDG
     """
     if schedule.is_lowered:
         raise ValueError("the schedule has sends and receives already")
-    before: dict[tuple[int, int, bool, int], list[Action]] = defaultdict(list)
-    after: dict[tuple[int, int, bool, int], list[Action]] = defaultdict(list)
+    before: dict[Compute, list[Action]] = defaultdict(list)
+    after: dict[Compute, list[Action]] = defaultdict(list)
     for source, target, forward in directions(graph, edges):
         send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
         receive = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
         for i, a, j, b, start, stop in messages(graph, source, target, forward=forward):
-            after[a, source, forward, i].append(Action(source, send, i, target, b, start, stop))
-            before[b, target, forward, j].append(Action(target, receive, j, source, a, start, stop))
+            after[source, a, forward, i].append(Action(source, send, i, target, b, start, stop))
+            before[target, b, forward, j].append(Action(target, receive, j, source, a, start, stop))
     lowered = {}
     for device, actions in schedule.actions.items():
         result: list[Action] = []
         for action in actions:
-            key = device, action.stage, action.kind.is_forward, action.microbatch
+            key = compute_of(action, device)
             has_messages = action.kind.has_messages
             result += before.get(key, ()) if has_messages else ()
             result.append(action)
             result += after.get(key, ()) if has_messages else ()
         lowered[device] = tuple(result)
-    return Schedule(lowered, schedule.slots)
+    return Schedule(lowered)
 
 
 def directions(
@@ -110,14 +119,25 @@ def message_table(graph: StageGraph, source: int, target: int, *, forward: bool)
     return table[:, sender != receiver]
 
 
-def handovers(graph: StageGraph, x: int, y: int) -> Iterator[tuple[int, int, int]]:
-    """Generate (device, micro-batch of x, micro-batch of y) for samples that stay on a device with
-    both stages, without a message.
+def needs(
+    graph: StageGraph, edges: MessageEdges = EVERY_EDGE, *, inside_devices: bool = False
+) -> Mapping[Compute, list[Compute]]:
+    """Map computes to those of other stages whose values or gradients they take.
+
+    Args:
+        inside_devices: only those that a device takes from itself, without a message.
     """
-    if not set(graph.stages[x].devices).isdisjoint(graph.stages[y].devices):
-        i, sender, j, receiver, *_ = _transfer_table(graph, x, y, forward=True)
-        stays = sender == receiver
-        yield from zip(*(column[stays].tolist() for column in (sender, i, j)), strict=True)
+    result: dict[Compute, list[Compute]] = defaultdict(list)
+    for source, target, forward in directions(graph, edges):
+        ends = graph.stages[source].devices, graph.stages[target].devices
+        if inside_devices and set(ends[0]).isdisjoint(ends[1]):
+            continue
+        table = _transfer_table(graph, source, target, forward=forward)
+        if inside_devices:
+            table = table[:, table[1] == table[3]]
+        for i, a, j, b, _, _ in table.T.tolist():
+            result[target, b, forward, j].append((source, a, forward, i))
+    return result
 
 
 def _transfer_table(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
@@ -165,25 +185,22 @@ def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> Ints:
     """Compute the overlaps of the first ``samples`` samples."""
     import numpy as np
 
-    made, needed = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
-    result = []
-    a = b = 0
-    while a < len(made) and b < len(needed):
-        (start_x, stop_x, i, r), (start_y, stop_y, j, q) = made[a], needed[b]
-        start, stop = max(start_x, start_y), min(stop_x, stop_y)
-        if start < stop:
-            result.append(Overlap(i, r, j, q, start, stop))
-        a, b = a + (stop_x <= stop_y), b + (stop_y <= stop_x)
-    return np.array(result).T
+    (made, i, r), (needed, j, q) = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
+    starts = np.union1d(made, needed)
+    x, y = (np.searchsorted(begun, starts, side="right") - 1 for begun in (made, needed))
+    return np.array([i[x], r[x], j[y], q[y], starts, np.append(starts[1:], samples)])
 
 
-def _slices(size: int, replicas: int, samples: int) -> list[tuple[int, int, int, int]]:
-    """Return (start, stop, micro-batch, replica) of the non-empty slices of ``samples`` samples."""
-    return [
-        (start, stop, i, replica)
+def _slices(size: int, replicas: int, samples: int) -> Ints:
+    """Return start, micro-batch and replica of the non-empty slices of ``samples`` samples."""
+    import numpy as np
+
+    slices = [
+        (start, i, replica)
         for i in range(-(-samples // size))
         for replica, (start, stop) in enumerate(
             split_evenly(i * size, min((i + 1) * size, samples), replicas)
         )
         if start < stop
     ]
+    return np.array(slices, np.int64).T

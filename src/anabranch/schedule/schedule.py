@@ -191,12 +191,9 @@ class Schedule:
 
     Attributes:
         actions: device -> its actions, in order; a device may hold several stages.
-        slots: receives that may be posted ahead per channel (one direction of one stage edge
-            between two devices).
     """
 
     actions: Mapping[int, tuple[Action, ...]]
-    slots: int = 1
 
     @cached_property
     def orders(self) -> Mapping[int, Order]:
@@ -209,6 +206,14 @@ class Schedule:
         """True after sends and receives have been inserted."""
         return any(order.is_lowered for order in self.orders.values())
 
+    @property
+    def computes(self) -> Schedule:
+        """The schedule without sends and receives."""
+        if not self.is_lowered:
+            return self
+        rows = {d: tuple(a for a in row if a.peer < 0) for d, row in self.actions.items()}
+        return Schedule(rows)
+
     def __str__(self) -> str:
         return "\n".join(
             f"{device}: {' '.join(map(str, actions))}"
@@ -216,10 +221,10 @@ class Schedule:
         )
 
     @staticmethod
-    def parse(text: str, *, slots: int = 1) -> Schedule:
+    def parse(text: str) -> Schedule:
         """Parse the text made by ``str``."""
         actions = {}
         for line in text.strip().splitlines():
             device, _, rest = line.partition(":")
             actions[int(device)] = tuple(Action.parse(word) for word in rest.split())
-        return Schedule(actions, slots)
+        return Schedule(actions)

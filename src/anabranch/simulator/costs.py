@@ -19,6 +19,7 @@ from anabranch.cost.overheads import NO_AGREEMENT, Agreement, agreement, message
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.stages import StageGraph
+from anabranch.remembered import remembered
 from anabranch.simulator.all_reduces import AllReduce, all_reduce_of
 from anabranch.simulator.stage_costs import StageCosts, stage_costs
 
@@ -111,7 +112,7 @@ class StepCosts(Protocol):
 
 
 @dataclass(frozen=True)
-class ModelCosts:
+class ModelCosts(StepCosts):
     """Prices from a profile and a cluster.
 
     Attributes:
@@ -156,7 +157,6 @@ class ModelCosts:
 
     @cached_property
     def overheads(self) -> Overheads:
-        """Return the overheads of the devices, by number, on this cluster."""
         cost = self.cost
         return Overheads(
             cost.cluster.slowdown,
@@ -175,7 +175,6 @@ class ModelCosts:
         return message_edges(self.graph, self.cost.graph)
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
-        """See ``StageCosts``."""
         forward_s, backward_s = self._stages[stage].compute_s(samples)
         times = self._slower[stage] if self.slower else 1.0
         return forward_s * times, backward_s * times
@@ -197,23 +196,18 @@ class ModelCosts:
         return kept
 
     def route(self, a: int, b: int) -> Route:
-        """The slowest link on the way, and every port."""
         return self.cost.route(a, b)
 
-    def all_reduces(self) -> Sequence[AllReduce]:
-        """One per set of stages that read the same parameters, over all devices of these."""
-        return self._all_reduces
-
     def tied_stages(self) -> Collection[tuple[int, ...]]:
-        """See ``StepCosts``."""
         read = (
             tuple(s for s, stage in enumerate(self._stages) if stage.mask & readers)
             for readers in self.cost.graph.tied.values()
         )
         return {stages for stages in read if len(stages) > 1}
 
-    @cached_property
-    def _all_reduces(self) -> tuple[AllReduce, ...]:
+    @remembered
+    def all_reduces(self) -> Sequence[AllReduce]:
+        """One per set of stages that read the same parameters, over all devices of these."""
         groups = {(s,) for s in range(len(self.graph))} | {*self.tied_stages()}
         works = (work for work in map(self._sum, groups) if work)
         return tuple(sorted(works, key=lambda work: turn(work.devices, work.stages)))
@@ -229,35 +223,29 @@ class ModelCosts:
         return work and work._replace(stages=stages)
 
     def gradient_share(self, stage: int, samples: int, operator: int) -> float:
-        """See ``StageCosts``."""
         return self._stages[stage].gradient_share(samples, operator)
 
     def update_s(self, stage: int) -> float:
-        """See ``StageCosts``."""
         return self._stages[stage].update_s
 
     def message_s(self, nbytes: float) -> float:
-        """As calibrated."""
         return message_s(self.cost.calibration, nbytes)
 
     def base_bytes(self, stage: int, device: int) -> float:
-        """Weights, gradients, optimizer state and receive buffers."""
-        return float(self.held(stage, self._replica(stage, device)).resident)
+        return float(self._held_by(stage, device).resident)
 
     def sum_bytes(self, stage: int, device: int) -> float:
         """Terms of other replicas."""
-        return float(self.held(stage, self._replica(stage, device)).sums)
+        return float(self._held_by(stage, device).sums)
 
-    def _replica(self, stage: int, device: int) -> int:
-        planned = self.graph.stages[stage]
-        return sorted(planned.devices).index(device)
+    def _held_by(self, stage: int, device: int) -> DeviceMemory:
+        return self.held(stage, sorted(self.graph.stages[stage].devices).index(device))
 
     def held(self, stage: int, replica: int | None = None) -> DeviceMemory:
         """Bytes of a replica of a stage, or of the fullest."""
         return self._stages[stage].held(self.versions[stage] if self.versions else 1, replica)
 
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
-        """See ``StageCosts``."""
         return self._stages[stage].flight_bytes(samples)
 
     def peak_bytes(self, in_flight: Iterable[int]) -> float:
@@ -273,13 +261,11 @@ class StageTimes(StepCosts):
         forward_s: per stage, {samples of one device's slice: seconds}. A count that is missing is
             taken in proportion to the nearest one.
         backward_s: likewise.
-        cores: processor cores that all devices share; 0 where each computes on its own.
         message_edges: stage edges along which stages wait for one another.
     """
 
     forward_s: Sequence[Mapping[int, float]]
     backward_s: Sequence[Mapping[int, float]]
-    cores: int = 0
     message_edges: MessageEdges = EVERY_EDGE
 
     def __post_init__(self) -> None:
@@ -288,13 +274,7 @@ class StageTimes(StepCosts):
                 if not seconds or min(seconds) < 1:
                     raise ValueError(f"{what} of stage {s} needs a time for at least one sample")
 
-    @property
-    def overheads(self) -> Overheads:
-        """No slowdown up to the cores."""
-        return Overheads((1.0,) * self.cores)
-
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
-        """The given seconds."""
         return _at(self.forward_s[stage], samples), _at(self.backward_s[stage], samples)
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from anabranch.plans.edges import MessageEdges
 from anabranch.plans.stages import StageGraph
+from anabranch.schedule.lower import compute_of, needs
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Timeline
 
@@ -74,7 +75,7 @@ class _History:
     """Events of a step by device, and what computes wait for."""
 
     def __init__(self, timeline: Timeline, graph: StageGraph, edges: MessageEdges) -> None:
-        self._graph, self._edges, self._step_s = graph, edges, timeline.step_s
+        self._needs, self._step_s = needs(graph, edges), timeline.step_s
         self._near = 1e-9 * timeline.step_s  # seconds that only rounding makes
         computes = [
             _PathEvent(s.start, s.end, Cause.COMPUTE, s.device, (s.action.stage,), s.action)
@@ -93,26 +94,20 @@ class _History:
         for event in sums:
             self._members[event._replace(device=-1)].append(event.device)
         self._passes = {
-            (
-                event.action.stage,
-                event.device,
-                event.action.kind.is_forward,
-                event.action.microbatch,
-            ): (event)
+            compute_of(event.action, event.device): event
             for event in computes
             if event.action is not None and event.action.kind.has_messages
         }
 
     def path(self) -> Iterator[PathSegment]:
         """Generate the path from the end of the step to its beginning."""
-        time, place = self._step_s, self._latest({*self._busy, *self._sums}, self._step_s)
+        everyone, time = {*self._busy, *self._sums}, self._step_s
+        place = self._latest(everyone, time)
         while time > self._near:
-            event = self._last(place, time)
-            ended = min(event.end, time) if event else 0.0
-            if event is None or ended < time - self._near:  # idle: it waits for other devices
-                place = self._latest({*self._busy, *self._sums}, time)
-                event = self._last(place, time)
-                ended = min(event.end, time) if event else 0.0
+            event, ended = self._last(place, time)
+            if ended < time - self._near:  # idle: it waits for other devices
+                place = self._latest(everyone, time)
+                event, ended = self._last(place, time)
                 if ended < time:
                     yield PathSegment(ended, time, Cause.OVERHEAD, (), place)
                     time = ended
@@ -122,53 +117,34 @@ class _History:
             time = event.start
             if event.cause is Cause.ALL_REDUCE:
                 place = self._latest(self._members[event._replace(device=-1)], time)
-            elif event.action is not None:
-                before = self._last(place, time)
-                if before is None or before.end < time - self._near:
-                    source = max(self._awaited(event), key=attrgetter("end"), default=None)
-                    if source is not None and source.end < time:
-                        ends = source.stages + event.stages
-                        yield PathSegment(source.end, time, Cause.MESSAGE, ends, place)
-                        time = source.end
-                    place = source.device if source is not None else place
+            elif event.action is not None and self._last(place, time)[1] < time - self._near:
+                source = max(self._awaited(event), key=attrgetter("end"), default=None)
+                if source is not None and source.end < time:
+                    ends = source.stages + event.stages
+                    yield PathSegment(source.end, time, Cause.MESSAGE, ends, place)
+                    time = source.end
+                place = source.device if source is not None else place
 
-    def _last(self, device: int, time: float) -> _PathEvent | None:
-        """The last event of a device that has begun before a time; of two, the one that ends later
-        by then, compute before an all-reduce beside it.
+    def _last(self, device: int, time: float) -> tuple[_PathEvent | None, float]:
+        """The last event of a device that has begun before a time, and until when by then it was
+        busy; of two events the one that ends later, compute before an all-reduce beside it.
         """
         found: list[_PathEvent] = []
         for events in (self._busy.get(device, ()), self._sums.get(device, ())):
             place = bisect_left(events, time, key=attrgetter("start")) - 1
             found += events[place : place + 1] if place >= 0 else []
-        return max(found, key=lambda event: min(event.end, time), default=None)
+        event = max(found, key=lambda event: min(event.end, time), default=None)
+        return event, min(event.end, time) if event else 0.0
 
     def _latest(self, devices: Iterable[int], time: float) -> int:
         """The device that was busy last before a time."""
+        return max(sorted(devices), key=lambda device: self._last(device, time)[1], default=-1)
 
-        def busy_until(device: int) -> float:
-            event = self._last(device, time)
-            return min(event.end, time) if event else 0.0
-
-        return max(sorted(devices), key=busy_until, default=-1)
-
-    def _awaited(self, event: _PathEvent) -> Iterator[_PathEvent]:
+    def _awaited(self, event: _PathEvent) -> list[_PathEvent]:
         """Computes of other stages that a compute needs values or gradients of."""
-        action, graph = event.action, self._graph
-        assert action is not None
-        target, forward = action.stage, action.kind.is_forward
-        replica = graph.stages[target].devices.index(event.device)
-        start, stop = graph.slice(target, action.microbatch, replica)
-        for source in (graph.predecessors if forward else graph.successors)[target]:
-            if forward and not self._edges.goes_forward((source, target)):
-                continue
-            if not forward and not self._edges.comes_back((target, source)):
-                continue
-            size = graph.stages[source].microbatch_size
-            for microbatch in range(start // size, -(-stop // size)):
-                for at, device in enumerate(graph.stages[source].devices):
-                    first, last = graph.slice(source, microbatch, at)
-                    if max(first, start) < min(last, stop):
-                        yield self._passes[source, device, forward, microbatch]
+        assert event.action is not None
+        compute = compute_of(event.action, event.device)
+        return [self._passes[needed] for needed in self._needs.get(compute, ())]
 
 
 _CAUSES = {"agreement": Cause.AGREEMENT, "update": Cause.UPDATE, "gather": Cause.GATHER}

@@ -111,10 +111,10 @@ def _advance(d: int, clock: ClockRecord, step: Tables) -> None:
                     _await_sums(d, unit.stage, clock, step)
                 elif role == AGREEMENT:
                     _agree(d, clock, step)
-                elif unit.group < 0:
-                    _start(d, clock, step)
+                elif role == GATHER:
+                    _gather(unit, clock, step)
                 else:
-                    _come(unit.group, clock, step)
+                    _start(d, clock, step)
                 return
         device.at += 1
 
@@ -167,24 +167,15 @@ def _is_last(barrier: BarrierRecord) -> bool:
     return True
 
 
-def _come(g: int, clock: ClockRecord, step: Tables) -> None:
-    """The last device of a group to come to a unit starts it on all of them."""
-    group = step.barriers[g]
-    if not _is_last(group):
-        return
-    start = -1.0
-    for i in range(group.first, group.stop):
-        d = step.lists[i]
-        device = step.devices[d]
-        unit = step.units[device.unit]
-        if unit.role != GATHER:
-            _start(d, clock, step)
-            continue
-        # Devices send each other what they have updated, on the ports of their sums.
-        if start < 0:
-            start = _occupy(unit.first, unit.stop, unit.seconds, clock, step)
-        step.runs[device.run].start = start
-        expect_at(d, start + unit.seconds, clock, step.nodes)
+def _gather(unit: UnitRecord, clock: ClockRecord, step: Tables) -> None:
+    """The last device of a group to come starts their all-gather, on the ports of their sums."""
+    group = step.barriers[unit.group]
+    if _is_last(group):
+        start = _occupy(unit.first, unit.stop, unit.seconds, clock, step)
+        for i in range(group.first, group.stop):
+            d = step.lists[i]
+            step.runs[step.devices[d].run].start = start
+            expect_at(d, start + unit.seconds, clock, step.nodes)
 
 
 def _share(unit: UnitRecord, clock: ClockRecord, step: Tables) -> None:

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.schedule import Order, Schedule
 
@@ -76,9 +77,9 @@ class Positions:
         return at
 
 
-def are_in_order(schedule: Schedule, graph: StageGraph) -> bool:
-    """Return True if every device takes the micro-batches of its stages in turn; hand-made
-    schedules may not.
+def require_in_order(schedule: Schedule, graph: StageGraph) -> None:
+    """Raise an ``InvalidScheduleError`` unless every device takes all micro-batches of its stages
+    in turn.
     """
     orders = schedule.orders
     counts = [order.counts for order in {id(o): o for o in orders.values()}.values()]
@@ -87,8 +88,12 @@ def are_in_order(schedule: Schedule, graph: StageGraph) -> bool:
         and all(count == graph.num_microbatches(stage) for (stage, _), count in done.items())
         for done in counts
     )
-    return whole and all(
+    if not whole or not all(
         device in orders and {(s, True), (s, False)} <= orders[device].passes.keys()
         for s, stage in enumerate(graph.stages)
         for device in stage.devices
-    )
+    ):
+        raise InvalidScheduleError(
+            "a device lacks micro-batches of its stages, or takes them out of order, which has no "
+            "step time; schedule.check.check says where"
+        )

@@ -1,51 +1,40 @@
-"""Messages of a schedule as columns: what each costs, and when its receive is posted."""
+"""Messages of a schedule as a table: what each costs, and when its receive is posted."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.errors import InvalidScheduleError
+from anabranch.compiled import Table, record_type, records
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.check import Channel, channel
 from anabranch.schedule.lower import directions, message_table
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.lists import COMPUTE, RECEIVES, SENDS, Ints, Lists, Positions, place
+from anabranch.simulator.lists import RECEIVES, SENDS, Ints, Lists, Positions, place
+from anabranch.simulator.records import MessageRecord
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Every message, by index.
+    """Every message of a step before its clock runs.
 
     Attributes:
-        first: where its ports begin in ``ports``.
-        stop: where they end.
-        occupies_s: seconds that it occupies these ports.
-        latency_s: seconds from then until it has arrived.
-        end_s: seconds of each of the devices at both ends.
-        opener: the message with which its receive is posted, -1 for none.
-        is_posted: whether its receive is posted before anything has been received.
+        table: by index; ``first`` and ``stop`` are places in ``ports``.
     """
 
+    table: Table[MessageRecord]
     ports: Ints
-    first: Ints
-    stop: Ints
-    occupies_s: Floats
-    latency_s: Floats
-    end_s: Floats
-    opener: Ints
-    is_posted: NDArray[np.bool_]
 
     def __len__(self) -> int:
-        return len(self.first)
+        return len(self.table)
 
     @staticmethod
     def joined(parts: Sequence[Messages]) -> Messages:
@@ -55,31 +44,29 @@ class Messages:
         def before(lengths: Sequence[int]) -> Ints:
             return np.repeat(np.cumsum([0, *lengths])[:-1], sizes)
 
-        columns = zip(*(vars(part).values() for part in parts), strict=True)
-        whole = Messages(*(np.concatenate(column, axis=-1) for column in columns))
-        ports, opener = before([len(part.ports) for part in parts]), whole.opener
-        return replace(
-            whole,
-            first=whole.first + ports,
-            stop=whole.stop + ports,
-            opener=np.where(opener >= 0, opener + before(sizes), -1),
-        )
+        table = concatenated([part.table for part in parts])
+        ports = before([len(part.ports) for part in parts])
+        table["first"] += ports
+        table["stop"] += ports
+        table["opener"] += np.where(table["opener"] >= 0, before(sizes), 0)
+        return Messages(table, np.concatenate([part.ports for part in parts]))
 
     def repeated(self, count: int) -> Messages:
         """Repeat messages for a number of steps; receives are posted at once in the first step
         only.
         """
-        later = np.arange(count)[:, None] * len(self)
-        return replace(
-            self,
-            first=np.tile(self.first, count),
-            stop=np.tile(self.stop, count),
-            occupies_s=np.tile(self.occupies_s, count),
-            latency_s=np.tile(self.latency_s, count),
-            end_s=np.tile(self.end_s, count),
-            opener=np.where(self.opener >= 0, self.opener + later, -1).ravel(),
-            is_posted=np.append(self.is_posted, np.zeros((count - 1) * len(self), np.bool_)),
-        )
+        table = concatenated([self.table] * count)
+        later = np.repeat(np.arange(count) * len(self), len(self))
+        table["opener"] += np.where(table["opener"] >= 0, later, 0)
+        table["ready"][len(self) :] = 0
+        return Messages(table, self.ports)
+
+
+def concatenated(tables: Sequence[Table[MessageRecord]]) -> Table[MessageRecord]:
+    """A copy of these tables behind one another; as whole numbers, which NumPy copies faster."""
+    numbers = np.concatenate([np.asarray(table).view(np.int64) for table in tables])
+    rows: Any = numbers.view(record_type(MessageRecord))
+    return cast("Table[MessageRecord]", rows.view(np.recarray))
 
 
 def _priced(
@@ -94,52 +81,12 @@ def _priced(
     sizes, size = np.unique(nbytes, return_inverse=True)
     end_s = np.array([costs.message_s(float(n)) for n in sizes])
     bounds = np.array([0, *accumulate(len(route.ports) for route in routes)])
-    return Messages(
-        np.array([port for route in routes for port in route.ports], np.int64),
-        bounds[:-1][way],
-        bounds[1:][way],
-        nbytes * per_byte_s[way],
-        latency_s[way],
-        end_s[size],
-        opener,
-        opener < 0,
-    )
-
-
-def numbered(schedule: Schedule, costs: StepCosts, lists: Lists) -> Messages:
-    """Number the messages of a lowered schedule by their receives, and list them."""
-    received: dict[Channel, list[int]] = defaultdict(list)
-    groups: dict[Channel, dict[int, list[int]]] = defaultdict(dict)
-    found: list[tuple[float, ...]] = []
-    for device, actions in schedule.actions.items():
-        for action in actions:
-            if action.kind.is_receive:
-                key = source, target, a, b, forward = channel(action, device)
-                received[key].append(len(found))
-                groups[key].setdefault(action.microbatch, []).append(len(found))
-                edge = (source, target) if forward else (target, source)
-                nbytes = costs.message_bytes(*edge, action.stop - action.start)[not forward]
-                found.append((a, b, nbytes))
-    opener = np.full(len(found), -1)
-    for microbatches in groups.values():
-        of_channel = list(microbatches.values())
-        for before, opened in zip(of_channel, of_channel[schedule.slots :], strict=False):
-            opener[opened] = before[-1]
-    left: dict[tuple[Channel, bool], Iterator[int]] = {}
-    for d, (device, actions) in enumerate(schedule.actions.items()):
-        at, entries = list[int](), list[int]()
-        for position, action in enumerate(actions):
-            if action.peer < 0:
-                continue
-            key, sends = channel(action, device), action.kind.is_send
-            message = next(left.setdefault((key, sends), iter(received[key])), None)
-            if message is None:
-                raise InvalidScheduleError(f"device {device}: nobody receives {action}")
-            at.append(position)
-            entries.append(~message if sends else message)
-        lists.put(d, place(np.array(at, np.int64), COMPUTE), np.array(entries, np.int64))
-    sender, receiver, nbytes_of = np.array(found).reshape(-1, 3).T
-    return _priced(costs, sender.astype(np.int64), receiver.astype(np.int64), nbytes_of, opener)
+    table = records(MessageRecord, len(opener))
+    table["first"], table["stop"] = bounds[:-1][way], bounds[1:][way]
+    table["occupies"], table["latency"] = nbytes * per_byte_s[way], latency_s[way]
+    table["end"], table["arrival"] = end_s[size], math.inf
+    table["opener"], table["ready"], table["waiter"] = opener, opener < 0, -1
+    return Messages(table, np.array([port for r in routes for port in r.ports], np.int64))
 
 
 def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists) -> Messages:
@@ -153,7 +100,7 @@ def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists
     if not ways:
         nothing = np.zeros(0, np.int64)
         return _priced(costs, nothing, nothing, np.zeros(0), nothing)
-    edges = [_edge_messages(graph, costs, schedule.slots, *way) for way in ways]
+    edges = [_edge_messages(graph, costs, *way) for way in ways]
     ends, parts = zip(*edges, strict=True)
     messages = Messages.joined(parts)
     a, i, b, j = np.concatenate(ends, axis=1)
@@ -165,7 +112,7 @@ def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists
 
 
 def _edge_messages(
-    graph: StageGraph, costs: StepCosts, slots: int, source: int, target: int, forward: bool
+    graph: StageGraph, costs: StepCosts, source: int, target: int, forward: bool
 ) -> tuple[Ints, Messages]:
     """Return the messages of one stage edge after rows of senders, their micro-batches, and those
     of receivers; the costs cache them, as they are equal in many graphs.
@@ -173,21 +120,21 @@ def _edge_messages(
     edge = (source, target) if forward else (target, source)
     known = costs.kept(*edge)
     cuts = ((s.devices, s.microbatch_size) for s in (graph.stages[x] for x in edge))
-    key = Messages, graph.batch_size, slots, forward, *cuts
+    key = Messages, graph.batch_size, forward, *cuts
     if key not in known:
         i, a, j, b, start, stop = message_table(graph, source, target, forward=forward)
         samples, size = np.unique(stop - start, return_inverse=True)
         nbytes = [costs.message_bytes(*edge, n)[not forward] for n in samples.tolist()]
-        opener = _openers(a * (graph.devices[-1] + 1) + b, j, slots)
+        opener = _openers(a * (graph.devices[-1] + 1) + b, j)
         messages = _priced(costs, a, b, np.array(nbytes, np.float64)[size], opener)
         known[key] = np.array([a, i, b, j]), messages
     found: tuple[Ints, Messages] = known[key]
     return found
 
 
-def _openers(way: Ints, microbatch: Ints, slots: int) -> Ints:
-    """Per message, with which one its receive is posted: when those of all but the latest ``slots``
-    micro-batches on its way, its own included, have been taken; -1 for at once.
+def _openers(way: Ints, microbatch: Ints) -> Ints:
+    """Per message, with which one its receive is posted: the last of the micro-batch before it on
+    its way; -1 for at once.
     """
     opener = np.full(len(way), -1)
     if not len(way):
@@ -196,10 +143,7 @@ def _openers(way: Ints, microbatch: Ints, slots: int) -> Ints:
     way, microbatch = way[order], microbatch[order]
     begins = np.flatnonzero(np.diff(way, prepend=-1) | np.diff(microbatch, prepend=-1))
     last = np.append(begins[1:], len(way)) - 1
-    # Of each micro-batch on a way, the one ``slots`` before it.
     before = np.full(len(begins), -1)
-    if len(begins) > slots:
-        on_way = way[begins[slots:]] == way[begins[:-slots]]
-        before[slots:] = np.where(on_way, order[last[:-slots]], -1)
+    before[1:] = np.where(way[begins[1:]] == way[begins[:-1]], order[last[:-1]], -1)
     opener[order] = np.repeat(before, last - begins + 1)
     return opener

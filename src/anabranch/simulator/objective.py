@@ -160,7 +160,7 @@ class ShortestStep:
         return step_seconds(graph, self._order(graph, candidate), candidate.costs), _work(graph)
 
     def _order(self, graph: StageGraph, candidate: ScheduledProposal) -> Schedule:
-        return compute_order(graph, candidate.schedule, slots=self.cost.receive_slots)
+        return compute_order(graph, candidate.schedule)
 
     def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
         """Order of plans with equal times, the least wins: nothing is computed twice for memory
@@ -217,7 +217,7 @@ class ShortestPeriod:
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         graph = candidate.graph
-        found = stream.steady(graph, candidate.costs, slots=self.cost.receive_slots)
+        found = stream.steady(graph, candidate.costs)
         microbatches = max(map(graph.num_microbatches, range(len(graph))))
         return found.period_s, True, found.simulated * microbatches
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.lists import COMPUTE, UPDATE, Ints, Lists, are_in_order, place
-from anabranch.simulator.messages import Messages, numbered, put_in
+from anabranch.simulator.events import Role
+from anabranch.simulator.lists import COMPUTE, UPDATE, Ints, Lists, place, require_in_order
+from anabranch.simulator.messages import Messages, put_in
 from anabranch.simulator.sums import Sum, plan_sums
 from anabranch.simulator.units import ComputeUnit, ComputeUnits
 
@@ -37,7 +37,7 @@ class Program:
             other's.
         first: where those of a device begin, and the end.
         stages: of each device.
-        groups: devices that compute together, each being one replica.
+        groups: devices that gather together what they have updated.
         sums: the all-reduces of one update, by piece; those of a queue in their order.
         updates: of every stage.
     """
@@ -73,17 +73,13 @@ def compile_schedule(
             single one is behind everything else.
 
     Raises:
-        InvalidScheduleError: if a send has no receive.
+        InvalidScheduleError: if actions are missing, or micro-batches out of order.
     """
-    has_messages = schedule.is_lowered
-    if not has_messages and not are_in_order(schedule, graph):
-        schedule, has_messages = lower(schedule, graph, costs.message_edges), True
+    schedule = schedule.computes
+    require_in_order(schedule, graph)
     orders, devices = schedule.orders, tuple(schedule.actions)
     lists = Lists([len(order) for order in orders.values()])
-    if has_messages:
-        messages = numbered(schedule, costs, lists)
-    else:
-        messages = put_in(schedule, graph, costs, lists)
+    messages = put_in(schedule, graph, costs, lists)
     # Where updates follow each other, each has the bookkeeping of its batch.
     per_update = tuple(graph.num_microbatches(s) // updates for s in range(len(graph)))
     batches = per_update if updates > 1 else ()
@@ -113,9 +109,6 @@ def compile_schedule(
             listed.append((positions, COMPUTE, units.action(action, members[0], is_last)))
         listed += (([len(order)], COMPUTE, number) for number in behind)
         for position, stage in sorted(order.last_backwards(batches).items()):
-            # Behind the messages of the backward.
-            while position + 1 < len(order) and order[position + 1].kind.is_send:
-                position += 1
             if units.has_update(stage):
                 own = ([position], UPDATE) if batches else ([len(order)], COMPUTE)
                 listed.append((*own, units.update(stage)))
@@ -131,7 +124,7 @@ def compile_schedule(
             behind_all = place(np.full_like(numbers, len(orders[device])), UPDATE)
             lists.put(index[device], behind_all, ~(first_unit + numbers))
     entries, first = lists.joined()
-    if messages.end_s.any():
+    if messages.table["end"].any():
         entries, first = _with_overheads(entries, first, messages, units)
     return Program(
         devices,
@@ -152,9 +145,63 @@ def _with_overheads(
     """Insert the seconds that a message takes of its device behind each send and receive."""
     at = np.flatnonzero(entries >= -len(messages))
     x = entries[at]
-    taken = messages.end_s[np.where(x < 0, ~x, x)]
+    taken = messages.table["end"][np.where(x < 0, ~x, x)]
     at, taken = at[taken > 0], taken[taken > 0]
     seconds, which = np.unique(taken, return_inverse=True)
     numbers = np.array([units.overhead(s) for s in seconds.tolist()])
     entries = np.insert(entries, at + 1, ~(len(messages) + numbers[which]))
     return entries, first + np.searchsorted(at, first)
+
+
+def in_a_row(program: Program, count: int, read_s: float) -> Program:
+    """So many steps, one after the other: a device begins the next when it has ended one and read a
+    batch, which takes ``read_s``, and they agree on nothing in between. What others have updated is
+    there when a stage that reads it has its first forward.
+    """
+    size, units = program.size, [*program.units]
+    roles = np.array([unit.role for unit in units])
+    stages = np.array([unit.stage for unit in units])
+    read = [len(units)] if read_s else []
+    units += [ComputeUnit(-1, read_s, role=Role.OVERHEAD) for _ in read]
+    # Instead of a gather its beginning, and behind that one the unit that waits for its end.
+    instead = np.arange(len(roles))
+    for gather in np.flatnonzero(roles == Role.GATHER).tolist():
+        instead[gather] = len(units)
+        units += [units[gather]._replace(role=role) for role in (Role.SHARE, Role.SHARED)]
+    code, first = [], [0]
+    for listed in np.split(program.entries, program.first[1:-1]):
+        unit = np.maximum(~listed - size, -1)  # -1 for messages
+        listed, unit = (
+            part[roles[unit] * (unit >= 0) != Role.AGREEMENT] for part in (listed, unit)
+        )
+        role = np.where(unit >= 0, roles[unit], -1)
+        stage, places = np.unique(
+            np.where(role == Role.ACTION, stages[unit], -1), return_index=True
+        )
+        waits = [
+            (at, instead[gather] + 1)
+            for at, s in sorted(zip(places.tolist(), stage.tolist(), strict=True))
+            for gather in unit[role == Role.GATHER].tolist()
+            if s in program.units[gather].stages
+        ]
+        awaiting, awaited = np.array(waits, np.int64).reshape(-1, 2).T
+        posted = listed[listed >= 0]
+        posted = posted[program.messages.table["ready"][posted] > 0]
+        for step in range(count):
+            begin = [len(units)] if step else []
+            posts = tuple((posted + step * size).tolist())
+            units += [ComputeUnit(-1, 0.0, role=Role.BEGIN, posts=posts) for _ in begin]
+            shift = np.where(listed >= 0, step, -step) * size
+            row = np.where(unit >= 0, ~(count * size + instead[unit]), listed + shift)
+            if step:
+                row = np.insert(row, awaiting, ~(count * size + awaited))
+            code += [~(count * size + np.array(begin + read, np.int64)), row]
+        first.append(sum(map(len, code)))
+    return replace(
+        program,
+        entries=np.concatenate(code),
+        first=np.array(first),
+        units=units,
+        messages=program.messages.repeated(count),
+        updates=count,
+    )

@@ -79,11 +79,13 @@ class MessageRecord:
     stop: int
     first_release: int  # messages whose receives are posted when this one has been taken
     stop_release: int
+    opener: int  # the message with which its receive is posted
     ready: int  # sent or posted: it moves at the second of the two
     place: int  # of its arrival
     waiter: int  # device that waits for it
     occupies: float
     latency: float
+    end: float  # seconds of each of the devices at both ends
     freed: float  # when it leaves its ports
     arrival: float
 

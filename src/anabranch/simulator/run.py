@@ -36,8 +36,7 @@ from anabranch.schedule.check import check_handovers, describe_deadlock
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
-from anabranch.simulator.in_a_row import in_a_row
-from anabranch.simulator.program import Program, compile_schedule
+from anabranch.simulator.program import Program, compile_schedule, in_a_row
 from anabranch.simulator.step import Step
 from anabranch.timeline import Timeline
 
@@ -56,7 +55,7 @@ def run(
         schedule: actions per device, with messages or without.
         costs: a cost model for the model of this graph, or seconds per stage.
         period: also say how long the step takes among others in a row (``Timeline.period_s``).
-        messages: show them, where the schedule has none; figures are the same without.
+        messages: show them; figures are the same without.
 
     Returns:
         The predicted timeline. Messages are spans at both ends, from the start of the transfer to
@@ -79,8 +78,9 @@ def timeline_of(
     step: Step, schedule: Schedule, graph: StageGraph, costs: StepCosts, *, messages: bool = True
 ) -> Timeline:
     """Convert a finished step to a timeline; ``messages`` as for ``run``."""
+    schedule = schedule.computes
     if messages:
-        schedule = with_messages(schedule, graph, costs)
+        schedule = lower(schedule, graph, costs.message_edges)
     return Timeline(
         spans=tuple(sorted(step.spans(schedule), key=attrgetter("device", "start", "end"))),
         devices=tuple(sorted(step.program.devices)),
@@ -154,19 +154,13 @@ def simulate(
     step.run()
     if not step.is_done:
         stuck = dict(zip(step.program.devices, step.positions(), strict=True))
-        raise DeadlockError(describe_deadlock(with_messages(schedule, graph, prices), graph, stuck))
+        lowered = lower(schedule.computes, graph, prices.message_edges)
+        raise DeadlockError(describe_deadlock(lowered, graph, stuck))
     return step
 
 
 def _prices(graph: StageGraph, costs: CostModel | StepCosts) -> StepCosts:
     return ModelCosts(graph, costs) if isinstance(costs, CostModel) else costs
-
-
-def with_messages(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Schedule:
-    """The schedule lowered, if it is not yet."""
-    if schedule.is_lowered:
-        return schedule
-    return lower(schedule, graph, costs.message_edges)
 
 
 @contextmanager

@@ -16,8 +16,9 @@ was foretold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,14 +42,42 @@ MOST_TIMES = 4
 OrderFor = Callable[[StageGraph], Schedule]
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Seconds by which a run with more repetitions is longer; whether it is so on all devices,
-    otherwise it is the slowest device's.
+class Paced(NamedTuple):
+    """The longest of three runs of the same stages, each with as many repetitions more.
+
+    Attributes:
+        repetitions: of the shortest run.
+        more: seconds by which a run is longer than the one before; on the slowest device, unless
+            all devices have the same pace.
+        is_common: whether all devices have the same.
     """
 
-    seconds: float
+    repetitions: int
+    longest: Step
+    more: float
     is_common: bool
+
+
+def paced(run: Callable[[int], Step], repetitions: Iterable[int], difference: int) -> Paced | None:
+    """Run the same stages with more and more repetitions until all devices have one pace.
+
+    Args:
+        run: with so many repetitions.
+        repetitions: of the first of three runs, to be tried one after the other.
+        difference: repetitions that each of the three has more than the one before.
+    """
+    found = None
+    with collector_paused():
+        for least in repetitions:
+            steps = [run(least + times * difference) for times in range(3)]
+            increases = np.diff([step.last_ends for step in steps], axis=0)
+            increases = increases[increases > 0]  # a replica without samples is done at once
+            slowest = float(increases.max(initial=0.0))
+            is_common = (slowest - increases <= TOLERANCE * steps[-1].end).all()
+            found = Paced(least, steps[-1], slowest, bool(is_common))
+            if found.is_common:
+                break
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +86,6 @@ class Estimate:
 
     seconds: float
     periodic: bool
-
-
-def pace(*steps: Step) -> Pace:
-    """Compare three runs of the same stages, each with as many repetitions more."""
-    increases = np.diff([step.last_ends for step in steps], axis=0)
-    increases = increases[increases > 0]  # a replica without samples is done at once
-    slowest = float(increases.max(initial=0.0))
-    return Pace(slowest, bool((slowest - increases <= TOLERANCE * steps[-1].end).all()))
 
 
 def estimate_step_s(
@@ -83,23 +104,21 @@ def estimate_step_s(
     total, left = divmod(graph.batch_size, unit)
     held = [min(s.in_flight * s.microbatch_size, graph.batch_size) for s in graph.stages]
     is_flushed_first = min(held) >= graph.batch_size  # all forwards come before all backwards
-    units = 3 * (graph.depth if is_flushed_first else -(-max(held) // unit)) + 4
-    estimate = None
-    with collector_paused():
+
+    def lengths() -> Iterator[int]:
+        units = 3 * (graph.depth if is_flushed_first else -(-max(held) // unit)) + 4
         for _ in range(MOST_TIMES):
             units += (total - units) % DIFFERENCE  # what is missing are whole differences
             if 3 * (units + DIFFERENCE) > total:
-                break
-            steps = []
-            for more in range(3):
-                size = (units + more * DIFFERENCE) * unit + left
-                short = replace(graph, batch_size=size)
-                steps.append(simulate(short, order_for(short), costs))
-            increase = pace(*steps)
-            missing = (total - units) // DIFFERENCE - 2
-            seconds = steps[-1].end + missing * increase.seconds
-            estimate = Estimate(seconds, increase.is_common)
-            if estimate.periodic:
-                break
+                return
+            yield units
             units *= 2
-    return estimate
+
+    def run(units: int) -> Step:
+        short = replace(graph, batch_size=units * unit + left)
+        return simulate(short, order_for(short), costs)
+
+    if (found := paced(run, lengths(), DIFFERENCE)) is None:
+        return None
+    missing = (total - found.repetitions) // DIFFERENCE - 2
+    return Estimate(found.longest.end + missing * found.more, found.is_common)

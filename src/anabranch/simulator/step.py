@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,18 +46,14 @@ class Step:
         return float(self._tables.clock[0].begun)
 
     @cached_property
-    def starts(self) -> list[list[float]]:
-        """Per device of its computes, updates among them."""
-        return self._by_device("start")
-
-    @cached_property
-    def ends(self) -> list[list[float]]:
-        """Likewise."""
-        return self._by_device("end")
-
-    def _by_device(self, field: str) -> list[list[float]]:
-        counts = accumulate(map(len, self.units))
-        return [part.tolist() for part in np.split(self._tables.runs[field], list(counts)[:-1])]
+    def runs(self) -> list[list[tuple[ComputeUnit, float, float]]]:
+        """Per device, its units with their starts and ends."""
+        size, units = self.program.size, self.program.units
+        times = iter(zip(*(self._tables.runs[x].tolist() for x in ("start", "end")), strict=True))
+        return [
+            [(units[~x - size], *next(times)) for x in code if ~x >= size]
+            for code in self.program.code
+        ]
 
     @cached_property
     def summed(self) -> list[tuple[int, float]]:
@@ -89,8 +84,8 @@ class Step:
         """The actions of a schedule as they happened; messages are spans at both ends."""
         computed, exchanged, moved = [], [], self.moved if schedule.is_lowered else []
         for d, device in enumerate(self.program.devices):
-            clock = zip(self.units[d], self.starts[d], self.ends[d], strict=True)
-            times = ((start, end) for unit, start, end in clock if unit.role is Role.ACTION)
+            runs = self.runs[d]
+            times = ((start, end) for unit, start, end in runs if unit.role is Role.ACTION)
             codes = (x if x >= 0 else ~x for x in self.program.code[d])
             message = (x for x in codes if x < self.program.size)
             for action in schedule.actions[device]:
@@ -110,8 +105,7 @@ class Step:
     def overhead_spans(self) -> Iterator[OverheadSpan]:
         """Generate the time of devices besides actions."""
         for d, device in enumerate(self.program.devices):
-            clock = zip(self.units[d], self.starts[d], self.ends[d], strict=True)
-            for unit, start, end in clock:
+            for unit, start, end in self.runs[d]:
                 if unit.role is not Role.ACTION and end > start:
                     yield OverheadSpan(device, start, end, _WHAT[unit.role])
 
@@ -130,18 +124,12 @@ class Step:
     def memory(self, d: int) -> list[tuple[float, float]]:
         """Return (time, bytes) of memory taken or released by a device."""
         changes = []
-        for unit, start, end in zip(self.units[d], self.starts[d], self.ends[d], strict=True):
+        for unit, start, end in self.runs[d]:
             if unit.before:
                 changes.append((start, unit.before))
             if unit.after:
                 changes.append((end, -unit.after))
         return changes
-
-    @cached_property
-    def units(self) -> list[list[ComputeUnit]]:
-        """Per device, what ``starts`` and ``ends`` are of."""
-        first, units = self.program.size, self.program.units
-        return [[units[~x - first] for x in code if ~x >= first] for code in self.program.code]
 
     @property
     def moved(self) -> list[tuple[float, float]]:

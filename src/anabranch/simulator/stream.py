@@ -37,7 +37,8 @@ from anabranch.simulator.run import (
     simulate,
     timeline_of,
 )
-from anabranch.simulator.steady import pace
+from anabranch.simulator.steady import paced
+from anabranch.simulator.step import Step
 from anabranch.simulator.sums import least_sum_s
 from anabranch.timeline import Timeline
 from anabranch.weights import units_in_flight
@@ -76,7 +77,7 @@ def units_held(graph: StageGraph, stage: int) -> int:
     return units_in_flight(graph.stages[stage].in_flight, graph.num_microbatches(stage))
 
 
-def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
+def steady(graph: StageGraph, costs: StepCosts) -> Steady:
     """Training once the pipeline is full, for stages with the in-flight counts of ``warm_up``.
 
     Raises:
@@ -85,29 +86,25 @@ def steady(graph: StageGraph, costs: StepCosts, *, slots: int = 1) -> Steady:
     """
     batches = 2 * max(units_held(graph, s) for s in range(len(graph))) + 4
     require_untied(costs)
-    simulated = 0
-    with collector_paused():
-        for _ in range(MOST_STREAMS):
-            steps = []
-            for count in range(batches, batches + 2 * DIFFERENCE + 1, DIFFERENCE):
-                whole = repeated(graph, count)
-                order = compute_order(whole, ORDER, slots=slots)
-                steps.append(simulate(whole, order, costs, updates=count))
-                simulated += count * len(graph.devices)
-            found = pace(*steps)
-            if found.is_common:
-                break
-            batches *= 2
-    period_s, step = found.seconds / DIFFERENCE, steps[-1]
+    simulated = list[int]()
+
+    def run(count: int) -> Step:
+        simulated.append(count * len(graph.devices))
+        whole = repeated(graph, count)
+        return simulate(whole, compute_order(whole, ORDER), costs, updates=count)
+
+    found = paced(run, (batches << times for times in range(MOST_STREAMS)), DIFFERENCE)
+    assert found is not None
+    period_s = found.more / DIFFERENCE
     busy = sum(busy_s(graph, costs).values())
     available = period_s * len(graph.devices)
-    curves = memory_of(step, graph, costs)
+    curves = memory_of(found.longest, graph, costs)
     return Steady(
         period_s,
         found.is_common,
         1 - busy / available if available else 0.0,
         tuple(max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)),
-        simulated,
+        sum(simulated),
     )
 
 
@@ -148,9 +145,7 @@ def require_untied(costs: StepCosts) -> None:
         )
 
 
-def record(
-    graph: StageGraph, costs: StepCosts, *, batches: int | None = None, slots: int = 1
-) -> Timeline:
+def record(graph: StageGraph, costs: StepCosts, *, batches: int | None = None) -> Timeline:
     """The timeline from an empty pipeline to an empty one.
 
     Returns:
@@ -158,7 +153,7 @@ def record(
         ``asynchronous.repeated(graph, batches)`` has their samples.
     """
     whole = repeated(graph, shown(graph) if batches is None else batches)
-    order = checked_order(whole, ORDER, costs.message_edges, slots=slots)
+    order = checked_order(whole, ORDER, costs.message_edges)
     with collector_paused():
         step = simulate(whole, order, costs, updates=whole.batch_size // graph.batch_size)
         return timeline_of(step, order, whole, costs)

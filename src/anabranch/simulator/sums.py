@@ -32,9 +32,7 @@ class Sum(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Seconds of a compute, from the mark before, after which gradients of these pieces are
-    final.
-    """
+    """A part of a compute, after whose seconds gradients of these pieces are final."""
 
     seconds: float
     pieces: tuple[int, ...]
@@ -83,9 +81,9 @@ def gradient_marks(
     stage: int,
     samples: int,
     backward_s: float,
-) -> tuple[tuple[Mark, ...], tuple[int, ...]]:
-    """Return the marks in the last backward of a stage at which gradients are final, and the parts
-    final at its end.
+) -> tuple[Mark, ...]:
+    """Return the parts of the last backward of a stage, each ending where gradients are final; the
+    last one ends with it.
 
     Args:
         pieces: of the stage, see ``final_pieces``.
@@ -101,7 +99,8 @@ def gradient_marks(
     for seconds, final in sorted(found.items()):
         marks.append(Mark(seconds - passed, tuple(sorted(final))))
         passed = seconds
-    return tuple(marks), at_end
+    rest_s = backward_s - sum(mark.seconds for mark in marks)
+    return (*marks, Mark(rest_s, at_end))
 
 
 def least_sum_s(costs: StepCosts, work: AllReduce, stage: int, samples: Collection[int]) -> float:

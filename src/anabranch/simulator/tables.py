@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ from anabranch.cost.overheads import slowdown_of
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.engine import tournament
 from anabranch.simulator.events import Role
+from anabranch.simulator.messages import concatenated
 from anabranch.simulator.program import Program
 from anabranch.simulator.records import (
     BarrierRecord,
@@ -29,6 +29,7 @@ from anabranch.simulator.records import (
     Tables,
     UnitRecord,
 )
+from anabranch.simulator.sums import Mark
 
 
 class SharedLists:
@@ -57,7 +58,6 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     """Everything before the clock runs."""
     messages, lists = _messages(program)
     summed = Counter(s for work in program.sums for s in work.stages)
-    # A list by hand may lack a stage whose gradients are summed nevertheless.
     named = *(unit.stage for unit in program.units), *summed
     stages = 1 + max(named, default=-1)
     barriers = [(summed[s], -1, -1, 0, 0, 0) for s in range(stages)] * program.updates
@@ -114,17 +114,13 @@ def _messages(program: Program) -> tuple[Table[MessageRecord], SharedLists]:
     """The messages, and lists that begin with those that are posted with each other and their
     ports.
     """
-    found, opener = program.messages, program.messages.opener
-    opened = np.argsort(opener, kind="stable")[np.count_nonzero(opener < 0) :]
-    lists = SharedLists(len(program.entries), [*opened.tolist(), *found.ports.tolist()])
-    table = records(MessageRecord, len(found))
-    before = len(program.entries) + len(opened)
-    table["first"], table["stop"] = found.first + before, found.stop + before
-    bounds = len(program.entries) + np.searchsorted(opener[opened], np.arange(len(found) + 1))
+    table, begin = concatenated([program.messages.table]), len(program.entries)
+    opened = np.argsort(table["opener"], kind="stable")[np.count_nonzero(table["opener"] < 0) :]
+    lists = SharedLists(begin, [*opened.tolist(), *program.messages.ports.tolist()])
+    table["first"] += begin + len(opened)
+    table["stop"] += begin + len(opened)
+    bounds = begin + np.searchsorted(table["opener"][opened], np.arange(len(table) + 1))
     table["first_release"], table["stop_release"] = bounds[:-1], bounds[1:]
-    table["ready"], table["waiter"] = found.is_posted, -1
-    table["occupies"], table["latency"] = found.occupies_s, found.latency_s
-    table["arrival"] = math.inf
     return table, lists
 
 
@@ -143,8 +139,8 @@ def _units(
         if unit.role in (Role.GATHER, Role.SHARE, Role.BEGIN):
             inside = lists.add(unit.posts or unit.ports)
         else:
-            inside = len(parts), len(parts) + len(unit.marks) + 1
-            parts += [(*lists.add(mark.pieces), mark.seconds) for mark in unit.marks]
-            parts.append((*lists.add(unit.final), unit.rest if unit.marks else unit.seconds))
+            marks = unit.marks or (Mark(unit.seconds, ()),)
+            inside = len(parts), len(parts) + len(marks)
+            parts += [(*lists.add(mark.pieces), mark.seconds) for mark in marks]
         units.append((unit.role, unit.stage, group, *inside, unit.seconds))
     return units, parts

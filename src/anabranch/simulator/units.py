@@ -22,10 +22,8 @@ class ComputeUnit(NamedTuple):
         stage: index, or -1.
         before: bytes that are taken when it starts.
         after: bytes that are released when it ends.
-        group: index of the devices that start it together, or -1.
-        marks: where gradients become final in it.
-        rest: seconds after the last mark.
-        final: pieces whose gradients are final at its end.
+        group: index of the devices of a gather, or -1.
+        marks: its parts, where gradients become final in it.
         posts: receives that a ``BEGIN`` posts.
         ports: that a ``GATHER`` takes.
         stages: that read what a ``GATHER`` brings.
@@ -37,8 +35,6 @@ class ComputeUnit(NamedTuple):
     after: float = 0.0
     group: int = -1
     marks: tuple[Mark, ...] = ()
-    rest: float = 0.0
-    final: tuple[int, ...] = ()
     role: Role = Role.ACTION
     posts: tuple[int, ...] = ()
     ports: tuple[int, ...] = ()
@@ -150,6 +146,5 @@ class ComputeUnits:
             return self.number(ComputeUnit(stage, seconds, before, after))
         seconds += self._summing_s[stage]
         pieces = self._pieces.get(stage, {})
-        marks, final = gradient_marks(self._costs, pieces, stage, samples, seconds)
-        rest = seconds - sum(mark.seconds for mark in marks)
-        return self.number(ComputeUnit(stage, seconds, before, after, -1, marks, rest, final))
+        marks = gradient_marks(self._costs, pieces, stage, samples, seconds)
+        return self.number(ComputeUnit(stage, seconds, before, after, marks=marks))

@@ -89,7 +89,7 @@ class AsynchronousSearch:
         def made() -> Plan:
             graph = self._contracted.expand(best.graph)
             require(graph, self._whole, best.versions)
-            steady = stream.steady(best.graph, best.costs, slots=self._cost.receive_slots)
+            steady = stream.steady(best.graph, best.costs)
             stops = phases.notes(self._proposals.count)
             return phases.plan(
                 self._whole,

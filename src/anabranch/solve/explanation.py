@@ -216,7 +216,7 @@ def explain(
     cost = prices_of(plan_, profile, cluster, optimizer_factor=optimizer_factor)
     graph, name = scheduled(plan_, cost, schedule)
     costs = ModelCosts(graph, cost)
-    order = compute_order(graph, name, slots=cost.receive_slots)
+    order = compute_order(graph, name)
     timeline = run(graph, order, costs, messages=False)
     path = critical_path(timeline, graph, costs.message_edges)
     losses: dict[tuple[Cause, tuple[int, ...]], float] = defaultdict(float)

@@ -150,7 +150,7 @@ def checked_run(
     ``messages`` as ``run``.
     """
     costs = ModelCosts(graph, cost, slower=slower or {})
-    order = checked_order(graph, schedule, costs.message_edges, slots=cost.receive_slots)
+    order = checked_order(graph, schedule, costs.message_edges)
     return run(graph, order, costs, period=True, messages=messages)
 
 
@@ -211,8 +211,8 @@ def simulate_async(
     versions = tuple(age.versions for age in ages)
     _require_suits(graph, cost, versions)
     costs = ModelCosts(graph, cost, versions)
-    steady = stream.steady(graph, costs, slots=cost.receive_slots)
-    timeline = stream.record(graph, costs, slots=cost.receive_slots)
+    steady = stream.steady(graph, costs)
+    timeline = stream.record(graph, costs)
     shown = replace(
         plan_,
         stage_graph=graph,
@@ -340,7 +340,6 @@ def ideal_step_s(
     backward_s: Sequence[Mapping[int, float]],
     *,
     model: OpGraph | None = None,
-    cores: int = 0,
 ) -> float:
     """Seconds of a step whose links cost nothing: what the schedule allows for these stage times.
 
@@ -352,11 +351,10 @@ def ideal_step_s(
         backward_s: likewise.
         model: tells stage edges that carry data or gradients from those that only order; by default
             all do.
-        cores: processor cores that all devices share; 0 where each computes on its own.
     """
     graph = plan_.stage_graph
     edges = message_edges(graph, model) if model is not None else EVERY_EDGE
-    times = StageTimes(forward_s, backward_s, cores, edges)
+    times = StageTimes(forward_s, backward_s, edges)
     if plan_.mode == "async":
         return stream.steady(graph, times).period_s
     return step_seconds(graph, compute_order(graph, plan_.schedule), times)

@@ -76,7 +76,7 @@ def what_ifs(graph: StageGraph, schedule: str, cost: CostModel, timeline: Timeli
     for change, what, costs in islice(_changes(graph, cost, timeline), affordable):
         stages = costs.graph
         try:
-            order = compute_order(stages, schedule, slots=cost.receive_slots)
+            order = compute_order(stages, schedule)
             seconds = step_seconds(stages, order, costs)
         except (InvalidScheduleError, DeadlockError):
             continue  # some counts in flight cannot be scheduled where a device has several stages

@@ -25,7 +25,7 @@ def simulated_s(cost: CostModel, batch_size: int, draft: Draft) -> float:
         graph = _warmed_up(graph, cost, schedule)
         if check(graph, cost):
             return math.inf
-        order = compute_order(graph, schedule, slots=cost.receive_slots)
+        order = compute_order(graph, schedule)
         return step_seconds(graph, order, cost)
     except (InvalidPlanError, InvalidScheduleError, ProfileError):
         return math.inf

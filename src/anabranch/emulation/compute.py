@@ -1,21 +1,27 @@
-"""Sums of gradients of one emulated rank, while its last backwards go on.
+"""Work of one emulated rank that only takes time: passes, and sums of gradients beside the last of
+them.
 
-They are the all-reduces of ``simulator.run``, piece by piece, each as soon as the operators that
-add to it have been passed. On modelled links the board that all ranks share knows when a sum starts
-and ends; on those of the host as many bytes really travel.
+Sums are the all-reduces of ``simulator.run``, piece by piece, each as soon as the operators that
+add to it have been passed. On modelled links the memory that all ranks share knows when a sum
+starts and ends; on those of the host as many bytes really travel.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.emulation import Emulation
+from anabranch.graph.split import Port
 from anabranch.runtime.collectives import Pending
+from anabranch.runtime.compute.stage_compute import Key, Outcome
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.messages import Layout, gradient_ports
+from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.sums import gradient_marks
 
 POLL_S = 1e-3
@@ -48,14 +54,13 @@ class EmulatedSums:
         if stage != self._last:
             return backward_s
         emulation = self._emulation
-        marks, self._final = gradient_marks(
-            emulation.costs, emulation.final.get(stage, {}), stage, samples, backward_s
-        )
+        pieces = emulation.final.get(stage, {})
+        *marks, last = gradient_marks(emulation.costs, pieces, stage, samples, backward_s)
         for mark in marks:
             self._clock.pass_by(mark.seconds)
             self._give(mark.pieces)
-            backward_s -= mark.seconds
-        return backward_s
+        self._final = last.pieces
+        return last.seconds
 
     def after_last(self, stage: int) -> None:
         """See ``Watcher``."""
@@ -123,3 +128,45 @@ class _HostSums:
         for pending in self._pending:
             pending.wait()
         self._begin()
+
+
+class EmulatedCompute:
+    """A ``Compute`` that waits for the profiled seconds and makes tensors that nobody reads.
+
+    All outputs of one size are the same buffer, whose content never changes, so any number of them
+    may be on its way. The loss of an emulated step is 0.
+    """
+
+    def __init__(
+        self, layout: Layout, costs: StepCosts, clock: DeviceClock, sums: EmulatedSums
+    ) -> None:
+        self._layout, self._costs, self._clock, self._sums = layout, costs, clock, sums
+        self._buffers: dict[torch.Size, Tensor] = {}
+
+    def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
+        return Outcome()
+
+    def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        self._wait(key, 0)
+        program = self._layout.program(*key)
+        return {port.value: self._buffer(program.shapes[port.value][0]) for port in program.outputs}
+
+    def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
+        self._wait(key, 1)
+        program = self._layout.program(*key)
+        ports = gradient_ports(program.inputs)
+        return {port: self._buffer(program.shapes[port.value][0]) for port in ports}
+
+    def _wait(self, key: Key, which: int) -> None:
+        self._clock.charge()
+        start, stop = self._layout.slice(*key)
+        seconds = self._costs.compute_s(key[0], stop - start)[which]
+        if which:
+            seconds = self._sums.during(key[0], stop - start, seconds)
+        self._clock.pass_by(seconds)
+        self._clock.resume()
+
+    def _buffer(self, shape: torch.Size) -> Tensor:
+        if shape not in self._buffers:
+            self._buffers[shape] = torch.zeros(shape, dtype=torch.uint8)
+        return self._buffers[shape]
