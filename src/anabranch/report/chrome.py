@@ -36,22 +36,14 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
     """Convert a timeline to a trace for ``json.dump``; the stage graph gives the names."""
     events: list[Event] = []
     placed: list[tuple[Span, int]] = []
-    spans: dict[int, list[Span]] = {device: [] for device in timeline.devices}
-    for span in timeline.spans:
-        spans[span.device].append(span)
-    sums, updates = lanes.sums_by_device(timeline), lanes.updates_by_device(timeline)
     for order, row in enumerate(lanes.rows(timeline, graph)):
-        compute = [s for s in spans[row.device] if s.action.kind.is_compute]
-        messages = [s for s in spans[row.device] if not s.action.kind.is_compute]
-        here = [(span, Thread.COMPUTE + 1000 * n) for span, n in _without_overlap(compute)]
-        here += [(span, Thread.MESSAGES + n) for span, n in _without_overlap(messages)]
-        summing = [
-            (span, Thread.ALL_REDUCE + 1000 * n) for span, n in _without_overlap(sums[row.device])
-        ]
+        here = [(span, Thread.COMPUTE + 1000 * n) for span, n in _without_overlap(row.computes)]
+        here += [(span, Thread.MESSAGES + n) for span, n in _without_overlap(row.messages)]
+        summing = [(span, Thread.ALL_REDUCE + 1000 * n) for span, n in _without_overlap(row.sums)]
         threads = {int(Thread.COMPUTE), *(t for _, t in here), *(t for _, t in summing)}
         events += _metadata(row, order, sorted(threads))
         events += [_sum(span, thread) for span, thread in summing]
-        events += map(_update, updates[row.device])
+        events += map(_update, row.updates)
         placed += here
     events += [_slice(span, thread, graph) for span, thread in placed]
     events += _flows(timeline, dict(placed))

@@ -40,8 +40,6 @@ def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
 
 
 def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
-    spans, sums = lanes.by_device(panel.timeline), lanes.sums_by_device(panel.timeline)
-    updates = lanes.updates_by_device(panel.timeline)
     prefix = names.graph_prefix(panel.graph)
     typical = lanes.typical(panel.timeline)
     return {
@@ -60,9 +58,9 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
         "operators": [names.operators(stage, prefix) for stage in panel.graph.stages],
         "microbatchSize": [stage.microbatch_size for stage in panel.graph.stages],
         "batchSize": panel.graph.batch_size,
-        "rows": [[_action(span) for span in spans[row.device]] for row in panel.rows],
-        "sums": [[_sum(span) for span in sums[row.device]] for row in panel.rows],
-        "updates": [[_update(span) for span in updates[row.device]] for row in panel.rows],
+        "rows": [[_action(span) for span in row.computes] for row in panel.rows],
+        "sums": [[_sum(span) for span in row.sums] for row in panel.rows],
+        "updates": [[_update(span) for span in row.updates] for row in panel.rows],
         "messages": _messages(panel),
     }
 
