@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,6 +116,16 @@ class FlatProgram:
     def signature(self) -> list[tuple[str, str]]:
         """Operation and module of every call, which are equal for any number of samples."""
         return [(str(node.target), frame(node)) for node in self.calls]
+
+
+def upstream(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes of one graph with all that they depend on, in the order of the graph."""
+    reached = set(nodes)
+    order = list(next(iter(reached)).graph.nodes) if reached else []
+    for node in reversed(order):
+        if node in reached:
+            reached.update(node.all_input_nodes)
+    return [node for node in order if node in reached]
 
 
 def frame(node: fx.Node) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, PARAMETER, PlaceholderSource
@@ -65,6 +64,4 @@ def _outputs(programs: Programs, tensors: Mapping[str, Tensor]) -> list[float]:
         value = module.get_buffer(source.name) if is_buffer else program.constants[source.name]
         return value.clone()  # a program may count its calls in a buffer
 
-    env: dict[fx.Node, torch.Tensor] = {}
-    run_calls(program.graph, program.sources, program.outputs, env, find)
-    return [float(env[node]) for node in program.outputs]
+    return list(map(float, run_calls(program.graph, program.sources, program.outputs, find)))

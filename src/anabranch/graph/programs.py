@@ -125,30 +125,22 @@ class Programs:
             device: where statistics are computed, by default where the tensors are.
 
         Raises:
-            CaptureError: if the model cannot run with as many samples as are left over when the
-                batch is taken in parts.
+            CaptureError: if the model cannot run with as many samples.
         """
         if not self._whole_batch.statistics:
             return dict(tensors)
         first = next(iter(tensors.values()))
         samples, place = int(first.shape[0]), device or first.device
-        sums: list[torch.Tensor] = []
-        start = 0
+        program = self.at(samples, device=place)
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
-                return tensors[source.name][start : start + size].to(place)
+                return tensors[source.name].to(place)
             if source.kind == BUFFER:
                 return self.module.get_buffer(source.name).to(place)
             return program.constants[source.name].to(place)
 
-        while start < samples:
-            size = self._part(samples - start, place)
-            program = self.at(size, device=place)
-            sums = program.known.add(size, find, sums)
-            start += size
-        values = program.known.values(samples, sums, find)
-        return {**tensors, **self._whole_batch.rows(values, samples)}
+        return {**tensors, **self._whole_batch.rows(program.known.values(find), samples)}
 
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]
@@ -163,11 +155,6 @@ class Programs:
                 if not torch.allclose(part[name].sum(0), whole[name][start:stop].sum(0), rtol=1e-9):
                     return False
         return True
-
-    def _part(self, samples: int, place: torch.device) -> int:
-        """The most of so many samples for which there is a program."""
-        known = (size for size, where in self._made if where == place and size <= samples)
-        return max(known, default=samples)
 
 
 def require_same_calls(

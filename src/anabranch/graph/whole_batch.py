@@ -14,7 +14,7 @@ samples of those of its slices. Where all labels count, nothing changes, not in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.graph.call_traits import arguments, base_name, words
-from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram, PlaceholderSource
+from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram, PlaceholderSource, upstream
 from anabranch.graph.flows import SampleFlow
 from anabranch.graph.sample_flow import has_classes
 
@@ -81,66 +81,39 @@ def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 @dataclass(frozen=True)
 class Known:
-    """The part of a program that makes statistics of the batch's tensors.
-
-    Attributes:
-        totals: what is added up over slices, with the power of the number of samples in it.
-        statistics: what is made of these.
-    """
+    """The part of a program that makes statistics of the batch's tensors."""
 
     graph: fx.Graph
     sources: Mapping[fx.Node, PlaceholderSource]
-    totals: tuple[tuple[fx.Node, int], ...]
     statistics: tuple[fx.Node, ...]
 
     @property
     def leaves(self) -> frozenset[str]:
         """Names of the batch's tensors that statistics are made of."""
-        needed = {*(node for node, _ in self.totals), *self.statistics}
-        for node in reversed(list(self.graph.nodes)):
-            if node in needed:
-                needed.update(node.all_input_nodes)
-        sources = (self.sources[node] for node in needed if node.op == "placeholder")
+        sources = self.sources.values()
         return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
 
-    def add(self, samples: int, find: Find, sums: list[Tensor]) -> list[Tensor]:
-        """The totals of a slice on top of those before, each times ``samples ** -degree``."""
-        env: dict[fx.Node, Any] = {}
-        totals = [node for node, _ in self.totals]
-        run_calls(self.graph, self.sources, totals, env, find)
-        slice_sums = [env[node].double() * samples**-degree for node, degree in self.totals]
-        return [a + b for a, b in zip(sums, slice_sums, strict=True)] if sums else slice_sums
-
-    def values(self, samples: int, sums: list[Tensor], find: Find) -> list[Tensor]:
-        """The statistics of a batch from its totals."""
-        env: dict[fx.Node, Any] = {}
-        for (node, degree), total in zip(self.totals, sums, strict=True):
-            env[node] = (total * float(samples) ** degree).to(node.meta["val"].dtype)
-        run_calls(self.graph, self.sources, self.statistics, env, find)
-        return [env[node] for node in self.statistics]
+    def values(self, find: Find) -> list[Tensor]:
+        """The statistics of a batch."""
+        return run_calls(self.graph, self.sources, self.statistics, find)
 
 
 def run_calls(
     graph: fx.Graph,
     sources: Mapping[fx.Node, PlaceholderSource],
-    wanted: Iterable[fx.Node],
-    env: dict[fx.Node, Any],
+    wanted: Sequence[fx.Node],
     find: Find,
-) -> None:
-    """Compute the ``wanted`` nodes of a graph without gradients, on top of those in ``env``."""
-    needed = set(wanted)
-    for node in reversed(list(graph.nodes)):
-        if node in needed and node not in env:
-            needed.update(node.all_input_nodes)
+) -> list[Any]:
+    """Compute the values of nodes of a graph without gradients."""
+    env: dict[fx.Node, Any] = {}
     with torch.no_grad():
-        for node in graph.nodes:
-            if node not in needed or node in env:
-                continue
+        for node in upstream(wanted):
             if node.op == "placeholder":
                 env[node] = find(sources[node])
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
                 env[node] = node.target(*args, **kwargs)
+    return [env[node] for node in wanted]
 
 
 @dataclass(frozen=True)
@@ -148,13 +121,11 @@ class WholeBatch:
     """Calls that read statistics, by positions in the program, equal for any number of samples.
 
     Attributes:
-        totals: calls that add up over the samples, with the power of their number.
         statistics: calls whose values are needed of the whole batch; those in ``shares`` as the
             share of a slice, which then is a sum over rows.
         uses: (reading call, number of the statistic).
     """
 
-    totals: tuple[tuple[int, int], ...]
     statistics: tuple[tuple[int, bool], ...]
     uses: tuple[tuple[int, int], ...]
 
@@ -164,20 +135,10 @@ class WholeBatch:
         position = {node: i for i, node in enumerate(program.calls)}
         numbers: dict[tuple[int, bool], int] = {}
         uses = []
-        needed: set[fx.Node] = set()
         for use in flow.uses:
             key = position[use.argument], use.share
             uses.append((position[use.call], numbers.setdefault(key, len(numbers))))
-            needed.add(use.argument)
-        totals = []
-        for node in reversed(program.calls):
-            if node in needed and flow.flows[node].kind == "statistic":
-                sources = node.all_input_nodes
-                if any(flow.flows[n].kind == "samples" for n in sources) or not sources:
-                    totals.append((position[node], flow.flows[node].degree))
-                else:
-                    needed.update(sources)
-        return WholeBatch(tuple(sorted(totals)), tuple(numbers), tuple(uses))
+        return WholeBatch(tuple(numbers), tuple(uses))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -223,17 +184,11 @@ class WholeBatch:
 
     def _known(self, program: FlatProgram, calls: list[fx.Node]) -> Known:
         wanted = [calls[index] for index, _ in self.statistics]
-        needed = set(wanted)
-        for node in reversed(list(program.graph.nodes)):
-            if node in needed:
-                needed.update(node.all_input_nodes)
         graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in program.graph.nodes:
-            if node in needed:
-                copied[node] = graph.node_copy(node, copied.__getitem__)
+        for node in upstream(wanted):
+            copied[node] = graph.node_copy(node, copied.__getitem__)
         sources = {copied[n]: s for n, s in program.sources.items() if n in copied}
-        totals = tuple((copied[calls[index]], degree) for index, degree in self.totals)
-        return Known(graph, sources, totals, tuple(copied[node] for node in wanted))
+        return Known(graph, sources, tuple(copied[node] for node in wanted))
 
     def rows(self, values: list[Tensor], samples: int) -> dict[str, Tensor]:
         """The tensors of a batch with these statistics, one row per sample."""
