@@ -22,7 +22,6 @@ from torch import fx, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
-from anabranch.graph.batch_norms import with_whole_batch_norms
 from anabranch.graph.call_traits import base_name
 from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import FlatProgram, frame, schema_name
@@ -80,16 +79,15 @@ def capture(
         captured = _captured(module, exporter, granularity, assumption)
         if set(captured.assumed) <= assumption.per_sample or _is_per_sample(captured):
             break
-    program = captured.programs.at(exporter.samples, device=exporter.device)
-    called = {schema_name(node) for node in program.calls}
+    called = {schema_name(node) for node in captured.programs.example.calls}
     if missing := sorted(set(per_sample) - called):
         raise CaptureError(
             f"{type(module).__name__} calls no operator {', '.join(missing)}, which per_sample "
             f"names; it calls {', '.join(sorted(called))}"
         )
-    for rule in captured.programs.rewrites:
+    for rule in exporter.rewrites:
         if not rule.sites:
-            reasons = "; ".join(captured.programs.refusals) or "no operator is of that kind"
+            reasons = "; ".join(exporter.refusals) or "no operator is of that kind"
             raise CaptureError(f"{rule.name} changes nothing in {type(module).__name__}: {reasons}")
     return captured
 
@@ -227,8 +225,8 @@ class Captured:
 
     def _again(self, layout: BatchLayout, training: bool) -> Captured:
         with only_frozen(self.module, self.programs.frozen):
-            device, rewrites = self.programs.capture_device, self.programs.rewrites
-            exporter = Exporter(self.module, layout, training, device, rewrites)
+            first = self.programs.exporter
+            exporter = Exporter(self.module, layout, training, first.device, first.rewrites)
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 
@@ -254,7 +252,7 @@ def _captured(
             "requires a gradient; is its forward decorated with torch.no_grad, or is every "
             "parameter frozen?"
         )
-    flow = with_whole_batch_norms(sample_flow(program, other, assumption), module)
+    flow = sample_flow(program, other, module, assumption)
     whole_batch = WholeBatch.of(program, flow)
     degrees = {
         name: _degree(flow.flows[node])
@@ -267,8 +265,7 @@ def _captured(
     elif same_mode is not None:
         grouping = first.programs.grouping
     else:
-        trained = first.programs.at(first.programs.samples, device=first.programs.capture_device)
-        grouping = group_like(program, other, trained, first.programs.grouping)
+        grouping = group_like(program, other, first.programs.example, first.programs.grouping)
     couplings = _couplings(coupling, program, grouping)
     graph, calls, dims = build(module, program, other, grouping, training)
     coupled = {c.operator for c in couplings}
@@ -305,7 +302,7 @@ def _is_per_sample(captured: Captured) -> bool:
 
     Training compares gradients before its first step in any case.
     """
-    if captured.programs.capture_device.type == "meta":
+    if captured.programs.exporter.device.type == "meta":
         return True
     try:
         twin = captured.evaluation() if captured.training else captured

@@ -13,9 +13,9 @@ from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name, tensor
 from anabranch.graph.flat_program import PARAMETER, FlatProgram
+from anabranch.graph.operations import LOOKUPS
 from anabranch.graph.opgraph import Table
 
-_LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag")
 _SUMS = (0, 1)
 """Modes of a bag whose gradient may be sparse, the sum and the mean; not the maximum."""
 
@@ -58,7 +58,7 @@ def _lookups(
 
 
 def _may_be_sparse(call: fx.Node) -> bool:
-    if call.op != "call_function" or base_name(call) not in _LOOKUPS:
+    if call.op != "call_function" or base_name(call) not in LOOKUPS:
         return False
     options = arguments(call)
     if options["scale_grad_by_freq"] or options.get("per_sample_weights") is not None:

@@ -14,7 +14,6 @@ from torch import fx, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout
-from anabranch.graph.batch_norms import in_one_process
 from anabranch.graph.export import ReturnsLoss, export, user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -27,7 +26,7 @@ from anabranch.graph.flat_program import (
     frame,
     lower,
 )
-from anabranch.graph.module_state import in_mode, on_meta, on_one_device
+from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
 from anabranch.graph.number_metrics import numbers_as_tensors
 from anabranch.graph.propagation import propagate
 from anabranch.graph.rewrites import Rewrite, rewrite

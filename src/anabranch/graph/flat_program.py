@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -27,20 +27,12 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
 from anabranch.errors import CaptureError
+from anabranch.graph.operations import BATCH_NORMS
 
 PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
 APART = "apart"
 """Key of a node's ``meta`` that keeps it from being absorbed into a neighbouring operator."""
 
-
-_NORMS = {
-    "aten::batch_norm",
-    "aten::instance_norm",
-    "aten::native_batch_norm",
-    "aten::cudnn_batch_norm",
-    "aten::miopen_batch_norm",
-}
-"""Change arguments 3 and 4 (running mean, variance) if 5 (training) is true; no schema says so."""
 
 _Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 _CHECKS = {
@@ -148,13 +140,19 @@ def schema_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def trains_norm(node: fx.Node) -> bool:
+    """True if a batch normalisation takes the statistics of its input."""
+    return len(node.args) > 5 and bool(node.args[5])
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """Arguments that the call changes in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.op != "call_function":
         return []
-    trains = schema.name in _NORMS and len(node.args) > 5 and node.args[5]
-    positions = {3, 4} if trains else set()
+    is_norm = schema.name.removeprefix("aten::") in {*BATCH_NORMS, "instance_norm"}
+    # Running mean and variance change; no schema says so.
+    positions = {3, 4} if is_norm and trains_norm(node) else set()
     names = set()
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -163,6 +161,26 @@ def written(node: fx.Node) -> list[fx.Node]:
     chosen = [arg for i, arg in enumerate(node.args) if i in positions]
     chosen += [arg for name, arg in node.kwargs.items() if name in names]
     return [leaf for leaf in tree_leaves(chosen) if isinstance(leaf, fx.Node)]
+
+
+def insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call before another one, of the same line and module, with its value."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args, kwargs)
+    copied = {"nn_module_stack", "stack_trace"} & before.meta.keys()
+    node.meta |= {key: before.meta[key] for key in copied}
+    args, kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    with torch.enable_grad():
+        set_value(node, target(*args, **kwargs))
+    return node
+
+
+def set_value(node: fx.Node, value: Any) -> None:
+    """Note the value of a node, a fake tensor or what else it is."""
+    node.meta["val"] = value
+    # All values are alive at once, so addresses are unique.
+    if isinstance(value, torch.Tensor):
+        node.meta["storage"] = value.untyped_storage()._cdata
 
 
 class RefusedError(Exception):
@@ -349,8 +367,7 @@ class ProgramBuilder:
         program = FlatProgram(samples, self.graph, self.sources, self.constants, self.regions)
         program.drop_dead()
         self.graph.lint()
-        sources = {node: source for node, source in self.sources.items() if not node._erased}
-        return replace(program, sources=sources)
+        return program
 
     def made(self, output: fx.Node) -> fx.Node:
         """An output that is itself a parameter or a buffer as the result of a call."""

@@ -36,7 +36,7 @@ def halves_agree(
         RuntimeError: if an operator does not run on this machine.
     """
     half = max(1, layout.samples // 2)
-    resized = layout.resized(2 * half, programs.capture_device)
+    resized = layout.resized(2 * half, programs.exporter.device)
     tensors = programs.with_statistics(dict(zip(layout.names, resized, strict=True)))
     slices = (0, 2 * half), (0, half), (half, 2 * half)
     whole, *parts = (

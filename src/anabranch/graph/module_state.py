@@ -1,4 +1,4 @@
-"""Temporary changes of a module: its mode, its device, and which parameters are frozen."""
+"""Temporary changes of a module: mode, device, frozen parameters, normalisation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -60,6 +61,19 @@ def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for tensor, data in away:
             tensor.data = data
+
+
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """Inside, ``nn.SyncBatchNorm`` takes the statistics of what it is given, also where there are
+    other processes, and on a CPU: whoever calls the module has the whole batch.
+    """
+    forward = nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = _BatchNorm.forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
 
 
 def on_meta(module: nn.Module) -> nn.Module:

@@ -18,7 +18,6 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of, only_frozen
-from anabranch.graph.rewrites import Rewrite
 from anabranch.graph.whole_batch import WholeBatch
 
 Signature = list[tuple[str, str]]
@@ -30,6 +29,7 @@ class Programs:
 
     Args:
         module: the user's, whose parameters the programs use.
+        exporter: which captured the module; has its device, its rewrites and their refusals.
         made: the programs that there are, on the exporter's device.
     """
 
@@ -45,29 +45,19 @@ class Programs:
         self.module = module
         self.grouping = grouping
         self.signature = signature
-        self._exporter = exporter
+        self.exporter = exporter
         self._whole_batch = whole_batch
         self._made = {(program.samples, exporter.device): program for program in made}
 
     @property
     def samples(self) -> int:
         """Number of samples of the example (2 where it had one)."""
-        return self._exporter.samples
+        return self.exporter.samples
 
     @property
     def frozen(self) -> frozenset[str]:
         """Parameters that were not trainable when the module was captured."""
-        return self._exporter.frozen
-
-    @property
-    def rewrites(self) -> Sequence[Rewrite]:
-        """Rewrites of the programs, with their sites."""
-        return self._exporter.rewrites
-
-    @property
-    def refusals(self) -> Sequence[str]:
-        """Sites that could not be rewritten, each with the reason."""
-        return self._exporter.refusals
+        return self.exporter.frozen
 
     @property
     def device(self) -> torch.device:
@@ -75,9 +65,9 @@ class Programs:
         return device_of(self.module)
 
     @property
-    def capture_device(self) -> torch.device:
-        """Device of the module's parameters when it was captured."""
-        return self._exporter.device
+    def example(self) -> FlatProgram:
+        """The program of the example, on the device of the capture."""
+        return self.at(self.samples, device=self.exporter.device)
 
     def at(self, samples: int, *, device: torch.device | str | None = None) -> FlatProgram:
         """The flat program for a number of samples.
@@ -97,7 +87,7 @@ class Programs:
             raise ValueError(f"a program for {place} was asked for, but no such device is here")
         if (samples, place) not in self._made:
             with only_frozen(self.module, self.frozen):
-                program = self._exporter.program(samples, place)
+                program = self.exporter.program(samples, place)
                 require_same_calls(self.module, self.samples, self.signature, program)
                 self._made[samples, place] = self._whole_batch.put_in(program)
         return self._made[samples, place]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.flat_program import FlatProgram, PlaceholderSource
+from anabranch.graph.flat_program import FlatProgram, PlaceholderSource, set_value
 
 
 def propagate(
@@ -40,10 +40,7 @@ def propagate(
                 env[node] = node.target(*args, **kwargs)
             else:
                 continue
-            node.meta["val"] = env[node]
-            # All values are alive here, so addresses are unique.
-            if isinstance(env[node], torch.Tensor):
-                node.meta["storage"] = env[node].untyped_storage()._cdata
+            set_value(node, env[node])
 
 
 def gradient_calls(program: FlatProgram) -> set[fx.Node]:

@@ -121,9 +121,7 @@ class Split:
         self.num_stages = num_stages
         self.exact = exact
         self._cache: dict[tuple[int, int, torch.device], StageProgram] = {}
-        programs = captured.programs
-        program = programs.at(programs.samples, device=programs.capture_device)
-        self._uses = PortMap(captured, program, stage_of, exact)
+        self._uses = PortMap(captured, captured.programs.example, stage_of, exact)
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -155,7 +153,8 @@ class Split:
         return self._sources(stage, BATCH_LEAF)
 
     def _sources(self, stage: int, kind: str) -> set[str]:
-        whole = self._program(self.captured.programs.samples, self.captured.programs.capture_device)
+        programs = self.captured.programs
+        whole = self._program(programs.samples, programs.exporter.device)
         known = whole.program.sources
         read = [known[node] for node in whole.needed(self.stage_of, stage) if node in known]
         return {source.name for source in read if source.kind == kind}

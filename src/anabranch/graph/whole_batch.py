@@ -21,13 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from anabranch.graph.call_traits import arguments, base_name, words
-from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram, PlaceholderSource, upstream
+from anabranch.graph.call_traits import arguments, base_name
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    FlatProgram,
+    PlaceholderSource,
+    insert,
+    set_value,
+    upstream,
+)
 from anabranch.graph.flows import SampleFlow
+from anabranch.graph.operations import words
 from anabranch.graph.sample_flow import has_classes
 
 _COUNTED = words("cross_entropy_loss nll_loss_nd")
 _MEAN, _SUM = 1, 2
+_aten = torch.ops.aten
 
 Find = Callable[[PlaceholderSource], Tensor]
 """The tensor of a placeholder."""
@@ -37,46 +46,29 @@ def counted_means(program: FlatProgram) -> FlatProgram:
     """The same program, in which a mean over the classes that are not ignored is a sum over a count
     of them.
     """
-    graph = program.graph
     for node in program.calls:
         if base_name(node) not in _COUNTED or not has_classes(node):
             continue
         options = arguments(node)
         if options["reduction"] != _MEAN:
             continue
-        with graph.inserting_before(node):
-            count = _count(graph, node, options)
-            args = tuple(_SUM if name == "reduction" else value for name, value in options.items())
-            total = _call(graph, node, node.target, *args)
-            mean = _call(graph, node, torch.ops.aten.div.Tensor, total, count)
-        node.replace_all_uses_with(mean)
-        graph.erase_node(node)
+        count = _count(node, options)
+        total = insert(node, node.target, *(options | {"reduction": _SUM}).values())
+        node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
+        program.graph.erase_node(node)
     return program
 
 
-def _count(graph: fx.Graph, like: fx.Node, options: Mapping[str, Any]) -> fx.Node:
+def _count(loss: fx.Node, options: Mapping[str, Any]) -> fx.Node:
     """Targets that are not ignored, each by the weight of its class."""
-    aten = torch.ops.aten
-    counts = _call(graph, like, aten.ne.Scalar, options["target"], options["ignore_index"])
+    counts = insert(loss, _aten.ne.Scalar, options["target"], options["ignore_index"])
     if options["weight"] is not None:
-        classes = _call(graph, like, aten.mul.Tensor, options["target"], counts)
-        flat = _call(graph, like, aten.flatten.using_ints, classes)
-        weights = _call(graph, like, aten.index_select.default, options["weight"], 0, flat)
-        kept = _call(graph, like, aten.flatten.using_ints, counts)
-        counts = _call(graph, like, aten.mul.Tensor, weights, kept)
-    return _call(graph, like, aten.sum.default, counts)
-
-
-def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A new call in the module of another one, with its value."""
-    node = graph.call_function(target, args)
-    node.meta |= {k: like.meta[k] for k in ("nn_module_stack", "stack_trace") if k in like.meta}
-    values = fx.node.map_arg(args, lambda n: n.meta["val"])
-    with torch.enable_grad():
-        node.meta["val"] = value = target(*values)
-    if isinstance(value, Tensor):
-        node.meta["storage"] = value.untyped_storage()._cdata
-    return node
+        classes = insert(loss, _aten.mul.Tensor, options["target"], counts)
+        flat = insert(loss, _aten.flatten.using_ints, classes)
+        weights = insert(loss, _aten.index_select.default, options["weight"], 0, flat)
+        kept = insert(loss, _aten.flatten.using_ints, counts)
+        counts = insert(loss, _aten.mul.Tensor, weights, kept)
+    return insert(loss, _aten.sum.default, counts)
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,8 @@ def run_calls(
                 env[node] = find(sources[node])
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = node.target(*args, **kwargs)
+                call: Any = node.target
+                env[node] = call(*args, **kwargs)
     return [env[node] for node in wanted]
 
 
@@ -149,7 +142,7 @@ class WholeBatch:
         """The program of a slice, which reads the statistics as tensors of the batch."""
         if not self.statistics:
             return program
-        calls, graph = program.calls, program.graph
+        calls = program.calls
         known = self._known(program, calls)
         sources = dict(program.sources)
         values: list[fx.Node] = []
@@ -157,30 +150,24 @@ class WholeBatch:
             statistic = calls[call]
             like = statistic.meta["val"]
             dtype = torch.float64 if share else like.dtype
-            with graph.inserting_before(calls[0]):
-                rows = graph.placeholder(self.names[number].replace(" ", "_"))
-                rows.meta["val"] = val = torch.empty_like(
-                    like, dtype=dtype, requires_grad=False
-                ).new_empty((program.samples, *like.shape))
-                rows.meta["storage"] = val.untyped_storage()._cdata
+            with program.graph.inserting_before(calls[0]):
+                rows = program.graph.placeholder(self.names[number].replace(" ", "_"))
+            value = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            set_value(rows, value.new_empty((program.samples, *like.shape)))
             sources[rows] = PlaceholderSource(BATCH_LEAF, self.names[number])
             values.append(rows)
         for call, number in self.uses:
             reader = calls[call]
             index, share = self.statistics[number]
-            with graph.inserting_before(reader):
-                if share:
-                    value = _call(
-                        graph, reader, torch.ops.aten.sum.dim_IntList, values[number], [0]
-                    )
-                    dtype = reader.meta["val"].dtype
-                    value = _call(graph, reader, torch.ops.aten.to.dtype, value, dtype)
-                else:
-                    value = _call(graph, reader, torch.ops.aten.select.int, values[number], 0, 0)
-            reader.replace_input_with(calls[index], value)
-        replace(program, sources=sources).drop_dead()
-        alive = {node: source for node, source in sources.items() if not node._erased}
-        return replace(program, sources=alive, known=known)
+            if share:
+                total = insert(reader, _aten.sum.dim_IntList, values[number], [0])
+                read = insert(reader, _aten.to.dtype, total, reader.meta["val"].dtype)
+            else:
+                read = insert(reader, _aten.select.int, values[number], 0, 0)
+            reader.replace_input_with(calls[index], read)
+        sliced = replace(program, sources=sources, known=known)
+        sliced.drop_dead()
+        return sliced
 
     def _known(self, program: FlatProgram, calls: list[fx.Node]) -> Known:
         wanted = [calls[index] for index, _ in self.statistics]
