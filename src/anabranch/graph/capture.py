@@ -31,7 +31,7 @@ from anabranch.graph.halves import halves_agree
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
-from anabranch.graph.programs import Programs, first_difference, require_same_calls
+from anabranch.graph.programs import Programs, require_same_calls
 from anabranch.graph.propagation import gradient_calls
 from anabranch.graph.rewrites import Rewrite, applicable
 from anabranch.graph.sample_flow import sample_flow
@@ -214,7 +214,7 @@ class Captured:
             if (variant.value_calls, variant.batch_dims) != (self.value_calls, self.batch_dims):
                 raise CaptureError(
                     f"{type(self.module).__name__} has its samples in other places for batches of "
-                    f"{_sizes_text(variant.layout)} than for those of {_sizes_text(self.layout)}"
+                    f"{variant.layout.text()} than for those of {self.layout.text()}"
                 )
             self.variants[sizes] = variant
         return self.variants[sizes]
@@ -241,10 +241,15 @@ def _captured(
     samples, training = exporter.samples, exporter.training
     program, other = exporter.program(samples), exporter.program(2 * samples)
     signature = program.signature()
-    require_same_calls(module, samples, signature, other)
+    here, there = f"{samples} samples", f"{2 * samples} samples"
+    require_same_calls(module, signature, other, known=here, unknown=there)
     same_mode = first if first is not None and first.training == training else None
-    if same_mode is not None and signature != same_mode.programs.signature:
-        raise _other_sizes(same_mode, exporter.layout, program)
+    if same_mode is not None:
+        sizes = exporter.layout.text(unlike=same_mode.layout)
+        known, unknown = "the workload's example", f"a bucket ({sizes})"
+        require_same_calls(
+            module, same_mode.programs.signature, program, known=known, unknown=unknown
+        )
     loss = program.outputs[0]
     if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
         raise CaptureError(
@@ -337,24 +342,3 @@ def _unused(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:
     trained = {whole_name(source.name) for node, source in read if carriers & node.users.keys()}
     parameters = module.named_parameters()
     return tuple(n for n, p in parameters if p.requires_grad and n not in trained)
-
-
-def _sizes_text(layout: BatchLayout) -> str:
-    return ", ".join(f"{name} {type_text(*kind)}" for name, kind in layout.types.items())
-
-
-def _other_sizes(first: Captured, layout: BatchLayout, other: FlatProgram) -> CaptureError:
-    """An error for a bucket whose program has other calls than that of the workload's example."""
-    changed = [
-        f"{name} [{', '.join(['samples', *map(str, size)])}]"
-        for (name, (size, _)), own in zip(layout.types.items(), first.layout.sizes, strict=True)
-        if size != own
-    ]
-    module, signature = first.module, first.programs.signature
-    difference = first_difference(module, signature, other, "the example", "the bucket")
-    return CaptureError(
-        f"{type(module).__name__} runs other operations for a bucket ({', '.join(changed)}) than "
-        f"for the workload's example, so the stages of its plan do not hold them: {difference}; "
-        "look for a Python loop or a branch over that size there, and write it with tensor "
-        "operations"
-    )

@@ -28,6 +28,7 @@ from torch.distributions import Distribution
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError, shadowed
+from anabranch.graph.module_state import with_attributes
 from anabranch.graph.raising_guards import without_raising_guards
 
 _SYMBOLS = "fx.experimental.symbolic_shapes"
@@ -246,7 +247,7 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         "samples at once: linear layers, matmul, einsum and broadcasting take further dimensions "
         "as they are"
     )
-    patches: list[tuple[Any, str, Any]] = [
+    patches = [
         (function, "apply", classmethod(apply)),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
         (torch.autograd, "_engine_run_backward", differentiate),
@@ -256,14 +257,8 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         # Looks at values, which there are none of, only to raise.
         (Distribution, "_validate_args", False),
     ]
-    kept = [vars(owner)[name] for owner, name, _ in patches]
-    try:
-        for owner, name, instead in patches:
-            setattr(owner, name, instead)
+    with with_attributes(patches):
         yield
-    finally:
-        for (owner, name, _), original in zip(patches, kept, strict=True):
-            setattr(owner, name, original)
 
 
 def _try_functions(module: ReturnsLoss, leaves: list[torch.Tensor]) -> None:

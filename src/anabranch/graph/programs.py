@@ -88,7 +88,8 @@ class Programs:
         if (samples, place) not in self._made:
             with only_frozen(self.module, self.frozen):
                 program = self.exporter.program(samples, place)
-                require_same_calls(self.module, self.samples, self.signature, program)
+                here, there = f"{self.samples} samples", f"{samples} samples"
+                require_same_calls(self.module, self.signature, program, known=here, unknown=there)
                 self._made[samples, place] = self._whole_batch.put_in(program)
         return self._made[samples, place]
 
@@ -148,33 +149,26 @@ class Programs:
 
 
 def require_same_calls(
-    module: nn.Module, samples: int, signature: Signature, other: FlatProgram
+    module: nn.Module, signature: Signature, other: FlatProgram, *, known: str, unknown: str
 ) -> None:
-    """Raise CaptureError if a program has not the calls of that for another number of samples."""
-    if other.signature() == signature:
+    """Raise CaptureError if a program has other calls than a signature.
+
+    Args:
+        known, unknown: inputs that the signature and the program are of, in words.
+    """
+    if (calls := other.signature()) == signature:
         return
-    here, there = f"{samples} samples", f"{other.samples} samples"
-    difference = first_difference(module, signature, other, here, there)
-    raise CaptureError(
-        f"{type(module).__name__} runs other operations for {there} than for {samples}, so its "
-        f"operators are not the same for every micro-batch: {difference}; look for a Python loop "
-        "or a branch over the samples there, or for a list with an entry per sample, and write it "
-        "with tensor operations"
-    )
-
-
-def first_difference(
-    module: nn.Module, signature: Signature, other: FlatProgram, known: str, unknown: str
-) -> str:
-    """The first call at which a program differs from a signature, in words."""
-    pairs = zip_longest(signature, other.signature())
+    pairs = zip_longest(signature, calls)
     first = next(i for i, (here, there) in enumerate(pairs) if here != there)
     here = f"calls {signature[first][0]}" if first < len(signature) else "has ended"
     there, where = "has ended", ""
-    if first < len(other.calls):
+    if first < len(calls):
         node = other.calls[first]
         there, where = f"calls {node.target}", f", {place_of(module, node)}"
-    return (
-        f"the first that differs is number {first + 1}, where the forward of {known} {here} and "
-        f"that of {unknown} {there}{where}"
+    raise CaptureError(
+        f"{type(module).__name__} runs other operations for {unknown} than for {known}, so its "
+        f"operators are not the same for both: the first that differs is number {first + 1}, where "
+        f"the forward of {known} {here} and that of {unknown} {there}{where}; look for a Python "
+        "loop or a branch over that size there, or for a list with an entry per sample, and write "
+        "it with tensor operations"
     )
