@@ -37,6 +37,7 @@ from anabranch.graph.rewrites import Rewrite, applicable
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.graph.whole_batch import WholeBatch
+from anabranch.remembered import remembered
 from anabranch.workload import Batch
 
 
@@ -142,7 +143,6 @@ class Captured:
     assumed: tuple[str, ...]
     slices: dict[str, nn.Parameter] = field(default_factory=dict)
     variants: dict[Sizes, Captured] = field(init=False)
-    _evaluation: Captured | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.variants = {self.layout.sizes: self}
@@ -179,15 +179,14 @@ class Captured:
             for name, degree in self.degrees.items()
         }
 
+    @remembered
     def evaluation(self) -> Captured:
         """The same module in evaluation mode.
 
         It shares the parameters and has the same operators, without those that do nothing in
         evaluation, so that the stages of a training plan cut it as well. Made once.
         """
-        if self._evaluation is None:
-            self._evaluation = self._again(self.layout, training=False)
-        return self._evaluation
+        return self._again(self.layout, training=False)
 
     def like(self, example: Batch) -> Captured:
         """The same operators for batches with other sizes besides the samples, such as shorter

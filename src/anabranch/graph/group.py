@@ -53,10 +53,11 @@ def group(
     _attach_isolated(groups)
     blocks = Blocks(module)
     groups.rank_ancestors()
-    _contract(groups, lambda a, b: groups.path[a] == groups.path[b], one_heavy=True)
+    _contract(groups, one_heavy=True)
     _absorb(groups, 0, blocks)
     if granularity != "operator":
-        _contract_keys(groups, blocks.layer)
+        groups.path = {g: blocks.layer(path) for g, path in groups.path.items()}
+        _contract(groups, one_heavy=False)
         _absorb(groups, 1, blocks)
     if granularity == "block":
         _merge_blocks(groups, blocks)
@@ -100,44 +101,42 @@ def _attach_isolated(groups: CallGroups) -> None:
         groups.merge(min(same or others, key=lambda h: (h < g, abs(h - g))), g)
 
 
-def _contract(groups: CallGroups, together: Callable[[int, int], bool], *, one_heavy: bool) -> None:
-    """Merge neighbours that belong together, until nothing changes."""
+def _merge_all(
+    groups: CallGroups, host_of: Callable[[int], int | None], *, keep_path: bool = False
+) -> None:
+    """Merge every group into its host, until none has one; the host keeps its path if asked to."""
     changed = True
     while changed:
         changed = False
         for v in sorted(groups.members):
-            for host in groups.neighbours(v) if v in groups.members else ():
-                heavy = one_heavy and groups.heavy[host] and groups.heavy[v]
-                if together(host, v) and not heavy:
-                    groups.merge(host, v)
-                    changed = True
-                    break
+            host = host_of(v) if v in groups.members else None
+            if host is not None:
+                path = groups.path[host]
+                groups.merge(host, v)
+                groups.path[host] = path if keep_path else groups.path[host]
+                changed = True
 
 
-def _contract_keys(groups: CallGroups, key: Callable[[str], str]) -> None:
-    groups.path = {g: key(path) for g, path in groups.path.items()}
-    _contract(
-        groups,
-        lambda a, b: bool(groups.path[a]) and groups.path[a] == groups.path[b],
-        one_heavy=False,
-    )
+def _contract(groups: CallGroups, *, one_heavy: bool) -> None:
+    """Merge neighbours of one path; at most one heavy call each, or whatever is in one module."""
+
+    def host_of(v: int) -> int | None:
+        path, heavy = groups.path[v], one_heavy and groups.heavy[v]
+        beside = groups.neighbours(v) if path or one_heavy else []
+        same = (h for h in beside if groups.path[h] == path and not (heavy and groups.heavy[h]))
+        return next(same, None)
+
+    _merge_all(groups, host_of)
 
 
 def _absorb(groups: CallGroups, weight: int, blocks: Blocks) -> None:
     """Merge groups of at most this weight into a neighbour, of their own block if they have one."""
+
+    def host_of(v: int) -> int | None:
+        return _host(groups, v, blocks) if groups.weight[v] <= weight else None
+
     groups.rank_ancestors()
-    changed = True
-    while changed:
-        changed = False
-        for v in sorted(groups.members):
-            if v not in groups.members or groups.weight[v] > weight:
-                continue
-            host = _host(groups, v, blocks)
-            if host is not None:
-                path = groups.path[host]
-                groups.merge(host, v)
-                groups.path[host] = path
-                changed = True
+    _merge_all(groups, host_of, keep_path=True)
 
 
 def _host(groups: CallGroups, v: int, blocks: Blocks) -> int | None:

@@ -37,8 +37,6 @@ from anabranch.report.timeline_layout import (
     Panel,
     TimelineLayout,
     arrange,
-    label_size,
-    labels,
 )
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Span, Timeline
@@ -182,14 +180,13 @@ def _step_end(layout: TimelineLayout, panel: Panel) -> str:
 
 
 def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.DeviceRow, top: float) -> list[str]:
-    first, second = labels(panel, row)
-    x, size, small = layout.left - 12, label_size(panel), STYLE.label_size - 1.5
-    room = x - MARGIN
-    middle = top + panel.row_height / 2
-    if panel.row_height < 30 or not second:
-        return [text("right", x, middle + size * 0.36, size, shorten(first, size, room))]
+    x, size, small = layout.left - 12, panel.label_size, STYLE.small_label_size
+    room, middle = x - MARGIN, top + panel.row_height / 2
+    label = shorten(row.label, size, room)
+    if not (panel.has_second_lines and (second := panel.operators(row))):
+        return [text("right", x, middle + size * 0.36, size, label)]
     return [
-        text("right", x, middle - 2, size, shorten(first, size, room)),
+        text("right", x, middle - 2, size, label),
         text("muted right", x, middle + 12, small, shorten(second, small, room)),
     ]
 
