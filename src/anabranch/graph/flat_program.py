@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,8 @@ class FlatProgram:
         constants: tensors that the forward pass created from literals.
         regions: sub-graphs that could not be made flat (autocast), by the name that a ``get_attr``
             node has.
-        known: what makes statistics of a batch (``whole_batch.Known``), where the program reads
-            those of the whole batch.
+        statistics: a program whose outputs are statistics of a batch, where this one reads those
+            of the whole batch.
     """
 
     samples: int
@@ -48,7 +48,7 @@ class FlatProgram:
     sources: dict[fx.Node, PlaceholderSource]
     constants: Mapping[str, torch.Tensor]
     regions: Mapping[str, nn.Module] = field(default_factory=dict)
-    known: Any = None
+    statistics: FlatProgram | None = None
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -59,6 +59,27 @@ class FlatProgram:
     def outputs(self) -> tuple[fx.Node, ...]:
         """The loss, then the metrics."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """Names of the batch's tensors that the program reads."""
+        sources = self.sources.values()
+        return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
+
+    def run(self, find: Callable[[PlaceholderSource], torch.Tensor]) -> list[torch.Tensor]:
+        """Compute the outputs without gradients; ``find`` gives the tensors of placeholders."""
+        env: dict[fx.Node, Any] = {}
+        with torch.no_grad():
+            for node in upstream(self.outputs):
+                call: Any = node.target
+                if node.op == "placeholder":
+                    env[node] = find(self.sources[node])
+                elif node.op == "get_attr":
+                    env[node] = self.regions[call]
+                else:
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                    env[node] = call(*args, **kwargs)
+        return [env[node] for node in self.outputs]
 
     def drop_dead(self) -> None:
         """Leave out calls that nothing depends on."""

@@ -15,7 +15,6 @@ from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, PARAMETER, PlaceholderSource
 from anabranch.graph.programs import Programs
 from anabranch.graph.slices import view_named, whole_name
-from anabranch.graph.whole_batch import run_calls
 
 TOLERANCE = 1e-2
 """Relative difference that rounding may make, in half precision as well; a loss that compares
@@ -64,4 +63,4 @@ def _outputs(programs: Programs, tensors: Mapping[str, Tensor]) -> list[float]:
         value = module.get_buffer(source.name) if is_buffer else program.constants[source.name]
         return value.clone()  # a program may count its calls in a buffer
 
-    return list(map(float, run_calls(program.graph, program.sources, program.outputs, find)))
+    return list(map(float, program.run(find)))

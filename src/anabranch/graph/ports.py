@@ -92,7 +92,7 @@ class PortMap:
             if user.op != "call_function" or self.owners[user] == FREE:
                 continue
             at = self.position[user]
-            slots = [k for k, source in enumerate(arguments(user)) if source is node]
+            slots = [k for k, source in enumerate(node_arguments(user)) if source is node]
             for slot in slots:
                 carries = user in self.carriers and requires_grad(node) and at > after
                 (with_grad if carries else without).append((at, slot))
@@ -160,7 +160,7 @@ class PortMap:
         self.tied = tuple(tied)
 
 
-def arguments(node: fx.Node) -> list[fx.Node]:
+def node_arguments(node: fx.Node) -> list[fx.Node]:
     """Arguments that are nodes, in order, a node as often as it occurs."""
     nodes: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), nodes.append)

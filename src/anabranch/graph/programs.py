@@ -105,7 +105,8 @@ class Programs:
     def tensors_for(self, names: frozenset[str]) -> frozenset[str]:
         """The tensors of a batch that tensors and statistics of these names are made of."""
         own = names - self.statistics
-        return own if own == names else own | self.at(self.samples).known.leaves
+        program = self.at(self.samples).statistics
+        return own if own == names or program is None else own | program.leaves
 
     def with_statistics(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
@@ -122,7 +123,8 @@ class Programs:
             return dict(tensors)
         first = next(iter(tensors.values()))
         samples, place = int(first.shape[0]), device or first.device
-        program = self.at(samples, device=place)
+        program = self.at(samples, device=place).statistics
+        assert program is not None
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
@@ -131,7 +133,7 @@ class Programs:
                 return self.module.get_buffer(source.name).to(place)
             return program.constants[source.name].to(place)
 
-        return {**tensors, **self._whole_batch.rows(program.known.values(find), samples)}
+        return {**tensors, **self._whole_batch.rows(program.run(find), samples)}
 
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]

@@ -34,7 +34,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CONSTANT, FlatProgram
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
-from anabranch.graph.ports import Port, PortMap, TiedUse, Use, arguments
+from anabranch.graph.ports import Port, PortMap, TiedUse, Use, node_arguments
 from anabranch.graph.propagation import gradient_strides
 from anabranch.remembered import remembered
 
@@ -325,7 +325,7 @@ class _Cutter:
         return self.graph.call_function(keep_strides, (self.env[node], strides))
 
     def copy(self, node: fx.Node) -> None:
-        slots = iter(range(len(arguments(node))))
+        slots = iter(range(len(node_arguments(node))))
 
         def take(argument: Any) -> Any:
             if not isinstance(argument, fx.Node):

@@ -14,7 +14,7 @@ samples of those of its slices. Where all labels count, nothing changes, not in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,9 +37,6 @@ from anabranch.graph.sample_flow import has_classes
 _COUNTED = words("cross_entropy_loss nll_loss_nd")
 _MEAN, _SUM = 1, 2
 _aten = torch.ops.aten
-
-Find = Callable[[PlaceholderSource], Tensor]
-"""The tensor of a placeholder."""
 
 
 def counted_means(program: FlatProgram) -> FlatProgram:
@@ -69,44 +66,6 @@ def _count(loss: fx.Node, options: Mapping[str, Any]) -> fx.Node:
         kept = insert(loss, _aten.flatten.using_ints, counts)
         counts = insert(loss, _aten.mul.Tensor, weights, kept)
     return insert(loss, _aten.sum.default, counts)
-
-
-@dataclass(frozen=True)
-class Known:
-    """The part of a program that makes statistics of the batch's tensors."""
-
-    graph: fx.Graph
-    sources: Mapping[fx.Node, PlaceholderSource]
-    statistics: tuple[fx.Node, ...]
-
-    @property
-    def leaves(self) -> frozenset[str]:
-        """Names of the batch's tensors that statistics are made of."""
-        sources = self.sources.values()
-        return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
-
-    def values(self, find: Find) -> list[Tensor]:
-        """The statistics of a batch."""
-        return run_calls(self.graph, self.sources, self.statistics, find)
-
-
-def run_calls(
-    graph: fx.Graph,
-    sources: Mapping[fx.Node, PlaceholderSource],
-    wanted: Sequence[fx.Node],
-    find: Find,
-) -> list[Any]:
-    """Compute the values of nodes of a graph without gradients."""
-    env: dict[fx.Node, Any] = {}
-    with torch.no_grad():
-        for node in upstream(wanted):
-            if node.op == "placeholder":
-                env[node] = find(sources[node])
-            else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                call: Any = node.target
-                env[node] = call(*args, **kwargs)
-    return [env[node] for node in wanted]
 
 
 @dataclass(frozen=True)
@@ -143,7 +102,7 @@ class WholeBatch:
         if not self.statistics:
             return program
         calls = program.calls
-        known = self._known(program, calls)
+        statistics = self._made(program)
         sources = dict(program.sources)
         values: list[fx.Node] = []
         for number, (call, share) in enumerate(self.statistics):
@@ -165,17 +124,20 @@ class WholeBatch:
             else:
                 read = insert(reader, _aten.select.int, values[number], 0, 0)
             reader.replace_input_with(calls[index], read)
-        sliced = replace(program, sources=sources, known=known)
+        sliced = replace(program, sources=sources, statistics=statistics)
         sliced.drop_dead()
         return sliced
 
-    def _known(self, program: FlatProgram, calls: list[fx.Node]) -> Known:
+    def _made(self, program: FlatProgram) -> FlatProgram:
+        """The part of a program that makes the statistics."""
+        calls = program.calls
         wanted = [calls[index] for index, _ in self.statistics]
         graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in upstream(wanted):
             copied[node] = graph.node_copy(node, copied.__getitem__)
+        graph.output(tuple(copied[node] for node in wanted))
         sources = {copied[n]: s for n, s in program.sources.items() if n in copied}
-        return Known(graph, sources, tuple(copied[node] for node in wanted))
+        return replace(program, graph=graph, sources=sources)
 
     def rows(self, values: list[Tensor], samples: int) -> dict[str, Tensor]:
         """The tensors of a batch with these statistics, one row per sample."""
