@@ -45,9 +45,9 @@
     const raw = (to - from) / Math.max(1, Math.round((right - left) / 90));
     const power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= raw * 0.999);
-    const found = [];
-    for (let k = Math.ceil(from / step - 1e-9); k * step <= to + 1e-9 * step; k++) found.push(k * step);
-    return found;
+    const times = [];
+    for (let k = Math.ceil(from / step - 1e-9); k * step <= to + 1e-9 * step; k++) times.push(k * step);
+    return times;
   }
 
   function drawAxis() {
@@ -120,10 +120,10 @@
   // What is drawn as one: neighbours below a pixel, or one action or all-reduce that is wider.
   function runs(row) {
     const pixel = (to - from) / (right - left);
-    const found = [];
+    const merged = [];
     let run = [];
     const flush = () => {
-      if (run.length) found.push(run);
+      if (run.length) merged.push(run);
       run = [];
     };
     for (let i = firstAfter(row, from); i < row.length && row[i][0] < to; i++) {
@@ -138,7 +138,7 @@
       if (!narrow) flush();
     }
     flush();
-    return found;
+    return merged;
   }
 
   function drawRow(panel, row, top, out) {
@@ -264,11 +264,11 @@
   }
 
   function point(event) {
-    const found = actionAt(...locate(event));
+    const target = actionAt(...locate(event));
     hide();
-    if (!found) return;
+    if (!target) return;
     tip.replaceChildren(
-      ...describe(found).filter(Boolean).map((line) => {
+      ...describe(target).filter(Boolean).map((line) => {
         const element = document.createElement("div");
         element.textContent = line;
         return element;
@@ -280,7 +280,7 @@
     const below = event.clientY + 18;
     const fits = below + tip.offsetHeight < window.innerHeight;
     tip.style.top = `${fits ? below : event.clientY - tip.offsetHeight - 12}px`;
-    const [panel, r, span, isSum] = found;
+    const [panel, r, span, isSum] = target;
     if (!span) return;
     const a = clamp(x(span[0]), left, right);
     const b = clamp(x(span[1]), left, right);
