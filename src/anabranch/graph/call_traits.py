@@ -59,7 +59,9 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
 
 
 class CallTraits:
-    """Traits of every call of a program and of ``other``, the same for other numbers of samples."""
+    """Traits of the calls of a program; ``other`` has another number of samples, to show where
+    these are.
+    """
 
     def __init__(self, program: FlatProgram, other: FlatProgram) -> None:
         self.program = program
@@ -110,13 +112,17 @@ class CallTraits:
             )
         )
 
+    def batch_dim(self, node: fx.Node) -> int | None:
+        """Dimension of the samples in a call's value, see ``batch_dim``."""
+        return batch_dim(node.meta["val"], self.twins[node].meta["val"], self.sizes)
+
     def sendable(self, node: fx.Node) -> bool:
         """True if this value can be sent to another device for a slice of the samples."""
-        here, there = tensor(node), tensor(self.twins[node])
-        if here is None or there is None or here.layout is not torch.strided:
+        value = tensor(node)
+        if value is None or value.layout is not torch.strided:
             return False
         try:
-            dim = batch_dim(here, there, self.sizes)
+            dim = self.batch_dim(node)
         except ValueError:
             return False
         # Without a batch dimension but made from the batch: it mixes samples, such as a mean over

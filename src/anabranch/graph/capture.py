@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
-from anabranch.graph.call_traits import base_name
+from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import FlatProgram, frame, schema_name
 from anabranch.graph.flows import Assumption, Flow, above, loss_kind
@@ -264,14 +264,15 @@ def _captured(
     }
     kind, coupling = loss_kind(flow, loss), above(flow.coupling, loss)
     program, other = whole_batch.put_in(program), whole_batch.put_in(other)
+    traits = CallTraits(program, other)
     if first is None:
-        grouping = group(program, other, module, granularity)
+        grouping = group(traits, module, granularity)
     elif same_mode is not None:
         grouping = first.programs.grouping
     else:
-        grouping = group_like(program, other, first.programs.example, first.programs.grouping)
+        grouping = group_like(traits, first.programs.example, first.programs.grouping)
     couplings = _couplings(coupling, program, grouping)
-    graph, calls, dims = build(module, program, other, grouping, training)
+    graph, calls, dims = build(module, traits, grouping, training)
     coupled = {c.operator for c in couplings}
     graph = replace(
         graph,

@@ -43,11 +43,8 @@ class Grouping:
     owners: tuple[int, ...]
 
 
-def group(
-    program: FlatProgram, other: FlatProgram, module: nn.Module, granularity: Granularity
-) -> Grouping:
-    """Group calls into operators; ``other`` has another number of samples, to show their axes."""
-    traits = CallTraits(program, other)
+def group(traits: CallTraits, module: nn.Module, granularity: Granularity) -> Grouping:
+    """Group the calls of a program into operators."""
     groups = CallGroups(traits)
     bind(groups, _inseparable(traits))
     _attach_isolated(groups)
@@ -226,15 +223,12 @@ def _named(groups: CallGroups, module: nn.Module) -> Grouping:
     return Grouping(tuple(names), tuple(kinds), tuple(owners))
 
 
-def group_like(
-    program: FlatProgram, other: FlatProgram, train: FlatProgram, grouping: Grouping
-) -> Grouping:
+def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Grouping:
     """Give an evaluation program's calls to the operators of the training program.
 
     A call goes where the same call of its module went; failing that to the operator of its latest
     input; never before one of its inputs.
     """
-    traits = CallTraits(program, other)
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)
     by_frame: dict[str, list[int]] = defaultdict(list)
     for node, owner in zip(train.calls, grouping.owners, strict=True):

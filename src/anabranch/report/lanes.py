@@ -104,17 +104,8 @@ def rows(timeline: Timeline, graph: StageGraph) -> list[DeviceRow]:
     for device, numbers in stages.items():
         known = [branch[s] for s in sorted(numbers) if s < len(branch)]
         first = known[0] if known else len(graph)
-        result.append(
-            DeviceRow(
-                device,
-                tuple(sorted(numbers)),
-                first,
-                computes[device],
-                messages[device],
-                sums[device],
-                updates[device],
-            )
-        )
+        spans = computes[device], messages[device], sums[device], updates[device]
+        result.append(DeviceRow(device, tuple(sorted(numbers)), first, *spans))
     return sorted(result, key=lambda row: (row.branch, row.stages, row.device))
 
 
