@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from anabranch.report.lanes import (
     MERGED_PIXELS,
-    boxes,
-    by_device,
     medians,
     messages,
     rows,
+    runs,
+    shares,
     typical,
 )
 from anabranch.schedule.schedule import Kind
@@ -21,8 +21,8 @@ from tests.strategies import stage_graphs, timelines
 
 def boxes_of(text, pixel_ms):
     """Boxes of device 0, each as the actions in it."""
-    spans = by_device(timeline(text))[0]
-    return [" ".join(str(s.action) for s in box.spans) for box in boxes(spans, pixel_ms / 1e3)]
+    spans = rows(timeline(text), TWO_TOWERS)[0].computes
+    return [" ".join(str(s.action) for s in run) for run in runs(spans, pixel_ms / 1e3)]
 
 
 def test_rows_know_their_stages_and_branches():
@@ -65,9 +65,9 @@ def test_a_shared_box_stays_small():
 
 def test_shares_of_a_box_are_shares_of_its_compute():
     """Forward for 0.1 ms, backward for 0.3 ms: a quarter and three quarters, forward on top."""
-    spans = by_device(timeline("0: 0B0 0-0.3 | 0F0 0.3-0.4"))[0]
-    (box,) = boxes(spans, 1e-3)
-    assert list(box.shares().items()) == [
+    spans = rows(timeline("0: 0B0 0-0.3 | 0F0 0.3-0.4"), TWO_TOWERS)[0].computes
+    (run,) = runs(spans, 1e-3)
+    assert list(shares(run).items()) == [
         (Kind.FORWARD, pytest.approx(0.25)),
         (Kind.BACKWARD, pytest.approx(0.75)),
     ]
@@ -78,13 +78,12 @@ def test_every_action_is_in_exactly_one_box(data, graph):
     """In order, whatever a pixel is; and no box with several is wider than allowed."""
     step = data.draw(timelines(graph))
     pixel = data.draw(st.sampled_from([1e-7, 1e-3, 0.1, 10.0]))
-    for spans in by_device(step).values():
-        found = list(boxes(spans, pixel))
-        assert [s for box in found for s in box.spans] == spans
-        assert all(
-            box.end - box.start < MERGED_PIXELS * pixel for box in found if len(box.spans) > 1
-        )
-        assert all(sum(box.shares().values()) == pytest.approx(1) for box in found)
+    for row in rows(step, graph):
+        found = list(runs(row.computes, pixel))
+        assert [span for run in found for span in run] == row.computes
+        widths = [max(span.end for span in run) - run[0].start for run in found if len(run) > 1]
+        assert all(width < MERGED_PIXELS * pixel for width in widths)
+        assert all(sum(shares(run).values()) == pytest.approx(1) for run in found)
 
 
 def test_messages_are_matched_by_both_ends():

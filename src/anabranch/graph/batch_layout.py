@@ -71,6 +71,12 @@ class BatchLayout:
         """Shapes of the tensors without the samples."""
         return tuple(shape for shape, _ in self.types.values())
 
+    def text(self, *, unlike: BatchLayout | None = None) -> str:
+        """Tensors of a batch with their types, those of them that differ from another layout's."""
+        types = self.types.items()
+        changed = [item for item in types if unlike is None or item not in unlike.types.items()]
+        return ", ".join(f"{name} {type_text(*kind)}" for name, kind in changed)
+
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The tensors of a batch by name; ValueError if it is built otherwise than the example."""
         paths, _ = pytree.tree_flatten_with_path(batch)

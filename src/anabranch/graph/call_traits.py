@@ -15,40 +15,7 @@ from anabranch.graph.flat_program import (
     schema_name,
     written,
 )
-
-
-def words(text: str) -> frozenset[str]:
-    """The words of a text, as a set."""
-    return frozenset(text.split())
-
-
-_HEAVY = words(
-    """
-    linear matmul mm bmm addmm baddbmm addbmm einsum bilinear mv addmv dot conv1d conv2d conv3d
-    conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
-    scaled_dot_product_attention embedding embedding_bag _embedding_bag lstm gru rnn_tanh
-    rnn_relu lstm_cell gru_cell
-    """
-)
-_CHEAP = words(
-    """
-    view reshape _unsafe_view transpose permute t numpy_T expand expand_as unsqueeze squeeze
-    slice select split split_with_sizes chunk unbind unflatten flatten movedim narrow contiguous
-    clone detach detach_ alias to _to_copy type_as float lift_fresh_copy add sub rsub neg mul
-    div add_ sub_ mul_ div_ cat stack concat where masked_fill masked_fill_ dropout dropout_
-    zeros_like ones_like full_like zeros ones full new_zeros new_ones new_full arange
-    scalar_tensor copy_ broadcast_tensors view_as repeat getitem eq ne lt le gt ge __and__
-    __or__ bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not tril triu index
-    gather cumsum any all argmax argmin sum mean pad constant_pad_nd abs minimum maximum min max
-    clamp clamp_min log sqrt rsqrt pow square floor sign remainder floor_divide one_hot
-    new_empty roll flip isnan isinf fill_ zero_ select_scatter linspace eye meshgrid reciprocal
-    exp
-    """
-)
-# Cheap enough to be done again by every reader, but work all the same where a parameter is
-# involved.
-_NOT_A_REMAINDER = words("index gather cumsum pow sqrt rsqrt square exp log one_hot abs max min")
-_RANDOM = ("rand", "bernoulli", "normal", "dropout", "multinomial", "exponential", "poisson")
+from anabranch.graph.operations import CHEAP, HEAVY, NOT_A_REMAINDER, RANDOM
 
 
 def base_name(node: fx.Node) -> str:
@@ -92,7 +59,9 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
 
 
 class CallTraits:
-    """Traits of every call of a program and of ``other``, the same for other numbers of samples."""
+    """Traits of the calls of a program; ``other`` has another number of samples, to show where
+    these are.
+    """
 
     def __init__(self, program: FlatProgram, other: FlatProgram) -> None:
         self.program = program
@@ -134,8 +103,8 @@ class CallTraits:
         name = base_name(node)
         value = tensor(node)
         return (
-            (name in _CHEAP or not self.on_batch[node])
-            and not any(word in name for word in _RANDOM)
+            (name in CHEAP or not self.on_batch[node])
+            and not any(word in name for word in RANDOM)
             and not written(node)
             and (
                 value is None
@@ -143,13 +112,17 @@ class CallTraits:
             )
         )
 
+    def batch_dim(self, node: fx.Node) -> int | None:
+        """Dimension of the samples in a call's value, see ``batch_dim``."""
+        return batch_dim(node.meta["val"], self.twins[node].meta["val"], self.sizes)
+
     def sendable(self, node: fx.Node) -> bool:
         """True if this value can be sent to another device for a slice of the samples."""
-        here, there = tensor(node), tensor(self.twins[node])
-        if here is None or there is None or here.layout is not torch.strided:
+        value = tensor(node)
+        if value is None or value.layout is not torch.strided:
             return False
         try:
-            dim = batch_dim(here, there, self.sizes)
+            dim = self.batch_dim(node)
         except ValueError:
             return False
         # Without a batch dimension but made from the batch: it mixes samples, such as a mean over
@@ -162,11 +135,11 @@ class CallTraits:
             return 2
         name = base_name(node)
         library = schema_name(node).partition("::")[0]
-        if name in _HEAVY or (library not in ("aten", "prims") and name != "getitem"):
+        if name in HEAVY or (library not in ("aten", "prims") and name != "getitem"):
             # A table that is looked up at constant places, such as positions, is no more than a
             # parameter.
             return 2 if self.on_batch[node] else 1
-        return 0 if name in _CHEAP and name not in _NOT_A_REMAINDER else 1
+        return 0 if name in CHEAP and name not in NOT_A_REMAINDER else 1
 
     def transforms(self, node: fx.Node) -> bool:
         """True for a product, a convolution or an embedding with parameters."""

@@ -22,8 +22,7 @@ from torch import fx, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
-from anabranch.graph.batch_norms import with_whole_batch_norms
-from anabranch.graph.call_traits import base_name
+from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import FlatProgram, frame, schema_name
 from anabranch.graph.flows import Assumption, Flow, above, loss_kind
@@ -32,12 +31,13 @@ from anabranch.graph.halves import halves_agree
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
-from anabranch.graph.programs import Programs, first_difference, require_same_calls
+from anabranch.graph.programs import Programs, require_same_calls
 from anabranch.graph.propagation import gradient_calls
 from anabranch.graph.rewrites import Rewrite, applicable
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.graph.whole_batch import WholeBatch
+from anabranch.remembered import remembered
 from anabranch.workload import Batch
 
 
@@ -80,16 +80,15 @@ def capture(
         captured = _captured(module, exporter, granularity, assumption)
         if set(captured.assumed) <= assumption.per_sample or _is_per_sample(captured):
             break
-    program = captured.programs.at(exporter.samples, device=exporter.device)
-    called = {schema_name(node) for node in program.calls}
+    called = {schema_name(node) for node in captured.programs.example.calls}
     if missing := sorted(set(per_sample) - called):
         raise CaptureError(
             f"{type(module).__name__} calls no operator {', '.join(missing)}, which per_sample "
             f"names; it calls {', '.join(sorted(called))}"
         )
-    for rule in captured.programs.rewrites:
+    for rule in exporter.rewrites:
         if not rule.sites:
-            reasons = "; ".join(captured.programs.refusals) or "no operator is of that kind"
+            reasons = "; ".join(exporter.refusals) or "no operator is of that kind"
             raise CaptureError(f"{rule.name} changes nothing in {type(module).__name__}: {reasons}")
     return captured
 
@@ -144,7 +143,6 @@ class Captured:
     assumed: tuple[str, ...]
     slices: dict[str, nn.Parameter] = field(default_factory=dict)
     variants: dict[Sizes, Captured] = field(init=False)
-    _evaluation: Captured | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.variants = {self.layout.sizes: self}
@@ -181,15 +179,14 @@ class Captured:
             for name, degree in self.degrees.items()
         }
 
+    @remembered
     def evaluation(self) -> Captured:
         """The same module in evaluation mode.
 
         It shares the parameters and has the same operators, without those that do nothing in
         evaluation, so that the stages of a training plan cut it as well. Made once.
         """
-        if self._evaluation is None:
-            self._evaluation = self._again(self.layout, training=False)
-        return self._evaluation
+        return self._again(self.layout, training=False)
 
     def like(self, example: Batch) -> Captured:
         """The same operators for batches with other sizes besides the samples, such as shorter
@@ -216,7 +213,7 @@ class Captured:
             if (variant.value_calls, variant.batch_dims) != (self.value_calls, self.batch_dims):
                 raise CaptureError(
                     f"{type(self.module).__name__} has its samples in other places for batches of "
-                    f"{_sizes_text(variant.layout)} than for those of {_sizes_text(self.layout)}"
+                    f"{variant.layout.text()} than for those of {self.layout.text()}"
                 )
             self.variants[sizes] = variant
         return self.variants[sizes]
@@ -227,8 +224,8 @@ class Captured:
 
     def _again(self, layout: BatchLayout, training: bool) -> Captured:
         with only_frozen(self.module, self.programs.frozen):
-            device, rewrites = self.programs.capture_device, self.programs.rewrites
-            exporter = Exporter(self.module, layout, training, device, rewrites)
+            first = self.programs.exporter
+            exporter = Exporter(self.module, layout, training, first.device, first.rewrites)
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 
@@ -243,10 +240,15 @@ def _captured(
     samples, training = exporter.samples, exporter.training
     program, other = exporter.program(samples), exporter.program(2 * samples)
     signature = program.signature()
-    require_same_calls(module, samples, signature, other)
+    here, there = f"{samples} samples", f"{2 * samples} samples"
+    require_same_calls(module, signature, other, known=here, unknown=there)
     same_mode = first if first is not None and first.training == training else None
-    if same_mode is not None and signature != same_mode.programs.signature:
-        raise _other_sizes(same_mode, exporter.layout, program)
+    if same_mode is not None:
+        sizes = exporter.layout.text(unlike=same_mode.layout)
+        known, unknown = "the workload's example", f"a bucket ({sizes})"
+        require_same_calls(
+            module, same_mode.programs.signature, program, known=known, unknown=unknown
+        )
     loss = program.outputs[0]
     if training and not (isinstance(loss, fx.Node) and loss.meta["val"].requires_grad):
         raise CaptureError(
@@ -254,7 +256,7 @@ def _captured(
             "requires a gradient; is its forward decorated with torch.no_grad, or is every "
             "parameter frozen?"
         )
-    flow = with_whole_batch_norms(sample_flow(program, other, assumption), module)
+    flow = sample_flow(program, other, module, assumption)
     whole_batch = WholeBatch.of(program, flow)
     degrees = {
         name: _degree(flow.flows[node])
@@ -262,15 +264,15 @@ def _captured(
     }
     kind, coupling = loss_kind(flow, loss), above(flow.coupling, loss)
     program, other = whole_batch.put_in(program), whole_batch.put_in(other)
+    traits = CallTraits(program, other)
     if first is None:
-        grouping = group(program, other, module, granularity)
+        grouping = group(traits, module, granularity)
     elif same_mode is not None:
         grouping = first.programs.grouping
     else:
-        trained = first.programs.at(first.programs.samples, device=first.programs.capture_device)
-        grouping = group_like(program, other, trained, first.programs.grouping)
+        grouping = group_like(traits, first.programs.example, first.programs.grouping)
     couplings = _couplings(coupling, program, grouping)
-    graph, calls, dims = build(module, program, other, grouping, training)
+    graph, calls, dims = build(module, traits, grouping, training)
     coupled = {c.operator for c in couplings}
     graph = replace(
         graph,
@@ -305,7 +307,7 @@ def _is_per_sample(captured: Captured) -> bool:
 
     Training compares gradients before its first step in any case.
     """
-    if captured.programs.capture_device.type == "meta":
+    if captured.programs.exporter.device.type == "meta":
         return True
     try:
         twin = captured.evaluation() if captured.training else captured
@@ -340,24 +342,3 @@ def _unused(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:
     trained = {whole_name(source.name) for node, source in read if carriers & node.users.keys()}
     parameters = module.named_parameters()
     return tuple(n for n, p in parameters if p.requires_grad and n not in trained)
-
-
-def _sizes_text(layout: BatchLayout) -> str:
-    return ", ".join(f"{name} {type_text(*kind)}" for name, kind in layout.types.items())
-
-
-def _other_sizes(first: Captured, layout: BatchLayout, other: FlatProgram) -> CaptureError:
-    """An error for a bucket whose program has other calls than that of the workload's example."""
-    changed = [
-        f"{name} [{', '.join(['samples', *map(str, size)])}]"
-        for (name, (size, _)), own in zip(layout.types.items(), first.layout.sizes, strict=True)
-        if size != own
-    ]
-    module, signature = first.module, first.programs.signature
-    difference = first_difference(module, signature, other, "the example", "the bucket")
-    return CaptureError(
-        f"{type(module).__name__} runs other operations for a bucket ({', '.join(changed)}) than "
-        f"for the workload's example, so the stages of its plan do not hold them: {difference}; "
-        "look for a Python loop or a branch over that size there, and write it with tensor "
-        "operations"
-    )

@@ -11,28 +11,23 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from anabranch.graph.call_traits import arguments, base_name, tensor
-from anabranch.graph.flat_program import PARAMETER, FlatProgram
+from anabranch.graph.call_traits import CallTraits, arguments, base_name, tensor
+from anabranch.graph.flat_program import PARAMETER
+from anabranch.graph.operations import LOOKUPS
 from anabranch.graph.opgraph import Table
 
-_LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag")
 _SUMS = (0, 1)
 """Modes of a bag whose gradient may be sparse, the sum and the mean; not the maximum."""
 
 
-def tables(program: FlatProgram, other: FlatProgram) -> Mapping[str, Table]:
-    """The parameters that are only looked up in, by rows that the batch names.
-
-    Args:
-        other: the same for another number of samples.
-    """
+def tables(traits: CallTraits) -> Mapping[str, Table]:
+    """The parameters that are only looked up in, by rows that the batch names."""
     tables_by_name = {}
-    twins = dict(zip(program.calls, other.calls, strict=True))
-    for node, source in program.sources.items():
+    for node, source in traits.program.sources.items():
         weight = tensor(node)
         if source.kind != PARAMETER or weight is None or weight.dim() != 2:
             continue
-        lookups = [_lookups(user, twins.get(user), node, program, other) for user in node.users]
+        lookups = [_lookups(user, node, traits) for user in node.users]
         if lookups and all(lookups):
             row_bytes = weight.shape[1] * weight.element_size()
             declared = all(arguments(user)["sparse"] for user in node.users)
@@ -40,25 +35,21 @@ def tables(program: FlatProgram, other: FlatProgram) -> Mapping[str, Table]:
     return tables_by_name
 
 
-def _lookups(
-    call: fx.Node, twin: fx.Node | None, weight: fx.Node, program: FlatProgram, other: FlatProgram
-) -> int:
+def _lookups(call: fx.Node, weight: fx.Node, traits: CallTraits) -> int:
     """Rows that a call looks up for each sample; 0 if it is anything but a lookup by the batch."""
-    if twin is None or not _may_be_sparse(call) or call.all_input_nodes.count(weight) != 1:
+    if not _may_be_sparse(call) or call.all_input_nodes.count(weight) != 1:
         return 0
-    options, twins = arguments(call), arguments(twin)
+    options, twins = arguments(call), arguments(traits.twins[call])
     if options["weight"] is not weight:
         return 0
-    few, many = tensor(options["indices"]), tensor(twins["indices"])
-    assert few is not None
-    assert many is not None
-    rows, samples = many.numel() - few.numel(), other.samples - program.samples
-    is_by_sample = rows > 0 and rows * program.samples == few.numel() * samples
-    return rows // samples if is_by_sample else 0
+    few, many = (given["indices"].meta["val"].numel() for given in (options, twins))
+    rows, samples = many - few, traits.sizes[1] - traits.sizes[0]
+    is_by_sample = rows > 0 and rows * traits.sizes[0] == few * samples
+    return int(rows // samples) if is_by_sample else 0
 
 
 def _may_be_sparse(call: fx.Node) -> bool:
-    if call.op != "call_function" or base_name(call) not in _LOOKUPS:
+    if call.op != "call_function" or base_name(call) not in LOOKUPS:
         return False
     options = arguments(call)
     if options["scale_grad_by_freq"] or options.get("per_sample_weights") is not None:

@@ -18,7 +18,7 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.distributions import Distribution
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError, shadowed
+from anabranch.graph.module_state import with_attributes
 from anabranch.graph.raising_guards import without_raising_guards
 
 _SYMBOLS = "fx.experimental.symbolic_shapes"
@@ -145,10 +146,13 @@ def export(
         checkpoints: set[str] = set()
         checks: set[str] = set()
         try:
-            if strict:
-                _try_functions(module, leaves)
-            watched = contextlib.nullcontext() if strict else _traced(checkpoints, checks)
-            with _quiet(), watched:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_quiet())
+                if strict:
+                    _try_functions(module, leaves)
+                else:
+                    stack.enter_context(_watched(checkpoints))
+                    stack.enter_context(without_raising_guards(checks))
                 exported = torch.export.export(
                     module, tuple(leaves), dynamic_shapes=shapes, strict=strict
                 )
@@ -158,8 +162,16 @@ def export(
             # What the plain trace met is nearer to the user's code than what analysis says.
             failure = failure or error
         else:
-            _warn_checkpoints(checkpoints)
-            _warn_checks(checks)
+            _warn(
+                checkpoints,
+                "torch.utils.checkpoint is not carried over; gradients are the same, and whether a "
+                "stage computes its activations again is up to the plan (recompute)",
+            )
+            _warn(
+                checks,
+                "a check of the data that only raises is left out of the captured model, so a "
+                "batch that would not pass it is trained on",
+            )
             return exported
     assert failure is not None
     raise _explained(module, leaves, failure, works_with) from failure
@@ -217,23 +229,25 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         checkpoints.add(user_frame(traceback.extract_stack()))
         return plain(*args, **kwargs)
 
-    def differentiate(*_: Any, **__: Any) -> Any:
-        raise CaptureError(
-            f"{user_frame(traceback.extract_stack())} asks for a gradient inside the forward, as a "
-            "gradient penalty does: it would go back through the operators, and the stages, that "
-            "the forward has come through so far; write that derivative with tensor operations, "
-            "or take a penalty that needs none, such as spectral normalisation"
-        )
+    def refuse(what: str) -> Callable[..., Any]:
+        def raise_error(*_: Any, **__: Any) -> Any:
+            raise CaptureError(f"{user_frame(traceback.extract_stack())} {what}")
 
-    def transform(*_: Any, **__: Any) -> Any:
-        raise CaptureError(
-            f"{user_frame(traceback.extract_stack())} transforms a function with torch.vmap or "
-            "torch.func, inside of which tensors lack the dimension of the samples, so that they "
-            "cannot be sent to another stage; write it for all samples at once: linear layers, "
-            "matmul, einsum and broadcasting take further dimensions as they are"
-        )
+        return raise_error
 
-    patches: list[tuple[Any, str, Any]] = [
+    differentiate = refuse(
+        "asks for a gradient inside the forward, as a gradient penalty does: it would go back "
+        "through the operators, and the stages, that the forward has come through so far; write "
+        "that derivative with tensor operations, or take a penalty that needs none, such as "
+        "spectral normalisation"
+    )
+    transform = refuse(
+        "transforms a function with torch.vmap or torch.func, inside of which tensors lack the "
+        "dimension of the samples, so that they cannot be sent to another stage; write it for all "
+        "samples at once: linear layers, matmul, einsum and broadcasting take further dimensions "
+        "as they are"
+    )
+    patches = [
         (function, "apply", classmethod(apply)),
         (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
         (torch.autograd, "_engine_run_backward", differentiate),
@@ -243,49 +257,20 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
         # Looks at values, which there are none of, only to raise.
         (Distribution, "_validate_args", False),
     ]
-    kept = [vars(owner)[name] for owner, name, _ in patches]
-    try:
-        for owner, name, instead in patches:
-            setattr(owner, name, instead)
-        yield
-    finally:
-        for (owner, name, _), original in zip(patches, kept, strict=True):
-            setattr(owner, name, original)
-
-
-@contextlib.contextmanager
-def _traced(checkpoints: set[str], checks: set[str]) -> Iterator[None]:
-    """Inside, what tracing would lose or stop at is watched for."""
-    with _watched(checkpoints), without_raising_guards(checks):
+    with with_attributes(patches):
         yield
 
 
 def _try_functions(module: ReturnsLoss, leaves: list[torch.Tensor]) -> None:
     """Refuse custom gradients by a forward pass without tracing: analysis hides them from us."""
     state = {name: b.clone() for name, b in module.named_buffers()}
-    with _watched(set()), torch.no_grad(), torch.random.fork_rng(), _quiet():
+    with _watched(set()), torch.no_grad(), torch.random.fork_rng():
         torch.func.functional_call(module, state, tuple(leaves))
 
 
-def _warn_checkpoints(places: set[str]) -> None:
+def _warn(places: set[str], text: str) -> None:
     if places:
-        warnings.warn(
-            f"{', '.join(sorted(places))}: torch.utils.checkpoint is not carried over; gradients "
-            "are the same, and whether a stage computes its activations again is up to the plan "
-            "(recompute)",
-            CaptureWarning,
-            stacklevel=2,
-        )
-
-
-def _warn_checks(places: set[str]) -> None:
-    if places:
-        warnings.warn(
-            f"{', '.join(sorted(places))}: a check of the data that only raises is left out of the "
-            "captured model, so a batch that would not pass it is trained on",
-            CaptureWarning,
-            stacklevel=2,
-        )
+        warnings.warn(f"{', '.join(sorted(places))}: {text}", CaptureWarning, stacklevel=2)
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

@@ -14,7 +14,6 @@ from torch import fx, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout
-from anabranch.graph.batch_norms import in_one_process
 from anabranch.graph.export import ReturnsLoss, export, user_line
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -22,14 +21,11 @@ from anabranch.graph.flat_program import (
     PARAMETER,
     FlatProgram,
     PlaceholderSource,
-    RefusedError,
-    batch_sizes,
     frame,
-    lower,
 )
-from anabranch.graph.module_state import in_mode, on_meta, on_one_device
+from anabranch.graph.lowering import RefusedError, batch_sizes, lower
+from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
 from anabranch.graph.number_metrics import numbers_as_tensors
-from anabranch.graph.propagation import propagate
 from anabranch.graph.rewrites import Rewrite, rewrite
 from anabranch.graph.whole_batch import counted_means
 
@@ -112,24 +108,28 @@ class Exporter:
     def _lowered(
         self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
     ) -> FlatProgram:
-        program = lower(
-            exported, samples, names=self._names, batch_names=self.layout.names, device=device
-        )
-        program = numbers_as_tensors(program, self.outputs)
-
         def find(source: PlaceholderSource) -> torch.Tensor:
-            if source.kind == BATCH_LEAF:
-                shape, dtype = self.layout.types[source.name]
-                return torch.empty((samples, *shape), dtype=dtype, device=device or self.device)
-            known = self._tensors.get(source)
-            return program.constants[source.name] if known is None else known
+            if source.kind != BATCH_LEAF:
+                return self._tensors[source]
+            shape, dtype = self.layout.types[source.name]
+            return torch.empty((samples, *shape), dtype=dtype, device=device or self.device)
 
         try:
-            propagate(program, find, device)
+            program = lower(
+                exported,
+                samples,
+                names=self._names,
+                batch_names=self.layout.names,
+                find=find,
+                device=device,
+            )
+        except (CaptureError, RefusedError):
+            raise
         except Exception as error:
             if exported is self._dynamic:
                 raise RefusedError from error
             raise
+        program = numbers_as_tensors(program, self.outputs)
         for node, source in program.writes_to(BATCH_LEAF):
             raise CaptureError(
                 f"{type(self.module).__name__} changes {source.name}, a tensor of the batch, in "

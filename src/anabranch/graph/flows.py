@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import fx
 
+from anabranch.graph.flat_program import upstream
 from anabranch.graph.loss_kinds import LossKind
 
 
@@ -80,8 +81,5 @@ def loss_kind(flow: SampleFlow, loss: fx.Node) -> LossKind:
 
 def above(calls: Sequence[fx.Node], output: fx.Node) -> tuple[fx.Node, ...]:
     """The calls of a sequence that an output depends on."""
-    reached = {output}
-    for node in reversed(list(output.graph.nodes)):
-        if node in reached:
-            reached.update(node.all_input_nodes)
+    reached = set(upstream([output]))
     return tuple(node for node in calls if node in reached)

@@ -43,20 +43,18 @@ class Grouping:
     owners: tuple[int, ...]
 
 
-def group(
-    program: FlatProgram, other: FlatProgram, module: nn.Module, granularity: Granularity
-) -> Grouping:
-    """Group calls into operators; ``other`` has another number of samples, to show their axes."""
-    traits = CallTraits(program, other)
+def group(traits: CallTraits, module: nn.Module, granularity: Granularity) -> Grouping:
+    """Group the calls of a program into operators."""
     groups = CallGroups(traits)
     bind(groups, _inseparable(traits))
     _attach_isolated(groups)
     blocks = Blocks(module)
     groups.rank_ancestors()
-    _contract(groups, lambda a, b: groups.path[a] == groups.path[b], one_heavy=True)
+    _contract(groups, one_heavy=True)
     _absorb(groups, 0, blocks)
     if granularity != "operator":
-        _contract_keys(groups, blocks.layer)
+        groups.path = {g: blocks.layer(path) for g, path in groups.path.items()}
+        _contract(groups, one_heavy=False)
         _absorb(groups, 1, blocks)
     if granularity == "block":
         _merge_blocks(groups, blocks)
@@ -100,44 +98,42 @@ def _attach_isolated(groups: CallGroups) -> None:
         groups.merge(min(same or others, key=lambda h: (h < g, abs(h - g))), g)
 
 
-def _contract(groups: CallGroups, together: Callable[[int, int], bool], *, one_heavy: bool) -> None:
-    """Merge neighbours that belong together, until nothing changes."""
+def _merge_all(
+    groups: CallGroups, host_of: Callable[[int], int | None], *, keep_path: bool = False
+) -> None:
+    """Merge every group into its host, until none has one; the host keeps its path if asked to."""
     changed = True
     while changed:
         changed = False
         for v in sorted(groups.members):
-            for host in groups.neighbours(v) if v in groups.members else ():
-                heavy = one_heavy and groups.heavy[host] and groups.heavy[v]
-                if together(host, v) and not heavy:
-                    groups.merge(host, v)
-                    changed = True
-                    break
+            host = host_of(v) if v in groups.members else None
+            if host is not None:
+                path = groups.path[host]
+                groups.merge(host, v)
+                groups.path[host] = path if keep_path else groups.path[host]
+                changed = True
 
 
-def _contract_keys(groups: CallGroups, key: Callable[[str], str]) -> None:
-    groups.path = {g: key(path) for g, path in groups.path.items()}
-    _contract(
-        groups,
-        lambda a, b: bool(groups.path[a]) and groups.path[a] == groups.path[b],
-        one_heavy=False,
-    )
+def _contract(groups: CallGroups, *, one_heavy: bool) -> None:
+    """Merge neighbours of one path; at most one heavy call each, or whatever is in one module."""
+
+    def host_of(v: int) -> int | None:
+        path, heavy = groups.path[v], one_heavy and groups.heavy[v]
+        beside = groups.neighbours(v) if path or one_heavy else []
+        same = (h for h in beside if groups.path[h] == path and not (heavy and groups.heavy[h]))
+        return next(same, None)
+
+    _merge_all(groups, host_of)
 
 
 def _absorb(groups: CallGroups, weight: int, blocks: Blocks) -> None:
     """Merge groups of at most this weight into a neighbour, of their own block if they have one."""
+
+    def host_of(v: int) -> int | None:
+        return _host(groups, v, blocks) if groups.weight[v] <= weight else None
+
     groups.rank_ancestors()
-    changed = True
-    while changed:
-        changed = False
-        for v in sorted(groups.members):
-            if v not in groups.members or groups.weight[v] > weight:
-                continue
-            host = _host(groups, v, blocks)
-            if host is not None:
-                path = groups.path[host]
-                groups.merge(host, v)
-                groups.path[host] = path
-                changed = True
+    _merge_all(groups, host_of, keep_path=True)
 
 
 def _host(groups: CallGroups, v: int, blocks: Blocks) -> int | None:
@@ -227,15 +223,12 @@ def _named(groups: CallGroups, module: nn.Module) -> Grouping:
     return Grouping(tuple(names), tuple(kinds), tuple(owners))
 
 
-def group_like(
-    program: FlatProgram, other: FlatProgram, train: FlatProgram, grouping: Grouping
-) -> Grouping:
+def group_like(traits: CallTraits, train: FlatProgram, grouping: Grouping) -> Grouping:
     """Give an evaluation program's calls to the operators of the training program.
 
     A call goes where the same call of its module went; failing that to the operator of its latest
     input; never before one of its inputs.
     """
-    traits = CallTraits(program, other)
     homes: dict[tuple[str, str], list[int]] = defaultdict(list)
     by_frame: dict[str, list[int]] = defaultdict(list)
     for node, owner in zip(train.calls, grouping.owners, strict=True):

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, PARAMETER, PlaceholderSource
 from anabranch.graph.programs import Programs
 from anabranch.graph.slices import view_named, whole_name
-from anabranch.graph.whole_batch import run_calls
 
 TOLERANCE = 1e-2
 """Relative difference that rounding may make, in half precision as well; a loss that compares
@@ -37,7 +35,7 @@ def halves_agree(
         RuntimeError: if an operator does not run on this machine.
     """
     half = max(1, layout.samples // 2)
-    resized = layout.resized(2 * half, programs.capture_device)
+    resized = layout.resized(2 * half, programs.exporter.device)
     tensors = programs.with_statistics(dict(zip(layout.names, resized, strict=True)))
     slices = (0, 2 * half), (0, half), (half, 2 * half)
     whole, *parts = (
@@ -65,6 +63,4 @@ def _outputs(programs: Programs, tensors: Mapping[str, Tensor]) -> list[float]:
         value = module.get_buffer(source.name) if is_buffer else program.constants[source.name]
         return value.clone()  # a program may count its calls in a buffer
 
-    env: dict[fx.Node, torch.Tensor] = {}
-    run_calls(program.graph, program.sources, program.outputs, env, find)
-    return [float(env[node]) for node in program.outputs]
+    return list(map(float, program.run(find)))

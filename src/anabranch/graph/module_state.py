@@ -1,14 +1,16 @@
-"""Temporary changes of a module: its mode, its device, and which parameters are frozen."""
+"""Temporary changes of a module: mode, device, frozen parameters, normalisation."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -19,47 +21,54 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 @contextmanager
+def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, attributes have other values, given as (object, name, value)."""
+    changed = list(values)
+    # A class has descriptors, which getattr would bind.
+    before = [
+        vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+        for owner, name, _ in changed
+    ]
+    try:
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(changed, before, strict=True):
+            setattr(owner, name, value)
+
+
+@contextmanager
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Inside, a module is in training or in evaluation mode.
 
     Submodules keep modes of their own, such as frozen statistics, unless the module as a whole is
     in the other mode.
     """
-    modes = {part: part.training for part in module.modules()}
-    try:
+    with with_attributes((part, "training", part.training) for part in module.modules()):
         if module.training != training:
             module.train(training)
         yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
-@contextmanager
-def only_frozen(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+def only_frozen(module: nn.Module, names: Collection[str]) -> AbstractContextManager[None]:
     """Inside, parameters of these names are frozen and no others."""
-    changed = [p for n, p in module.named_parameters() if p.requires_grad == (n in names)]
-    for parameter in changed:
-        parameter.requires_grad_(not parameter.requires_grad)
-    try:
-        yield
-    finally:
-        for parameter in changed:
-            parameter.requires_grad_(not parameter.requires_grad)
+    named = module.named_parameters()
+    return with_attributes((p, "requires_grad", n not in names) for n, p in named)
 
 
-@contextmanager
-def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+def on_one_device(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
     """Inside, all tensors of a module are on one device; those from elsewhere are copies."""
     tensors = itertools.chain(module.parameters(), module.buffers())
-    away = [(tensor, tensor.data) for tensor in tensors if tensor.device != device]
-    for tensor, data in away:
-        tensor.data = data.to(device)
-    try:
-        yield
-    finally:
-        for tensor, data in away:
-            tensor.data = data
+    away = (tensor for tensor in tensors if tensor.device != device)
+    return with_attributes((tensor, "data", tensor.data.to(device)) for tensor in away)
+
+
+def in_one_process() -> AbstractContextManager[None]:
+    """Inside, ``nn.SyncBatchNorm`` takes the statistics of what it is given, also where there are
+    other processes, and on a CPU: whoever calls the module has the whole batch.
+    """
+    return with_attributes([(nn.SyncBatchNorm, "forward", _BatchNorm.forward)])
 
 
 def on_meta(module: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.export import user_line
-from anabranch.graph.flat_program import FlatProgram
+from anabranch.graph.flat_program import FlatProgram, insert
 
 _aten = torch.ops.aten
 _ARITHMETIC: dict[Any, Any] = {
@@ -41,9 +41,8 @@ def numbers_as_tensors(program: FlatProgram, names: tuple[str, ...]) -> FlatProg
     """
     for name, output in zip(names, program.outputs, strict=True):
         if output.target is _aten.scalar_tensor.default and isinstance(output.args[0], fx.Node):
-            with program.graph.inserting_before(output):
-                output.args = (_tensor(output.args[0], name, output), torch.float32)
-            output.target, output.kwargs = _aten.to.dtype, {}
+            number = _tensor(output.args[0], name, output)
+            output.replace_all_uses_with(insert(output, _aten.to.dtype, number, torch.float32))
     program.drop_dead()
     return program
 
@@ -52,7 +51,7 @@ def _tensor(number: Any, metric: str, output: fx.Node) -> fx.Node:
     """The tensor that a number is of, computed just before the output."""
     if number.target is _aten.item.default:
         # One number, which neither overflows nor is as coarse as those of small types.
-        return _call(_aten.sum.default, number.args, output, dtype=torch.float64)
+        return insert(output, _aten.sum.default, *number.args, dtype=torch.float64)
     terms, known = list(number.args), _ARITHMETIC
     if not isinstance(terms[0], fx.Node):
         terms, known = terms[::-1], _BEHIND
@@ -63,10 +62,4 @@ def _tensor(number: Any, metric: str, output: fx.Node) -> fx.Node:
             "metric may be a scalar tensor"
         )
     operands = [_tensor(n, metric, output) if isinstance(n, fx.Node) else n for n in terms]
-    return _call(known[number.target], tuple(operands), output)
-
-
-def _call(target: Any, operands: tuple[Any, ...], output: fx.Node, **options: Any) -> fx.Node:
-    call = output.graph.call_function(target, operands, options)
-    call.meta.update(output.meta)
-    return call
+    return insert(output, known[number.target], *operands)

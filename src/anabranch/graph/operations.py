@@ -1,8 +1,51 @@
-"""Names of operations by what they do to the samples of a batch."""
+"""Names of operations by what they cost and by what they do to the samples of a batch."""
 
 from __future__ import annotations
 
-from anabranch.graph.call_traits import words
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text, as a set."""
+    return frozenset(text.split())
+
+
+PRODUCTS = words("matmul mm bmm mv dot linear einsum addmm")
+CONVOLUTIONS = words("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
+LOOKUPS = words("embedding embedding_bag _embedding_bag")
+HEAVY = (
+    PRODUCTS
+    | CONVOLUTIONS
+    | LOOKUPS
+    | words(
+        """
+        baddbmm addbmm bilinear addmv convolution _convolution scaled_dot_product_attention
+        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell
+        """
+    )
+)
+"""Products, convolutions and look-ups, which are operators of their own."""
+
+CHEAP = words(
+    """
+    view reshape _unsafe_view transpose permute t numpy_T expand expand_as unsqueeze squeeze
+    slice select split split_with_sizes chunk unbind unflatten flatten movedim narrow contiguous
+    clone detach detach_ alias to _to_copy type_as float lift_fresh_copy add sub rsub neg mul
+    div add_ sub_ mul_ div_ cat stack concat where masked_fill masked_fill_ dropout dropout_
+    zeros_like ones_like full_like zeros ones full new_zeros new_ones new_full arange
+    scalar_tensor copy_ broadcast_tensors view_as repeat getitem eq ne lt le gt ge __and__
+    __or__ bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not tril triu index
+    gather cumsum any all argmax argmin sum mean pad constant_pad_nd abs minimum maximum min max
+    clamp clamp_min log sqrt rsqrt pow square floor sign remainder floor_divide one_hot
+    new_empty roll flip isnan isinf fill_ zero_ select_scatter linspace eye meshgrid reciprocal
+    exp
+    """
+)
+"""Operations that are cheap enough to be done again by every reader."""
+
+NOT_A_REMAINDER = words("index gather cumsum pow sqrt rsqrt square exp log one_hot abs max min")
+"""Cheap operations that are work all the same where a parameter is involved."""
+
+RANDOM = words("rand bernoulli normal dropout multinomial exponential poisson")
+"""Parts of the names of operations that draw random numbers."""
 
 LINEAR = words(
     """
@@ -26,14 +69,12 @@ REDUCED = words(
 BY_CLASS = words("nll_loss nll_loss_nd nll_loss2d cross_entropy_loss")
 """Losses whose mean is over the targets that are not ignored, by their weights."""
 
-PRODUCTS = words("matmul mm bmm mv dot linear einsum addmm")
 ALONG = words(
     """
     softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort argsort
     topk flip roll kthvalue
     """
 )
-CONVOLUTIONS = words("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
 FACTORIES = words("new_ones new_zeros new_full zeros_like ones_like full_like")
 COUNTS = words("histc bincount")
 BATCH_NORMS = words("batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx, nn
 
-from anabranch.graph.call_traits import batch_dim, tensor
+from anabranch.graph.call_traits import CallTraits
 from anabranch.graph.embeddings import tables
 from anabranch.graph.flat_program import BATCH_LEAF, PARAMETER, FlatProgram
 from anabranch.graph.group import FREE, Grouping
@@ -17,13 +17,11 @@ from anabranch.graph.slices import in_slices, view_named
 
 
 def build(
-    module: nn.Module, program: FlatProgram, other: FlatProgram, grouping: Grouping, training: bool
+    module: nn.Module, traits: CallTraits, grouping: Grouping, training: bool
 ) -> tuple[OpGraph, tuple[int, ...], tuple[int | None, ...]]:
     """The graph of operators, with the call and the batch dimension of each value."""
-    calls = program.calls
-    owners = dict(zip(calls, grouping.owners, strict=True))
-    twins = dict(zip(calls, other.calls, strict=True))
-    position = {node: i for i, node in enumerate(calls)}
+    program = traits.program
+    owners = dict(zip(traits.calls, grouping.owners, strict=True))
     readers = _readers(program, owners)
     carriers = gradient_calls(program) if training else set()
     read: list[set[str]] = [set() for _ in grouping.names]
@@ -34,8 +32,7 @@ def build(
             for op in readers[node]:
                 read[op].add(source.name)
         elif source is not None and source.kind == BATCH_LEAF:
-            leaf = node.meta["val"]
-            size = leaf.numel() * leaf.element_size() // program.samples
+            size = _bytes(node) // program.samples
             consumers = tuple(sorted(readers[node]))
             batch_values.append((Value(BATCH, consumers, size, True, False, source.name), -1, 0))
         elif node.op == "call_function" and owners[node] != FREE:
@@ -44,9 +41,11 @@ def build(
                 grad = requires_grad(node) and any(
                     user in carriers and owners[user] != owners[node] for user in node.users
                 )
-                sizes = (program.samples, other.samples)
-                value, dim = _value(node, twins[node], sizes, owners[node], consumers, grad)
-                values.append((value, position[node], dim))
+                dim, nbytes = traits.batch_dim(node), _bytes(node)
+                if dim is not None:
+                    nbytes //= program.samples
+                value = Value(owners[node], consumers, nbytes, dim is not None, grad, node.name)
+                values.append((value, traits.position[node], dim))
     used = set[str]().union(*read)
     wholes: dict[str, Tensor] = dict(module.named_parameters())
     parameters = in_slices(wholes, used, view_named)
@@ -54,7 +53,7 @@ def build(
     for i, (name, kind) in enumerate(zip(grouping.names, grouping.kinds, strict=True)):
         ordered = tuple(n for n in parameters if n in read[i])
         ops.append(Op(name, ordered, kind))
-    looked_up = tables(program, other)
+    looked_up = tables(traits)
     held = tuple(
         Parameter(n, p.numel() * p.element_size(), p.requires_grad, looked_up.get(n))
         for n, p in parameters.items()
@@ -77,19 +76,7 @@ def _readers(program: FlatProgram, owners: Mapping[fx.Node, int]) -> dict[fx.Nod
     return readers
 
 
-def _value(
-    node: fx.Node,
-    twin: fx.Node,
-    sizes: tuple[int, int],
-    producer: int,
-    consumers: tuple[int, ...],
-    grad: bool,
-) -> tuple[Value, int | None]:
-    here, there = tensor(node), tensor(twin)
-    assert here is not None
-    assert there is not None
-    dim = batch_dim(here, there, sizes)
-    nbytes = here.numel() * here.element_size()
-    if dim is not None:
-        nbytes //= sizes[0]
-    return Value(producer, consumers, nbytes, dim is not None, grad, node.name), dim
+def _bytes(node: fx.Node) -> int:
+    """Bytes of a node's tensor."""
+    value: Tensor = node.meta["val"]
+    return value.numel() * value.element_size()

@@ -92,7 +92,7 @@ class PortMap:
             if user.op != "call_function" or self.owners[user] == FREE:
                 continue
             at = self.position[user]
-            slots = [k for k, source in enumerate(arguments(user)) if source is node]
+            slots = [k for k, source in enumerate(node_arguments(user)) if source is node]
             for slot in slots:
                 carries = user in self.carriers and requires_grad(node) and at > after
                 (with_grad if carries else without).append((at, slot))
@@ -100,7 +100,14 @@ class PortMap:
         return sorted(with_grad, key=lambda use: (-use[0], use[1])), without
 
     def runs(self, uses: list[Use]) -> list[tuple[int, list[Use]]]:
-        """Uses that share an alias, with their stage, in the order in which they are added."""
+        """Uses that share an alias, with their stage, in the order in which they are added; all of
+        a stage where no order is kept.
+        """
+        if not self.exact:
+            by_stage: dict[int, list[Use]] = defaultdict(list)
+            for use in uses:
+                by_stage[self.stage(use[0])].append(use)
+            return list(by_stage.items())
         result: list[tuple[int, list[Use]]] = []
         for use in uses:
             stage = self.stage(use[0])
@@ -115,15 +122,9 @@ class PortMap:
         home = self.stage(call)
         with_grad, without = self.uses(node)
         ports: list[Port] = []
-        if self.exact:
-            runs = self.runs(with_grad)
-            if any(stage != home for stage, _ in runs) and len(runs) > 1:
-                self.summands[call] = len(runs)
-        else:
-            by_stage: dict[int, list[Use]] = defaultdict(list)
-            for use in with_grad:
-                by_stage[self.stage(use[0])].append(use)
-            runs = list(by_stage.items())
+        runs = self.runs(with_grad)
+        if self.exact and len(runs) > 1 and any(stage != home for stage, _ in runs):
+            self.summands[call] = len(runs)
         for order, (stage, uses) in enumerate(runs):
             if stage == home:
                 self.local.setdefault(call, {}).update(dict.fromkeys(uses, order))
@@ -159,7 +160,7 @@ class PortMap:
         self.tied = tuple(tied)
 
 
-def arguments(node: fx.Node) -> list[fx.Node]:
+def node_arguments(node: fx.Node) -> list[fx.Node]:
     """Arguments that are nodes, in order, a node as often as it occurs."""
     nodes: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), nodes.append)

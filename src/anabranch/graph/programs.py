@@ -18,7 +18,6 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of, only_frozen
-from anabranch.graph.rewrites import Rewrite
 from anabranch.graph.whole_batch import WholeBatch
 
 Signature = list[tuple[str, str]]
@@ -30,6 +29,7 @@ class Programs:
 
     Args:
         module: the user's, whose parameters the programs use.
+        exporter: which captured the module; has its device, its rewrites and their refusals.
         made: the programs that there are, on the exporter's device.
     """
 
@@ -45,29 +45,19 @@ class Programs:
         self.module = module
         self.grouping = grouping
         self.signature = signature
-        self._exporter = exporter
+        self.exporter = exporter
         self._whole_batch = whole_batch
         self._made = {(program.samples, exporter.device): program for program in made}
 
     @property
     def samples(self) -> int:
         """Number of samples of the example (2 where it had one)."""
-        return self._exporter.samples
+        return self.exporter.samples
 
     @property
     def frozen(self) -> frozenset[str]:
         """Parameters that were not trainable when the module was captured."""
-        return self._exporter.frozen
-
-    @property
-    def rewrites(self) -> Sequence[Rewrite]:
-        """Rewrites of the programs, with their sites."""
-        return self._exporter.rewrites
-
-    @property
-    def refusals(self) -> Sequence[str]:
-        """Sites that could not be rewritten, each with the reason."""
-        return self._exporter.refusals
+        return self.exporter.frozen
 
     @property
     def device(self) -> torch.device:
@@ -75,9 +65,9 @@ class Programs:
         return device_of(self.module)
 
     @property
-    def capture_device(self) -> torch.device:
-        """Device of the module's parameters when it was captured."""
-        return self._exporter.device
+    def example(self) -> FlatProgram:
+        """The program of the example, on the device of the capture."""
+        return self.at(self.samples, device=self.exporter.device)
 
     def at(self, samples: int, *, device: torch.device | str | None = None) -> FlatProgram:
         """The flat program for a number of samples.
@@ -97,8 +87,9 @@ class Programs:
             raise ValueError(f"a program for {place} was asked for, but no such device is here")
         if (samples, place) not in self._made:
             with only_frozen(self.module, self.frozen):
-                program = self._exporter.program(samples, place)
-                require_same_calls(self.module, self.samples, self.signature, program)
+                program = self.exporter.program(samples, place)
+                here, there = f"{self.samples} samples", f"{samples} samples"
+                require_same_calls(self.module, self.signature, program, known=here, unknown=there)
                 self._made[samples, place] = self._whole_batch.put_in(program)
         return self._made[samples, place]
 
@@ -114,7 +105,8 @@ class Programs:
     def tensors_for(self, names: frozenset[str]) -> frozenset[str]:
         """The tensors of a batch that tensors and statistics of these names are made of."""
         own = names - self.statistics
-        return own if own == names else own | self.at(self.samples).known.leaves
+        program = self.at(self.samples).statistics
+        return own if own == names or program is None else own | program.leaves
 
     def with_statistics(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
@@ -125,30 +117,23 @@ class Programs:
             device: where statistics are computed, by default where the tensors are.
 
         Raises:
-            CaptureError: if the model cannot run with as many samples as are left over when the
-                batch is taken in parts.
+            CaptureError: if the model cannot run with as many samples.
         """
         if not self._whole_batch.statistics:
             return dict(tensors)
         first = next(iter(tensors.values()))
         samples, place = int(first.shape[0]), device or first.device
-        sums: list[torch.Tensor] = []
-        start = 0
+        program = self.at(samples, device=place).statistics
+        assert program is not None
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
-                return tensors[source.name][start : start + size].to(place)
+                return tensors[source.name].to(place)
             if source.kind == BUFFER:
                 return self.module.get_buffer(source.name).to(place)
             return program.constants[source.name].to(place)
 
-        while start < samples:
-            size = self._part(samples - start, place)
-            program = self.at(size, device=place)
-            sums = program.known.add(size, find, sums)
-            start += size
-        values = program.known.values(samples, sums, find)
-        return {**tensors, **self._whole_batch.rows(values, samples)}
+        return {**tensors, **self._whole_batch.rows(program.run(find), samples)}
 
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]
@@ -164,40 +149,28 @@ class Programs:
                     return False
         return True
 
-    def _part(self, samples: int, place: torch.device) -> int:
-        """The most of so many samples for which there is a program."""
-        known = (size for size, where in self._made if where == place and size <= samples)
-        return max(known, default=samples)
-
 
 def require_same_calls(
-    module: nn.Module, samples: int, signature: Signature, other: FlatProgram
+    module: nn.Module, signature: Signature, other: FlatProgram, *, known: str, unknown: str
 ) -> None:
-    """Raise CaptureError if a program has not the calls of that for another number of samples."""
-    if other.signature() == signature:
+    """Raise CaptureError if a program has other calls than a signature.
+
+    Args:
+        known, unknown: inputs that the signature and the program are of, in words.
+    """
+    if (calls := other.signature()) == signature:
         return
-    here, there = f"{samples} samples", f"{other.samples} samples"
-    difference = first_difference(module, signature, other, here, there)
-    raise CaptureError(
-        f"{type(module).__name__} runs other operations for {there} than for {samples}, so its "
-        f"operators are not the same for every micro-batch: {difference}; look for a Python loop "
-        "or a branch over the samples there, or for a list with an entry per sample, and write it "
-        "with tensor operations"
-    )
-
-
-def first_difference(
-    module: nn.Module, signature: Signature, other: FlatProgram, known: str, unknown: str
-) -> str:
-    """The first call at which a program differs from a signature, in words."""
-    pairs = zip_longest(signature, other.signature())
+    pairs = zip_longest(signature, calls)
     first = next(i for i, (here, there) in enumerate(pairs) if here != there)
     here = f"calls {signature[first][0]}" if first < len(signature) else "has ended"
     there, where = "has ended", ""
-    if first < len(other.calls):
+    if first < len(calls):
         node = other.calls[first]
         there, where = f"calls {node.target}", f", {place_of(module, node)}"
-    return (
-        f"the first that differs is number {first + 1}, where the forward of {known} {here} and "
-        f"that of {unknown} {there}{where}"
+    raise CaptureError(
+        f"{type(module).__name__} runs other operations for {unknown} than for {known}, so its "
+        f"operators are not the same for both: the first that differs is number {first + 1}, where "
+        f"the forward of {known} {here} and that of {unknown} {there}{where}; look for a Python "
+        "loop or a branch over that size there, or for a list with an entry per sample, and write "
+        "it with tensor operations"
     )

@@ -1,49 +1,14 @@
-"""Values and gradients of a flat program, by a run on fake tensors."""
+"""Gradients of a flat program, by a backward of its fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.flat_program import FlatProgram, PlaceholderSource
-
-
-def propagate(
-    program: FlatProgram,
-    find: Callable[[PlaceholderSource], torch.Tensor],
-    device: torch.device | None = None,
-) -> None:
-    """Run the program on fake tensors: fills ``meta["val"]`` and ``meta["storage"]`` of every node.
-
-    ``find`` gives for a source a tensor like the placeholder, on its device unless one is given.
-    """
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    env: dict[fx.Node, Any] = {}
-    with mode, torch.enable_grad():
-        for node in program.graph.nodes:
-            if node.op == "placeholder":
-                like = find(program.sources[node])
-                env[node] = torch.empty_strided(
-                    like.size(), like.stride(), dtype=like.dtype, device=device or like.device
-                ).requires_grad_(like.requires_grad)
-            elif node.op == "get_attr":
-                env[node] = program.regions[str(node.target)]
-                continue
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = node.target(*args, **kwargs)
-            else:
-                continue
-            node.meta["val"] = env[node]
-            # All values are alive here, so addresses are unique.
-            if isinstance(env[node], torch.Tensor):
-                node.meta["storage"] = env[node].untyped_storage()._cdata
+from anabranch.graph.flat_program import FlatProgram
 
 
 def gradient_calls(program: FlatProgram) -> set[fx.Node]:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dis
 import inspect
 import linecache
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -75,71 +74,47 @@ def _depends_on_data(symbol: Any) -> bool:
 def _goes_on(frame: FrameType, left_out: set[str]) -> bool | None:
     """The truth with which the statement that a frame is at goes on, None where both do."""
     code, line = frame.f_code, frame.f_lineno
-    lines = _test_lines(code, line)
-    jump = _jump(code, frame.f_lasti)
-    if lines is None or jump is None:
-        return None
-    instructions, i = jump
-    ends = {truth: _ends(instructions, i, truth, lines) for truth in (True, False)}
-    # Best is what only goes on, then what may.
-    chosen = min(ends, key=lambda truth: ("goes on" not in ends[truth], "raises" in ends[truth]))
-    if ends[True] == ends[False] or "goes on" not in ends[chosen]:
-        return None
-    place, text = f"{code.co_filename}:{line}", linecache.getline(code.co_filename, line).strip()
-    left_out.add(f"{place} ({text})" if text else place)
-    return chosen
-
-
-def _test_lines(code: CodeType, line: int) -> range | None:
-    """The lines of the test around a line, of a statement that may raise."""
     try:
-        source, _ = inspect.findsource(code)
-        tree = ast.parse("".join(source))
+        tree = ast.parse("".join(inspect.findsource(code)[0]))
     except (OSError, SyntaxError):
         return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.Assert):
-            lines = range(node.lineno, (node.test.end_lineno or node.lineno) + 1)
-            if line in lines:
-                return lines
+    # A call of ``bool`` or ``all`` asks itself, a jump for what the instruction before it computed.
+    positions, at = list(code.co_positions()), frame.f_lasti // 2
+    asked = positions[max(at - 1, 0) : at + 1]
+    for statement in ast.walk(tree):
+        if not isinstance(statement, ast.If | ast.Assert):
+            continue
+        passing = _passing_truth(statement)
+        for operand, is_negated in _operands(statement.test):
+            place = (operand.lineno, operand.end_lineno, operand.col_offset, operand.end_col_offset)
+            if passing is not None and place in asked:
+                text = linecache.getline(code.co_filename, line).strip()
+                left_out.add(f"{code.co_filename}:{line}" + (f" ({text})" if text else ""))
+                return passing != is_negated
     return None
 
 
-def _jump(code: CodeType, offset: int) -> tuple[list[dis.Instruction], int] | None:
-    """The instructions of code, and the place of the jump that asks for the truth at an offset."""
-    instructions = list(dis.get_instructions(code))
-    first = next(i for i, instruction in enumerate(instructions) if instruction.offset >= offset)
-    for i, instruction in enumerate(instructions[first : first + 3], first):
-        if _condition(instruction) is not None:
-            return instructions, i
-        if instruction.opname not in ("TO_BOOL", "PRECALL", "CALL", "CACHE", "NOP"):
-            return None
-    return None
+def _passing_truth(statement: ast.If | ast.Assert) -> bool | None:
+    """The truth of a test with which its statement goes on; None unless the other one raises."""
+    if isinstance(statement, ast.Assert):
+        return True
+    raises, otherwise = _raises(statement.body), _raises(statement.orelse)
+    return None if raises == otherwise else otherwise
 
 
-def _condition(instruction: dis.Instruction) -> bool | None:
-    """The truth at which an instruction jumps, None for one that does not ask."""
-    name = instruction.opname
-    if not (name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE"))):
-        return None
-    return name.endswith("TRUE")
+def _raises(branch: list[ast.stmt]) -> bool:
+    """True for a branch that has no other end than an exception."""
+    inside = (node for statement in branch for node in ast.walk(statement))
+    leaves = any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in inside)
+    return bool(branch) and isinstance(branch[-1], ast.Raise) and not leaves
 
 
-def _ends(instructions: list[dis.Instruction], i: int, truth: bool, lines: range) -> frozenset[str]:
-    """Possible ends of a test, ``raises`` and ``goes on``, when a jump is answered with a truth."""
-    at = {instruction.offset: k for k, instruction in enumerate(instructions)}
-    i = at[instructions[i].argval] if _condition(instructions[i]) is truth else i + 1
-    while i < len(instructions):
-        instruction = instructions[i]
-        line = instruction.positions.lineno if instruction.positions is not None else None
-        if instruction.opname == "RAISE_VARARGS":
-            return frozenset(("raises",))
-        if _condition(instruction) is not None or instruction.opname.startswith("RETURN"):
-            if _condition(instruction) is None or line not in lines:
-                return frozenset(("goes on",))
-            either = (_ends(instructions, i, answer, lines) for answer in (True, False))
-            return frozenset[str]().union(*either)
-        if instruction.opname.startswith("JUMP_BACKWARD") or "FOR_ITER" in instruction.opname:
-            return frozenset(("goes on",))
-        i = at[instruction.argval] if instruction.opname.startswith("JUMP") else i + 1
-    return frozenset(("goes on",))
+def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.expr, bool]]:
+    """Parts of a test whose truth Python asks for, each with whether it stands behind ``not``."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _operands(test.operand, not is_negated)
+    elif isinstance(test, ast.BoolOp):
+        for operand in test.values:
+            yield from _operands(operand, is_negated)
+    else:
+        yield test, is_negated

@@ -28,7 +28,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.call_traits import arguments, base_name, tensor
@@ -36,7 +36,9 @@ from anabranch.graph.flat_program import (
     BATCH_LEAF,
     PARAMETER,
     FlatProgram,
+    frame,
     schema_name,
+    trains_norm,
     written,
 )
 from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
@@ -55,15 +57,18 @@ from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, sample_axes
 
 
 def sample_flow(
-    program: FlatProgram, other: FlatProgram, assumption: Assumption | None = None
+    program: FlatProgram, other: FlatProgram, module: nn.Module, assumption: Assumption
 ) -> SampleFlow:
-    """Follow the samples through a program; ``other`` has twice its samples."""
-    return _Follower(program, other, assumption or Assumption()).result()
+    """Follow the samples through a program of a module; ``other`` has twice its samples."""
+    return _Follower(program, other, module, assumption).result()
 
 
 class _Follower:
-    def __init__(self, program: FlatProgram, other: FlatProgram, assumption: Assumption) -> None:
+    def __init__(
+        self, program: FlatProgram, other: FlatProgram, module: nn.Module, assumption: Assumption
+    ) -> None:
         self.program = program
+        self.module = module
         self.assumption = assumption
         self.twins = dict(zip(program.graph.nodes, other.graph.nodes, strict=True))
         self.axes = sample_axes(program, other)
@@ -192,10 +197,15 @@ class _Follower:
     def several(self, node: fx.Node, kinds: Collection[str], known: bool) -> Flow:
         """Several tensors, each of which ``getitem`` takes out."""
         if base_name(node) in BATCH_NORMS:
-            self.normalised.append(node)
+            self.normalise(node)
         if set(kinds) <= {"constant", "statistic"}:
             return Flow("statistic", 0, known)
         return Flow("samples", 0, known)
+
+    def normalise(self, node: fx.Node) -> None:
+        """Note a normalisation over a micro-batch, or the whole batch, as ``SyncBatchNorm`` is."""
+        is_whole = isinstance(self.module.get_submodule(frame(node)), nn.SyncBatchNorm)
+        (self.coupling if is_whole else self.normalised).append(node)
 
     def per_sample(self, node: fx.Node, axis: SampleAxis, inputs: list[Flow], known: bool) -> Flow:
         """A value with samples."""
@@ -205,8 +215,8 @@ class _Follower:
         if any(flow.kind == "additive" for flow in inputs) or self.mixes(node, name):
             self.coupling.append(node)
             return Flow("samples", 0, known)
-        if name in BATCH_NORMS and _trains(node):
-            self.normalised.append(node)
+        if name in BATCH_NORMS and trains_norm(node):
+            self.normalise(node)
         scale = self.scale(node, name)
         if len(degrees) > 1 or scale is None or (scale and name not in ("mul", "div")):
             return Flow("samples", 0, known)
@@ -359,10 +369,6 @@ def has_classes(node: fx.Node) -> bool:
     target = node.args[1]
     value = tensor(target) if isinstance(target, fx.Node) else None
     return value is not None and not value.is_floating_point()
-
-
-def _trains(node: fx.Node) -> bool:
-    return len(node.args) > 5 and bool(node.args[5])
 
 
 def _dims(node: fx.Node, rank: int) -> list[int]:

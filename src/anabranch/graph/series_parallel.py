@@ -77,14 +77,6 @@ def operators(node: Node) -> Iterator[int]:
             yield from operators(child)
 
 
-def is_series_parallel(node: Node) -> bool:
-    """True if a decomposition needed no added order."""
-    if isinstance(node, Leaf):
-        return True
-    forced = isinstance(node, Series) and node.forced
-    return not forced and all(is_series_parallel(child) for child in node.children)
-
-
 def signature(graph: OpGraph, node: Node, keys: Sequence[Hashable]) -> Hashable:
     """A key that is equal for parts that a planner may treat as the same: shape, keys of the
     operators (their costs), and sizes and ends of the values that they read and make.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,7 +34,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CONSTANT, FlatProgram
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
-from anabranch.graph.ports import Port, PortMap, TiedUse, Use, arguments
+from anabranch.graph.ports import Port, PortMap, TiedUse, Use, node_arguments
 from anabranch.graph.propagation import gradient_strides
 from anabranch.remembered import remembered
 
@@ -42,6 +42,8 @@ __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]
 
 CALL = "call"
 """Key of a node's ``meta`` in a stage: place of the call among those of the whole program."""
+
+Strides = dict[fx.Node, tuple[int, ...]]
 
 _GRAPH_MODULE_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
@@ -120,10 +122,7 @@ class Split:
         self.stage_of = stage_of
         self.num_stages = num_stages
         self.exact = exact
-        self._cache: dict[tuple[int, int, torch.device], StageProgram] = {}
-        programs = captured.programs
-        program = programs.at(programs.samples, device=programs.capture_device)
-        self._uses = PortMap(captured, program, stage_of, exact)
+        self._uses = PortMap(captured, captured.programs.example, stage_of, exact)
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -155,71 +154,64 @@ class Split:
         return self._sources(stage, BATCH_LEAF)
 
     def _sources(self, stage: int, kind: str) -> set[str]:
-        whole = self._program(self.captured.programs.samples, self.captured.programs.capture_device)
-        known = whole.program.sources
-        read = [known[node] for node in whole.needed(self.stage_of, stage) if node in known]
-        return {source.name for source in read if source.kind == kind}
+        program = self.captured.programs.example
+        read = (program.sources.get(node) for node in self._needed(program, stage))
+        return {source.name for source in read if source is not None and source.kind == kind}
 
     def program(
         self, stage: int, samples: int, *, device: torch.device | str | None = None
     ) -> StageProgram:
         """A stage for a number of samples, its tensors made on ``device`` or by the parameters."""
         place = torch.device(device) if device is not None else self.captured.programs.device
-        key = (stage, samples, place)
-        if key not in self._cache:
-            self._cache[key] = _Cutter(self, self._program(samples, place), stage).cut()
-        return self._cache[key]
+        return self._stage_program(stage, samples, place)
 
     @remembered
-    def _program(self, samples: int, place: torch.device) -> _WholeProgram:
+    def _stage_program(self, stage: int, samples: int, place: torch.device) -> StageProgram:
+        program = self.captured.programs.at(samples, device=place)
+        needed, strides = self._needed(program, stage), self._strides(samples, place)
+        return _Cutter(self, program, stage, needed, strides).cut()
+
+    @remembered
+    def _strides(self, samples: int, place: torch.device) -> Strides:
+        """Strides of the gradients of values that are sent, where they are those of one process."""
         program = self.captured.programs.at(samples, device=place)
         sent = {self.captured.value_calls[p.value] for p in self.ports if p.grad and self.exact}
-        return _WholeProgram(program, self.captured.programs.owners(program), sent)
+        return gradient_strides(program, [program.calls[call] for call in sent])
 
-
-class _WholeProgram:
-    """The program that stages are cut from, with what each of them asks of it; ``sent`` are the
-    calls whose values get the gradient of one process.
-    """
-
-    def __init__(
-        self, program: FlatProgram, owners: Mapping[fx.Node, int], sent: Iterable[int]
-    ) -> None:
-        self.program = program
-        self.owners = owners
-        self.calls = program.calls
-        self.nodes = list(program.graph.nodes)
-        self.position = {node: i for i, node in enumerate(self.calls)}
-        self.sent = [self.calls[call] for call in sent]
-
-    @cached_property
-    def strides(self) -> dict[fx.Node, tuple[int, ...]]:
-        """Strides of the gradients of values that are sent."""
-        return gradient_strides(self.program, self.sent)
-
-    def needed(self, stage_of: Sequence[int], stage: int) -> list[fx.Node]:
+    def _needed(self, program: FlatProgram, stage: int) -> list[fx.Node]:
         """The nodes of a stage in order: its calls, the free calls they read, and placeholders."""
+        owners = self.captured.programs.owners(program)
+        nodes = list(program.graph.nodes)
         needed: set[fx.Node] = set()
-        for node in reversed(self.nodes):
-            owner = self.owners.get(node, FREE)
-            if (owner != FREE and stage_of[owner] == stage) or (node in needed and owner == FREE):
+        for node in reversed(nodes):
+            owner = owners.get(node, FREE)
+            if (owner != FREE and self.stage_of[owner] == stage) or (
+                node in needed and owner == FREE
+            ):
                 needed.add(node)
-                sources = node.all_input_nodes
-                needed.update(n for n in sources if self.owners.get(n, FREE) == FREE)
-        return [node for node in self.nodes if node in needed]
+                needed.update(n for n in node.all_input_nodes if owners.get(n, FREE) == FREE)
+        return [node for node in nodes if node in needed]
 
 
 class _Cutter:
     """Builds the program of one stage."""
 
-    def __init__(self, parts: Split, whole: _WholeProgram, stage: int) -> None:
-        self.parts = parts
+    def __init__(
+        self,
+        parts: Split,
+        program: FlatProgram,
+        stage: int,
+        needed: Sequence[fx.Node],
+        strides: Strides,
+    ) -> None:
         self.uses = parts._uses
         self.captured = parts.captured
-        self.program = whole.program
+        self.program = program
+        self.calls = program.calls
+        self.position = {node: i for i, node in enumerate(self.calls)}
         self.stage = stage
-        self.needed = whole.needed(parts.stage_of, stage)
-        self.position, self.strides = whole.position, whole.strides
+        self.needed = needed
+        self.strides = strides
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.received: dict[Port, fx.Node] = {}
@@ -227,7 +219,6 @@ class _Cutter:
         self.aliases: dict[int, list[fx.Node]] = {}
         self.attributes: dict[str, Any] = {}
         self.transient: set[str] = set()
-        self.calls = whole.calls
 
     def node_of(self, value: int) -> fx.Node:
         return self.calls[self.captured.value_calls[value]]
@@ -334,7 +325,7 @@ class _Cutter:
         return self.graph.call_function(keep_strides, (self.env[node], strides))
 
     def copy(self, node: fx.Node) -> None:
-        slots = iter(range(len(arguments(node))))
+        slots = iter(range(len(node_arguments(node))))
 
         def take(argument: Any) -> Any:
             if not isinstance(argument, fx.Node):

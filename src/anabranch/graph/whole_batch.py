@@ -14,133 +14,58 @@ samples of those of its slices. Where all labels count, nothing changes, not in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from anabranch.graph.call_traits import arguments, base_name, words
-from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram, PlaceholderSource
+from anabranch.graph.call_traits import arguments, base_name
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    FlatProgram,
+    PlaceholderSource,
+    insert,
+    set_value,
+    upstream,
+)
 from anabranch.graph.flows import SampleFlow
+from anabranch.graph.operations import words
 from anabranch.graph.sample_flow import has_classes
 
 _COUNTED = words("cross_entropy_loss nll_loss_nd")
 _MEAN, _SUM = 1, 2
-
-Find = Callable[[PlaceholderSource], Tensor]
-"""The tensor of a placeholder."""
+_aten = torch.ops.aten
 
 
 def counted_means(program: FlatProgram) -> FlatProgram:
     """The same program, in which a mean over the classes that are not ignored is a sum over a count
     of them.
     """
-    graph = program.graph
     for node in program.calls:
         if base_name(node) not in _COUNTED or not has_classes(node):
             continue
         options = arguments(node)
         if options["reduction"] != _MEAN:
             continue
-        with graph.inserting_before(node):
-            count = _count(graph, node, options)
-            args = tuple(_SUM if name == "reduction" else value for name, value in options.items())
-            total = _call(graph, node, node.target, *args)
-            mean = _call(graph, node, torch.ops.aten.div.Tensor, total, count)
-        node.replace_all_uses_with(mean)
-        graph.erase_node(node)
+        count = _count(node, options)
+        total = insert(node, node.target, *(options | {"reduction": _SUM}).values())
+        node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
+        program.graph.erase_node(node)
     return program
 
 
-def _count(graph: fx.Graph, like: fx.Node, options: Mapping[str, Any]) -> fx.Node:
+def _count(loss: fx.Node, options: Mapping[str, Any]) -> fx.Node:
     """Targets that are not ignored, each by the weight of its class."""
-    aten = torch.ops.aten
-    counts = _call(graph, like, aten.ne.Scalar, options["target"], options["ignore_index"])
+    counts = insert(loss, _aten.ne.Scalar, options["target"], options["ignore_index"])
     if options["weight"] is not None:
-        classes = _call(graph, like, aten.mul.Tensor, options["target"], counts)
-        flat = _call(graph, like, aten.flatten.using_ints, classes)
-        weights = _call(graph, like, aten.index_select.default, options["weight"], 0, flat)
-        kept = _call(graph, like, aten.flatten.using_ints, counts)
-        counts = _call(graph, like, aten.mul.Tensor, weights, kept)
-    return _call(graph, like, aten.sum.default, counts)
-
-
-def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A new call in the module of another one, with its value."""
-    node = graph.call_function(target, args)
-    node.meta |= {k: like.meta[k] for k in ("nn_module_stack", "stack_trace") if k in like.meta}
-    values = fx.node.map_arg(args, lambda n: n.meta["val"])
-    with torch.enable_grad():
-        node.meta["val"] = value = target(*values)
-    if isinstance(value, Tensor):
-        node.meta["storage"] = value.untyped_storage()._cdata
-    return node
-
-
-@dataclass(frozen=True)
-class Known:
-    """The part of a program that makes statistics of the batch's tensors.
-
-    Attributes:
-        totals: what is added up over slices, with the power of the number of samples in it.
-        statistics: what is made of these.
-    """
-
-    graph: fx.Graph
-    sources: Mapping[fx.Node, PlaceholderSource]
-    totals: tuple[tuple[fx.Node, int], ...]
-    statistics: tuple[fx.Node, ...]
-
-    @property
-    def leaves(self) -> frozenset[str]:
-        """Names of the batch's tensors that statistics are made of."""
-        needed = {*(node for node, _ in self.totals), *self.statistics}
-        for node in reversed(list(self.graph.nodes)):
-            if node in needed:
-                needed.update(node.all_input_nodes)
-        sources = (self.sources[node] for node in needed if node.op == "placeholder")
-        return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
-
-    def add(self, samples: int, find: Find, sums: list[Tensor]) -> list[Tensor]:
-        """The totals of a slice on top of those before, each times ``samples ** -degree``."""
-        env: dict[fx.Node, Any] = {}
-        totals = [node for node, _ in self.totals]
-        run_calls(self.graph, self.sources, totals, env, find)
-        slice_sums = [env[node].double() * samples**-degree for node, degree in self.totals]
-        return [a + b for a, b in zip(sums, slice_sums, strict=True)] if sums else slice_sums
-
-    def values(self, samples: int, sums: list[Tensor], find: Find) -> list[Tensor]:
-        """The statistics of a batch from its totals."""
-        env: dict[fx.Node, Any] = {}
-        for (node, degree), total in zip(self.totals, sums, strict=True):
-            env[node] = (total * float(samples) ** degree).to(node.meta["val"].dtype)
-        run_calls(self.graph, self.sources, self.statistics, env, find)
-        return [env[node] for node in self.statistics]
-
-
-def run_calls(
-    graph: fx.Graph,
-    sources: Mapping[fx.Node, PlaceholderSource],
-    wanted: Iterable[fx.Node],
-    env: dict[fx.Node, Any],
-    find: Find,
-) -> None:
-    """Compute the ``wanted`` nodes of a graph without gradients, on top of those in ``env``."""
-    needed = set(wanted)
-    for node in reversed(list(graph.nodes)):
-        if node in needed and node not in env:
-            needed.update(node.all_input_nodes)
-    with torch.no_grad():
-        for node in graph.nodes:
-            if node not in needed or node in env:
-                continue
-            if node.op == "placeholder":
-                env[node] = find(sources[node])
-            else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = node.target(*args, **kwargs)
+        classes = insert(loss, _aten.mul.Tensor, options["target"], counts)
+        flat = insert(loss, _aten.flatten.using_ints, classes)
+        weights = insert(loss, _aten.index_select.default, options["weight"], 0, flat)
+        kept = insert(loss, _aten.flatten.using_ints, counts)
+        counts = insert(loss, _aten.mul.Tensor, weights, kept)
+    return insert(loss, _aten.sum.default, counts)
 
 
 @dataclass(frozen=True)
@@ -148,13 +73,11 @@ class WholeBatch:
     """Calls that read statistics, by positions in the program, equal for any number of samples.
 
     Attributes:
-        totals: calls that add up over the samples, with the power of their number.
         statistics: calls whose values are needed of the whole batch; those in ``shares`` as the
             share of a slice, which then is a sum over rows.
         uses: (reading call, number of the statistic).
     """
 
-    totals: tuple[tuple[int, int], ...]
     statistics: tuple[tuple[int, bool], ...]
     uses: tuple[tuple[int, int], ...]
 
@@ -164,20 +87,10 @@ class WholeBatch:
         position = {node: i for i, node in enumerate(program.calls)}
         numbers: dict[tuple[int, bool], int] = {}
         uses = []
-        needed: set[fx.Node] = set()
         for use in flow.uses:
             key = position[use.argument], use.share
             uses.append((position[use.call], numbers.setdefault(key, len(numbers))))
-            needed.add(use.argument)
-        totals = []
-        for node in reversed(program.calls):
-            if node in needed and flow.flows[node].kind == "statistic":
-                sources = node.all_input_nodes
-                if any(flow.flows[n].kind == "samples" for n in sources) or not sources:
-                    totals.append((position[node], flow.flows[node].degree))
-                else:
-                    needed.update(sources)
-        return WholeBatch(tuple(sorted(totals)), tuple(numbers), tuple(uses))
+        return WholeBatch(tuple(numbers), tuple(uses))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -188,52 +101,43 @@ class WholeBatch:
         """The program of a slice, which reads the statistics as tensors of the batch."""
         if not self.statistics:
             return program
-        calls, graph = program.calls, program.graph
-        known = self._known(program, calls)
+        calls = program.calls
+        statistics = self._made(program)
         sources = dict(program.sources)
         values: list[fx.Node] = []
         for number, (call, share) in enumerate(self.statistics):
             statistic = calls[call]
             like = statistic.meta["val"]
             dtype = torch.float64 if share else like.dtype
-            with graph.inserting_before(calls[0]):
-                rows = graph.placeholder(self.names[number].replace(" ", "_"))
-                rows.meta["val"] = val = torch.empty_like(
-                    like, dtype=dtype, requires_grad=False
-                ).new_empty((program.samples, *like.shape))
-                rows.meta["storage"] = val.untyped_storage()._cdata
+            with program.graph.inserting_before(calls[0]):
+                rows = program.graph.placeholder(self.names[number].replace(" ", "_"))
+            value = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            set_value(rows, value.new_empty((program.samples, *like.shape)))
             sources[rows] = PlaceholderSource(BATCH_LEAF, self.names[number])
             values.append(rows)
         for call, number in self.uses:
             reader = calls[call]
             index, share = self.statistics[number]
-            with graph.inserting_before(reader):
-                if share:
-                    value = _call(
-                        graph, reader, torch.ops.aten.sum.dim_IntList, values[number], [0]
-                    )
-                    dtype = reader.meta["val"].dtype
-                    value = _call(graph, reader, torch.ops.aten.to.dtype, value, dtype)
-                else:
-                    value = _call(graph, reader, torch.ops.aten.select.int, values[number], 0, 0)
-            reader.replace_input_with(calls[index], value)
-        replace(program, sources=sources).drop_dead()
-        alive = {node: source for node, source in sources.items() if not node._erased}
-        return replace(program, sources=alive, known=known)
+            if share:
+                total = insert(reader, _aten.sum.dim_IntList, values[number], [0])
+                read = insert(reader, _aten.to.dtype, total, reader.meta["val"].dtype)
+            else:
+                read = insert(reader, _aten.select.int, values[number], 0, 0)
+            reader.replace_input_with(calls[index], read)
+        sliced = replace(program, sources=sources, statistics=statistics)
+        sliced.drop_dead()
+        return sliced
 
-    def _known(self, program: FlatProgram, calls: list[fx.Node]) -> Known:
+    def _made(self, program: FlatProgram) -> FlatProgram:
+        """The part of a program that makes the statistics."""
+        calls = program.calls
         wanted = [calls[index] for index, _ in self.statistics]
-        needed = set(wanted)
-        for node in reversed(list(program.graph.nodes)):
-            if node in needed:
-                needed.update(node.all_input_nodes)
         graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in program.graph.nodes:
-            if node in needed:
-                copied[node] = graph.node_copy(node, copied.__getitem__)
+        for node in upstream(wanted):
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+        graph.output(tuple(copied[node] for node in wanted))
         sources = {copied[n]: s for n, s in program.sources.items() if n in copied}
-        totals = tuple((copied[calls[index]], degree) for index, degree in self.totals)
-        return Known(graph, sources, totals, tuple(copied[node] for node in wanted))
+        return replace(program, graph=graph, sources=sources)
 
     def rows(self, values: list[Tensor], samples: int) -> dict[str, Tensor]:
         """The tensors of a batch with these statistics, one row per sample."""

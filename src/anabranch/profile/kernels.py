@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.call_traits import words
+from anabranch.graph.operations import words
 from anabranch.profile.kernel_trace import Kernel
 
 aten = torch.ops.aten

@@ -36,28 +36,24 @@ def trace(timeline: Timeline, graph: StageGraph) -> dict[str, Any]:
     """Convert a timeline to a trace for ``json.dump``; the stage graph gives the names."""
     events: list[Event] = []
     placed: list[tuple[Span, int]] = []
-    spans: dict[int, list[Span]] = {device: [] for device in timeline.devices}
-    for span in timeline.spans:
-        spans[span.device].append(span)
-    sums, updates = lanes.sums_by_device(timeline), lanes.updates_by_device(timeline)
     for order, row in enumerate(lanes.rows(timeline, graph)):
-        compute = [s for s in spans[row.device] if s.action.kind.is_compute]
-        messages = [s for s in spans[row.device] if not s.action.kind.is_compute]
-        here = [(span, Thread.COMPUTE + 1000 * n) for span, n in _without_overlap(compute)]
-        here += [(span, Thread.MESSAGES + n) for span, n in _without_overlap(messages)]
-        summing = [
-            (span, Thread.ALL_REDUCE + 1000 * n) for span, n in _without_overlap(sums[row.device])
-        ]
+        here = [(span, Thread.COMPUTE + 1000 * n) for span, n in _without_overlap(row.computes)]
+        here += [(span, Thread.MESSAGES + n) for span, n in _without_overlap(row.messages)]
+        summing = [(span, Thread.ALL_REDUCE + 1000 * n) for span, n in _without_overlap(row.sums)]
         threads = {int(Thread.COMPUTE), *(t for _, t in here), *(t for _, t in summing)}
         events += _metadata(row, order, sorted(threads))
-        events += [_sum(span, thread) for span, thread in summing]
-        events += map(_update, updates[row.device])
+        for span, thread in summing:
+            facts = {"stages": list(span.stages), "bytes": span.nbytes}
+            events.append(_complete(span, thread, "all-reduce", "all-reduce", facts))
+        for update in row.updates:
+            name = lanes.UPDATES[update.what]
+            events.append(_complete(update, Thread.COMPUTE, name, "update", {}))
         placed += here
     events += [_slice(span, thread, graph) for span, thread in placed]
     events += _flows(timeline, dict(placed))
     events += _memory(timeline)
-    facts = {"source": timeline.source, "step_s": timeline.step_s, "bubble": timeline.bubble}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
+    about = {"source": timeline.source, "step_s": timeline.step_s, "bubble": timeline.bubble}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
 def _without_overlap(spans: Iterable[_Timed]) -> list[tuple[_Timed, int]]:
@@ -98,15 +94,6 @@ def _slice(span: Span, thread: int, graph: StageGraph) -> Event:
     name = f"{names.KINDS[action.kind]} {action.microbatch}"
     category = "compute" if action.kind.is_compute else "message"
     return _complete(span, thread, name, category, _details(action, graph))
-
-
-def _sum(span: SumSpan, thread: int) -> Event:
-    details = {"stages": list(span.stages), "bytes": span.nbytes}
-    return _complete(span, thread, "all-reduce", "all-reduce", details)
-
-
-def _update(span: OverheadSpan) -> Event:
-    return _complete(span, Thread.COMPUTE, lanes.UPDATES[span.what], "update", {})
 
 
 def _complete(

@@ -37,11 +37,9 @@ from anabranch.report.timeline_layout import (
     Panel,
     TimelineLayout,
     arrange,
-    label_size,
-    labels,
 )
 from anabranch.schedule.schedule import Kind
-from anabranch.timeline import Timeline
+from anabranch.timeline import Span, Timeline
 
 NUMBER_SIZES = 12.0, 10.0, 8.0
 
@@ -83,17 +81,15 @@ def paint(layout: TimelineLayout) -> Drawing:
         drawing.add(f'<g class="panel" data-panel="{i}">')
         messages = _arrows(layout, panel) if panel.has_arrows else _marks(layout, panel)
         drawing.add(*_empty_rows(layout, panel), *messages)
-        spans, sums = lanes.by_device(panel.timeline), lanes.sums_by_device(panel.timeline)
-        updates = lanes.updates_by_device(panel.timeline)
         sizes = _number_sizes(layout, panel)
         for row, top in zip(panel.rows, panel.tops, strict=True):
-            for box in lanes.boxes(spans[row.device], layout.pixel_s):
-                drawing.add(*_box(layout, panel, box, top, sizes))
-                total += len(box.spans)
-                merged += len(box.spans) if len(box.spans) > 1 else 0
-            drawing.add(*_strip(layout, "update", updates[row.device], top, panel.box_height))
+            for run in lanes.runs(row.computes, layout.pixel_s):
+                drawing.add(*_box(layout, panel, run, top, sizes))
+                total += len(run)
+                merged += len(run) if len(run) > 1 else 0
+            drawing.add(*_strip(layout, "update", row.updates, top, panel.box_height))
             foot = top + panel.row_height - panel.sum_height + 1
-            drawing.add(*_strip(layout, "sum", sums[row.device], foot, panel.sum_height - 1))
+            drawing.add(*_strip(layout, "sum", row.sums, foot, panel.sum_height - 1))
         drawing.add(_step_end(layout, panel), "</g>")
     if merged:
         said = (
@@ -113,7 +109,7 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
     has_sums = any(panel.sum_height for panel in layout.panels)
     if has_sums:
         entries.append(("sum", "all-reduce"))
-    if any(any(lanes.updates_by_device(panel.timeline).values()) for panel in layout.panels):
+    if any(row.updates for panel in layout.panels for row in panel.rows):
         entries.append(("update", "update"))
     if any(_tail(layout, panel) for panel in layout.panels):
         entries.append(("tail", "after the last action" if has_sums else "all-reduce and update"))
@@ -184,14 +180,13 @@ def _step_end(layout: TimelineLayout, panel: Panel) -> str:
 
 
 def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.DeviceRow, top: float) -> list[str]:
-    first, second = labels(panel, row)
-    x, size, small = layout.left - 12, label_size(panel), STYLE.label_size - 1.5
-    room = x - MARGIN
-    middle = top + panel.row_height / 2
-    if panel.row_height < 30 or not second:
-        return [text("right", x, middle + size * 0.36, size, shorten(first, size, room))]
+    x, size, small = layout.left - 12, panel.label_size, STYLE.small_label_size
+    room, middle = x - MARGIN, top + panel.row_height / 2
+    label = shorten(row.label, size, room)
+    if not (panel.has_second_lines and (second := panel.operators(row))):
+        return [text("right", x, middle + size * 0.36, size, label)]
     return [
-        text("right", x, middle - 2, size, shorten(first, size, room)),
+        text("right", x, middle - 2, size, label),
         text("muted right", x, middle + 12, small, shorten(second, small, room)),
     ]
 
@@ -210,14 +205,13 @@ def _tail(layout: TimelineLayout, panel: Panel) -> float:
 
 
 def _box(
-    layout: TimelineLayout, panel: Panel, box: lanes.Box, top: float, sizes: dict[Kind, float]
+    layout: TimelineLayout, panel: Panel, run: Sequence[Span], top: float, sizes: dict[Kind, float]
 ) -> list[str]:
-    x = layout.x(box.start)
-    width = max(layout.x(box.end) - x, 0.4)
-    gap = 0.5 if width > 4 else 0.0
-    count = f' data-n="{len(box.spans)}"'
-    if len(box.spans) == 1:
-        action = box.spans[0].action
+    """Draw a box for an action, or for several narrow ones."""
+    x, width, gap = _extent(layout, run)
+    count = f' data-n="{len(run)}"'
+    if len(run) == 1:
+        action = run[0].action
         css = CSS[action.kind]
         corner = 2.0 if width > 6 else 0.0
         pieces = [rect(css, x, top, width - gap, panel.box_height, radius=corner, extra=count)]
@@ -229,7 +223,7 @@ def _box(
         return pieces
     # Without smoothing, or hundreds of such boxes side by side show a pattern of seams.
     pieces, sharp = [], ' shape-rendering="crispEdges"'
-    for kind, share in box.shares().items():
+    for kind, share in lanes.shares(run).items():
         tall = panel.box_height * share
         pieces.append(rect(CSS[kind], x, top, width, tall, extra=sharp + count))
         top += tall
@@ -243,11 +237,16 @@ def _strip(
     """Draw boxes without numbers: updates, or all-reduces at the foot of a row."""
     pieces = []
     for run in lanes.runs(spans, layout.pixel_s):
-        x = layout.x(run[0].start)
-        width = max(layout.x(max(span.end for span in run)) - x, 0.4)
-        gap = 0.5 if width > 4 else 0.0
+        x, width, gap = _extent(layout, run)
         pieces.append(rect(css, x, top, width - gap, height, extra=f' data-n="{len(run)}"'))
     return pieces
+
+
+def _extent(layout: TimelineLayout, run: Sequence[lanes.TimedSpan]) -> tuple[float, float, float]:
+    """Return left end and width of a box, and the gap behind it, in pixels."""
+    x = layout.x(run[0].start)
+    width = max(layout.x(max(span.end for span in run)) - x, 0.4)
+    return x, width, 0.5 if width > 4 else 0.0
 
 
 def _number_sizes(layout: TimelineLayout, panel: Panel) -> dict[Kind, float]:

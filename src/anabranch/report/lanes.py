@@ -14,7 +14,8 @@ strip of the row for themselves. Updates are in the row itself, as they take the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,13 +32,28 @@ MERGED_PIXELS = 3
 """Most pixels of a box of several actions; wider ones would hide bubbles."""
 
 
+UPDATES = {"update": "update", "gather": "sending what was updated"}
+"""Kinds of ``OverheadSpan`` after the all-reduce -> text."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """The row of a device: its stages (usually one), and the branch of the first of them."""
+    """The row of a device.
+
+    Attributes:
+        stages: of the device, usually one.
+        branch: of the first of its stages.
+        computes, messages, sums, updates: computes, sends and receives, all-reduces, and updates
+            with their all-gathers, each sorted by start.
+    """
 
     device: int
     stages: tuple[int, ...]
     branch: int
+    computes: Sequence[Span]
+    messages: Sequence[Span]
+    sums: Sequence[SumSpan]
+    updates: Sequence[OverheadSpan]
 
     @property
     def label(self) -> str:
@@ -45,30 +61,6 @@ class DeviceRow:
         plural = "s" if len(self.stages) > 1 else ""
         stage = f" \u00b7 stage{plural} {ranges(self.stages)}" if self.stages else ""
         return f"device {self.device}{stage}"
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """One action, or several narrow ones, sorted by start."""
-
-    spans: tuple[Span, ...]
-
-    @property
-    def start(self) -> float:
-        return self.spans[0].start
-
-    @property
-    def end(self) -> float:
-        return max(span.end for span in self.spans)
-
-    def shares(self) -> dict[Kind, float]:
-        """Kind -> share of the compute time in the box."""
-        seconds: dict[Kind, float] = {}
-        for span in sorted(self.spans, key=lambda span: span.action.kind.value != Kind.FORWARD):
-            kind = span.action.kind
-            seconds[kind] = seconds.get(kind, 0.0) + span.end - span.start
-        whole = sum(seconds.values())
-        return {k: s / whole if whole else 1 / len(seconds) for k, s in seconds.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,48 +96,25 @@ def rows(timeline: Timeline, graph: StageGraph) -> list[DeviceRow]:
     for span in timeline.spans:
         stages[span.device].add(span.action.stage)
     branch = branches(graph)
+    computes = _by_device(span for span in timeline.spans if span.action.kind.is_compute)
+    messages = _by_device(span for span in timeline.spans if not span.action.kind.is_compute)
+    sums = _by_device(timeline.sums)
+    updates = _by_device(span for span in timeline.overheads if span.what in UPDATES)
     result = []
     for device, numbers in stages.items():
         known = [branch[s] for s in sorted(numbers) if s < len(branch)]
         first = known[0] if known else len(graph)
-        result.append(DeviceRow(device, tuple(sorted(numbers)), first))
+        spans = computes[device], messages[device], sums[device], updates[device]
+        result.append(DeviceRow(device, tuple(sorted(numbers)), first, *spans))
     return sorted(result, key=lambda row: (row.branch, row.stages, row.device))
 
 
-def by_device(timeline: Timeline) -> dict[int, list[Span]]:
-    """Return the computes of each device, sorted by start."""
-    return _grouped(timeline, [span for span in timeline.spans if span.action.kind.is_compute])
-
-
-def sums_by_device(timeline: Timeline) -> dict[int, list[SumSpan]]:
-    """Return the all-reduces of each device, sorted by start."""
-    return _grouped(timeline, timeline.sums)
-
-
-UPDATES = {"update": "update", "gather": "sending what was updated"}
-"""Kinds of ``OverheadSpan`` after the all-reduce -> text."""
-
-
-def updates_by_device(timeline: Timeline) -> dict[int, list[OverheadSpan]]:
-    """Return the updates and all-gathers of each device, sorted by start."""
-    return _grouped(timeline, [span for span in timeline.overheads if span.what in UPDATES])
-
-
-def _grouped(timeline: Timeline, spans: Iterable[TimedSpan]) -> dict[int, list[TimedSpan]]:
-    """Group spans by device, sorted by start; every device has an entry."""
-    result: dict[int, list[TimedSpan]] = {device: [] for device in timeline.devices}
+def _by_device(spans: Iterable[TimedSpan]) -> Mapping[int, list[TimedSpan]]:
+    """Group spans by device, sorted by start."""
+    result: dict[int, list[TimedSpan]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         result[span.device].append(span)
     return result
-
-
-def boxes(spans: Iterable[Span], pixel_s: float) -> Iterator[Box]:
-    """Generate boxes for the actions of one device, sorted by start.
-
-    Args:
-        pixel_s: seconds per pixel.
-    """
-    return map(Box, runs(spans, pixel_s))
 
 
 def runs(spans: Iterable[TimedSpan], pixel_s: float) -> Iterator[tuple[TimedSpan, ...]]:
@@ -167,6 +136,16 @@ def runs(spans: Iterable[TimedSpan], pixel_s: float) -> Iterator[tuple[TimedSpan
             yield (span,)
     if run:
         yield tuple(run)
+
+
+def shares(run: Sequence[Span]) -> dict[Kind, float]:
+    """Map kinds of compute in a run to their shares of its time, forward first."""
+    seconds: dict[Kind, float] = {}
+    for span in sorted(run, key=lambda span: span.action.kind is not Kind.FORWARD):
+        kind = span.action.kind
+        seconds[kind] = seconds.get(kind, 0.0) + span.end - span.start
+    whole = sum(seconds.values())
+    return {k: s / whole if whole else 1 / len(seconds) for k, s in seconds.items()}
 
 
 def messages(timeline: Timeline) -> list[DrawnMessage]:

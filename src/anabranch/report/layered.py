@@ -27,13 +27,11 @@ class LayoutParameters:
 
     Attributes:
         sweeps: barycentre sweeps, and passes over the heights, at most.
-        rounds: passes that push close nodes apart.
         lane: height of the lane of a passing edge, in pixels.
         direct: weight of an edge between neighbouring layers; longer ones have weight 1.
     """
 
     sweeps: int = 24
-    rounds: int = 30
     lane: float = 8.0
     direct: float = 4.0
 
@@ -175,15 +173,14 @@ def _heights(
         pair = chain[v], chain[w]
         apart[pair] = max(apart.get(pair, 0.0), distance)
     pairs = sorted(apart, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    y = _pushed_down(dict.fromkeys(chain, 0.0), pairs, apart)
+    y = _pushed_apart(dict.fromkeys(chain, 0.0), pairs, apart)
     around = _neighbours(graph, chain)
     for _ in range(PARAMETERS.sweeps):
         for c in sorted(y, key=lambda c: ranks[c]):
             if around[c]:
                 weight = sum(around[c].values())
                 y[c] = sum(y[other] * w for other, w in around[c].items()) / weight
-        _push_apart(y, pairs, apart)
-    y = _pushed_down(y, pairs, apart)
+        y = _pushed_apart(y, pairs, apart)
     return [y[c] for c in chain]
 
 
@@ -219,23 +216,15 @@ def _neighbours(graph: _Expanded, chain: Sequence[int]) -> dict[int, dict[int, f
     return result
 
 
-def _push_apart(
-    y: dict[int, float], pairs: Sequence[tuple[int, int]], apart: dict[tuple[int, int], float]
-) -> None:
-    """Push close chains apart, both by the same amount, until they nearly fit."""
-    for turn in range(PARAMETERS.rounds):
-        for a, b in pairs if turn % 2 == 0 else reversed(pairs):
-            missing = apart[a, b] - (y[b] - y[a])
-            if missing > 0:
-                y[a] -= missing / 2
-                y[b] += missing / 2
-
-
-def _pushed_down(
+def _pushed_apart(
     y: dict[int, float], pairs: Sequence[tuple[int, int]], apart: dict[tuple[int, int], float]
 ) -> dict[int, float]:
-    """Move down chains that are still too close; pairs are sorted from top to bottom."""
-    result = dict(y)
+    """Move chains that are too close halfway between where they would fit if only lower ones moved,
+    and if only upper ones did. ``pairs`` are sorted from top to bottom.
+    """
+    lower, upper = dict(y), dict(y)
     for a, b in pairs:
-        result[b] = max(result[b], result[a] + apart[a, b])
-    return result
+        lower[b] = max(lower[b], lower[a] + apart[a, b])
+    for a, b in reversed(pairs):
+        upper[a] = min(upper[a], upper[b] - apart[a, b])
+    return {c: (lower[c] + upper[c]) / 2 for c in y}

@@ -45,9 +45,9 @@
     const raw = (to - from) / Math.max(1, Math.round((right - left) / 90));
     const power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= raw * 0.999);
-    const found = [];
-    for (let k = Math.ceil(from / step - 1e-9); k * step <= to + 1e-9 * step; k++) found.push(k * step);
-    return found;
+    const times = [];
+    for (let k = Math.ceil(from / step - 1e-9); k * step <= to + 1e-9 * step; k++) times.push(k * step);
+    return times;
   }
 
   function drawAxis() {
@@ -120,10 +120,10 @@
   // What is drawn as one: neighbours below a pixel, or one action or all-reduce that is wider.
   function runs(row) {
     const pixel = (to - from) / (right - left);
-    const found = [];
+    const merged = [];
     let run = [];
     const flush = () => {
-      if (run.length) found.push(run);
+      if (run.length) merged.push(run);
       run = [];
     };
     for (let i = firstAfter(row, from); i < row.length && row[i][0] < to; i++) {
@@ -138,7 +138,7 @@
       if (!narrow) flush();
     }
     flush();
-    return found;
+    return merged;
   }
 
   function drawRow(panel, row, top, out) {
@@ -148,20 +148,12 @@
     }
   }
 
-  function drawUpdates(panel, updates, top, out) {
-    for (const run of runs(updates)) {
+  // Updates, or all-reduces at the foot of a row.
+  function drawStrip(css, spans, y, high, out) {
+    for (const run of runs(spans)) {
       const x1 = x(Math.max(run[0][0], from));
       const width = Math.max(x(Math.min(Math.max(...run.map((s) => s[1])), to)) - x1, 0.4);
-      out.push(rect("update", x1, top, width - (width > 4 ? 0.5 : 0), panel.boxHeight));
-    }
-  }
-
-  function drawSums(panel, sums, top, out) {
-    for (const run of runs(sums)) {
-      const x1 = x(Math.max(run[0][0], from));
-      const width = Math.max(x(Math.min(Math.max(...run.map((s) => s[1])), to)) - x1, 0.4);
-      const y = top + panel.rowHeight - panel.sumHeight + 1;
-      out.push(rect("sum", x1, y, width - (width > 4 ? 0.5 : 0), panel.sumHeight - 1));
+      out.push(rect(css, x1, y, width - (width > 4 ? 0.5 : 0), high));
     }
   }
 
@@ -183,9 +175,10 @@
     }
     (panel.hasArrows ? drawArrows : drawMarks)(panel, out);
     panel.rows.forEach((row, i) => {
-      drawRow(panel, row, panel.tops[i], out);
-      drawUpdates(panel, panel.updates[i], panel.tops[i], out);
-      drawSums(panel, panel.sums[i], panel.tops[i], out);
+      const top = panel.tops[i];
+      drawRow(panel, row, top, out);
+      drawStrip("update", panel.updates[i], top, panel.boxHeight, out);
+      drawStrip("sum", panel.sums[i], top + panel.rowHeight - panel.sumHeight + 1, panel.sumHeight - 1, out);
     });
     if (panel.step >= from && panel.step <= to) {
       const path = `M${n(x(panel.step))} ${panel.tops[0] - 5}V${panel.bottom + 5}`;
@@ -243,30 +236,25 @@
   }
 
   function describe([panel, r, span, isSum]) {
-    if (!span) return [`device ${panel.devices[r]}`, isSum ? "no all-reduce" : "waiting"];
-    if (isSum) return describeSum(panel.devices[r], span);
-    if (span.length === 3) return describeUpdate(panel.devices[r], span);
-    const [start, end, kind, stage, microbatch] = span;
+    const device = `device ${panel.devices[r]}`;
+    if (!span) return [device, isSum ? "no all-reduce" : "waiting"];
+    const [start, end] = span;
+    const times = `${ms(end - start)} ms, from ${ms(start)} to ${ms(end)} ms`;
+    if (isSum) {
+      const [, , bytes, stages] = span;
+      const which = `stage${/^\d+$/.test(stages) ? "" : "s"} ${stages}`;
+      return [`all-reduce \u00b7 ${bytes} of gradients`, times, `${device} \u00b7 ${which}`];
+    }
+    if (span.length === 3) return [span[2], times, device];
+    const [, , kind, stage, microbatch] = span;
     const size = panel.microbatchSize[stage] || 0;
     const first = (microbatch * size) % (data.isEndless ? panel.batchSize : Infinity);
     const last = Math.min(first + size, panel.batchSize) - 1;
     return [
       `stage ${stage} \u00b7 ${data.kinds[kind][1]} \u00b7 ${data.counted} ${microbatch}`,
-      `${ms(end - start)} ms, from ${ms(start)} to ${ms(end)} ms`,
-      `device ${panel.devices[r]} \u00b7 samples ${first === last ? first : `${first} to ${last}`}`,
+      times,
+      `${device} \u00b7 samples ${first === last ? first : `${first} to ${last}`}`,
       panel.operators[stage] || "",
-    ];
-  }
-
-  function describeUpdate(device, [start, end, what]) {
-    return [what, `${ms(end - start)} ms, from ${ms(start)} to ${ms(end)} ms`, `device ${device}`];
-  }
-
-  function describeSum(device, [start, end, bytes, stages]) {
-    return [
-      `all-reduce \u00b7 ${bytes} of gradients`,
-      `${ms(end - start)} ms, from ${ms(start)} to ${ms(end)} ms`,
-      `device ${device} \u00b7 stage${/^\d+$/.test(stages) ? "" : "s"} ${stages}`,
     ];
   }
 
@@ -276,11 +264,11 @@
   }
 
   function point(event) {
-    const found = actionAt(...locate(event));
+    const target = actionAt(...locate(event));
     hide();
-    if (!found) return;
+    if (!target) return;
     tip.replaceChildren(
-      ...describe(found).filter(Boolean).map((line) => {
+      ...describe(target).filter(Boolean).map((line) => {
         const element = document.createElement("div");
         element.textContent = line;
         return element;
@@ -292,7 +280,7 @@
     const below = event.clientY + 18;
     const fits = below + tip.offsetHeight < window.innerHeight;
     tip.style.top = `${fits ? below : event.clientY - tip.offsetHeight - 12}px`;
-    const [panel, r, span, isSum] = found;
+    const [panel, r, span, isSum] = target;
     if (!span) return;
     const a = clamp(x(span[0]), left, right);
     const b = clamp(x(span[1]), left, right);

@@ -40,10 +40,9 @@ def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
 
 
 def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
-    spans, sums = lanes.by_device(panel.timeline), lanes.sums_by_device(panel.timeline)
-    updates = lanes.updates_by_device(panel.timeline)
     prefix = names.graph_prefix(panel.graph)
     typical = lanes.typical(panel.timeline)
+    row_of = {row.device: i for i, row in enumerate(panel.rows)}
     return {
         "title": panel.title,
         "tops": [round(top, 2) for top in panel.tops],
@@ -60,43 +59,33 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
         "operators": [names.operators(stage, prefix) for stage in panel.graph.stages],
         "microbatchSize": [stage.microbatch_size for stage in panel.graph.stages],
         "batchSize": panel.graph.batch_size,
-        "rows": [[_action(span) for span in spans[row.device]] for row in panel.rows],
-        "sums": [[_sum(span) for span in sums[row.device]] for row in panel.rows],
-        "updates": [[_update(span) for span in updates[row.device]] for row in panel.rows],
-        "messages": _messages(panel),
+        # start, end, kind, stage, micro-batch
+        "rows": [
+            [
+                [*_times(s), KINDS.index(s.action.kind), s.action.stage, s.action.microbatch]
+                for s in row.computes
+            ]
+            for row in panel.rows
+        ],
+        # start, end, bytes, stages
+        "sums": [
+            [[*_times(s), memory_text(s.nbytes), ranges(s.stages)] for s in row.sums]
+            for row in panel.rows
+        ],
+        # start, end, kind
+        "updates": [
+            [[*_times(s), lanes.UPDATES[s.what]] for s in row.updates] for row in panel.rows
+        ],
+        # from row, to row, start, end, 1 for activations or 0 for gradients
+        "messages": [
+            [row_of[m.sent.device], row_of[m.received.device], *_times(m), int(m.is_forward)]
+            for m in lanes.messages(panel.timeline)
+        ],
     }
 
 
-def _action(span: Span) -> list[float]:
-    """Return start, end, kind, stage, micro-batch."""
-    action = span.action
-    times = [_us(span.start), _us(span.end)]
-    return [*times, KINDS.index(action.kind), action.stage, action.microbatch]
-
-
-def _sum(span: SumSpan) -> list[Any]:
-    """Return start, end, bytes, stages."""
-    return [_us(span.start), _us(span.end), memory_text(span.nbytes), ranges(span.stages)]
-
-
-def _update(span: OverheadSpan) -> list[Any]:
-    """Return start, end, kind."""
-    return [_us(span.start), _us(span.end), lanes.UPDATES[span.what]]
-
-
-def _messages(panel: timeline_layout.Panel) -> list[list[float]]:
-    """Return (from row, to row, start, end, 1 for activations or 0 for gradients)."""
-    row_of = {row.device: i for i, row in enumerate(panel.rows)}
-    return [
-        [
-            row_of[message.sent.device],
-            row_of[message.received.device],
-            _us(message.start),
-            _us(message.end),
-            int(message.is_forward),
-        ]
-        for message in lanes.messages(panel.timeline)
-    ]
+def _times(span: Span | SumSpan | OverheadSpan | lanes.DrawnMessage) -> list[float]:
+    return [_us(span.start), _us(span.end)]
 
 
 def _us(seconds: float) -> float:

@@ -20,7 +20,7 @@ class TimelineStyle:
     """Sizes and limits of the picture.
 
     Attributes:
-        label_size: type size of labels, in pixels.
+        label_size, small_label_size: type sizes of labels, in pixels.
         mark_height: height of the marks below a row, in pixels; they replace arrows where these
             would be too many.
         most_arrows: messages drawn as arrows at most.
@@ -28,6 +28,7 @@ class TimelineStyle:
     """
 
     label_size: float = 12.0
+    small_label_size: float = 10.5
     mark_height: float = 3.0
     most_arrows: int = 240
     most_arrow_rows: int = 16
@@ -68,6 +69,22 @@ class Panel:
         """Height of the boxes of actions."""
         marks = 0.0 if self.has_arrows else STYLE.mark_height
         return self.row_height - self.sum_height - marks
+
+    @property
+    def label_size(self) -> float:
+        """Type size of the labels of rows."""
+        return min(STYLE.label_size, max(self.row_height - 1, 7.5))
+
+    @property
+    def has_second_lines(self) -> bool:
+        """True where a second line of the label has room, in small type."""
+        return self.row_height >= 30
+
+    def operators(self, row: lanes.DeviceRow) -> str:
+        """Return the operators of a row's stages in one line, for the second line of its label."""
+        prefix = names.graph_prefix(self.graph)
+        known = [s for s in row.stages if s < len(self.graph)]
+        return "; ".join(names.operators(self.graph.stages[s], prefix) for s in known)
 
 
 @dataclass(frozen=True)
@@ -186,20 +203,7 @@ def _label_width(panels: Sequence[Panel]) -> float:
     widths = [100.0]
     for panel in panels:
         for row in panel.rows:
-            first, second = labels(panel, row)
-            widths.append(text_width(first, label_size(panel)))
-            if panel.row_height >= 30:
-                widths.append(text_width(second, STYLE.label_size - 1.5))
+            widths.append(text_width(row.label, panel.label_size))
+            if panel.has_second_lines:
+                widths.append(text_width(panel.operators(row), STYLE.small_label_size))
     return max(widths)
-
-
-def label_size(panel: Panel) -> float:
-    return min(STYLE.label_size, max(panel.row_height - 1, 7.5))
-
-
-def labels(panel: Panel, row: lanes.DeviceRow) -> tuple[str, str]:
-    """Return the label of a row: device and stage, and the operators of the stage."""
-    prefix = names.graph_prefix(panel.graph)
-    known = [s for s in row.stages if s < len(panel.graph)]
-    described = (names.operators(panel.graph.stages[s], prefix) for s in known)
-    return row.label, "; ".join(described)

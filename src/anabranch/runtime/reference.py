@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from anabranch.errors import TrainingError
-from anabranch.graph.batch_norms import in_one_process
 from anabranch.graph.export import scalars
+from anabranch.graph.module_state import in_one_process
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.runtime.numerics.no_dropout import without_dropout

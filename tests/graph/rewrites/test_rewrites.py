@@ -178,7 +178,7 @@ def test_tables_become_several(name: str) -> None:
     """By columns both kinds of look-up, by rows the plain one; the padding keeps no gradient."""
     batch = torch.randint(9, (SAMPLES, 3))
     captured = rewritten(Bags(), batch, name)
-    sites = captured.programs.rewrites[0].sites
+    sites = captured.programs.exporter.rewrites[0].sites
     assert sites == (("rows.weight", "bags.weight") if name == "table-split" else ("rows.weight",))
 
 

@@ -8,22 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from anabranch.graph.flat_program import APART, FlatProgram, PlaceholderSource
+from anabranch.graph import flat_program
+from anabranch.graph.flat_program import APART, FlatProgram, PlaceholderSource, set_value
 from anabranch.graph.slices import Slice
 
 
 def insert(like: fx.Node, path: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert a call before another one; calls of one path can be an operator of that name."""
-    with like.graph.inserting_before(like):
-        node = like.graph.call_function(target, args, kwargs)
+    node = flat_program.insert(like, target, *args, **kwargs)
     node.meta |= {"nn_module_stack": {path: (f"module.{path}", "")}, APART: True}
-    if "stack_trace" in like.meta:
-        node.meta["stack_trace"] = like.meta["stack_trace"]
-    args, kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
-    with torch.enable_grad():
-        node.meta["val"] = value = target(*args, **kwargs)
-    if isinstance(value, Tensor):
-        node.meta["storage"] = value.untyped_storage()._cdata
     return node
 
 
@@ -41,8 +34,7 @@ def slice_of(program: FlatProgram, parameter: fx.Node, dim: int, start: int, sto
         node = program.graph.placeholder(f"{parameter.name}_{start}_{stop}")
     shape = list(like.shape)
     shape[dim] = stop - start
-    value = like.new_empty(shape).requires_grad_(like.requires_grad)
-    node.meta |= {"val": value, "storage": value.untyped_storage()._cdata}
+    set_value(node, like.new_empty(shape).requires_grad_(like.requires_grad))
     program.sources[node] = wanted
     return node
 

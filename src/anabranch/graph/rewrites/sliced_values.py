@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from anabranch.graph.call_traits import arguments, base_name, words
+from anabranch.graph.call_traits import arguments, base_name
 from anabranch.graph.flat_program import PARAMETER, FlatProgram
+from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import insert, slice_of
 from anabranch.graph.rewrites.sites import NotSliceableError
 

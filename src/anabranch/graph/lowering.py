@@ -1,0 +1,253 @@
+"""Exported programs lowered to flat programs for a number of samples.
+
+An exported program has the batch size as a symbol, lifts parameters into arguments, folds
+``no_grad`` regions into calls, and bakes devices in. ``lower`` undoes all of this by a run on fake
+tensors of that many samples, which also tells shapes, gradients and shared storage::
+
+    p_weight, x: [s, 8]                             weight, x: [4, 8]
+    n   = sym_size(x, 0)                            y = linear(x, weight)
+    y   = linear(x, p_weight)              ->       z = view(y, [4, 2, 4])
+    z   = view(y, [n, 2, 4])                        d = detach(z)
+    w   = wrap_with_set_grad_enabled(f, z)          w = ...             the region's own calls
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_aggregate
+
+from anabranch.errors import CaptureError
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    BUFFER,
+    CONSTANT,
+    PARAMETER,
+    FlatProgram,
+    PlaceholderSource,
+    schema_name,
+    set_value,
+    written,
+)
+
+_aten = torch.ops.aten
+_CHECKS = {
+    "aten::_assert_tensor_metadata",
+    "aten::_assert_scalar",
+    "aten::sym_constrain_range",
+    "aten::sym_constrain_range_for_size",
+}
+
+
+class RefusedError(Exception):
+    """The program cannot be specialised to this number of samples; it has to be exported for it."""
+
+
+def lower(
+    exported: torch.export.ExportedProgram,
+    samples: int,
+    *,
+    names: Mapping[str, str],
+    batch_names: Sequence[str],
+    find: Callable[[PlaceholderSource], torch.Tensor],
+    device: torch.device | None = None,
+) -> FlatProgram:
+    """Flatten an exported program for a number of samples.
+
+    Args:
+        exported: its forward takes the batch leaves and returns a dict, ``loss`` first.
+        names: every name of a parameter or buffer in the exported module -> its first name in the
+            user's.
+        batch_names: names of the batch leaves.
+        find: gives a tensor like a parameter, a buffer or a leaf of the batch.
+        device: put all tensors here instead of where they were during the export.
+
+    Raises:
+        RefusedError: if the export fixed its batch size to another number.
+        CaptureError: if the module needs something that is neither a tensor nor a constant.
+    """
+    _require_samples(exported, samples)
+    builder = _Builder(device)
+    kinds = torch.export.graph_signature.InputKind
+    named = {kinds.PARAMETER: PARAMETER, kinds.BUFFER: BUFFER}
+    batch = iter(batch_names)
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.enable_grad():
+        specs = exported.graph_signature.input_specs
+        for spec, node in zip(specs, exported.graph.nodes, strict=False):
+            if spec.kind in named:
+                source = PlaceholderSource(named[spec.kind], names[str(spec.target)])
+                builder.placeholder(node, source, find(source))
+            elif spec.kind is kinds.CONSTANT_TENSOR:
+                builder.constant(node, str(spec.target), exported.constants[str(spec.target)])
+            elif spec.kind is kinds.USER_INPUT:
+                source = PlaceholderSource(BATCH_LEAF, next(batch))
+                builder.placeholder(node, source, find(source))
+            else:
+                raise CaptureError(
+                    f"the module holds {spec.target}, which is neither a tensor nor a constant "
+                    f"({spec.kind.name}); keep it out of the forward"
+                )
+        outputs = builder.body(exported.graph_module, exported.graph)
+        return builder.finish(samples, outputs)
+
+
+def _require_samples(exported: torch.export.ExportedProgram, samples: int) -> None:
+    """Raise RefusedError if a program is not for that many samples."""
+    known: dict[Any, int] = {}
+    guards: list[Any] = []
+    for size in batch_sizes(exported):
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+            known[size.node.expr] = samples
+            scope = size.node.shape_env
+            guards = [g.expr.xreplace(scope.replacements) for g in scope.guards]
+        elif (isinstance(size, torch.SymInt) and not size.node.expr.is_number) or int(
+            size
+        ) != samples:
+            raise RefusedError
+    # The tracer takes one sample for a size of its own and asks nothing about it; the operations
+    # are right for it all the same.
+    if any(guard.xreplace(known) == sympy.false for guard in guards):
+        raise RefusedError
+
+
+def batch_sizes(exported: torch.export.ExportedProgram) -> list[int | torch.SymInt]:
+    """Dimension 0 of every leaf of the batch."""
+    user_input = torch.export.graph_signature.InputKind.USER_INPUT
+    pairs = zip(exported.graph_signature.input_specs, exported.graph.nodes, strict=False)
+    return [node.meta["val"].shape[0] for spec, node in pairs if spec.kind is user_input]
+
+
+class _Builder:
+    """A flat program under construction; ``env`` has what becomes of the nodes of the exported one:
+    a node, a number or a module.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.by_source: dict[PlaceholderSource, fx.Node] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.regions: dict[str, nn.Module] = {}
+
+    def placeholder(self, node: fx.Node, source: PlaceholderSource, like: torch.Tensor) -> None:
+        if source not in self.by_source:
+            new = self.by_source[source] = self.graph.placeholder(node.name)
+            place = self.device or like.device
+            value = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=place)
+            set_value(new, value.requires_grad_(like.requires_grad))
+        self.env[node] = self.by_source[source]
+
+    def constant(self, node: fx.Node, name: str, value: torch.Tensor) -> None:
+        self.constants[name] = value
+        self.placeholder(node, PlaceholderSource(CONSTANT, name), value)
+
+    def body(self, owner: nn.Module, graph: fx.Graph) -> Any:
+        """Copy the calls of a graph whose placeholders are known; returns what it outputs."""
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self.call(node)
+            elif node.op == "get_attr":
+                value: Any = owner
+                for part in str(node.target).split("."):
+                    value = getattr(value, part)
+                if isinstance(value, nn.Module):
+                    self.env[node] = value  # the body of a region
+                else:
+                    self.constant(node, f"{node.target}_{len(self.constants)}", value)
+        return map_aggregate(graph.output_node().args[0], self.operand)
+
+    def operand(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self.env[argument]
+        is_moved = isinstance(argument, torch.device) and self.device is not None
+        return self.device if is_moved else argument
+
+    def call(self, node: fx.Node) -> None:
+        if schema_name(node) in _CHECKS:
+            return
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            self.inline(node, bool(node.args[0]), node.args[1:])
+            return
+        args: Any = map_aggregate(node.args, self.operand)
+        kwargs: Any = map_aggregate(node.kwargs, self.operand)
+        if node.target is operator.getitem and not isinstance(args[0], fx.Node):
+            self.env[node] = args[0][args[1]]
+        else:
+            self.env[node] = self.made(node, node.target, args, kwargs, name=node.name)
+
+    def made(
+        self, like: fx.Node, target: Any, args: Any, kwargs: Any, *, name: str | None = None
+    ) -> Any:
+        """A new call with its value, or a number that is known without the data."""
+        values, options = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+        value = target(*values, **options)
+        if isinstance(value, int | float):
+            return value
+        args = map_aggregate(args, self.region)
+        new = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        copied = {"nn_module_stack", "stack_trace"} & like.meta.keys()
+        new.meta |= {key: like.meta[key] for key in copied}
+        set_value(new, value)
+        return new
+
+    def region(self, argument: Any) -> Any:
+        if not isinstance(argument, nn.Module):
+            return argument
+        name = f"region_{len(self.regions)}"
+        self.regions[name] = argument
+        return self.graph.create_node("get_attr", name)
+
+    def inline(self, node: fx.Node, enabled: bool, arguments: tuple[Any, ...]) -> None:
+        """Without gradients means: on detached inputs, which still share their storage."""
+        body, *inputs = map_aggregate(arguments, self.operand)
+        places = [n for n in body.graph.nodes if n.op == "placeholder"]
+        for place, source in zip(places, inputs, strict=True):
+            is_detached = isinstance(source, fx.Node) and not enabled
+            self.env[place] = (
+                self.made(node, _aten.detach.default, (source,), {}) if is_detached else source
+            )
+        self.env[node] = self.body(body, body.graph)
+
+    def finish(self, samples: int, outputs: Sequence[fx.Node]) -> FlatProgram:
+        # An output that is itself a parameter or a buffer becomes the result of a call.
+        self.graph.output(
+            tuple(
+                self.made(output, _aten.alias.default, (output,), {})
+                if output.op == "placeholder"
+                else output
+                for output in outputs
+            )
+        )
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder":
+                first.prepend(node)
+        _follow_writes(self.graph)
+        sources = {node: source for source, node in self.by_source.items()}
+        program = FlatProgram(samples, self.graph, sources, self.constants, self.regions)
+        program.drop_dead()
+        self.graph.lint()
+        return program
+
+
+def _follow_writes(graph: fx.Graph) -> None:
+    """Let who reads x after ``relu_(x)`` read the result: one tensor has one name at a time."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        returns = list(schema.returns) if schema is not None else []
+        alias = returns[0].alias_info if len(returns) == 1 else None
+        if alias is None or not alias.is_write:
+            continue
+        for target in written(node):
+            if target.op != "placeholder":
+                for user in [u for u in target.users if position[u] > position[node]]:
+                    user.replace_input_with(target, node)
