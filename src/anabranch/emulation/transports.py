@@ -71,9 +71,6 @@ class ModelledTransport:
         self._counts[channel] += 1
         return self._counts[channel] - 1
 
-    def push(self) -> None:
-        self._inner.push()
-
     def flush(self) -> None:
         self._clock.charge()
         self._inner.flush()
@@ -121,9 +118,6 @@ class HostLinks:
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         return _EmulatedReceive(self._inner.receive(specs, device, rank, tag), self._clock)
-
-    def push(self) -> None:
-        self._inner.push()
 
     def flush(self) -> None:
         self._inner.flush()

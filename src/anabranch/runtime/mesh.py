@@ -37,12 +37,10 @@ from anabranch.runtime.transport import (
     NcclTransport,
     ProcessGroupTransport,
     Router,
-    StagedTransport,
     Transport,
     guarded,
     meet,
 )
-from anabranch.runtime.transport.copies import GpuCopies
 from anabranch.runtime.transport.nccl import GpuWire, require_streams
 
 _CPU = torch.device("cpu")
@@ -125,11 +123,9 @@ class Mesh:
         """
         if self.size == 1:
             return None
-        if place.type != "cuda":
-            return self._host_transport()
-        staged = StagedTransport(self._host_transport(), GpuCopies(place))
-        if not channels or self.backend != "nccl":
-            return staged
+        through_host = self._host_transport()
+        if place.type != "cuda" or not channels or self.backend != "nccl":
+            return through_host
         require_streams(channels)
         mine = {}
         for channel in sorted(channels):
@@ -139,7 +135,7 @@ class Mesh:
         wire = GpuWire(mine, self.rank, place)
         wire.connect()
         self.barrier()
-        return NcclTransport(self.rank, mine, wire, place, self._timeout, staged)
+        return NcclTransport(self.rank, mine, wire, place, self._timeout, through_host)
 
     def _host_transport(self) -> Transport:
         meeting = meet(self.rank, self.all_gather_bytes)

@@ -72,9 +72,6 @@ class HostTransport:
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         return self._lines[rank].post(tuple(specs), device, tag)
 
-    def push(self) -> None:
-        """See ``Transport``; what was sent has been handed over."""
-
     def flush(self) -> None:
         """See ``Transport``; what was sent is the receiver's already."""
 

@@ -93,9 +93,6 @@ class ProcessGroupTransport:
                 tensors[i] = tensor
         return _Posted(works, tensors, device, self._timeout)
 
-    def push(self) -> None:
-        """See ``Transport``; what was sent has been handed over."""
-
     def flush(self) -> None:
         """See ``Transport``; a send of Gloo is done when its receive has been posted."""
         if self._reaper is not None:
