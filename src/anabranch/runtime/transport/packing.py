@@ -72,7 +72,7 @@ def pack(
             there.view(tensor.shape).copy_(tensor.detach())
 
 
-def unpack(packing: Packing, data: memoryview | bytearray) -> list[Tensor]:
+def unpack(packing: Packing, data: memoryview) -> list[Tensor]:
     """Tensors on top of the memory, which they keep and may write to."""
     return [
         torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
