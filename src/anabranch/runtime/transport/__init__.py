@@ -10,7 +10,7 @@ sent. Both ends know shapes and element types beforehand, so nothing but the num
 base             what every transport does
 host             through shared memory, between ranks of one host: memory, log, meeting
 process_group    through torch.distributed (Gloo)
-packing, pool    a message as one piece of memory, and such memory
+packing          a message as one piece of memory
 nccl             between ranks with a GPU each
 router           several transports as one
 """

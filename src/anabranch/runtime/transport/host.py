@@ -59,7 +59,7 @@ class HostTransport:
         packing = packing_of(specs_of(tensors))
         chunk, index = self._segment.take(packing.nbytes)
         start = chunk.start(index)
-        pack(tensors, packing, chunk.memory, start, chunk.address + start)
+        pack(tensors, packing, chunk.memory[start:], chunk.address + start)
         line.peer.writer.write(
             Record(tag, packing.nbytes, len(tensors), packing.signature, chunk.place(index))
         )
