@@ -81,7 +81,7 @@ def run(
         args: for the function; inherited, not copied.
         timeout: seconds for the whole call; by default there is no limit.
         stall_timeout: seconds after which a run in which no rank goes on is ended, with the rank
-            that holds it up; see ``runtime.guards.stall``. By default nobody watches.
+            that holds it up; see ``runtime.guards.heartbeat``. By default nobody watches.
         on_interrupt: for functions that end early when ``runtime.guards.interrupt`` says so, such
             as ``train.train``: the first Ctrl-C, or SIGTERM, only tells the ranks, and calls this;
             the second ends them. By default the first does, Ctrl-C with a KeyboardInterrupt.
@@ -232,14 +232,13 @@ class _Ranks:
         process = self._processes[rank]
         process.join(_GRACE_S)
         code = process.exitcode
-        where = place_text(self._page(rank))
         how = (
             f"was killed by signal {-code} ({signal.Signals(-code).name})"
             if code is not None and code < 0
             else f"ended with exit code {code} without a word"
         )
         message = (
-            f"rank {rank} {how}{' ' + where if where else ''}; if memory ran out, use a smaller "
+            f"rank {rank} {how} {place_text(self._page(rank))}; if memory ran out, use a smaller "
             "micro-batch or more devices"
         )
         return Failure(rank, StageFailedError.__name__, message, "", is_consequence=False)
@@ -258,10 +257,7 @@ class _Ranks:
         return first.exception()
 
     def _places(self, ranks: set[int]) -> str:
-        return "; ".join(
-            f"rank {rank} {place_text(self._page(rank)) or 'outside of the steps'}"
-            for rank in sorted(ranks)
-        )
+        return "; ".join(f"rank {rank} {place_text(self._page(rank))}" for rank in sorted(ranks))
 
     def _page(self, rank: int) -> memoryview:
         return self._pages[rank * HEARTBEAT_INTS : (rank + 1) * HEARTBEAT_INTS]

@@ -23,12 +23,12 @@ from anabranch.runtime.collectives import (
 )
 from anabranch.runtime.guards.shared_failure import SharedFailure
 from anabranch.runtime.process_groups import (
-    RankDevice,
     abort,
     choose_backend,
     connect,
     destroy,
     join,
+    nccl_digest,
     new_group,
 )
 from anabranch.runtime.transport import (
@@ -92,8 +92,7 @@ class Mesh:
         self._on_gpus: list[dist.ProcessGroup] = []
         if self.size > 1:
             self._groups[_ALL] = self._new_group(self._everyone, "gloo")
-            seen = self.all_gather_bytes(RankDevice.here(place).packed)
-            self.backend = choose_backend([RankDevice.unpacked(device) for device in seen])
+            self.backend = choose_backend(self.all_gather_bytes(nccl_digest(place)))
             for ranks in sorted(set(sets)):
                 if len(ranks) > 1:
                     self._groups[ranks] = self._new_group(ranks, self.backend)
