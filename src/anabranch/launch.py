@@ -303,7 +303,8 @@ def _main(
     except BaseException as error:
         _say(pipe, pickle.dumps(Failure.of(error, rank)))
         # Threads that wait for messages must not hold up the end of the process.
-        _flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(1)
     _say(pipe, reply)
 
@@ -341,11 +342,6 @@ def _say(pipe: Connection, reply: bytes) -> None:
         pipe.send_bytes(reply)
     except BrokenPipeError:
         os._exit(1)
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _die_with(parent: int) -> None:

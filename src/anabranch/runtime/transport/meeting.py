@@ -159,7 +159,7 @@ def _address(name: bytes) -> bytes:
 
 def _connected(names: Iterable[bytes]) -> list[socket.socket]:
     """Connect to listeners, which have been bound: they take a connection at once, or never."""
-    ends = []
+    ends: list[socket.socket] = []
     for name in names:
         with suppress(OSError):
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -171,7 +171,7 @@ def _connected(names: Iterable[bytes]) -> list[socket.socket]:
 
 def _accepted(listener: socket.socket) -> list[socket.socket]:
     """Accept the connections to this rank, which have all been made by now."""
-    ends = []
+    ends: list[socket.socket] = []
     while True:
         try:
             end, _ = listener.accept()

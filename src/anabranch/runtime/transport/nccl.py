@@ -30,7 +30,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ NUM_STREAMS = 32
 """Streams in PyTorch's pool of high priority."""
 
 _POLL_S = 1e-4
+"""Seconds between two looks at sends that have to be done."""
 
 
 def require_streams(channels: Collection[Channel]) -> None:
@@ -178,18 +178,12 @@ class NcclTransport:
             time.sleep(_POLL_S if self._sends else 0)
 
     def _let_go(self) -> None:
-        while self._sends and all(
-            guarded(partial(_is_completed, work)) for work in self._sends[0][0]
-        ):
+        while self._sends and all(guarded(work.is_completed) for work in self._sends[0][0]):
             self._sends.popleft()
 
     def close(self) -> None:
         self._otherwise.close()
         self._sends.clear()
-
-
-def _is_completed(work: dist.Work) -> bool:
-    return bool(work.is_completed())
 
 
 class _Receive:

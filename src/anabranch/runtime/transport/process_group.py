@@ -70,7 +70,7 @@ class ProcessGroupTransport:
         if len(tensors) == 1 and is_plain(tensors[0]):
             return tensors[0].detach().view(-1).view(torch.uint8)
         data = torch.empty(packing.nbytes, dtype=torch.uint8)
-        pack(tensors, packing, memoryview(data.numpy()), data.data_ptr())
+        pack(tensors, packing, data.numpy().data, data.data_ptr())
         return data
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
@@ -86,7 +86,7 @@ class ProcessGroupTransport:
             assert work is not None
             works.append((work, data))
             for i, tensor in zip(
-                parcel.indices, unpack(parcel.packing, memoryview(data.numpy())), strict=True
+                parcel.indices, unpack(parcel.packing, data.numpy().data), strict=True
             ):
                 tensors[i] = tensor
         return _Posted(works, tensors, device, self._timeout)
