@@ -60,6 +60,7 @@ _LOOK_S = 0.5
 """Seconds between two looks at the ranks: whether they go on, and with the same batches."""
 
 _PR_SET_PDEATHSIG = 1
+"""Number of the request to ``prctl``, in Linux's header of that name."""
 
 
 def run(

@@ -7,7 +7,6 @@ everywhere, and only numbers travel. With one device every collective is the ide
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -146,12 +145,7 @@ class Mesh:
             routes = dict.fromkeys(meeting.peers, host)
         # A group is made by all ranks together, also by one that does not need it.
         if any(map(any, self.all_gather_bytes(bytes([len(routes) < self.size - 1])))):
-            group = guarded(
-                lambda: dist.new_group(
-                    list(self._everyone), timeout=timedelta(seconds=self._timeout), backend="gloo"
-                )
-            )
-            remote = ProcessGroupTransport(group, self._timeout)
+            remote = ProcessGroupTransport(new_group(self._everyone, self._timeout), self._timeout)
             transports.append(remote)
             routes = dict.fromkeys(self._everyone, remote) | routes
         elif transports and self._near is None:

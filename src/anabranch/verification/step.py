@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.errors import CaptureError, TrainingError
+from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.loss_kinds import told_normalised
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.plans.whole_batch import whole_batch_stages, with_whole_batches
+from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
 from anabranch.runtime.data_parallel.buckets import dense
@@ -46,7 +46,7 @@ from anabranch.runtime.reference import (
     require_repeatable,
 )
 from anabranch.schedule import rule_named
-from anabranch.verification.even import even_plan, workable
+from anabranch.verification.even import even_plan, in_several, workable
 from anabranch.verification.result import CAPTURED, SAME_STAGES, SLICES, WHOLE, VerifyResult
 from anabranch.workload import Batch, Workload
 
@@ -119,7 +119,7 @@ def verify(
     batch = workload.example if batch is None else batch
     size = num_samples(batch)
     graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
-    plan = _several(captured, replace(plan, stage_graph=graph))
+    plan = in_several(captured, replace(plan, stage_graph=graph))
     exact = exact and steps.can_be_exact(plan.stage_graph) and not plan.rewrites
     steps.prepare(captured, plan.stage_graph)
     parts = steps.parts_of(captured, plan, exact=False)
@@ -218,28 +218,6 @@ def _against(
     if captured.graph.loss_kind != "coupled" and captured.programs.is_even(tensors, slices):
         return SLICES
     return SAME_STAGES if captured.graph.normalised else WHOLE
-
-
-def _several(captured: Captured, plan: Plan) -> Plan:
-    """With two micro-batches where all stages had one, if the model takes half a batch."""
-    graph = plan.stage_graph
-    whole = set(whole_batch_stages(graph, captured.graph))
-    free = [s for s in range(len(graph)) if s not in whole]
-    half = -(-graph.batch_size // 2)
-    if graph.batch_size < 2 or not free or any(graph.num_microbatches(s) > 1 for s in free):
-        return plan
-    if any(graph.stages[s].replicas > graph.batch_size // 2 for s in free):
-        return plan
-    stages = tuple(
-        replace(stage, microbatch_size=half, k=1) if s in free else stage
-        for s, stage in enumerate(graph.stages)
-    )
-    halved = rule_named(plan.schedule).warm_up(replace(graph, stages=stages))
-    try:
-        steps.prepare(captured, halved)
-    except CaptureError:
-        return plan
-    return replace(plan, stage_graph=halved)
 
 
 def _require_signal(expected: Reference) -> None:

@@ -34,12 +34,11 @@ DIGEST_BITS = 20
 _SAMPLED = 32
 """Values of each tensor of a batch that its digest has, evenly spread."""
 
-
 RECENT_INTS = 16
 """Integers of one rank's last batches: how many a rank may be ahead of another and be compared."""
 
-_KEY_BITS, _RECENT_BITS = 39, 23
-"""Of such an integer: which batch it is, and its digest. Together they are written at once; 0 is
+_KEY_BITS = 42
+"""Of such an integer: which batch it is; ``DIGEST_BITS`` follow. Both are written at once; 0 is
 none.
 """
 
@@ -69,7 +68,7 @@ def _some_values(leaf: Tensor) -> bytes:
 
 
 def small_digest(digest: bytes) -> int:
-    """The number of ``DIGEST_BITS`` that stands for a digest in sums."""
+    """The number of ``DIGEST_BITS`` that stands for a digest in sums and recent batches."""
     return int.from_bytes(digest[:8], "big") >> (64 - DIGEST_BITS)
 
 
@@ -102,8 +101,7 @@ class RecentBatches:
     def note(self, run: int, number: int, digest: bytes) -> None:
         """Batch ``number`` of a run begins here; ``run`` is drawn, and the same on all ranks."""
         key = (run + number) % 2**_KEY_BITS
-        short = int.from_bytes(digest[:8], "big") >> (64 - _RECENT_BITS)
-        self._ints[number % RECENT_INTS] = (key << _RECENT_BITS | short) + 1
+        self._ints[number % RECENT_INTS] = (key << DIGEST_BITS | small_digest(digest)) + 1
 
     @property
     def numbers(self) -> list[int]:
@@ -129,7 +127,7 @@ class BatchWatch:
 
     def note(self, rank: int, recent: Sequence[int]) -> None:
         """A rank has begun these last, as ``RecentBatches`` has them."""
-        pairs = (divmod(number - 1, 2**_RECENT_BITS) for number in recent if number)
+        pairs = (divmod(number - 1, 2**DIGEST_BITS) for number in recent if number)
         self._seen[rank] = dict(pairs)
 
     def found(self, now: float, *, is_over: bool = False) -> str:

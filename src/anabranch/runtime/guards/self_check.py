@@ -34,6 +34,7 @@ from anabranch.runtime.placement import roomy_home
 from anabranch.runtime.reference import (
     draws_random,
     largest_distance,
+    num_samples,
     reference,
     require_repeatable,
     take,
@@ -147,7 +148,7 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
     """The samples of two micro-batches, as small as the smallest of the plan; of one, of two
     samples at least, with batch normalisation, or where there are no more samples.
     """
-    available = int(next(iter(leaves.values())).shape[0])
+    available = num_samples(leaves)
     size = max(1, min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages))
     if steps.captured.graph.normalised or available < 2 * size:
         return [(0, min(available, max(size, 2)))]

@@ -15,8 +15,10 @@ from anabranch.runtime.guards.failure import Failure, PeerLostError, located
 from anabranch.runtime.process_groups import run_store
 
 FAILURE_KEY = "anabranch/failure"
-_GRACE_S = 1.0
-"""Seconds that a rank whose connections broke waits for the rank that failed to say so."""
+GRACE_S = 1.0
+"""Seconds that a rank has to say why it failed once others have lost it, or to end by itself once
+another has said so.
+"""
 
 
 class SharedFailure:
@@ -65,7 +67,7 @@ class SharedFailure:
         """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return lost
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         while not (text := _published()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if text and not text.startswith(f"{self._rank}:"):

@@ -27,6 +27,7 @@ from anabranch.runtime.guards.heartbeat import Watch, heartbeat
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.guards.shared_failure import (
     FAILURE_KEY,
+    GRACE_S,
     failure_in,
     stops_because_of,
 )
@@ -34,9 +35,6 @@ from anabranch.runtime.process_groups import run_store
 
 _READERS = 2
 """Ranks that read the heartbeats of all, from rank 0 on."""
-
-_GRACE_S = 1.0
-"""Seconds that a rank has to end by itself when another one has told why the run ends."""
 
 
 def watch_ranks(rank: int, size: int, timeout_s: float) -> StoreWatch | None:
@@ -107,7 +105,7 @@ class StoreWatch:
             if failure:
                 # The rank itself knows better; it may be unable to.
                 self._reached = math.inf
-                if not self._closed.wait(_GRACE_S):
+                if not self._closed.wait(GRACE_S):
                     self._leave(StageFailedError(stops_because_of(failure, self._rank)))
                 return
             if problem is not None:
@@ -145,14 +143,12 @@ class StoreWatch:
             if not self._store.check([key]):
                 continue
             beat, *ints = map(int, self._store.get(key).split())
-            if ints:
-                self._heartbeats[rank] = ints
-                if rank not in self._beats or self._beats[rank][0] != beat:
-                    self._beats[rank] = beat, now
-            else:
+            if not ints:
                 self._beats.pop(rank, None)
-            if rank in self._heartbeats:
-                self._watch.note(rank, self._heartbeats[rank], now, is_done=not ints)
+            elif rank not in self._beats or self._beats[rank][0] != beat:
+                self._beats[rank] = beat, now
+            self._heartbeats[rank] = ints or self._heartbeats.get(rank, [])
+            self._watch.note(rank, self._heartbeats[rank], now, is_done=not ints)
         silent = {r for r, (_, since) in self._beats.items() if now - since > self._timeout_s / 2}
         return self._watch.problem(now, silent)
 

@@ -75,11 +75,6 @@ class HostTransport:
         _OPEN.discard(self)
         self._close()
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of memory that the messages of this rank occupy, including those that are free."""
-        return self._segment.used_bytes
-
     def _disown(self) -> None:
         for line in self._lines.values():
             line.peer.close()
