@@ -312,10 +312,10 @@ def _main(
 
 def _leave_to_parent(number: signal.Signals) -> None:
     """Do nothing at a signal, but let processes that the user's data forks end with it."""
-    mine = os.getpid()
+    process = os.getpid()
 
     def hear(_: int, frame: FrameType | None) -> None:
-        if os.getpid() != mine:
+        if os.getpid() != process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

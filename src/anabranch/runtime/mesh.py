@@ -125,15 +125,15 @@ class Mesh:
         if place.type != "cuda" or not channels or self.backend != "nccl":
             return through_host
         require_streams(channels)
-        mine = {}
+        groups = {}
         for channel in sorted(channels):
             group = self._new_group((channel.sender, channel.receiver), "nccl", prior=True)
             if group is not None:
-                mine[channel] = group
-        wire = GpuWire(mine, self.rank, place)
+                groups[channel] = group
+        wire = GpuWire(groups, self.rank, place)
         wire.connect()
         self.barrier()
-        return NcclTransport(self.rank, mine, wire, place, self._timeout, through_host)
+        return NcclTransport(self.rank, groups, wire, place, self._timeout, through_host)
 
     def _host_transport(self) -> Transport:
         meeting = meet(self.rank, self.all_gather_bytes)

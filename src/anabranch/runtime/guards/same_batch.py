@@ -136,18 +136,18 @@ class BatchWatch:
         While others may still begin the same batch, of which more than one rank must be known to
         tell which is the odd one, it says nothing for a moment, unless the run ``is_over``.
         """
-        differing = [told for told in self._told() if len(set(told.values())) > 1]
+        differing = [digests for digests in self._by_batch() if len(set(digests.values())) > 1]
         if not differing:
             self._since = float("inf")
             return ""
-        told = max(differing, key=len)
+        digests = max(differing, key=len)
         self._since = min(self._since, now)
-        if len(told) < self._num_ranks and now - self._since < _WAIT_S and not is_over:
+        if len(digests) < self._num_ranks and now - self._since < _WAIT_S and not is_over:
             return ""
-        ranks = sorted(told)
-        return _refusal(odd_ones([told[rank] for rank in ranks], ranks))
+        ranks = sorted(digests)
+        return _refusal(odd_ones([digests[rank] for rank in ranks], ranks))
 
-    def _told(self) -> Iterator[dict[int, int]]:
+    def _by_batch(self) -> Iterator[dict[int, int]]:
         """Per batch, the digests of those who have it."""
         for key in set[int]().union(*self._seen.values()):
             yield {rank: seen[key] for rank, seen in self._seen.items() if key in seen}
@@ -198,10 +198,10 @@ def require_same_copies(mesh: Mesh, copies: Mapping[tuple[int, ...], Collection[
             )
 
 
-def odd_ones(told: Sequence[object], ranks: Sequence[int]) -> str:
+def odd_ones(values: Sequence[object], ranks: Sequence[int]) -> str:
     """Name the ranks whose value is not the most frequent one; empty if all are equal."""
     groups: dict[object, list[int]] = {}
-    for rank, value in zip(ranks, told, strict=True):
+    for rank, value in zip(ranks, values, strict=True):
         groups.setdefault(value, []).append(rank)
     if len(groups) == 1:
         return ""

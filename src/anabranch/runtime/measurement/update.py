@@ -124,10 +124,10 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> UpdateCost
         # Relative errors count, or the smallest update would not.
         weights = 1 / np.array(seconds)
         scale = table.max(axis=0)
-        found = np.linalg.lstsq(table / scale * weights[:, None], np.ones(len(rows)), rcond=None)[0]
-        if (found >= 0).all():
-            terms = [0.0] * left_out + (found / scale).tolist()
-            return UpdateCost(*terms)
+        terms = np.linalg.lstsq(table / scale * weights[:, None], np.ones(len(rows)), rcond=None)[0]
+        if (terms >= 0).all():
+            figures = [0.0] * left_out + (terms / scale).tolist()
+            return UpdateCost(*figures)
     return UpdateCost(0.0, 0.0, max(s / row[2] for s, row in zip(seconds, rows, strict=True)))
 
 

@@ -156,11 +156,11 @@ class _PeerConnection:
         wakes = self.peer.wakes
         if wakes.closed:
             return "this rank has broken it"
-        found = self._poll.poll(1e3 * max(self._timeout, 1e-3))
-        if not found:
+        ready = self._poll.poll(1e3 * max(self._timeout, 1e-3))
+        if not ready:
             return f"no message within {self._timeout:g} s"
         # A peer that has ended has woken this rank before, if it has sent anything.
-        if all(events != select.POLLIN for _, events in found) or wakes.closed:
+        if all(events != select.POLLIN for _, events in ready) or wakes.closed:
             return "it has ended"
         wakes.clear()
         return ""
