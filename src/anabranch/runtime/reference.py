@@ -25,7 +25,7 @@ from anabranch.graph.module_state import in_mode
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.runtime.numerics.no_dropout import without_dropout
-from anabranch.runtime.placement import place_of
+from anabranch.runtime.placement import start_of
 from anabranch.workload import Batch
 
 ROUNDING = 1e-4
@@ -79,7 +79,7 @@ def reference(
     """Run the module, where it is, in training mode over slices [start, stop) that tile a batch."""
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in parameters.items()}
-    size, place = num_samples(batch), place_of(module)
+    size, place = num_samples(batch), start_of(module)
     loss, metrics = 0.0, dict[str, float]()
     with unchanged_buffers(module), in_mode(module, training=True):
         try:
@@ -118,7 +118,7 @@ def require_repeatable(module: nn.Module, batch: Batch, first: float) -> tuple[s
     """
     before = _plain_attributes(module)
     with unchanged_buffers(module), in_mode(module, training=True):
-        second = float(call(module, _moved(batch, place_of(module)))["loss"].detach())
+        second = float(call(module, _moved(batch, start_of(module)))["loss"].detach())
     changed = [
         f"{name} ({before[name]!r}, then {value!r})"
         for name, value in _plain_attributes(module).items()
