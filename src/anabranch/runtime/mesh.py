@@ -44,8 +44,8 @@ from anabranch.runtime.transport.nccl import GpuWire, require_streams
 
 _CPU = torch.device("cpu")
 _ALL: tuple[int, ...] = ()
-"""The set of all ranks for what they have to tell each other. Where all of them share a parameter
-as well, its sums begin in another order.
+"""Key of the group of all ranks for what the run itself needs. A parameter that all ranks share has
+a group of its own, whose sums begin in another order.
 """
 
 

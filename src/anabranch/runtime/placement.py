@@ -91,8 +91,9 @@ def uploaded(tensor: Tensor, place: torch.device) -> Tensor:
 
 
 def fetched(numbers: Sequence[Tensor]) -> list[float]:
-    """Numbers of a device, all of them with one wait for it."""
+    """Return numbers of a device, with one wait for all of them."""
     if not numbers:
         return []
-    found: list[float] = torch.stack([n.detach().double().reshape(()) for n in numbers]).tolist()
-    return found
+    stacked = torch.stack([number.detach().double().reshape(()) for number in numbers])
+    values: list[float] = stacked.tolist()
+    return values

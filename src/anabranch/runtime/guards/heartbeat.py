@@ -99,7 +99,7 @@ class Watch:
             silent: ranks whose processes are stopped, or do not answer.
             has_failed: whether a rank has failed; different batches may be the cause.
         """
-        if unequal := self._batches.found(now, is_over=has_failed):
+        if unequal := self._batches.difference(now, is_over=has_failed):
             return DataError(unequal)
         if has_failed or not (stall := self._stall(now, silent)):
             return None

@@ -99,7 +99,7 @@ class RecentBatches:
         self._ints = ints
 
     def note(self, run: int, number: int, digest: bytes) -> None:
-        """Batch ``number`` of a run begins here; ``run`` is drawn, and the same on all ranks."""
+        """Note that batch ``number`` of a run begins; ``run`` is drawn, the same on all ranks."""
         key = (run + number) % 2**_KEY_BITS
         self._ints[number % RECENT_INTS] = (key << DIGEST_BITS | small_digest(digest)) + 1
 
@@ -126,11 +126,11 @@ class BatchWatch:
         self._since = float("inf")
 
     def note(self, rank: int, recent: Sequence[int]) -> None:
-        """A rank has begun these last, as ``RecentBatches`` has them."""
+        """Take the last batches that a rank has begun, as ``RecentBatches`` has them."""
         pairs = (divmod(number - 1, 2**DIGEST_BITS) for number in recent if number)
         self._seen[rank] = dict(pairs)
 
-    def found(self, now: float, *, is_over: bool = False) -> str:
+    def difference(self, now: float, *, is_over: bool = False) -> str:
         """Return the reason to stop if ranks have begun different batches; empty otherwise.
 
         While others may still begin the same batch, of which more than one rank must be known to

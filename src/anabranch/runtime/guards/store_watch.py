@@ -47,10 +47,10 @@ def watch_ranks(rank: int, size: int, timeout_s: float) -> StoreWatch | None:
 
 
 class StoreWatch:
-    """One rank's thread.
+    """One rank's threads: one tells its heartbeat and reads others, one misses the store.
 
     Args:
-        store: which the thread has for itself.
+        store: a connection of its own.
         timeout_s: seconds without progress of any rank, or without the store.
         end: ends the process, by default at once.
     """

@@ -62,8 +62,8 @@ class Peer:
 
     Attributes:
         socket: carries nothing; the kernel closes it when the peer ends.
-        wakes: what it has written wakes this rank through this event.
-        wakes_peer: likewise the peer.
+        wakes: event through which the peer wakes this rank when it has written.
+        wakes_peer: event through which this rank wakes the peer.
     """
 
     socket: socket.socket
