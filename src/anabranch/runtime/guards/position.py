@@ -105,7 +105,7 @@ class Position:
 
     @contextmanager
     def doing(self, phase: Phase) -> Iterator[None]:
-        """Note a phase inside the block. After an error it stays noted, and the message names it."""
+        """Note a phase inside the block. It stays noted after an error."""
         before, unit = self._ints.tolist(), self._unit
         self.begin(before[_STEP], phase, is_minibatch=unit != 0)
         yield
