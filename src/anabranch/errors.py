@@ -112,17 +112,22 @@ _OURS = f"{Path(__file__).parent}{os.sep}"
 
 
 @contextmanager
-def naming_place(what: str, otherwise: str = "its import") -> Iterator[None]:
-    """Convert errors of the user's code inside the block into a WorkloadError with its line."""
+def naming_place(
+    what: str, otherwise: str = "its import", kind: type[AnabranchError] = WorkloadError
+) -> Iterator[None]:
+    """Convert errors of the user's code inside the block into one of ours that has its line."""
     try:
         yield
     except AnabranchError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise WorkloadError(
-            f"{what} at {place_of(error, otherwise)}: {type(error).__name__}: {said}"
-        ) from error
+        raise kind(placed(what, error, otherwise)) from error
+
+
+def placed(what: str, error: Exception, otherwise: str = "its import") -> str:
+    """Describe an error of the user's code on one line, with the line that raised it."""
+    text = " ".join(str(error).split())
+    return f"{what} at {place_of(error, otherwise)}: {type(error).__name__}: {text}"
 
 
 def place_of(error: Exception, otherwise: str = "its import") -> str:

@@ -60,6 +60,7 @@ _LOOK_S = 0.5
 """Seconds between two looks at the ranks: whether they go on, and with the same batches."""
 
 _PR_SET_PDEATHSIG = 1
+"""Number of the request to ``prctl``, in Linux's header of that name."""
 
 
 def run(
@@ -81,7 +82,7 @@ def run(
         args: for the function; inherited, not copied.
         timeout: seconds for the whole call; by default there is no limit.
         stall_timeout: seconds after which a run in which no rank goes on is ended, with the rank
-            that holds it up; see ``runtime.guards.stall``. By default nobody watches.
+            that holds it up; see ``runtime.guards.heartbeat``. By default nobody watches.
         on_interrupt: for functions that end early when ``runtime.guards.interrupt`` says so, such
             as ``train.train``: the first Ctrl-C, or SIGTERM, only tells the ranks, and calls this;
             the second ends them. By default the first does, Ctrl-C with a KeyboardInterrupt.
@@ -232,14 +233,13 @@ class _Ranks:
         process = self._processes[rank]
         process.join(_GRACE_S)
         code = process.exitcode
-        where = place_text(self._page(rank))
         how = (
             f"was killed by signal {-code} ({signal.Signals(-code).name})"
             if code is not None and code < 0
             else f"ended with exit code {code} without a word"
         )
         message = (
-            f"rank {rank} {how}{' ' + where if where else ''}; if memory ran out, use a smaller "
+            f"rank {rank} {how} {place_text(self._page(rank))}; if memory ran out, use a smaller "
             "micro-batch or more devices"
         )
         return Failure(rank, StageFailedError.__name__, message, "", is_consequence=False)
@@ -258,10 +258,7 @@ class _Ranks:
         return first.exception()
 
     def _places(self, ranks: set[int]) -> str:
-        return "; ".join(
-            f"rank {rank} {place_text(self._page(rank)) or 'outside of the steps'}"
-            for rank in sorted(ranks)
-        )
+        return "; ".join(f"rank {rank} {place_text(self._page(rank))}" for rank in sorted(ranks))
 
     def _page(self, rank: int) -> memoryview:
         return self._pages[rank * HEARTBEAT_INTS : (rank + 1) * HEARTBEAT_INTS]
@@ -307,17 +304,18 @@ def _main(
     except BaseException as error:
         _say(pipe, pickle.dumps(Failure.of(error, rank)))
         # Threads that wait for messages must not hold up the end of the process.
-        _flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(1)
     _say(pipe, reply)
 
 
 def _leave_to_parent(number: signal.Signals) -> None:
     """Do nothing at a signal, but let processes that the user's data forks end with it."""
-    mine = os.getpid()
+    process = os.getpid()
 
     def hear(_: int, frame: FrameType | None) -> None:
-        if os.getpid() != mine:
+        if os.getpid() != process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -345,11 +343,6 @@ def _say(pipe: Connection, reply: bytes) -> None:
         pipe.send_bytes(reply)
     except BrokenPipeError:
         os._exit(1)
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _die_with(parent: int) -> None:

@@ -30,8 +30,8 @@ def test_messages_are_as_large_as_the_models(name, replicas):
     schedule = lower(order, graph, message_edges(graph, values))
     compared = 0
     for device, actions in schedule.actions.items():
-        real = Layout(model.captured, parts, graph, device)
-        emulated = Layout(model.captured, empty, graph, device)
+        real = Layout(model.captured.graph, parts, graph, device)
+        emulated = Layout(model.captured.graph, empty, graph, device)
         for action in actions:
             if not action.kind.is_compute:
                 assert sizes(emulated.items(action)) == sizes(real.items(action)), str(action)

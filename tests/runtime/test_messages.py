@@ -50,7 +50,7 @@ def layouts(model: Built, chosen: Plan) -> dict[int, tuple[Layout, list[str]]]:
     schedule = lower(SCHEDULES[chosen.schedule]().order(graph), graph)
     result = {}
     for device, actions in schedule.actions.items():
-        layout = Layout(model.captured, parts, graph, device)
+        layout = Layout(model.captured.graph, parts, graph, device)
         result[device] = (
             layout,
             [
@@ -83,7 +83,7 @@ def test_both_ends_of_a_message_see_the_same_tensors() -> None:
     schedule = lower(SCHEDULES["1f1b"]().order(graph), graph)
     ends: dict[tuple[object, ...], list[object]] = {}
     for device, actions in schedule.actions.items():
-        layout = Layout(model.captured, parts, graph, device)
+        layout = Layout(model.captured.graph, parts, graph, device)
         for action in actions:
             if action.kind.is_compute:
                 continue
@@ -104,7 +104,7 @@ def test_a_value_without_samples_travels_once_per_slice() -> None:
     graph = chosen.stage_graph
     parts = parts_of(model.captured, chosen, exact=False)
     schedule = lower(SCHEDULES["1f1b"]().order(graph), graph)
-    layout = Layout(model.captured, parts, graph, 2)
+    layout = Layout(model.captured.graph, parts, graph, 2)
     receives = [a for a in schedule.actions[2] if a.kind is Kind.RECEIVE_FORWARD]
     whole = [[i.value for i in layout.items(a) if not i.batched] for a in receives]
     assert len(receives) == 2
@@ -139,7 +139,7 @@ def test_channels_are_those_of_the_lowered_schedule() -> None:
     parts = parts_of(model.captured, chosen, exact=False)
     used = set()
     for device, actions in schedule.actions.items():
-        layout = Layout(model.captured, parts, graph, device)
+        layout = Layout(model.captured.graph, parts, graph, device)
         for action in actions:
             if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 used.add((rank_of[device], rank_of[action.peer], layout.tag(action)))

@@ -19,44 +19,40 @@ from anabranch.runtime import process_groups
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.process_groups import (
-    RankDevice,
     abort,
     choose_backend,
+    device_digest,
     listens_to_all,
+    nccl_digest,
 )
 from anabranch.workload import Workload
 from tests.runtime.small import batch, built, plan
 
-NO_GPU = bytes(16)
+NO_GPU = bytes(32)
 
 
 @st.composite
-def ranks(draw: st.DrawFn) -> list[RankDevice]:
-    """Ranks on a few hosts with a few GPUs each, some of them shared, some missing."""
-    hosts = [bytes([h]) * 16 for h in range(1, draw(st.integers(1, 3)) + 1)]
-    gpus = [bytes([g]) * 16 for g in range(1, draw(st.integers(1, 8)) + 1)]
-    one = st.builds(
-        RankDevice,
-        st.sampled_from(hosts),
-        st.sampled_from(gpus) | st.just(NO_GPU) if draw(st.booleans()) else st.sampled_from(gpus),
-        st.booleans() if draw(st.booleans()) else st.just(True),
-    )
-    return draw(st.lists(one, min_size=1, max_size=12))
+def ranks(draw: st.DrawFn) -> list[bytes]:
+    """Ranks with a few GPUs, some of them shared, some missing or without NCCL."""
+    gpus = [bytes([g]) * 32 for g in range(1, draw(st.integers(1, 16)) + 1)]
+    one = st.sampled_from(gpus) | st.just(NO_GPU) if draw(st.booleans()) else st.sampled_from(gpus)
+    return draw(st.lists(one, min_size=1, max_size=12, unique=draw(st.booleans())))
 
 
 @given(seen=ranks())
-def test_nccl_needs_a_gpu_of_its_own_for_every_rank(seen: list[RankDevice]) -> None:
+def test_nccl_needs_a_gpu_of_its_own_for_every_rank(seen: list[bytes]) -> None:
     """However many GPUs a host shows to a rank: two ranks on one GPU of many would fail under NCCL,
     and one visible GPU per rank is enough for it. All ranks see the same, so they choose the same.
     """
-    own = all(
-        a.gpu != NO_GPU and a.has_nccl and all(a[:2] != b[:2] for b in seen[i + 1 :])
-        for i, a in enumerate(seen)
-    )
-    told = [RankDevice.unpacked(device.packed) for device in seen]
-    assert told == seen
-    assert choose_backend(told) == ("nccl" if own else "gloo")
-    assert choose_backend(told[::-1]) == choose_backend(told)
+    own = all(gpu != NO_GPU and gpu not in seen[i + 1 :] for i, gpu in enumerate(seen))
+    assert choose_backend(seen) == ("nccl" if own else "gloo")
+    assert choose_backend(seen[::-1]) == choose_backend(seen)
+
+
+def test_a_device_without_nccl_has_no_digest() -> None:
+    """As long as that of a GPU: ranks gather them."""
+    assert nccl_digest(torch.device("cpu")) == NO_GPU
+    assert any(device_digest(torch.device("cpu")))
 
 
 TABLE = """\

@@ -17,13 +17,10 @@ from hypothesis import strategies as st
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import split_evenly
 from anabranch.runtime.reference import reference
-from anabranch.runtime.transport import StagedTransport, Transport
 from anabranch.schedule import SCHEDULES
 from anabranch.schedule.schedule import Kind
 from tests.runtime.small import Built, batch, built, on_devices, plan
 from tests.runtime.threads import gradients, run, workers
-from tests.runtime.transport.late_copies import LateCopies
-from tests.runtime.transport.local import Hub, LocalTransport
 
 
 @st.composite
@@ -154,23 +151,3 @@ def test_an_edge_without_values_makes_its_stages_wait() -> None:
     run(model, free, leaves)
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(found[name], gradient)
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_the_last_messages_of_a_run_leave_before_it_ends(train: bool) -> None:
-    """Sends of a GPU are handed over when the host comes by, and after the run it waits elsewhere:
-    for totals, or for the sums of another rank.
-    """
-    model = built("TwoBranch")
-    chosen = plan(model, 3, batch_size=6, microbatch_size=2)
-    leaves = batch(6)
-    hubs: list[Hub] = []
-
-    def staged(hub: Hub, rank: int) -> Transport:
-        hubs.append(hub)
-        return StagedTransport(LocalTransport(hub, rank), LateCopies())
-
-    expected = sum(outcome.loss for outcome in run(model, chosen, leaves, train=train))
-    found = run(model, chosen, leaves, train=train, transport=staged)
-    assert sum(outcome.loss for outcome in found) == expected
-    assert not any(hubs[0].sent.values())

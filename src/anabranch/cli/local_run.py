@@ -41,8 +41,8 @@ def train_job(
     from anabranch import launch
     from anabranch.calibration.machine import OtherLoad
     from anabranch.runtime.asynchronous.requirements import round_robin_of
+    from anabranch.runtime.guards.heartbeat import PATIENCE_S, default_timeout_s
     from anabranch.runtime.guards.interrupt import listening
-    from anabranch.runtime.guards.stall import PATIENCE_S, default_timeout_s
     from anabranch.runtime.plan_parts import prepare
     from anabranch.training import train, train_async
 

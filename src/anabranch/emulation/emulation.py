@@ -67,7 +67,7 @@ class Emulation:
 
     def layout(self, device: int) -> Layout:
         """The messages of a device."""
-        return Layout(self._model, self._stages, self.plan.stage_graph, device)
+        return Layout(self._model.graph, self._stages, self.plan.stage_graph, device)
 
     def _channels(self) -> Counter[Channel]:
         """Channel -> messages in a step."""

@@ -60,9 +60,6 @@ class EmulatedTransport:
         self._counts[channel] += 1
         return self._counts[channel] - 1
 
-    def push(self) -> None:
-        self._inner.push()
-
     def flush(self) -> None:
         if self._shared is None:
             self._inner.flush()

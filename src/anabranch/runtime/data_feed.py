@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from anabranch.checkpoint import Progress
 from anabranch.data.loaders import Loader, TensorTypes, is_unread
-from anabranch.errors import AnabranchError, DataError, LoaderError, place_of
+from anabranch.errors import AnabranchError, DataError, LoaderError, placed
 from anabranch.graph.batch_layout import sizes_of, type_text
 from anabranch.graph.capture import Captured
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -67,8 +68,8 @@ class DataFeed:
             made = partial(data, self._batch_size, self.epoch)
             if isinstance(data, Loader):
                 made, count = self._from_here(data), skip
-            with POSITION.doing(Phase.DATA):
-                loader = self._called(made, what)
+            with POSITION.doing(Phase.DATA), self._naming(what):
+                loader = made()
             for batch in self.read(loader, what):
                 count += 1
                 if count > skip:
@@ -86,8 +87,8 @@ class DataFeed:
     def batches_left(self, epochs: int) -> int | None:
         """Count the batches left of so many epochs in all; None where the loader does not say."""
         data = self._workload.data
-        each = data.num_batches(self._batch_size) if isinstance(data, Loader) else None
-        return None if each is None else max(0, (epochs - self.epoch) * each - self.position)
+        count = data.num_batches(self._batch_size) if isinstance(data, Loader) else None
+        return None if count is None else max(0, (epochs - self.epoch) * count - self.position)
 
     def go_on_from(self, progress: Progress) -> None:
         """Go to where training was."""
@@ -130,36 +131,28 @@ class DataFeed:
                 data.batches, data.batch_size or self._batch_size, 0,
                 reads=lambda: reads, types=self.types,
             )  # fmt: skip
-        return self._called(made, HELD_OUT)
+        with self._naming(HELD_OUT):
+            return made()
 
-    def _called(self, make: Callable[[], Iterable[Batch]], what: str) -> Iterable[Batch]:
+    @contextmanager
+    def _naming(self, what: str, when: str = "") -> Iterator[None]:
+        """Convert errors of the user's data inside the block into a LoaderError with its line."""
         try:
-            return make()
+            yield
         except AnabranchError:
             raise
         except Exception as error:
-            raise self._raised(what, "", error) from error
-
-    def _raised(self, what: str, when: str, error: Exception) -> LoaderError:
-        said = " ".join(str(error).split())
-        wrapped = LoaderError(
-            f"the {what} raised{when}, at {place_of(error)}: {type(error).__name__}: {said}"
-        )
-        self.fail(wrapped)
-        return wrapped
+            named = LoaderError(placed(f"the {what} raised{when},", error))
+            self.fail(named)
+            raise named from error
 
     def read(self, loader: Iterable[Batch], what: str = HELD_OUT) -> Iterator[Batch]:
         """A loader's batches; a ``LoaderError`` says at which batch it raised, and the line."""
         iterator = iter(loader)
         count = 0
         while True:
-            try:
-                with POSITION.doing(Phase.DATA):
-                    batch: Any = next(iterator, _END)
-            except AnabranchError:
-                raise
-            except Exception as error:
-                raise self._raised(what, f" at batch {count}", error) from error
+            with self._naming(what, f" at batch {count}"), POSITION.doing(Phase.DATA):
+                batch: Any = next(iterator, _END)
             if batch is _END:
                 return
             count += 1
@@ -194,13 +187,13 @@ def leaves_of(
     types = captured.for_batch(leaves).layout.types
     if any((leaf.shape[1:], leaf.dtype) != types[name] for name, leaf in leaves.items()):
         raise DataError(_differs(captured, leaves, which or "a batch"))
-    mine = leaves.keys() if read is None else read
-    if unread := [name for name in mine if is_unread(leaves[name])]:
+    needed = leaves.keys() if read is None else read
+    if unread := [name for name in needed if is_unread(leaves[name])]:
         raise DataError(
             f"{which or 'a batch'} was read without {', '.join(unread)}, which nothing needed here "
             "when it was read, and now something does; take the next batch of the data instead"
         )
-    return {n: uploaded(leaf, place) if n in mine else leaf for n, leaf in leaves.items()}
+    return {n: uploaded(leaf, place) if n in needed else leaf for n, leaf in leaves.items()}
 
 
 def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:

@@ -19,7 +19,7 @@ class Evaluation:
     """Means over held-out batches.
 
     Args:
-        begins: told of each batch.
+        begins: called with each batch.
     """
 
     def __init__(self, training: WorkerCache, begins: Callable[[Batch], None]) -> None:

@@ -7,7 +7,6 @@ everywhere, and only numbers travel. With one device every collective is the ide
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,12 +22,12 @@ from anabranch.runtime.collectives import (
 )
 from anabranch.runtime.guards.shared_failure import SharedFailure
 from anabranch.runtime.process_groups import (
-    RankDevice,
     abort,
     choose_backend,
     connect,
     destroy,
     join,
+    nccl_digest,
     new_group,
 )
 from anabranch.runtime.transport import (
@@ -37,18 +36,16 @@ from anabranch.runtime.transport import (
     NcclTransport,
     ProcessGroupTransport,
     Router,
-    StagedTransport,
     Transport,
     guarded,
     meet,
 )
-from anabranch.runtime.transport.copies import GpuCopies
 from anabranch.runtime.transport.nccl import GpuWire, require_streams
 
 _CPU = torch.device("cpu")
 _ALL: tuple[int, ...] = ()
-"""The set of all ranks for what they have to tell each other. Where all of them share a parameter
-as well, its sums begin in another order.
+"""Key of the group of all ranks for what the run itself needs. A parameter that all ranks share has
+a group of its own, whose sums begin in another order.
 """
 
 
@@ -94,8 +91,7 @@ class Mesh:
         self._on_gpus: list[dist.ProcessGroup] = []
         if self.size > 1:
             self._groups[_ALL] = self._new_group(self._everyone, "gloo")
-            seen = self.all_gather_bytes(RankDevice.here(place).packed)
-            self.backend = choose_backend([RankDevice.unpacked(device) for device in seen])
+            self.backend = choose_backend(self.all_gather_bytes(nccl_digest(place)))
             for ranks in sorted(set(sets)):
                 if len(ranks) > 1:
                     self._groups[ranks] = self._new_group(ranks, self.backend)
@@ -125,21 +121,19 @@ class Mesh:
         """
         if self.size == 1:
             return None
-        if place.type != "cuda":
-            return self._host_transport()
-        staged = StagedTransport(self._host_transport(), GpuCopies(place))
-        if not channels or self.backend != "nccl":
-            return staged
+        through_host = self._host_transport()
+        if place.type != "cuda" or not channels or self.backend != "nccl":
+            return through_host
         require_streams(channels)
-        mine = {}
+        groups = {}
         for channel in sorted(channels):
             group = self._new_group((channel.sender, channel.receiver), "nccl", prior=True)
             if group is not None:
-                mine[channel] = group
-        wire = GpuWire(mine, self.rank, place)
+                groups[channel] = group
+        wire = GpuWire(groups, self.rank, place)
         wire.connect()
         self.barrier()
-        return NcclTransport(self.rank, mine, wire, place, self._timeout, staged)
+        return NcclTransport(self.rank, groups, wire, place, self._timeout, through_host)
 
     def _host_transport(self) -> Transport:
         meeting = meet(self.rank, self.all_gather_bytes)
@@ -151,12 +145,7 @@ class Mesh:
             routes = dict.fromkeys(meeting.peers, host)
         # A group is made by all ranks together, also by one that does not need it.
         if any(map(any, self.all_gather_bytes(bytes([len(routes) < self.size - 1])))):
-            group = guarded(
-                lambda: dist.new_group(
-                    list(self._everyone), timeout=timedelta(seconds=self._timeout), backend="gloo"
-                )
-            )
-            remote = ProcessGroupTransport(group, self._timeout)
+            remote = ProcessGroupTransport(new_group(self._everyone, self._timeout), self._timeout)
             transports.append(remote)
             routes = dict.fromkeys(self._everyone, remote) | routes
         elif transports and self._near is None:

@@ -88,14 +88,6 @@ def gradient_ports(ports: Iterable[Port]) -> tuple[Port, ...]:
     return tuple(sorted(result, key=lambda port: (port.value, port.order)))
 
 
-class Model(Protocol):
-    """Values of a model: a captured module, or a profile."""
-
-    @property
-    def graph(self) -> OpGraph:
-        """Operators and values."""
-
-
 class ProgramSource(Protocol):
     """Protocol of the programs of stages: ``Split``."""
 
@@ -106,9 +98,10 @@ class ProgramSource(Protocol):
 class Layout:
     """The tensors of every message of one device, for one batch size."""
 
-    def __init__(self, model: Model, split: ProgramSource, graph: StageGraph, device: int) -> None:
-        self._model = model.graph
-        self._split, self._graph, self._device = split, graph, device
+    def __init__(
+        self, model: OpGraph, split: ProgramSource, graph: StageGraph, device: int
+    ) -> None:
+        self._model, self._split, self._graph, self._device = model, split, graph, device
 
     def slice(self, stage: int, microbatch: int) -> tuple[int, int]:
         """Samples of a micro-batch that this device computes."""

@@ -31,9 +31,9 @@ from anabranch.plans.plan import Plan
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.guards.position import POSITION
+from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
-from anabranch.runtime.measurement.yardstick import yardstick_s
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_runner import StepRunner
 from anabranch.runtime.step_totals import StepTotals

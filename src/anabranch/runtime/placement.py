@@ -16,17 +16,6 @@ from torch import Tensor, nn
 from anabranch.errors import TrainingError
 
 
-def place_of(module: nn.Module) -> torch.device:
-    """Return the device of a model; TrainingError if it has no weights."""
-    place = next((p.device for p in module.parameters()), torch.device("cpu"))
-    if place.type == "meta":
-        raise TrainingError(
-            "the model is on the meta device: it has sizes but no weights, so it cannot run in one "
-            "process; build it on the CPU"
-        )
-    return place
-
-
 def start_of(module: nn.Module) -> torch.device:
     """Return the device of a model, the CPU for one on the meta device."""
     places = (t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
@@ -102,8 +91,9 @@ def uploaded(tensor: Tensor, place: torch.device) -> Tensor:
 
 
 def fetched(numbers: Sequence[Tensor]) -> list[float]:
-    """Numbers of a device, all of them with one wait for it."""
+    """Return numbers of a device, with one wait for all of them."""
     if not numbers:
         return []
-    found: list[float] = torch.stack([n.detach().double().reshape(()) for n in numbers]).tolist()
-    return found
+    stacked = torch.stack([number.detach().double().reshape(()) for number in numbers])
+    values: list[float] = stacked.tolist()
+    return values

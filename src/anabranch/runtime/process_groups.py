@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,57 +26,34 @@ from torch.distributed import distributed_c10d
 
 from anabranch.runtime.transport.base import guarded
 
-_DIGEST_BYTES = 16
 _TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENS = "0A"
 
 
-class RankDevice(NamedTuple):
-    """Device on which one rank computes.
-
-    Attributes:
-        host: digest of the machine.
-        gpu: digest of the GPU; zeros on a CPU.
+def device_digest(place: torch.device) -> bytes:
+    """Return a digest of the memory that a device of this host has, of one length on all ranks:
+    that of the GPU itself, or that of the host.
     """
-
-    host: bytes
-    gpu: bytes
-    has_nccl: bool
-
-    @staticmethod
-    def here(place: torch.device) -> RankDevice:
-        """Describe the device of this rank."""
-        gpu = bytes(_DIGEST_BYTES)
-        if place.type == "cuda":
-            gpu = _digest(str(torch.cuda.get_device_properties(place).uuid))
-        return RankDevice(_digest(host_name()), gpu, dist.is_nccl_available())
-
-    @staticmethod
-    def unpacked(data: bytes) -> RankDevice:
-        """Read the bytes of another rank."""
-        return RankDevice(data[:_DIGEST_BYTES], data[_DIGEST_BYTES:-1], bool(data[-1]))
-
-    @property
-    def packed(self) -> bytes:
-        """Bytes of one length on all ranks."""
-        return self.host + self.gpu + bytes([self.has_nccl])
+    path = Path("/proc/sys/kernel/random/boot_id")  # another one after every boot
+    text = f"{socket.gethostname()} {path.read_text() if path.exists() else ''}"
+    if place.type == "cuda":
+        text += str(torch.cuda.get_device_properties(place).uuid)
+    return hashlib.sha256(text.encode()).digest()
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES]
+def nccl_digest(place: torch.device) -> bytes:
+    """Return ``device_digest`` of a GPU that NCCL can serve; zeros for other devices."""
+    digest = device_digest(place)
+    return digest if place.type == "cuda" and dist.is_nccl_available() else bytes(len(digest))
 
 
-def host_name() -> str:
-    """Return a name of this machine, another one after every boot."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {path.read_text() if path.exists() else ''}"
+def choose_backend(digests: Sequence[bytes]) -> str:
+    """``nccl`` if and only if every rank has a GPU of its own, and NCCL; otherwise ``gloo``.
 
-
-def choose_backend(seen: Sequence[RankDevice]) -> str:
-    """``nccl`` if and only if every rank has a GPU of its own, and NCCL; otherwise ``gloo``."""
-    gpus = {(device.host, device.gpu) for device in seen}
-    alone = len(gpus) == len(seen)
-    return "nccl" if alone and all(any(d.gpu) and d.has_nccl for d in seen) else "gloo"
+    Args:
+        digests: ``nccl_digest`` of all ranks.
+    """
+    return "nccl" if all(map(any, digests)) and len(set(digests)) == len(digests) else "gloo"
 
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"

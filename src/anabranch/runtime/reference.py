@@ -11,8 +11,7 @@ order, each loss weighted by its samples, unless it is a sum::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 from anabranch.errors import TrainingError
 from anabranch.graph.export import scalars
-from anabranch.graph.module_state import in_one_process
+from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
 from anabranch.runtime.numerics.no_dropout import without_dropout
-from anabranch.runtime.placement import place_of
+from anabranch.runtime.placement import start_of
 from anabranch.workload import Batch
 
 ROUNDING = 1e-4
@@ -66,21 +65,6 @@ def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
         return scalars(module(*batch) if isinstance(batch, list | tuple) else module(batch))
 
 
-@contextmanager
-def in_training_mode(module: nn.Module) -> Iterator[None]:
-    """Inside, the module trains; parts that the user put into evaluation mode stay in it, unless
-    the module as a whole is.
-    """
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        if not module.training:
-            module.train()
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
-
-
 Weights = Callable[[int, int], Mapping[str, float]]
 """(samples of a slice, of the batch) -> what loss and metrics of the slice count for."""
 
@@ -94,9 +78,9 @@ def reference(
     """Run the module, where it is, in training mode over slices [start, stop) that tile a batch."""
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in parameters.items()}
-    size, place = num_samples(batch), place_of(module)
+    size, place = num_samples(batch), start_of(module)
     loss, metrics = 0.0, dict[str, float]()
-    with unchanged_buffers(module), in_training_mode(module):
+    with unchanged_buffers(module), in_mode(module, training=True):
         try:
             for parameter in parameters.values():
                 parameter.grad = None
@@ -132,8 +116,8 @@ def require_repeatable(module: nn.Module, batch: Batch, first: float) -> tuple[s
         TrainingError: naming these attributes.
     """
     before = _plain_attributes(module)
-    with unchanged_buffers(module), in_training_mode(module):
-        second = float(call(module, _moved(batch, place_of(module)))["loss"].detach())
+    with unchanged_buffers(module), in_mode(module, training=True):
+        second = float(call(module, _moved(batch, start_of(module)))["loss"].detach())
     changed = [
         f"{name} ({before[name]!r}, then {value!r})"
         for name, value in _plain_attributes(module).items()

@@ -280,9 +280,6 @@ class Run:
             task.do(self, task)
             times.append((start, mark()))
             self.actions.append(task.action)
-        if self.transport is not None:
-            # The host may wait for others elsewhere next, who need what was sent.
-            self.transport.push()
 
     def post(self, channel: int) -> None:
         """Post the receives of a channel's next micro-batch, which may come in several messages."""

@@ -130,7 +130,7 @@ class WorkerCache:
         if options not in self._prepared:
             self._prepared[options] = StagePrograms(self.captured, self.parts, options, self.place)
         prepared = self._prepared[options]
-        layout = Layout(self.captured, prepared, graph, mesh.device)
+        layout = Layout(self.captured.graph, prepared, graph, mesh.device)
         parameters = {
             name: parameter
             for s, stage in enumerate(graph.stages)

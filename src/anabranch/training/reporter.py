@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from anabranch.errors import AnabranchError, TrainingError, place_of
+from anabranch.errors import TrainingError, naming_place
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
@@ -116,14 +116,7 @@ class Reporter:
     def _call(self, event: Event) -> None:
         for callback in self._callbacks:
             with self._pipe.failing():
-                try:
+                name = getattr(callback, "__qualname__", type(callback).__qualname__)
+                what = f"the callback {name} raised at the {event.name} event of step {event.step},"
+                with naming_place(what, kind=TrainingError):
                     callback(event)
-                except AnabranchError:
-                    raise
-                except Exception as error:
-                    who = getattr(callback, "__qualname__", type(callback).__qualname__)
-                    said = " ".join(str(error).split())
-                    raise TrainingError(
-                        f"the callback {who} raised at the {event.name} event of step "
-                        f"{event.step}, at {place_of(error)}: {type(error).__name__}: {said}"
-                    ) from error

@@ -1,8 +1,9 @@
-"""Plans without a profile: cuts by operator count."""
+"""Plans without a profile: cuts by operator count, and other sizes of micro-batches."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.plans.whole_batch import with_whole_batches
+from anabranch.plans.whole_batch import whole_batch_stages, with_whole_batches
 from anabranch.runtime.plan_parts import prepare
 from anabranch.schedule import rule_named
 
@@ -44,15 +45,38 @@ def workable(captured: Captured, plan: Plan) -> Plan:
     size = min(stage.microbatch_size for stage in graph.stages)
     while size < 2 * graph.batch_size:
         size = min(size, graph.batch_size)
-        stages = tuple(replace(stage, microbatch_size=size) for stage in graph.stages)
-        sized = with_whole_batches(replace(graph, stages=stages), captured.graph)
-        larger = rule_named(plan.schedule).warm_up(sized)
         try:
-            prepare(captured, larger)
+            return with_sizes(captured, plan, dict.fromkeys(range(len(graph)), size))
         except CaptureError as error:
             failure = failure or error
             size *= 2
-            continue
-        return replace(plan, stage_graph=larger)
     assert failure is not None
     raise failure
+
+
+def in_several(captured: Captured, plan: Plan) -> Plan:
+    """With two micro-batches where all stages had one, if the model takes half a batch."""
+    graph = plan.stage_graph
+    whole = set(whole_batch_stages(graph, captured.graph))
+    free = [s for s in range(len(graph)) if s not in whole]
+    if graph.batch_size < 2 or not free or any(graph.num_microbatches(s) > 1 for s in free):
+        return plan
+    if any(graph.stages[s].replicas > graph.batch_size // 2 for s in free):
+        return plan
+    try:
+        return with_sizes(captured, plan, dict.fromkeys(free, -(-graph.batch_size // 2)))
+    except CaptureError:
+        return plan
+
+
+def with_sizes(captured: Captured, plan: Plan, sizes: Mapping[int, int]) -> Plan:
+    """Give some stages other micro-batch sizes; CaptureError if the model fails with them."""
+    graph = plan.stage_graph
+    stages = tuple(
+        replace(stage, microbatch_size=sizes[s], k=1) if s in sizes else stage
+        for s, stage in enumerate(graph.stages)
+    )
+    sized = with_whole_batches(replace(graph, stages=stages), captured.graph)
+    sized = rule_named(plan.schedule).warm_up(sized)
+    prepare(captured, sized)
+    return replace(plan, stage_graph=sized)

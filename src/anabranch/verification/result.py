@@ -84,12 +84,12 @@ class VerifyResult:
         if self.against != SLICES:
             how += f"; one process ran {self.against}"
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
-        found = (
+        comparison = (
             f"gradient error {self.max_gradient_error:.3g} over {self.num_parameters} parameters "
             f"on {devices} ({how}); loss {self.loss:.9g}, in one process "
             f"{self.reference_loss:.9g}"
         )
-        return "\n".join([found, *self._further()])
+        return "\n".join([comparison, *self._further()])
 
     def _further(self) -> Iterator[str]:
         yield f"the loss is {SENTENCES[self.loss_kind]}"

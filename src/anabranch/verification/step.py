@@ -15,7 +15,7 @@ each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.errors import CaptureError, TrainingError
+from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.loss_kinds import told_normalised
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.plans.whole_batch import whole_batch_stages, with_whole_batches
+from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
 from anabranch.runtime.data_parallel.buckets import dense
@@ -46,7 +46,7 @@ from anabranch.runtime.reference import (
     require_repeatable,
 )
 from anabranch.schedule import rule_named
-from anabranch.verification.even import even_plan, workable
+from anabranch.verification.even import even_plan, in_several, workable
 from anabranch.verification.result import CAPTURED, SAME_STAGES, SLICES, WHOLE, VerifyResult
 from anabranch.workload import Batch, Workload
 
@@ -97,7 +97,8 @@ def verify(
         )
     captured = captured or steps.captured_for(workload, plan)
     if workload.buckets and batch is None:
-        found = [
+        examples = [workload.example, *workload.buckets]
+        results = [
             verify(
                 replace(workload, example=example, buckets=()),
                 plan,
@@ -108,21 +109,17 @@ def verify(
                 device=device,
                 dropout=dropout,
             )
-            for bucket, example in zip(
-                steps.buckets_of(captured, workload),
-                [workload.example, *workload.buckets],
-                strict=True,
-            )
+            for bucket, example in zip(steps.buckets_of(captured, workload), examples, strict=True)
         ]
-        worst = max(found, key=lambda one: (not one.is_good, one.max_gradient_error))
-        said = f"the largest difference of {len(found)} sizes of batches"
-        return replace(worst, notes=(*worst.notes, said))
+        worst = max(results, key=lambda result: (not result.is_good, result.max_gradient_error))
+        note = f"the largest difference of {len(results)} sizes of batches"
+        return replace(worst, notes=(*worst.notes, note))
     if batch is None and workload.data is not None:
         batch = next(iter(workload.data(plan.stage_graph.batch_size, 0)))
     batch = workload.example if batch is None else batch
     size = num_samples(batch)
     graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
-    plan = _several(captured, replace(plan, stage_graph=graph))
+    plan = in_several(captured, replace(plan, stage_graph=graph))
     exact = exact and steps.can_be_exact(plan.stage_graph) and not plan.rewrites
     steps.prepare(captured, plan.stage_graph)
     parts = steps.parts_of(captured, plan, exact=False)
@@ -166,10 +163,10 @@ def verify(
             module.to(place)
         calls = slices if against == SLICES else [(0, size)]
         with NoDropout() if dropout == "off" else nullcontext():
-            found = reference(module, batch, calls, captured.weights)
+            expected = reference(module, batch, calls, captured.weights)
             whole = reference(module, batch, [(0, size)]) if has_whole else None
             notes = require_repeatable(module, batch, whole.loss) if whole else ()
-        return _fetched(found), whole and _fetched(whole), notes
+        return _fetched(expected), whole and _fetched(whole), notes
 
     on_captured = against in (CAPTURED, SAME_STAGES)
     ((expected, whole, notes),) = launch.run(
@@ -177,23 +174,36 @@ def verify(
     )
     _require_signal(expected)
     num_devices = len(plan.stage_graph.devices)
-    results = launch.run(one_rank, num_devices, plan, timeout=timeout)
-    gradients = {name: g for _, part in results for name, g in part.items()}
-    expected = _in_slices(expected, gradients)
-    whole = whole and _in_slices(whole, gradients)
-    result = _compare(results[0][0], gradients, expected, exact, num_devices)
-    return replace(
-        result,
+    ranks = launch.run(one_rank, num_devices, plan, timeout=timeout)
+    loss = ranks[0][0]
+    gradients = {name: dense(g) for _, part in ranks for name, g in part.items()}
+    others = _alike(expected, gradients)
+    bitwise = loss == expected.loss and gradients.keys() == others.keys()
+    bitwise = bitwise and all(torch.equal(g, others[n]) for n, g in gradients.items())
+    error, worst_name = _error(gradients, others)
+    if captured.graph.normalised:
+        notes += (told_normalised(captured.graph.normalised),)
+    return VerifyResult(
+        loss,
+        expected.loss,
+        error,
+        worst_name,
+        bitwise,
+        exact,
+        len(gradients),
+        num_devices,
         is_random=is_random and not by_sample,
         loss_kind=captured.graph.loss_kind or "mean",
+        whole_batch_error=_error(gradients, _alike(whole, gradients))[0] if whole else None,
         against=against,
-        whole_batch_error=_error(gradients, whole)[0] if whole is not None else None,
-        notes=(*notes, *_traits(captured)),
+        notes=notes,
     )
 
 
-def _in_slices(found: Reference, names: Iterable[str]) -> Reference:
-    return replace(found, gradients=in_slices(found.gradients, names, view_named))
+def _alike(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return gradients in the slices of the pipeline's, and dense."""
+    cut = in_slices(result.gradients, names, view_named)
+    return {name: dense(gradient) for name, gradient in cut.items()}
 
 
 def _against(
@@ -208,34 +218,6 @@ def _against(
     if captured.graph.loss_kind != "coupled" and captured.programs.is_even(tensors, slices):
         return SLICES
     return SAME_STAGES if captured.graph.normalised else WHOLE
-
-
-def _traits(captured: Captured) -> Iterator[str]:
-    """Yield notes on the model that help to read the comparison."""
-    if captured.graph.normalised:
-        yield told_normalised(captured.graph.normalised)
-
-
-def _several(captured: Captured, plan: Plan) -> Plan:
-    """With two micro-batches where all stages had one, if the model takes half a batch."""
-    graph = plan.stage_graph
-    whole = set(whole_batch_stages(graph, captured.graph))
-    free = [s for s in range(len(graph)) if s not in whole]
-    half = -(-graph.batch_size // 2)
-    if graph.batch_size < 2 or not free or any(graph.num_microbatches(s) > 1 for s in free):
-        return plan
-    if any(graph.stages[s].replicas > graph.batch_size // 2 for s in free):
-        return plan
-    stages = tuple(
-        replace(stage, microbatch_size=half, k=1) if s in free else stage
-        for s, stage in enumerate(graph.stages)
-    )
-    halved = rule_named(plan.schedule).warm_up(replace(graph, stages=stages))
-    try:
-        steps.prepare(captured, halved)
-    except CaptureError:
-        return plan
-    return replace(plan, stage_graph=halved)
 
 
 def _require_signal(expected: Reference) -> None:
@@ -282,26 +264,8 @@ def _slices(graph: StageGraph, stage: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in slices if start < stop]
 
 
-def _compare(
-    loss: float,
-    gradients: dict[str, Tensor],
-    expected: Reference,
-    exact: bool,
-    num_devices: int,
-) -> VerifyResult:
-    others = {name: dense(gradient) for name, gradient in expected.gradients.items()}
-    bitwise = loss == expected.loss and gradients.keys() == others.keys()
-    bitwise = bitwise and all(torch.equal(dense(g), others[n]) for n, g in gradients.items())
-    error, worst = _error(gradients, expected)
-    return VerifyResult(
-        loss, expected.loss, error, worst, bitwise, exact, len(gradients), num_devices
-    )
-
-
-def _error(gradients: Mapping[str, Tensor], expected: Reference) -> tuple[float, str]:
-    """Return the largest relative difference and its parameter."""
-    others = {name: dense(gradient) for name, gradient in expected.gradients.items()}
+def _error(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Return the largest difference relative to the others, and its parameter."""
     largest = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in others.items()}
     floor = _NOISE * max(largest.values(), default=0.0)
-    ours = {name: dense(gradient) for name, gradient in gradients.items()}
-    return largest_distance(ours, others, lambda name: max(largest.get(name, 0.0), floor))
+    return largest_distance(gradients, others, lambda name: max(largest.get(name, 0.0), floor))

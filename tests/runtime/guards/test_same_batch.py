@@ -72,8 +72,8 @@ def watched(*pages: list[int], now: float = 0.0, is_over: bool = False) -> str:
     watch = BatchWatch(len(pages))
     for rank, page in enumerate(pages):
         watch.note(rank, page)
-    watch.found(0.0)
-    return watch.found(now, is_over=is_over)
+    watch.difference(0.0)
+    return watch.difference(now, is_over=is_over)
 
 
 def test_who_watches_sees_different_batches_of_one_number():

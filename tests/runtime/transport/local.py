@@ -58,9 +58,6 @@ class LocalTransport:
         """See ``Transport``."""
         return _Awaited(self._hub, (rank, self._rank, tag), specs, device)
 
-    def push(self) -> None:
-        """See ``Transport``; a message moves when its receive is posted."""
-
     def flush(self) -> None:
         """See ``Transport``."""
         sent = self._hub.sent

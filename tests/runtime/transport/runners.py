@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from anabranch.runtime.transport import (
     Transport,
     meet,
 )
+from anabranch.runtime.transport.memory import Segment
 from tests.runtime.transport.local import Hub, LocalTransport
 
 CPU = torch.device("cpu")
@@ -82,6 +84,11 @@ def gloo_transport(timeout: float = 20.0) -> ProcessGroupTransport:
 def mesh_of_all(timeout: float = 20.0) -> Mesh:
     """A mesh of all ranks."""
     return Mesh(range(dist.get_world_size()), timeout=timeout)
+
+
+def used_bytes(segment: Segment) -> int:
+    """Bytes of memory that messages occupy, including blocks that are free."""
+    return os.fstat(segment.file).st_blocks * 512
 
 
 def receive(transport: Transport, like: Tensor, rank: int, tag: int = 0) -> Tensor:

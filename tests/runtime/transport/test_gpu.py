@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.transport import Channel, NcclTransport, StagedTransport, Transport
+from anabranch.runtime.transport import Channel, HostTransport, NcclTransport, Transport
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +57,7 @@ def main(kind: str) -> None:
     torch.cuda.set_device(place)
     mesh = Mesh(range(2), place=place, timeout=60.0)
     transport = mesh.transport(place, CHANNELS if kind == "nccl" else ())
-    assert type(transport) is {"nccl": NcclTransport, "staged": StagedTransport}[kind]
+    assert type(transport) is {"nccl": NcclTransport, "host": HostTransport}[kind]
     exchange_tensors(transport, rank, place)
     mesh.barrier()
     transport.close()
@@ -67,7 +67,7 @@ def main(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "staged",
+        "host",
         pytest.param(
             "nccl",
             marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),

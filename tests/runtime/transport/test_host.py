@@ -22,6 +22,7 @@ from tests.runtime.transport.runners import (
     mesh_of_all,
     on_one_host,
     receive,
+    used_bytes,
 )
 
 pytestmark = [
@@ -48,7 +49,7 @@ def test_memory_stays_at_what_is_on_its_way() -> None:
                 assert sum(tensor[i].item() for tensor in kept) == 4
                 del kept
                 transport.send([torch.zeros(1)], 0, 1)
-        return transport.used_bytes
+        return used_bytes(transport._segment)
 
     used, used_by_other = on_one_host(scenario, 2)
     assert 4 * MIB < used < 5 * MIB
@@ -69,7 +70,7 @@ def test_small_messages_do_not_pile_up() -> None:
                 for _ in range(20):
                     receive(transport, small, 0)
                 transport.send([torch.zeros(1)], 0, 1)
-        return transport.used_bytes
+        return used_bytes(transport._segment)
 
     assert max(on_one_host(scenario, 2)) < MIB
 
@@ -84,7 +85,7 @@ def test_memory_is_held_for_as_long_as_any_view_of_it() -> None:
             for i in range(20):
                 transport.send([torch.full((1000, 64), float(i))], 1, 0)
                 receive(transport, torch.zeros(1), 1, 1)
-            return [float(transport.used_bytes)]
+            return [float(used_bytes(transport._segment))]
         rows = []
         for i in range(20):
             rows.append(receive(transport, torch.zeros(1000, 64), 0)[i].detach())

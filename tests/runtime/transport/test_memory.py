@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.runtime.transport.memory import Segment, Window
+from tests.runtime.transport.runners import used_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files are Linux's")
 
@@ -79,7 +80,7 @@ def test_only_pages_that_are_written_take_memory(segment: Segment) -> None:
     """A block of 64 MiB, one page of it written, is two pages: there are the flags too."""
     chunk, index = segment.take(1 << 26)
     chunk.memory[chunk.start(index)] = 1
-    assert segment.used_bytes == 2 * os.sysconf("SC_PAGESIZE")
+    assert used_bytes(segment) == 2 * os.sysconf("SC_PAGESIZE")
 
 
 @given(st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 9)), max_size=60))

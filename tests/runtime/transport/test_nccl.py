@@ -23,7 +23,7 @@ SPECS = [(torch.Size([4]), torch.float32)]
 
 
 class SlowGpu:
-    """A ``Wire`` whose GPU comes to a fence when somebody waits for it, or is let go on."""
+    """A ``GpuWire`` whose GPU comes to a fence when somebody waits for it, or is let go on."""
 
     def __init__(self) -> None:
         self.posted: list[Channel] = []
@@ -80,10 +80,10 @@ def test_a_receive_is_posted_as_soon_as_the_host_sees_the_gpu_far_enough() -> No
     end = transport(gpu)
     end.receive(SPECS, CPU, 0, 0).wait()
     end.receive(SPECS, CPU, 0, 0)
-    end.receive(SPECS, CPU, 0, 1)
+    other = end.receive(SPECS, CPU, 0, 1)
     assert gpu.posted == [FIRST, SECOND]
     gpu.fences[0].is_passed = True
-    end.push()
+    other.wait()
     assert gpu.posted == [FIRST, SECOND, FIRST]
 
 

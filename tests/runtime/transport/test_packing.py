@@ -1,15 +1,12 @@
-"""Tensors side by side, and the memory for them."""
+"""Tensors side by side."""
 
 from __future__ import annotations
-
-import gc
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.runtime.transport.packing import pack, packing_of, specs_of, unpack
-from anabranch.runtime.transport.pool import Pool
 
 DTYPES = [torch.bool, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.complex64]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
@@ -39,30 +36,9 @@ def test_what_is_packed_comes_out(cases: list[tuple[list[int], torch.dtype, bool
         tensor = torch.randint(0, 2, shape).to(dtype)
         tensors.append(tensor.transpose(0, -1) if is_transposed and shape else tensor)
     packing = packing_of(specs_of(tensors))
-    memory = Pool().take(packing.nbytes + 1)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    pack(tensors, packing, memory, 0, address)
+    data = torch.empty(packing.nbytes, dtype=torch.uint8)
+    memory = memoryview(data.numpy())
+    pack(tensors, packing, memory, data.data_ptr())
     for got, sent in zip(unpack(packing, memory), tensors, strict=True):
         assert (got.shape, got.dtype) == (sent.shape, sent.dtype)
         assert torch.equal(got, sent)
-
-
-def test_a_buffer_is_used_again_when_no_tensor_is_on_it() -> None:
-    """Not as long as there is a part of one."""
-    pool = Pool()
-    part = torch.frombuffer(pool.take(5000), dtype=torch.uint8)[3:5]
-    gc.collect()
-    assert pool.num_free == 0
-    where = part.data_ptr() - 3
-    del part
-    assert pool.num_free == 1
-    assert torch.frombuffer(pool.take(8000), dtype=torch.uint8).data_ptr() == where
-    assert pool.num_free == 1
-
-
-def test_tensors_outlive_their_pool() -> None:
-    pool = Pool()
-    tensor = torch.frombuffer(pool.take(4000), dtype=torch.uint8).fill_(7)
-    del pool
-    gc.collect()
-    assert tensor.sum() == 7 * 4000

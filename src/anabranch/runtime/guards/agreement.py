@@ -3,9 +3,9 @@
 A rank computes all it knows about the others from its own copy, so a difference would end in a hang
 or in wrong numbers::
 
-    rank 0   version ..., plan 4 stages (9f31), model ..., options accumulate 1     \\
-    rank 1   version ..., plan 4 stages (9f31), model ..., options accumulate 1      > one digest
-    rank 2   version ..., plan 3 stages (02c7), model ..., options accumulate 1     /
+    rank 0   version ..., plan 4 stages (9f31), model ..., options accumulate 1
+    rank 1   version ..., plan 4 stages (9f31), model ..., options accumulate 1
+    rank 2   version ..., plan 3 stages (02c7), model ..., options accumulate 1
     all      InvalidPlanError: ... plan: ranks 0-1 have 4 stages (9f31), rank 2 has 3 stages (02c7)
 """
 
@@ -45,22 +45,20 @@ def require_agreement(facts: Mapping[str, str]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    mine = json.dumps(dict(facts))
-    digests = texts.gather_bytes(hashlib.sha256(mine.encode()).digest())
-    if all(digest == digests[0] for digest in digests):
+    gathered = [json.loads(text) for text in texts.gather(json.dumps(dict(facts)))]
+    if all(other == gathered[0] for other in gathered):
         return
-    told = [json.loads(text) for text in texts.gather(mine)]
     # Whoever leaves while others still read from it would look like a failure of its own.
     with contextlib.suppress(PeerLostError):
         texts.gather_bytes(b" ")
-    raise InvalidPlanError(_difference(told))
+    raise InvalidPlanError(_difference(gathered))
 
 
-def _difference(texts: list[dict[str, str]]) -> str:
-    what = next(name for name in texts[0] if len({text.get(name) for text in texts}) > 1)
+def _difference(gathered: list[dict[str, str]]) -> str:
+    what = next(name for name in gathered[0] if len({own.get(name) for own in gathered}) > 1)
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text.get(what, "nothing"), []).append(rank)
+    for rank, own in enumerate(gathered):
+        ranks.setdefault(own.get(what, "nothing"), []).append(rank)
     listed = "; ".join(f"{_named(who)} {value}" for value, who in ranks.items())
     remedy = _REMEDY.get(what, "start every rank with the same arguments")
     return f"the ranks disagree on the {what}: {listed}; {remedy}"

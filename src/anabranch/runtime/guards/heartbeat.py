@@ -1,7 +1,16 @@
-"""Heartbeat of a rank: its position and its last batches, in integers that another process reads.
+"""Heartbeats of ranks, and what they tell of a run that cannot go on: a stall, unequal batches.
 
-The parent of local ranks reads them from shared memory, ranks of torchrun from the store of the run
-(``store_watch``). Both give them to a ``Watch``, which tells why a run cannot go on.
+A heartbeat is a rank's position and its last batches, in integers that another process reads: the
+parent of local ranks in shared memory, ranks of torchrun in the store of the run
+(``store_watch``). Both give them to a ``Watch``, again and again. One rank that does not go on soon
+holds up all others, which wait for it; that is a stall when nobody has gone on for long::
+
+    rank 0   waiting for gradients ...         12 s     a victim
+    rank 1   in the forward of stage 1 ...     13 s     named first
+    rank 2   waiting for activations ...       13 s     a victim
+
+Ranks may take long without being held up: they compile in the first step, evaluate with other code,
+write large files. There the limit is ``PATIENCE_S`` at least.
 """
 
 from __future__ import annotations
@@ -9,11 +18,36 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from anabranch.errors import AnabranchError, DataError, StageFailedError
-from anabranch.runtime.guards.position import POSITION, POSITION_INTS, describe_position
+from anabranch.runtime.guards.position import (
+    POSITION,
+    POSITION_INTS,
+    Phase,
+    describe_position,
+    is_settled,
+    phase_of,
+    waits,
+)
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, RECENT_INTS, BatchWatch
-from anabranch.runtime.guards.stall import Stall
 
 HEARTBEAT_INTS = POSITION_INTS + RECENT_INTS
+"""Integers of one rank's heartbeat: first its position, then its last batches."""
+
+FLOOR_S, FACTOR = 60.0, 100.0
+"""By default a rank may take so long: this many seconds, or this many times the predicted step if
+that is more. Less would find hangs sooner and take slow data, or a busy machine, for one.
+"""
+
+PATIENCE_S = 600.0
+"""Seconds that start-up, the first step, an evaluation, a save and a change to another plan may
+take at least.
+"""
+
+_UNHURRIED = (Phase.START_UP, Phase.EVALUATION, Phase.SAVE, Phase.MOVE)
+
+
+def default_timeout_s(step_s: float) -> float:
+    """Seconds without progress that are a stall, for a predicted step."""
+    return max(FLOOR_S, FACTOR * step_s)
 
 
 def share(ints: memoryview) -> None:
@@ -29,27 +63,32 @@ def heartbeat() -> list[int]:
 
 def place_text(ints: Sequence[int]) -> str:
     """Describe the position of a heartbeat."""
-    return describe_position(ints[:POSITION_INTS])
+    return describe_position(ints[:POSITION_INTS]) or "outside of the steps"
 
 
 class Watch:
-    """Heartbeats of all ranks as they were last read.
+    """Heartbeats of all ranks as they were last read, and since when each rank is where it is.
 
     Args:
         stall_timeout: seconds without progress that end a run; None for no limit.
     """
 
     def __init__(self, num_ranks: int, stall_timeout: float | None) -> None:
-        self._stall = Stall(stall_timeout) if stall_timeout else None
+        self._timeout_s = stall_timeout or float("inf")
+        self._positions: dict[int, tuple[list[int], float]] = {}
         self._batches = BatchWatch(num_ranks)
 
     def note(self, rank: int, ints: Sequence[int], now: float, *, is_done: bool = False) -> None:
-        """Take the heartbeat of a rank, its last one if it is done."""
+        """Take the heartbeat of a rank, its last one if it is done, at a time of any clock."""
         self._batches.note(rank, ints[POSITION_INTS:])
-        if self._stall is not None and not is_done:
-            self._stall.note(rank, ints[:POSITION_INTS], now)
-        elif self._stall is not None:
-            self._stall.forget(rank, now)
+        position, before = list(ints[:POSITION_INTS]), self._positions.get(rank)
+        if not is_done:
+            if before is None or before[0] != position:
+                self._positions[rank] = position, now
+        elif before is not None:
+            # Who waited for it may not have noticed yet, so the time of the others begins anew.
+            del self._positions[rank]
+            self._positions = {r: (there, now) for r, (there, _) in self._positions.items()}
 
     def problem(
         self, now: float, silent: Collection[int] = (), *, has_failed: bool = False
@@ -60,8 +99,51 @@ class Watch:
             silent: ranks whose processes are stopped, or do not answer.
             has_failed: whether a rank has failed; different batches may be the cause.
         """
-        if unequal := self._batches.found(now, is_over=has_failed):
+        if unequal := self._batches.difference(now, is_over=has_failed):
             return DataError(unequal)
-        if self._stall is None or has_failed or not (stalled := self._stall.found(now, silent)):
+        if has_failed or not (stall := self._stall(now, silent)):
             return None
-        return StageFailedError(stalled)
+        return StageFailedError(stall)
+
+    def _stall(self, now: float, silent: Collection[int]) -> str:
+        """Describe the stall of the run; empty if there is none."""
+        quiet = {rank: now - since for rank, (_, since) in self._positions.items()}
+        stopped = sorted(rank for rank in silent if quiet.get(rank, 0.0) > self._timeout_s)
+        if not stopped:
+            if not quiet or any(q <= self._limit_s(rank) for rank, q in quiet.items()):
+                return ""
+            if all(phase_of(position) is Phase.OUTSIDE for position, _ in self._positions.values()):
+                return ""  # what the user does between steps is nobody's business
+        first = stopped[0] if stopped else min(quiet, key=self._blame)
+        why = "its process is stopped or does not answer, " if first in stopped else ""
+        message = (
+            f"rank {first} has not gone on for {quiet[first]:.1f} s: {why}{self._where(first)}"
+        )
+        if others := sorted(set(quiet) - {first}):
+            message += f"; {self._folded(others)}"
+        return (
+            f"{message}. A rank may be silent for {self._timeout_s:g} s (--timeout), in start-up, "
+            f"evaluation and while it saves for {max(self._timeout_s, PATIENCE_S):g} s"
+        )
+
+    def _limit_s(self, rank: int) -> float:
+        position, _ = self._positions[rank]
+        hurries = waits(position) or (is_settled(position) and phase_of(position) not in _UNHURRIED)
+        return self._timeout_s if hurries else max(self._timeout_s, PATIENCE_S)
+
+    def _blame(self, rank: int) -> tuple[bool, float]:
+        """Sort key: ranks that do not wait come first, then those that stopped first."""
+        position, since = self._positions[rank]
+        return waits(position), since
+
+    def _where(self, rank: int) -> str:
+        return place_text(self._positions[rank][0])
+
+    def _folded(self, ranks: Sequence[int]) -> str:
+        """Describe ranks, those that wait by their numbers alone."""
+        waiting = [rank for rank in ranks if waits(self._positions[rank][0])]
+        texts = [f"rank {rank} is {self._where(rank)}" for rank in ranks if rank not in waiting]
+        if waiting:
+            numbers = ", ".join(map(str, waiting))
+            texts.append(f"waiting: rank{'s' if len(waiting) > 1 else ''} {numbers}")
+        return "; ".join(texts)

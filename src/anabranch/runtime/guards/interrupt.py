@@ -33,7 +33,7 @@ class Interrupt:
         self.agreed = False
 
     def share(self, flag: memoryview) -> None:
-        """Hear through an integer in memory that another process writes."""
+        """Be told through an integer in memory that another process writes."""
         self._flag, self.agreed = flag, False
 
     @property

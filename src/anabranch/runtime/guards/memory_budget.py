@@ -12,7 +12,6 @@ starts. A prediction is not exact; what is refused exceeds by more than ``MARGIN
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ import torch
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan, memory_text
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.process_groups import host_name
+from anabranch.runtime.process_groups import device_digest
 
 MARGIN = 1.1
 """What is free has to be exceeded by this factor; predictions are within 10% or so."""
@@ -68,9 +67,9 @@ def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: t
     peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
     if len(peaks) != mesh.size or not any(peaks):
         return ""
-    home, free = _memory(place)
-    mine = torch.tensor([peaks[mesh.rank], resident_bytes, given_bytes, free, home])
-    needs = [Need(*map(int, row)) for row in mesh.all_gather(mine)]
+    home = int.from_bytes(device_digest(place)[:7], "big")
+    own = torch.tensor([peaks[mesh.rank], resident_bytes, given_bytes, _free(place), home])
+    needs = [Need(*map(int, row)) for row in mesh.all_gather(own)]
     problem = _beyond_cluster(plan, needs) or _beyond_host(needs, place.type)
     return f"{problem}; {_REMEDY}" if problem else ""
 
@@ -119,19 +118,14 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
 
 
-def _memory(place: torch.device) -> tuple[int, int]:
-    """Return a number of the memory that this rank uses, and its free bytes (-1 if unknown)."""
+def _free(place: torch.device) -> int:
+    """Return the free bytes of a device's memory; -1 if unknown."""
     if place.type == "cuda":
         free, _ = torch.cuda.mem_get_info(place)
         # What the allocator holds and has not lent is free as well.
-        free += torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
-        return _number(str(torch.cuda.get_device_properties(place).uuid)), free
+        return free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
     limits = [limit for limit in (_host_free(), _container_free()) if limit is not None]
-    return _number(host_name()), min(limits, default=-1)
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    return min(limits, default=-1)
 
 
 def _host_free(path: Path = Path("/proc/meminfo")) -> int | None:

@@ -105,7 +105,7 @@ class Position:
 
     @contextmanager
     def doing(self, phase: Phase) -> Iterator[None]:
-        """Note a phase, inside; where something is raised it stays, for whoever tells of that."""
+        """Note a phase inside the block. It stays noted after an error."""
         before, unit = self._ints.tolist(), self._unit
         self.begin(before[_STEP], phase, is_minibatch=unit != 0)
         yield

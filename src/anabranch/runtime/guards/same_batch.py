@@ -34,12 +34,11 @@ DIGEST_BITS = 20
 _SAMPLED = 32
 """Values of each tensor of a batch that its digest has, evenly spread."""
 
-
 RECENT_INTS = 16
 """Integers of one rank's last batches: how many a rank may be ahead of another and be compared."""
 
-_KEY_BITS, _RECENT_BITS = 39, 23
-"""Of such an integer: which batch it is, and its digest. Together they are written at once; 0 is
+_KEY_BITS = 42
+"""Of such an integer: which batch it is; ``DIGEST_BITS`` follow. Both are written at once; 0 is
 none.
 """
 
@@ -69,7 +68,7 @@ def _some_values(leaf: Tensor) -> bytes:
 
 
 def small_digest(digest: bytes) -> int:
-    """The number of ``DIGEST_BITS`` that stands for a digest in sums."""
+    """The number of ``DIGEST_BITS`` that stands for a digest in sums and recent batches."""
     return int.from_bytes(digest[:8], "big") >> (64 - DIGEST_BITS)
 
 
@@ -100,10 +99,9 @@ class RecentBatches:
         self._ints = ints
 
     def note(self, run: int, number: int, digest: bytes) -> None:
-        """Batch ``number`` of a run begins here; ``run`` is drawn, and the same on all ranks."""
+        """Note that batch ``number`` of a run begins; ``run`` is drawn, the same on all ranks."""
         key = (run + number) % 2**_KEY_BITS
-        short = int.from_bytes(digest[:8], "big") >> (64 - _RECENT_BITS)
-        self._ints[number % RECENT_INTS] = (key << _RECENT_BITS | short) + 1
+        self._ints[number % RECENT_INTS] = (key << DIGEST_BITS | small_digest(digest)) + 1
 
     @property
     def numbers(self) -> list[int]:
@@ -128,28 +126,28 @@ class BatchWatch:
         self._since = float("inf")
 
     def note(self, rank: int, recent: Sequence[int]) -> None:
-        """A rank has begun these last, as ``RecentBatches`` has them."""
-        pairs = (divmod(number - 1, 2**_RECENT_BITS) for number in recent if number)
+        """Take the last batches that a rank has begun, as ``RecentBatches`` has them."""
+        pairs = (divmod(number - 1, 2**DIGEST_BITS) for number in recent if number)
         self._seen[rank] = dict(pairs)
 
-    def found(self, now: float, *, is_over: bool = False) -> str:
+    def difference(self, now: float, *, is_over: bool = False) -> str:
         """Return the reason to stop if ranks have begun different batches; empty otherwise.
 
         While others may still begin the same batch, of which more than one rank must be known to
         tell which is the odd one, it says nothing for a moment, unless the run ``is_over``.
         """
-        differing = [told for told in self._told() if len(set(told.values())) > 1]
+        differing = [digests for digests in self._by_batch() if len(set(digests.values())) > 1]
         if not differing:
             self._since = float("inf")
             return ""
-        told = max(differing, key=len)
+        digests = max(differing, key=len)
         self._since = min(self._since, now)
-        if len(told) < self._num_ranks and now - self._since < _WAIT_S and not is_over:
+        if len(digests) < self._num_ranks and now - self._since < _WAIT_S and not is_over:
             return ""
-        ranks = sorted(told)
-        return _refusal(odd_ones([told[rank] for rank in ranks], ranks))
+        ranks = sorted(digests)
+        return _refusal(odd_ones([digests[rank] for rank in ranks], ranks))
 
-    def _told(self) -> Iterator[dict[int, int]]:
+    def _by_batch(self) -> Iterator[dict[int, int]]:
         """Per batch, the digests of those who have it."""
         for key in set[int]().union(*self._seen.values()):
             yield {rank: seen[key] for rank, seen in self._seen.items() if key in seen}
@@ -200,10 +198,10 @@ def require_same_copies(mesh: Mesh, copies: Mapping[tuple[int, ...], Collection[
             )
 
 
-def odd_ones(told: Sequence[object], ranks: Sequence[int]) -> str:
+def odd_ones(values: Sequence[object], ranks: Sequence[int]) -> str:
     """Name the ranks whose value is not the most frequent one; empty if all are equal."""
     groups: dict[object, list[int]] = {}
-    for rank, value in zip(ranks, told, strict=True):
+    for rank, value in zip(ranks, values, strict=True):
         groups.setdefault(value, []).append(rank)
     if len(groups) == 1:
         return ""

@@ -29,7 +29,7 @@ class SaveClock:
             self.wanted += 1
 
     def agree(self, wanted: int) -> None:
-        """All ranks know what the first one wants."""
+        """Note what the first rank wants, once all ranks know it."""
         self._agreed = max(self._agreed, wanted)
 
     @property
@@ -38,7 +38,7 @@ class SaveClock:
         return self._agreed > self._begun
 
     def begin(self) -> None:
-        """A checkpoint is being written, for whatever reason."""
+        """Note that a checkpoint is being written, for whatever reason."""
         self._begun, self._since = self._agreed, time.monotonic()
 
 

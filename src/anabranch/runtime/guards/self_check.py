@@ -34,6 +34,7 @@ from anabranch.runtime.placement import roomy_home
 from anabranch.runtime.reference import (
     draws_random,
     largest_distance,
+    num_samples,
     reference,
     require_repeatable,
     take,
@@ -147,7 +148,7 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
     """The samples of two micro-batches, as small as the smallest of the plan; of one, of two
     samples at least, with batch normalisation, or where there are no more samples.
     """
-    available = int(next(iter(leaves.values())).shape[0])
+    available = num_samples(leaves)
     size = max(1, min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages))
     if steps.captured.graph.normalised or available < 2 * size:
         return [(0, min(available, max(size, 2)))]
@@ -186,7 +187,7 @@ def _digest(gradient: Tensor | None) -> Tensor:
 def _difference(
     names: list[str],
     types: Mapping[str, torch.dtype],
-    mine: Tensor,
+    own: Tensor,
     eager: Tensor,
     tolerances: Mapping[torch.dtype, float],
 ) -> str:
@@ -194,15 +195,15 @@ def _difference(
     does, or nothing.
     """
     floor = _NOISE * float(torch.linalg.vector_norm(eager[:-1, 0])) + 1e-30
-    norms = dict(zip(names, torch.maximum(eager[:, 0], mine[:, 0]).tolist(), strict=False))
+    norms = dict(zip(names, torch.maximum(eager[:, 0], own[:, 0]).tolist(), strict=False))
     distance, worst = largest_distance(
-        dict(zip(names, mine, strict=False)),
+        dict(zip(names, own, strict=False)),
         dict(zip(names, eager, strict=False)),
         lambda name: tolerances.get(types[name], _COARSE) * norms[name] + floor,
     )
     if distance > 1.0 or math.isnan(distance):
         return worst
-    ours, theirs = float(mine[-1, 0]), float(eager[-1, 0])
+    ours, theirs = float(own[-1, 0]), float(eager[-1, 0])
     allowed = max(tolerances.values(), default=_COARSE) * max(abs(theirs), 1e-3)
     return "" if abs(ours - theirs) <= allowed else "loss"
 
@@ -212,34 +213,30 @@ def _sliced(
 ) -> TrainingError:
     """Micro-batches make another loss, and the graph does not tell why."""
     size = cuts[-1][1]
+    suspects = " or ".join(captured.assumed) or "an index along them"
     return TrainingError(
         f"micro-batches change what {type(captured.module).__name__} is trained on: for {size} "
         f"samples at once its loss is {theirs:.6g}, for {len(cuts)} micro-batches "
         f"{ours:.6g}, although the graph says that the loss is a {captured.graph.loss_kind} over "
-        f"the samples; something computes across samples, such as {_suspects(captured)}: train "
+        f"the samples; something computes across samples, such as {suspects}: train "
         "with one micro-batch of the whole batch and no replicas (--microbatch-size, "
         f"--max-replicas 1), or compute it per sample; {_ALL_THE_SAME}"
     )
 
 
-def _suspects(captured: Captured) -> str:
-    return " or ".join(captured.assumed) or "an index along them"
-
-
-def _other(worst: str, names: list[str], mine: Tensor, eager: Tensor, size: int) -> TrainingError:
+def _other(worst: str, names: list[str], own: Tensor, eager: Tensor, size: int) -> TrainingError:
     """The pipeline is not the module."""
-    ours, theirs = float(mine[-1, 0]), float(eager[-1, 0])
+    losses = f"{float(own[-1, 0]):.6g}, in one process {float(eager[-1, 0]):.6g}"
     if worst == "loss":
-        return TrainingError(
-            f"the pipeline's loss is not the model's: {ours:.6g}, in one process {theirs:.6g} "
-            f"(first {size} samples); the model does something in Python that tracing loses; "
-            f"anabranch verify has more, {_ALL_THE_SAME}"
+        what, numbers = "loss", f"{losses} (first {size} samples)"
+    else:
+        what, i = f"gradient of {worst}", names.index(worst)
+        numbers = (
+            f"its norm is {float(own[i, 0]):.6g}, in one process {float(eager[i, 0]):.6g} (first "
+            f"{size} samples; loss {losses})"
         )
-    i = names.index(worst)
     return TrainingError(
-        f"the pipeline's gradient of {worst} is not the model's: its norm is "
-        f"{float(mine[i, 0]):.6g}, in one process {float(eager[i, 0]):.6g} (first {size} samples; "
-        f"loss {ours:.6g} and {theirs:.6g}); the model does something "
-        "in Python that tracing loses, such as a custom autograd.Function, a hook, or state that "
-        f"changes from call to call; anabranch verify has more, {_ALL_THE_SAME}"
+        f"the pipeline's {what} is not the model's: {numbers}; the model does something in Python "
+        "that tracing loses, such as a custom autograd.Function, a hook, or state that changes "
+        f"from call to call; anabranch verify has more, {_ALL_THE_SAME}"
     )

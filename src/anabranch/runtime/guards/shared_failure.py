@@ -7,14 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from torch._C._distributed_c10d import Store
+
 from anabranch.errors import NonFiniteError, StageFailedError
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.failure import Failure, PeerLostError, located
 from anabranch.runtime.process_groups import run_store
 
 FAILURE_KEY = "anabranch/failure"
-_GRACE_S = 1.0
-"""Seconds that a rank whose connections broke waits for the rank that failed to say so."""
+GRACE_S = 1.0
+"""Seconds that a rank has to say why it failed once others have lost it, or to end by itself once
+another has said so.
+"""
 
 
 class SharedFailure:
@@ -63,13 +67,11 @@ class SharedFailure:
         """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return lost
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         while not (text := _published()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if text and not text.startswith(f"{self._rank}:"):
-            return SystemExit(
-                f"rank {self._rank} stops, because rank {text.partition(':')[0]} failed"
-            )
+            return SystemExit(stops_because_of(text, self._rank))
         error = StageFailedError(
             f"rank {self._rank} lost another rank, which was killed or ended outside of the steps: "
             f"{lost}"
@@ -80,6 +82,15 @@ class SharedFailure:
 
 def _published() -> str:
     with suppress(RuntimeError, ValueError):
-        if run_store().check([FAILURE_KEY]):
-            return str(run_store().get(FAILURE_KEY).decode())
+        return failure_in(run_store())
     return ""
+
+
+def failure_in(store: Store) -> str:
+    """Return the first failure, as ``rank: message``; empty if there is none."""
+    return str(store.get(FAILURE_KEY).decode()) if store.check([FAILURE_KEY]) else ""
+
+
+def stops_because_of(failure: str, rank: int) -> str:
+    """Text for the end of a rank that another one's failure ends."""
+    return f"rank {rank} stops, because rank {failure.partition(':')[0]} failed"

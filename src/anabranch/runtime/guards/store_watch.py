@@ -18,41 +18,39 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.runtime.guards.heartbeat import Watch, heartbeat
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.guards.shared_failure import FAILURE_KEY
+from anabranch.runtime.guards.shared_failure import (
+    FAILURE_KEY,
+    GRACE_S,
+    failure_in,
+    stops_because_of,
+)
 from anabranch.runtime.process_groups import run_store
 
 _READERS = 2
-_GRACE_S = 1.0
-"""Seconds that a rank has to end by itself when another one has told why the run ends."""
-
-
-class _HasClone(Protocol):
-    """A store that other threads can have a connection of their own to."""
-
-    def clone(self) -> Store:
-        """The same store through another connection."""
+"""Ranks that read the heartbeats of all, from rank 0 on."""
 
 
 def watch_ranks(rank: int, size: int, timeout_s: float) -> StoreWatch | None:
     """Watch under torchrun that the ranks go on; the parent of local ranks watches them itself."""
     if size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
+    store: Any = run_store()
     # Every store of torch has it; its stubs do not.
-    return StoreWatch(cast("_HasClone", run_store()).clone(), rank, size, timeout_s)
+    return StoreWatch(store.clone(), rank, size, timeout_s)
 
 
 class StoreWatch:
-    """One rank's thread.
+    """One rank's threads: one tells its heartbeat and reads others, one misses the store.
 
     Args:
-        store: which the thread has for itself.
+        store: a connection of its own.
         timeout_s: seconds without progress of any rank, or without the store.
         end: ends the process, by default at once.
     """
@@ -99,31 +97,29 @@ class StoreWatch:
             beat += 1
             try:
                 self._tell(beat)
-                told_why = self._failure()
-                found = None if told_why else self._look()
+                failure = failure_in(self._store)
+                problem = None if failure else self._look()
                 self._reached = time.monotonic()
             except (RuntimeError, ValueError):
                 continue
-            if told_why:
+            if failure:
                 # The rank itself knows better; it may be unable to.
                 self._reached = math.inf
-                if not self._closed.wait(_GRACE_S):
-                    culprit = told_why.partition(":")[0]
-                    text = f"rank {self._rank} stops, because rank {culprit} failed"
-                    self._leave(StageFailedError(text))
+                if not self._closed.wait(GRACE_S):
+                    self._leave(StageFailedError(stops_because_of(failure, self._rank)))
                 return
-            if found is not None:
+            if problem is not None:
                 with suppress(RuntimeError, ValueError):
-                    self._store.compare_set(FAILURE_KEY, "", f"{self._rank}: {found}")
+                    self._store.compare_set(FAILURE_KEY, "", f"{self._rank}: {problem}")
                     time.sleep(self._interval_s)  # others read it, if this rank has the store
-                self._leave(found)
+                self._leave(problem)
                 return
 
     def _watch_store(self) -> None:
         while not self._closed.wait(self._interval_s):
             silent_s = time.monotonic() - self._reached
             if silent_s > self._timeout_s:
-                where = POSITION or "outside of the steps"
+                where = str(POSITION) or "outside of the steps"
                 self._leave(
                     StageFailedError(
                         f"rank {self._rank} has not reached the store of the run at "
@@ -137,9 +133,6 @@ class StoreWatch:
         numbers = " ".join(map(str, [beat, *heartbeat()]))
         self._store.set(f"anabranch/at/{self._rank}", numbers)
 
-    def _failure(self) -> str:
-        return self._store.get(FAILURE_KEY).decode() if self._store.check([FAILURE_KEY]) else ""
-
     def _look(self) -> AnabranchError | None:
         """Return why the run cannot go on, if this rank is one of the readers."""
         if self._rank >= _READERS:
@@ -150,14 +143,12 @@ class StoreWatch:
             if not self._store.check([key]):
                 continue
             beat, *ints = map(int, self._store.get(key).split())
-            if ints:
-                self._heartbeats[rank] = ints
-                if rank not in self._beats or self._beats[rank][0] != beat:
-                    self._beats[rank] = beat, now
-            else:
+            if not ints:
                 self._beats.pop(rank, None)
-            if rank in self._heartbeats:
-                self._watch.note(rank, self._heartbeats[rank], now, is_done=not ints)
+            elif rank not in self._beats or self._beats[rank][0] != beat:
+                self._beats[rank] = beat, now
+            self._heartbeats[rank] = ints or self._heartbeats.get(rank, [])
+            self._watch.note(rank, self._heartbeats[rank], now, is_done=not ints)
         silent = {r for r, (_, since) in self._beats.items() if now - since > self._timeout_s / 2}
         return self._watch.problem(now, silent)
 

@@ -11,24 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Protocol
 
 import torch
 
+Mark = torch.cuda.Event | float
+"""A moment in the compute stream of a GPU, or seconds of ``time.perf_counter``."""
 
-class StreamEvent(Protocol):
-    """A moment in a stream: ``torch.cuda.Event``."""
+_SIZE = {"cpu": 256, "cuda": 2048}
+"""Rows of square matrices whose product takes a millisecond or so."""
 
-    def synchronize(self) -> None:
-        """Wait until it has come."""
-        ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds to another event."""
-        ...
-
-
-Mark = StreamEvent | float
+_REPEATS = 15
+"""Products of which the quicker half counts."""
 
 
 class Clock:
@@ -38,9 +31,9 @@ class Clock:
         event: puts an event into the compute stream of a GPU; None for a CPU.
     """
 
-    def __init__(self, event: Callable[[], StreamEvent] | None = None) -> None:
+    def __init__(self, event: Callable[[], torch.cuda.Event] | None = None) -> None:
         self._event = event
-        self._first: StreamEvent | None = None
+        self._first: torch.cuda.Event | None = None
         self._first_s, self._records = 0.0, False
 
     def begin(self) -> None:
@@ -65,10 +58,11 @@ class Clock:
         """Convert marks into the time of ``time.perf_counter``."""
         return [mark if isinstance(mark, float) else self._seconds(mark) for mark in marks]
 
-    def _seconds(self, mark: StreamEvent) -> float:
+    def _seconds(self, mark: torch.cuda.Event) -> float:
         assert self._first is not None
         mark.synchronize()
-        return self._first_s + self._first.elapsed_time(mark) / 1e3
+        milliseconds: float = self._first.elapsed_time(mark)
+        return self._first_s + milliseconds / 1e3
 
 
 def clock_of(place: torch.device) -> Clock:
@@ -76,9 +70,27 @@ def clock_of(place: torch.device) -> Clock:
     if place.type != "cuda":
         return Clock()
 
-    def event() -> StreamEvent:
-        made = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        made.record(torch.cuda.current_stream(place))
-        return made
+    def marked() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(place))
+        return event
 
-    return Clock(event)
+    return Clock(marked)
+
+
+def yardstick_s(place: torch.device) -> float:
+    """Measure a fixed piece of work, which shows how fast each device is if all ranks do it at the
+    same time. Its quick half counts: what interrupts a process is none of its device's slowness,
+    but what shares the processor with it is.
+    """
+    size = _SIZE.get(place.type, 256)
+    matrix = torch.ones(size, size, device=place)
+    taken = []
+    for _ in range(_REPEATS):
+        began = perf_counter()
+        torch.mm(matrix, matrix)
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        taken.append(perf_counter() - began)
+    quick = sorted(taken[1:])[: _REPEATS // 2]
+    return sum(quick) / len(quick)

@@ -24,13 +24,13 @@ def gather_timeline(
             of all ranks counts.
     """
     actions = {device: executed(worker.schedule, worker.graph, device) for device in mesh.devices}
-    rows = max(len(mine) for mine in actions.values()) + 1
-    mine = torch.zeros((rows, 2), dtype=torch.float64)
+    rows = max(map(len, actions.values())) + 1
+    times = torch.zeros((rows, 2), dtype=torch.float64)
     seconds = worker.clock.seconds([mark for pair in outcome.times for mark in pair])
     for i, (begun, done) in enumerate(zip(seconds[::2], seconds[1::2], strict=True)):
-        mine[i, 0], mine[i, 1] = begun - start, done - start
-    mine[-1, 0], mine[-1, 1] = end - start, lead
-    gathered = mesh.all_gather(mine)
+        times[i, 0], times[i, 1] = begun - start, done - start
+    times[-1, 0], times[-1, 1] = end - start, lead
+    gathered = mesh.all_gather(times)
     lead = max(float(times[-1, 1]) for times in gathered)
     spans = tuple(
         Span(device, lead + float(times[i, 0]), lead + float(times[i, 1]), action)

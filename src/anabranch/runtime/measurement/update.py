@@ -23,13 +23,14 @@ from anabranch.runtime.data_parallel.gradients import clip
 from anabranch.runtime.numerics.nonfinite import bad_names
 from anabranch.workload import Workload
 
-MOST_BYTES = 2**28
+_MOST_BYTES = 2**28
 """Parameters that are updated for a measurement, at most; the largest ones stay out."""
 
-CACHE_BYTES = 2**25
+_CACHE_BYTES = 2**25
 """More than the caches of a processor core hold."""
 
 _REPEATS, _BUDGET_S = 9, 2.0
+"""Updates that are timed, and the seconds after which fewer are."""
 
 
 def measure_update(workload: Workload, *, device: torch.device | str = "cpu") -> UpdateCost:
@@ -52,7 +53,7 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
     named = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
     for name, parameter in sorted(named, key=lambda entry: entry[1].nbytes):
         total += parameter.nbytes
-        if chosen and total > MOST_BYTES:
+        if chosen and total > _MOST_BYTES:
             break
         chosen.append((name, parameter))
     if not chosen:
@@ -75,7 +76,7 @@ def _seconds(
         values = torch.full_like(parameter, 1e-3, device=place, memory_format=torch.preserve_format)
         copies[name] = nn.Parameter(values)
     optimizer = workload.make_optimizer(list(copies.items()))
-    other = torch.zeros(CACHE_BYTES // 4, device=place)
+    other = torch.zeros(_CACHE_BYTES // 4, device=place)
     taken: list[float] = []
     deadline = time.perf_counter() + _BUDGET_S
     for repeat in range(-2, _REPEATS):
@@ -123,10 +124,10 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> UpdateCost
         # Relative errors count, or the smallest update would not.
         weights = 1 / np.array(seconds)
         scale = table.max(axis=0)
-        found = np.linalg.lstsq(table / scale * weights[:, None], np.ones(len(rows)), rcond=None)[0]
-        if (found >= 0).all():
-            terms = [0.0] * left_out + (found / scale).tolist()
-            return UpdateCost(*terms)
+        terms = np.linalg.lstsq(table / scale * weights[:, None], np.ones(len(rows)), rcond=None)[0]
+        if (terms >= 0).all():
+            figures = [0.0] * left_out + (terms / scale).tolist()
+            return UpdateCost(*figures)
     return UpdateCost(0.0, 0.0, max(s / row[2] for s, row in zip(seconds, rows, strict=True)))
 
 

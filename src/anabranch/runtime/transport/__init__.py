@@ -10,9 +10,8 @@ sent. Both ends know shapes and element types beforehand, so nothing but the num
 base             what every transport does
 host             through shared memory, between ranks of one host: memory, log, meeting
 process_group    through torch.distributed (Gloo)
-packing, pool    a message as one piece of memory, and such memory
+packing          a message as one piece of memory
 nccl             between ranks with a GPU each
-staged, copies   GPUs without NCCL, through the host
 router           several transports as one
 """
 
@@ -22,7 +21,6 @@ from anabranch.runtime.transport.meeting import Meeting, meet
 from anabranch.runtime.transport.nccl import NcclTransport
 from anabranch.runtime.transport.process_group import ProcessGroupTransport
 from anabranch.runtime.transport.router import Router
-from anabranch.runtime.transport.staged import StagedTransport
 
 __all__ = [
     "Channel",
@@ -33,7 +31,6 @@ __all__ = [
     "Receipt",
     "Router",
     "Spec",
-    "StagedTransport",
     "Transport",
     "guarded",
     "lost",

@@ -43,10 +43,6 @@ class Transport(Protocol):
         """Post a receive for the next message of a rank and tag, whose specs both ends know."""
         ...
 
-    def push(self) -> None:
-        """Hand over everything that was sent; called before this rank waits for anything else."""
-        ...
-
     def flush(self) -> None:
         """Wait until what was sent arrives even if this rank ends."""
         ...

@@ -2,8 +2,7 @@
 
 Gloo takes 100 us and more for the smallest message. Here the sender copies its tensors once, into
 shared memory (``memory``), and notes that in a ``log`` without end; the receiver builds tensors on
-top of a large message and copies a small one. So a send never waits, and what was sent is the
-receiver's even if the sender ends.
+top of it. So a send never waits, and what was sent is the receiver's even if the sender ends.
 
 An event (eventfd) of each receiver of a pair wakes it where it waits. A byte in a socket or a pipe
 would do so too, but it tells Linux that its sender is about to sleep: the receiver then takes the
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.transport.base import Receipt, Spec, listed
-from anabranch.runtime.transport.log import Record, inline
+from anabranch.runtime.transport.log import Record
 from anabranch.runtime.transport.meeting import Meeting, Peer
 from anabranch.runtime.transport.memory import Segment
 from anabranch.runtime.transport.packing import pack, packing_of, specs_of, unpack
@@ -58,22 +57,16 @@ class HostTransport:
             raise PeerLostError("this rank has broken its connections")
         line = self._lines[rank]
         packing = packing_of(specs_of(tensors))
-        place = inline(packing.nbytes)
-        if place is not None:
-            memory, start, address = line.peer.writer.reserve(packing.nbytes)
-        else:
-            chunk, index = self._segment.take(packing.nbytes)
-            place, memory, start = chunk.place(index), chunk.memory, chunk.start(index)
-            address = chunk.address + start
-        pack(tensors, packing, memory, start, address)
-        line.peer.writer.write(Record(tag, packing.nbytes, len(tensors), packing.signature, place))
+        chunk, index = self._segment.take(packing.nbytes)
+        start = chunk.start(index)
+        pack(tensors, packing, chunk.memory[start:], chunk.address + start)
+        line.peer.writer.write(
+            Record(tag, packing.nbytes, len(tensors), packing.signature, chunk.place(index))
+        )
         line.peer.wakes_peer.set()
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         return self._lines[rank].post(tuple(specs), device, tag)
-
-    def push(self) -> None:
-        """See ``Transport``; what was sent has been handed over."""
 
     def flush(self) -> None:
         """See ``Transport``; what was sent is the receiver's already."""
@@ -81,11 +74,6 @@ class HostTransport:
     def close(self) -> None:
         _OPEN.discard(self)
         self._close()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of memory that the messages of this rank occupy, including those that are free."""
-        return self._segment.used_bytes
 
     def _disown(self) -> None:
         for line in self._lines.values():
@@ -98,7 +86,7 @@ class _Awaited:
 
     __slots__ = ("data", "device", "line", "record", "specs")
     record: Record
-    data: memoryview | bytearray | None
+    data: memoryview | None
 
     def __init__(
         self, line: _PeerConnection, specs: tuple[Spec, ...], device: torch.device
@@ -118,17 +106,14 @@ class _Awaited:
                 f"came where {packing.nbytes} bytes of {listed(self.specs)} were expected"
             )
         tensors = unpack(packing, data)
-        if self.device.type != "cpu":
-            return [tensor.to(self.device) for tensor in tensors]
-        # Only memory of a block is aligned.
-        return tensors if isinstance(data, memoryview) else [tensor.clone() for tensor in tensors]
+        return [tensor.to(self.device) for tensor in tensors]
 
 
 @dataclass(slots=True)
 class _ReceiveQueue:
     """Messages that nobody has asked for, or receives that nothing has come for."""
 
-    arrived: deque[tuple[Record, memoryview | bytearray]]
+    arrived: deque[tuple[Record, memoryview]]
     posted: deque[_Awaited]
 
 
@@ -171,11 +156,11 @@ class _PeerConnection:
         wakes = self.peer.wakes
         if wakes.closed:
             return "this rank has broken it"
-        found = self._poll.poll(1e3 * max(self._timeout, 1e-3))
-        if not found:
+        ready = self._poll.poll(1e3 * max(self._timeout, 1e-3))
+        if not ready:
             return f"no message within {self._timeout:g} s"
         # A peer that has ended has woken this rank before, if it has sent anything.
-        if all(events != select.POLLIN for _, events in found) or wakes.closed:
+        if all(events != select.POLLIN for _, events in ready) or wakes.closed:
             return "it has ended"
         wakes.clear()
         return ""

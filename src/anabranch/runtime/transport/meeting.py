@@ -3,9 +3,9 @@
 Everybody says in a small collective which host it is on and where it listens (a socket in the
 abstract namespace of Linux). Then, in steps that end with a collective each::
 
-    connect to lower ranks of the host, say hello   | collective |
-    take the connections of higher ranks, answer    | collective |
-    read the answers                                | collective | compare
+    connect to lower ranks of the host             | collective |
+    accept those of higher ranks, say hello to all | collective |
+    read their hellos                              | collective | compare
 
 A hello has the descriptors of the segment and of an event that wakes who says it, and where the
 messages to this peer begin. Two ranks are connected if both say so; otherwise (another host or
@@ -20,9 +20,9 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
@@ -32,7 +32,9 @@ from anabranch.runtime.transport.memory import BlockAddress, Segment, Window
 Exchange = Callable[[bytes], list[bytes]]
 """A collective: everybody's bytes, of one length, by rank."""
 
-_NAME_BYTES = 16
+_HOST_BYTES, _NAME_BYTES = 32, 16
+"""Of what every rank says first: a digest of its host, and a random name to listen under."""
+
 _HELLO = struct.Struct("<q8q")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -60,8 +62,8 @@ class Peer:
 
     Attributes:
         socket: carries nothing; the kernel closes it when the peer ends.
-        wakes: what it has written wakes this rank through this event.
-        wakes_peer: likewise the peer.
+        wakes: event through which the peer wakes this rank when it has written.
+        wakes_peer: event through which this rank wakes the peer.
     """
 
     socket: socket.socket
@@ -77,85 +79,70 @@ class Peer:
             end.close()
 
 
-@dataclass(frozen=True)
-class _Heard:
-    """The hello of a peer."""
-
-    rank: int
-    segment: int
-    wakes: Event
-    begin: tuple[BlockAddress, BlockAddress]
-
-    def close(self) -> None:
-        self.wakes.close()
-        os.close(self.segment)
-
-
-@dataclass
-class _Arrival:
-    """A connection on its way."""
-
-    socket: socket.socket
-    writer: Writer
-    wakes: Event
-    heard: _Heard | None = None
-
-    def close(self) -> None:
-        self.socket.close()
-        self.wakes.close()
-
-
 @dataclass
 class Meeting:
     """Connections to the ranks of one host; without a segment there are none."""
 
     segment: Segment | None
-    peers: dict[int, Peer] = field(default_factory=dict)
+    peers: dict[int, Peer]
 
 
 def meet(rank: int, exchange: Exchange) -> Meeting:
     """Connect this rank to the others of its host; all ranks of the run call it."""
-    listener, segment = _opened()
     name = secrets.token_bytes(_NAME_BYTES)
-    try:
-        if listener is not None:
-            listener.bind(_address(name))
-            listener.listen(1024)
-        cards = exchange(_host() + name if listener is not None else bytes(32 + _NAME_BYTES))
-        mine = cards[rank][:32]
-        neighbours = [
-            r for r, card in enumerate(cards) if r != rank and any(mine) and card[:32] == mine
-        ]
-        arrivals: dict[int, _Arrival] = {}
-        if segment is not None:
-            lower = {r: _address(cards[r][32:]) for r in neighbours if r < rank}
-            arrivals = _connected(rank, lower, segment)
-        exchange(b"-")
-        if segment is not None and listener is not None:
-            arrivals |= _accepted(rank, {r for r in neighbours if r > rank}, listener, segment)
-    finally:
-        if listener is not None:
-            listener.close()
+    segment, listener = _opened(name)
+    host = bytes(_HOST_BYTES) if segment is None else _host()
+    cards = exchange(host + name)
+    lower = [card[_HOST_BYTES:] for card in cards[:rank] if card[:_HOST_BYTES] == host]
+    ends = _connected(lower) if any(host) else []
     exchange(b"-")
-    arrivals = _answered(arrivals)
-    said = exchange(bytes(r in arrivals for r in range(len(cards))))
-    return _agreed(rank, arrivals, said, segment)
+    if listener is not None:
+        ends += _accepted(listener)
+        listener.close()
+    hellos = []
+    for end in ends:
+        assert segment is not None
+        try:
+            hellos.append((end, *_say_hello(end, rank, segment)))
+        except OSError:
+            end.close()
+    exchange(b"-")
+    peers: dict[int, Peer] = {}
+    for end, writer, wakes in hellos:
+        try:
+            other, window, reader, wakes_peer = _hear_hello(end)
+            peers[other] = Peer(end, writer, reader, window, wakes, wakes_peer)
+        except OSError:
+            end.close()
+            wakes.close()
+    said = exchange(bytes(other in peers for other in range(len(cards))))
+    for other in [other for other in peers if not said[other][rank]]:
+        peer = peers.pop(other)
+        peer.close()
+        peer.window.close()
+    if segment is not None and not peers:  # nobody would close it
+        segment.close()
+        segment = None
+    return Meeting(segment, peers)
 
 
-def _opened() -> tuple[socket.socket | None, Segment | None]:
+def _opened(name: bytes) -> tuple[Segment | None, socket.socket | None]:
+    """Open this rank's memory, and listen under a name; nothing where one of both cannot be."""
     if sys.platform != "linux":
-        return None, None
-    try:
-        segment = Segment()
-    except OSError:
         return None, None
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError:
-        segment.close()
+        return None, None
+    try:
+        segment = Segment()
+    except OSError:
+        listener.close()
         return None, None
     listener.setblocking(False)
-    return listener, segment
+    listener.bind(_address(name))
+    listener.listen(1024)
+    return segment, listener
 
 
 def _host() -> bytes:
@@ -164,7 +151,7 @@ def _host() -> bytes:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespace = os.stat("/proc/self/ns/net").st_ino
     except OSError:
-        return bytes(32)
+        return bytes(_HOST_BYTES)
     return hashlib.sha256(f"{boot} {namespace} {os.getuid()}".encode()).digest()
 
 
@@ -172,100 +159,50 @@ def _address(name: bytes) -> bytes:
     return b"\0anabranch-" + name.hex().encode()
 
 
-def _connected(rank: int, addresses: dict[int, bytes], segment: Segment) -> dict[int, _Arrival]:
-    """Connections to lower ranks. A listener that has been bound takes them at once, or never."""
-    result = {}
-    for peer, address in addresses.items():
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+def _connected(names: Iterable[bytes]) -> list[socket.socket]:
+    """Connect to listeners, which have been bound: they take a connection at once, or never."""
+    ends: list[socket.socket] = []
+    for name in names:
+        with suppress(OSError):
+            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             end.setblocking(False)
-            end.connect(address)
-            result[peer] = _say_hello(end, rank, segment)
-        except OSError:
-            end.close()
-    return result
+            ends.append(end)  # one that is refused gets no hello
+            end.connect(_address(name))
+    return ends
 
 
-def _accepted(
-    rank: int, expected: set[int], listener: socket.socket, segment: Segment
-) -> dict[int, _Arrival]:
-    """Connections of higher ranks, which have all been made by now."""
-    result: dict[int, _Arrival] = {}
-    while len(result) < len(expected):
+def _accepted(listener: socket.socket) -> list[socket.socket]:
+    """Accept the connections to this rank, which have all been made by now."""
+    ends: list[socket.socket] = []
+    while True:
         try:
             end, _ = listener.accept()
         except OSError:
-            break
+            return ends
         end.setblocking(False)
-        with suppress(OSError), ExitStack() as undo:
-            undo.callback(end.close)
-            heard = _hear_hello(end)
-            undo.callback(heard.close)
-            arrival = _say_hello(end, rank, segment)
-            undo.callback(arrival.close)
-            if heard.rank in expected:
-                arrival.heard = heard
-                result[heard.rank] = arrival
-                undo.pop_all()
-    return result
+        ends.append(end)
 
 
-def _say_hello(end: socket.socket, rank: int, segment: Segment) -> _Arrival:
-    """A connection whose peer has been told of this rank."""
-    arrival = _Arrival(end, Writer(segment), Event())
-    counter, first = arrival.writer.begin
-    hello = _HELLO.pack(rank, *counter, *first)
-    socket.send_fds(end, [hello], [segment.file, arrival.wakes.fileno()])
-    return arrival
-
-
-def _hear_hello(end: socket.socket) -> _Heard:
-    """Receive the hello of a peer; OSError if it is of another user."""
+def _say_hello(end: socket.socket, rank: int, segment: Segment) -> tuple[Writer, Event]:
+    """Tell a peer of this rank; OSError if it is of another user, or gone."""
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(raw)[1] != os.getuid():
         raise PermissionError("a connection of another user")
+    writer, wakes = Writer(segment), Event()
+    counter, first = writer.begin
+    hello = _HELLO.pack(rank, *counter, *first)
+    socket.send_fds(end, [hello], [segment.file, wakes.fileno()])
+    return writer, wakes
+
+
+def _hear_hello(end: socket.socket) -> tuple[int, Window, Reader, Event]:
+    """Receive the hello of a peer; OSError if there is none."""
     hello, files, _, _ = socket.recv_fds(end, _HELLO.size, 2)
     if len(hello) != _HELLO.size or len(files) != 2:
         for file in files:
             os.close(file)
         raise ConnectionError("a hello without a segment")
     rank, *numbers = _HELLO.unpack(hello)
+    window = Window(files[0])
     begin = BlockAddress(*numbers[:4]), BlockAddress(*numbers[4:])
-    return _Heard(rank, files[0], Event(files[1]), begin)
-
-
-def _answered(arrivals: dict[int, _Arrival]) -> dict[int, _Arrival]:
-    """Receive the hellos of lower ranks; return connections whose hello was received."""
-    result = {}
-    for peer, arrival in arrivals.items():
-        if arrival.heard is None:
-            try:
-                arrival.heard = _hear_hello(arrival.socket)
-            except OSError:
-                arrival.close()
-                continue
-        result[peer] = arrival
-    return result
-
-
-def _agreed(
-    rank: int, arrivals: dict[int, _Arrival], said: list[bytes], segment: Segment | None
-) -> Meeting:
-    """Keep the connections that both ends have."""
-    meeting = Meeting(segment)
-    for peer, arrival in sorted(arrivals.items()):
-        heard = arrival.heard
-        assert heard is not None
-        if not said[peer][rank]:
-            arrival.close()
-            heard.close()
-            continue
-        window = Window(heard.segment)
-        reader = Reader(window, heard.begin)
-        meeting.peers[peer] = Peer(
-            arrival.socket, arrival.writer, reader, window, arrival.wakes, heard.wakes
-        )
-    if segment is not None and not meeting.peers:  # nobody would close it
-        segment.close()
-        meeting.segment = None
-    return meeting
+    return rank, window, Reader(window, begin), Event(files[1])

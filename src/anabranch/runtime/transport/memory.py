@@ -28,8 +28,11 @@ from typing import NamedTuple
 import torch
 
 _FLAGS_BYTES = mmap.PAGESIZE
-_SMALLEST = mmap.PAGESIZE
+"""A page at the start of a chunk, of which each block's flag is one byte."""
+
 _MOST_BLOCKS = 64
+"""Blocks of a chunk, at most; where more are taken, further chunks follow."""
+
 _IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -131,7 +134,7 @@ class Segment:
 
     def take(self, nbytes: int) -> tuple[Chunk, int]:
         """A block of at least that size, as its chunk and its index there."""
-        block_bytes = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        block_bytes = max(mmap.PAGESIZE, 1 << (nbytes - 1).bit_length())
         chunks = self._chunks.setdefault(block_bytes, [])
         for chunk in chunks:
             index = chunk.take()
@@ -147,11 +150,6 @@ class Segment:
         offset, self._end = self._end, self._end + chunk_bytes(block_bytes, num_blocks)
         os.ftruncate(self.file, self._end)
         return Chunk(self.file, offset, block_bytes, num_blocks)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of memory that the segment occupies."""
-        return os.fstat(self.file).st_blocks * 512
 
     def close(self) -> None:
         """Let go of the file; what others have of it stays."""

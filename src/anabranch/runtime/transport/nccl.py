@@ -30,8 +30,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +44,7 @@ NUM_STREAMS = 32
 """Streams in PyTorch's pool of high priority."""
 
 _POLL_S = 1e-4
+"""Seconds between two looks at sends that have to be done."""
 
 
 def require_streams(channels: Collection[Channel]) -> None:
@@ -59,38 +59,8 @@ def require_streams(channels: Collection[Channel]) -> None:
         )
 
 
-class Fence(Protocol):
-    """A place in the compute stream: ``torch.cuda.Event``."""
-
-    def query(self) -> bool:
-        """Return True if the GPU has reached the event."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-        ...
-
-
-class Wire(Protocol):
-    """The channels of one rank, and its compute stream."""
-
-    def send(self, channel: Channel, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        """Start to send when the compute stream has made the tensors."""
-        ...
-
-    def receive(
-        self, channel: Channel, specs: Sequence[Spec], device: torch.device
-    ) -> tuple[list[dist.Work], list[Tensor]]:
-        """Start to receive, whatever the compute stream does."""
-        ...
-
-    def fence(self) -> Fence:
-        """Behind all that the compute stream has been given so far."""
-        ...
-
-
 class GpuWire:
-    """A ``Wire`` of one GPU."""
+    """The channels of one rank with a GPU, and its compute stream."""
 
     def __init__(
         self, groups: Mapping[Channel, dist.ProcessGroup], rank: int, place: torch.device
@@ -106,11 +76,13 @@ class GpuWire:
             torch.cuda.synchronize(self._place)
 
     def send(self, channel: Channel, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        """Start to send when the compute stream has made the tensors."""
         return self._start(channel, tensors)
 
     def receive(
         self, channel: Channel, specs: Sequence[Spec], device: torch.device
     ) -> tuple[list[dist.Work], list[Tensor]]:
+        """Start to receive, whatever the compute stream does."""
         with torch.cuda.stream(self._ahead):
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
             filled = [tensor for tensor in tensors if tensor.numel()]
@@ -124,7 +96,8 @@ class GpuWire:
         operations = [dist.P2POp(operation, tensor, other, group) for tensor in tensors]
         return guarded(lambda: dist.batch_isend_irecv(operations))
 
-    def fence(self) -> Fence:
+    def fence(self) -> torch.cuda.Event:
+        """Mark the place behind all that the compute stream has been given so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._place))
         return event
@@ -135,7 +108,7 @@ class _PostedChannel:
     """One channel's receives to be posted, and where the GPU takes the host's last message."""
 
     waiting: deque[_Receive] = field(default_factory=deque)
-    taken: Fence | None = None
+    taken: torch.cuda.Event | None = None
 
 
 class NcclTransport:
@@ -147,7 +120,7 @@ class NcclTransport:
         self,
         rank: int,
         channels: Collection[Channel],
-        wire: Wire,
+        wire: GpuWire,
         place: torch.device,
         timeout: float,
         otherwise: Transport,
@@ -166,7 +139,7 @@ class NcclTransport:
             self._otherwise.send(tensors, rank, tag)
             return
         self._let_go()
-        self._post_due()
+        self.post_due()
         moved = [
             tensor.detach()
             .to(self._place, non_blocking=True)
@@ -186,17 +159,14 @@ class NcclTransport:
             return self._otherwise.receive(specs, device, rank, tag)
         receive = _Receive(self, line, Channel(rank, self._rank, tag), tuple(specs), device)
         line.waiting.append(receive)
-        self._post_due()
+        self.post_due()
         return receive
 
-    def _post_due(self) -> None:
+    def post_due(self) -> None:
+        """Post the receives for which the GPU is far enough."""
         for line in self._lines.values():
             while line.waiting and line.waiting[0].is_due:
                 line.waiting.popleft().post()
-
-    def push(self) -> None:
-        self._post_due()
-        self._otherwise.push()
 
     def flush(self) -> None:
         self._otherwise.flush()
@@ -208,18 +178,12 @@ class NcclTransport:
             time.sleep(_POLL_S if self._sends else 0)
 
     def _let_go(self) -> None:
-        while self._sends and all(
-            guarded(partial(_is_completed, work)) for work in self._sends[0][0]
-        ):
+        while self._sends and all(guarded(work.is_completed) for work in self._sends[0][0]):
             self._sends.popleft()
 
     def close(self) -> None:
         self._otherwise.close()
         self._sends.clear()
-
-
-def _is_completed(work: dist.Work) -> bool:
-    return bool(work.is_completed())
 
 
 class _Receive:
@@ -241,13 +205,14 @@ class _Receive:
 
     @property
     def is_due(self) -> bool:
-        return self._after is None or self._after.query()
+        return self._after is None or bool(self._after.query())  # type: ignore[no-untyped-call]
 
     def post(self) -> None:
         self._posted = self._transport.wire.receive(self._channel, self._specs, self._device)
         self._after = None
 
     def wait(self) -> list[Tensor]:
+        self._transport.post_due()
         waiting = self._line.waiting
         while self in waiting:
             first = waiting.popleft()

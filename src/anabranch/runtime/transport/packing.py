@@ -55,10 +55,8 @@ def specs_of(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
-def pack(
-    tensors: Sequence[Tensor], packing: Packing, memory: memoryview, start: int, address: int
-) -> None:
-    """Copy tensors, on any device and in any order, to where they belong; offsets in bytes."""
+def pack(tensors: Sequence[Tensor], packing: Packing, memory: memoryview, address: int) -> None:
+    """Copy tensors, on any device and in any order, to memory that begins at an address."""
     for tensor, offset, size in zip(tensors, packing.offsets, packing.sizes, strict=True):
         if not size:
             continue
@@ -67,12 +65,12 @@ def pack(
             ctypes.memmove(address + offset, tensor.data_ptr(), size)
         else:
             there = torch.frombuffer(
-                memory, dtype=tensor.dtype, count=tensor.numel(), offset=start + offset
+                memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
             )
             there.view(tensor.shape).copy_(tensor.detach())
 
 
-def unpack(packing: Packing, data: memoryview | bytearray) -> list[Tensor]:
+def unpack(packing: Packing, data: memoryview) -> list[Tensor]:
     """Tensors on top of the memory, which they keep and may write to."""
     return [
         torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=offset).view(shape)

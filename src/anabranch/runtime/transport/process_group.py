@@ -25,7 +25,6 @@ from anabranch.runtime.transport.packing import (
     specs_of,
     unpack,
 )
-from anabranch.runtime.transport.pool import Pool
 
 _JOINED_BYTES = 1 << 19
 """A tensor of this size travels alone."""
@@ -55,7 +54,6 @@ class ProcessGroupTransport:
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self._group = group
         self._timeout = timedelta(seconds=timeout)
-        self._pool = Pool()
         self._reaper: _Reaper | None = None
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
@@ -71,9 +69,8 @@ class ProcessGroupTransport:
     def _bytes(self, tensors: list[Tensor], packing: Packing) -> Tensor:
         if len(tensors) == 1 and is_plain(tensors[0]):
             return tensors[0].detach().view(-1).view(torch.uint8)
-        memory = self._pool.take(packing.nbytes)
-        data = torch.frombuffer(memory, dtype=torch.uint8)
-        pack(tensors, packing, memory, 0, data.data_ptr())
+        data = torch.empty(packing.nbytes, dtype=torch.uint8)
+        pack(tensors, packing, data.numpy().data, data.data_ptr())
         return data
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
@@ -84,17 +81,15 @@ class ProcessGroupTransport:
             if not shape.numel():
                 tensors[i] = torch.empty(shape, dtype=dtype)
         for parcel in _parcels(specs):
-            memory = self._pool.take(parcel.packing.nbytes)
-            data = torch.frombuffer(memory, dtype=torch.uint8)
+            data = torch.empty(parcel.packing.nbytes, dtype=torch.uint8)
             work = guarded(partial(dist.irecv, data, rank, group=self._group, tag=tag))
             assert work is not None
             works.append((work, data))
-            for i, tensor in zip(parcel.indices, unpack(parcel.packing, memory), strict=True):
+            for i, tensor in zip(
+                parcel.indices, unpack(parcel.packing, data.numpy().data), strict=True
+            ):
                 tensors[i] = tensor
         return _Posted(works, tensors, device, self._timeout)
-
-    def push(self) -> None:
-        """See ``Transport``; what was sent has been handed over."""
 
     def flush(self) -> None:
         """See ``Transport``; a send of Gloo is done when its receive has been posted."""

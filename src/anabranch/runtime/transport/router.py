@@ -27,10 +27,6 @@ class Router:
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         return self._routes[rank].receive(specs, device, rank, tag)
 
-    def push(self) -> None:
-        for transport in self._transports:
-            transport.push()
-
     def flush(self) -> None:
         for transport in self._transports:
             transport.flush()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from anabranch.runtime.guards.heartbeat import PATIENCE_S, Watch, default_timeout_s
 from anabranch.runtime.guards.position import Phase, Position
-from anabranch.runtime.guards.stall import PATIENCE_S, Stall, default_timeout_s
 from anabranch.schedule.schedule import Action, Kind
 
 FORWARD = Action(1, Kind.FORWARD, 3)
@@ -27,11 +27,16 @@ def at(what: Action | Phase, step: int = 7, *, settled: bool = True) -> list[int
 
 def found(*ranks: list[int], now: float, timeout_s: float = 5.0, **options: object) -> str:
     """Of ranks that were first seen so at 0 s, 1 s, 2 s ..., and since then did not go on."""
-    stall = Stall(timeout_s)
+    watch = Watch(len(ranks), timeout_s)
     for rank, position in enumerate(ranks):
-        stall.note(rank, position, float(rank))
-        stall.note(rank, position, now)
-    return stall.found(now, **options)
+        watch.note(rank, position, float(rank))
+        watch.note(rank, position, now)
+    return problem(watch, now, **options)
+
+
+def problem(watch: Watch, now: float, **options: object) -> str:
+    """As text; empty if there is none."""
+    return str(watch.problem(now, **options) or "")
 
 
 def test_the_rank_that_others_wait_for_is_named_first():
@@ -83,32 +88,32 @@ def test_what_may_take_long_is_no_stall_before_its_own_limit(slow: list[int]):
 
 def test_who_goes_on_holds_nobody_up():
     """One that computes, and those that have just begun to wait for it."""
-    stall = Stall(5.0)
+    watch = Watch(2, 5.0)
     for now in (0.0, 3.0, 6.0, 9.0):
-        stall.note(0, at(WAITS), 0.0)
-        stall.note(1, at(FORWARD, int(now)), now)
-    assert stall.found(10.0) == ""
-    assert stall.found(15.0).startswith("rank 1")
+        watch.note(0, at(WAITS), 0.0)
+        watch.note(1, at(FORWARD, int(now)), now)
+    assert problem(watch, 10.0) == ""
+    assert problem(watch, 15.0).startswith("rank 1")
 
 
 def test_what_the_user_does_between_steps_is_nobody_s_business():
     """Nor is a rank that has ended."""
     assert found(at(Phase.OUTSIDE), at(Phase.OUTSIDE), now=100.0) == ""
-    stall = Stall(5.0)
-    stall.note(0, at(FORWARD), 0.0)
-    stall.forget(0, 1.0)
-    assert stall.found(100.0) == ""
+    watch = Watch(2, 5.0)
+    watch.note(0, at(FORWARD), 0.0)
+    watch.note(0, at(FORWARD), 1.0, is_done=True)
+    assert problem(watch, 100.0) == ""
 
 
 def test_who_waited_for_a_rank_that_has_ended_has_time_to_notice():
     """A rank that took long over its evaluation gives its sums, and ends at once."""
-    stall = Stall(5.0)
-    stall.note(0, at(WAITS), 0.0)
-    stall.note(1, at(Phase.EVALUATION), 0.0)
-    stall.forget(1, 20.0)
-    stall.forget(1, 21.0)
-    assert stall.found(24.0) == ""
-    assert stall.found(26.0).startswith("rank 0")
+    watch = Watch(2, 5.0)
+    watch.note(0, at(WAITS), 0.0)
+    watch.note(1, at(Phase.EVALUATION), 0.0)
+    watch.note(1, at(Phase.EVALUATION), 20.0, is_done=True)
+    watch.note(1, at(Phase.EVALUATION), 21.0, is_done=True)
+    assert problem(watch, 24.0) == ""
+    assert problem(watch, 26.0).startswith("rank 0")
 
 
 def test_the_default_grows_with_the_predicted_step():
