@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -64,13 +64,9 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     checkpoint: SavedState,
-    part: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> None:
     """Give an optimizer the state that its parameters had; raises FileFormatError if the checkpoint
     has none for them, or that of another kind of optimizer.
-
-    Args:
-        part: name and state of a whole parameter -> what this rank has of it.
     """
     saved = checkpoint.optimizer
     where = checkpoint.where
@@ -95,7 +91,7 @@ def restore_optimizer(
             if whole not in options:
                 raise FileFormatError(f"{where}: optimizer.groups lacks the parameter {whole}")
             tensors = {
-                key: laid_out(part(name, checkpoint.tensor(f"optimizer/{key}/{name}")), parameter)
+                key: laid_out(checkpoint.tensor(f"optimizer/{key}/{name}"), parameter)
                 for key in keys[whole]
             }
             if entries := {**saved.scalars.get(whole, {}), **tensors}:

@@ -25,7 +25,7 @@ from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.plans.plan import TAKE_ROWS
 from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
-from anabranch.runtime.data_parallel.shards import hold, joined_state, replace_parameters
+from anabranch.runtime.data_parallel.shards import hold, replace_parameters
 from anabranch.runtime.data_parallel.sparse_gradients import takes_sparse
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
@@ -257,15 +257,14 @@ class ModelState:
             aliases, transient = listed_names(self._module)
             found = pretrained_in(self._module)
             part = replace(part, aliases=aliases, transient=transient, pretrained=found)
-        cut = self._holders.cut
-        joined = joined_state(self.optimizer, self.shards, cut, self.parameters, self._mesh)
         if self.optimizer is None:
             return part
-        owned = {name for name in self.parameters if self._saves(name)}
-        state, groups, scalars = optimizer_part(self.optimizer, self._names(), owned)
+        names = self._names()
+        owned = {names[id(p)] for n, p in self.updated.items() if n in self._rows or self._saves(n)}
+        state, groups, scalars = optimizer_part(self.optimizer, names, owned)
         return replace(
             part,
-            tensors=tensors | state | joined,
+            tensors=tensors | state,
             groups=groups,
             kind=type(self.optimizer).__name__,
             scalars=scalars,
@@ -273,11 +272,9 @@ class ModelState:
         )
 
     def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self.updated.items()}
-
-    def _part(self, name: str, state: Tensor) -> Tensor:
-        """Return this rank's rows of the state of a parameter."""
-        return self._rows[name].of_state(state) if name in self._rows else state
+        """Names of parameters and shards in checkpoints, by their ``id``."""
+        rows = self._rows
+        return {id(p): rows[n].name(n) if n in rows else n for n, p in self.updated.items()}
 
     def load(self, saved: SavedState, *, everything: bool = False) -> None:
         """Take over what a checkpoint has for this rank.
@@ -287,7 +284,7 @@ class ModelState:
         """
         self._fill(saved, everything=everything)
         if self.optimizer is not None:
-            restore_optimizer(self.optimizer, self._names(), saved, self._part)
+            restore_optimizer(self.optimizer, self._names(), saved)
             if self.scheduler is not None:
                 restore_scheduler(self.scheduler, self.optimizer, saved)
 

@@ -7,7 +7,7 @@
     state       | on rank 0               | on rank 1                 |
 
 The optimizer of a rank holds its shard, a view of the parameter, in place of the parameter.
-In checkpoints there is the state of whole parameters.
+In checkpoints the state of a shard is that of a slice (``graph.slices``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.errors import TrainingError
-from anabranch.runtime.mesh import Mesh
+from anabranch.graph.slices import Slice
 from anabranch.runtime.optimizer_facts import BY_ELEMENT
 
 
@@ -39,6 +39,12 @@ class Shard:
         if tensor.is_sparse:
             return tensor.narrow_copy(0, self.start, self.stop - self.start)
         return tensor[self.start : self.stop]
+
+    def name(self, parameter: str) -> str:
+        """Name of these rows, as a slice of the parameter."""
+        if self.stop is None:
+            return parameter
+        return Slice(parameter, 0, self.start, self.stop).name
 
     def of_state(self, tensor: Tensor) -> Tensor:
         """A copy of these rows of what an optimizer keeps; a number, such as of steps, is whole."""
@@ -123,45 +129,3 @@ def replace_parameters(
                 key: cut(value) if isinstance(value, Tensor) else value
                 for key, value in state.items()
             }
-
-
-def joined_state(
-    optimizer: torch.optim.Optimizer | None,
-    shards: Mapping[str, nn.Parameter],
-    cut: Mapping[str, Shards],
-    parameters: Mapping[str, Tensor],
-    mesh: Mesh,
-) -> dict[str, Tensor]:
-    """The state of parameters that are cut, on the rank of the first shard; all ranks together.
-
-    Args:
-        shards: of this rank; see ``hold``.
-
-    Returns:
-        Tensors on the CPU by their keys in a checkpoint.
-    """
-    joined: dict[str, Tensor] = {}
-    cpu = torch.device("cpu")
-    transport = mesh.transport(cpu) if cut else None
-    if transport is None:
-        return joined
-    for name, ranks in cut.items():
-        state = optimizer.state.get(shards[name], {}) if optimizer and name in shards else {}
-        for key, rows_here in state.items():
-            if not isinstance(rows_here, Tensor) or not rows_here.dim():
-                continue  # each of them has it
-            if ranks[0].rank != mesh.rank:
-                transport.send([rows_here.cpu().contiguous()], ranks[0].rank, 0)
-                continue
-            whole = torch.empty(parameters[name].shape, dtype=rows_here.dtype)
-            for shard in ranks:
-                rows = shard.of(whole)
-                if shard.rank == mesh.rank:
-                    rows.copy_(rows_here)
-                else:
-                    receipt = transport.receive([(rows.shape, rows.dtype)], cpu, shard.rank, 0)
-                    rows.copy_(receipt.wait()[0])
-            joined[f"optimizer/{key}/{name}"] = whole
-        mesh.barrier()  # what was sent has been taken
-    transport.close()
-    return joined
