@@ -20,11 +20,11 @@ from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.pretrained import pretrained_in
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import TrainingError
-from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.plans.plan import TAKE_ROWS
-from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
+from anabranch.runtime.assignment import Assignment
+from anabranch.runtime.data_parallel.gradients import same_start, share_first
 from anabranch.runtime.data_parallel.shards import hold, replace_parameters
 from anabranch.runtime.data_parallel.sparse_gradients import takes_sparse
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
@@ -48,18 +48,11 @@ class ModelState:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        captured: Captured,
-        holders: Holders,
-        mesh: Mesh,
-        place: torch.device,
-        seed: int,
-        *,
-        goes_on: bool = False,
+        self, assignment: Assignment, mesh: Mesh, seed: int, *, goes_on: bool = False
     ) -> None:
-        module = workload.module
-        self._captured, self._module = captured, module
+        workload, place = assignment.workload, assignment.place
+        captured, holders = assignment.captured, assignment.holders
+        self._captured, self._module = captured, (module := workload.module)
         self._holders, self._mesh = holders, mesh
         nothing = {*meta_names(module)}
         if not goes_on:

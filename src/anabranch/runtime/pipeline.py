@@ -34,7 +34,6 @@ from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.measurement.yardstick import yardstick_s
-from anabranch.runtime.session import Session
 from anabranch.runtime.step_runner import StepRunner
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
@@ -138,9 +137,7 @@ class Pipeline(BasePipeline):
         """Hold this rank's part of a plan."""
         shards = plan.shard_optimizer and not self._exact if self._shards is None else self._shards
         clip_norm = self.workload.clip_norm
-        self.plan = plan
-        self._session = session = Session(
-            self.workload,
+        session = self._hold(
             plan,
             facts={
                 "accumulate": self._accumulate,
@@ -156,10 +153,8 @@ class Pipeline(BasePipeline):
             **self._options,
             **options,
         )
-        self._mesh, self._state = session.mesh, session.state
-        self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
         self._steps = StepRunner(
-            session, plan, clip_norm=clip_norm, accumulate=self._accumulate, exact=self._exact
+            session, clip_norm=clip_norm, accumulate=self._accumulate, exact=self._exact
         )
         self._updates = self._steps.updates
 

@@ -48,6 +48,7 @@ class Session:
 
     Attributes:
         gradient_verdict: result of the comparison of gradients with one process.
+        graph: stages of the plan.
         batch_digest: of the batch that is under way.
 
     Args:
@@ -55,11 +56,6 @@ class Session:
         predecessor: a session of this run under another plan, which goes on here and ends there.
         options: of ``assign``.
 
-    Raises:
-        InvalidPlanError: if the plan is for another model or another number of ranks, ranks
-            disagree.
-        InfeasiblePlanError: if a rank would take more memory than there is.
-        CaptureError: if the module cannot be captured.
     """
 
     def __init__(
@@ -87,7 +83,7 @@ class Session:
         )
         self.captured, self.parts = assignment.captured, assignment.parts
         self.holders, self.place = assignment.holders, assignment.place
-        self._plan, self._home, compute = plan, assignment.home, assignment.compute
+        self._home, compute = assignment.home, assignment.compute
         module = self.captured.module
         self._frozen = {
             name: parameter
@@ -102,7 +98,7 @@ class Session:
         if check_gradients and not self._check_gradients:
             self.gradient_verdict = "not compared: no process has all values of the model"
         self._examples = [workload.example, *workload.buckets] if workload.buckets else []
-        graph = plan.stage_graph
+        self.graph = graph = plan.stage_graph
         self.mesh = Mesh(graph.devices, self.holders.sets, place=self.place, timeout=timeout)
         self._watch = watch_ranks(
             self.mesh.rank, self.mesh.size, timeout if stall_timeout is None else stall_timeout
@@ -126,13 +122,7 @@ class Session:
                 saved = predecessor.checkpoints.hand_over(self.holders)
                 predecessor.close()
             self.state = ModelState(
-                assignment.workload,
-                self.captured,
-                self.holders,
-                self.mesh,
-                self.place,
-                self.feed.seed,
-                goes_on=predecessor is not None,
+                assignment, self.mesh, self.feed.seed, goes_on=predecessor is not None
             )
             if compute.sparse_embeddings:
                 self.state.require_sparse_updates(self.captured.graph)
@@ -142,24 +132,19 @@ class Session:
                 plan,
                 self.mesh,
                 self.transport,
-                place=self.place,
-                seed=self.feed.seed,
-                options=compute,
+                self.place,
+                self.feed.seed,
+                compute,
             )
             self.checkpoints: Checkpointing = Checkpointing(
-                self.state,
-                self.workers,
-                self.feed,
-                run_id=self._run_id,
-                failing=self.failing,
-                timeout=timeout,
+                self.state, self.workers, self.feed, self._run_id, self.failing, timeout
             )
             if saved is not None:
                 self.checkpoints.restore(saved)
         self.feed.fail, self.feed.reads = self._fail, self._reads
         # Which bucket a batch is of, its tensors tell together, so none is left out.
         self.feed.types = None if workload.buckets else self.captured.layout.types
-        self.trace = Trace(self.captured, self.mesh)
+        self.trace = Trace(self.captured, graph, self.holders, self.mesh)
         self._evaluation = Evaluation(self.workers, self._begin_batch)
         POSITION.leave()
 
@@ -286,7 +271,7 @@ class Session:
 
     def failing(self) -> AbstractContextManager[None]:
         """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
-        return self.mesh.failure.reporting(self.abort, self._plan.stage_graph)
+        return self.mesh.failure.reporting(self.abort, self.graph)
 
     def given(self, batches: Iterable[Batch], leave: Callable[[], None]) -> Iterator[Batch]:
         """The same batches; if their source raises on this rank alone, it has to ``leave``."""

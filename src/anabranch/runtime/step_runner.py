@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import NonFiniteError, TrainingError
-from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
+from anabranch.runtime.data_parallel.gradients import gradients_of
 from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, shared_tables
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -27,6 +27,13 @@ from anabranch.runtime.placement import fetched
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Worker
+
+_ADVICE = "lower the learning rate, or set clip_norm"
+_BEFORE = "no parameter was changed in this step"
+_AFTER = (
+    "other stages may have been updated by then, since steps follow each other without waiting: "
+    "resume from a checkpoint"
+)
 
 
 class StepRunner:
@@ -44,26 +51,12 @@ class StepRunner:
     """
 
     def __init__(
-        self,
-        session: Session,
-        plan: Plan,
-        *,
-        clip_norm: float | None,
-        accumulate: int,
-        exact: bool,
+        self, session: Session, *, clip_norm: float | None, accumulate: int, exact: bool
     ) -> None:
         self._session, self._mesh, self._state = session, session.mesh, session.state
         self._workers, self._clip_norm = session.workers, clip_norm
-        self.updates = Updates(
-            session.state,
-            session.parts,
-            plan.stage_graph,
-            session.holders,
-            session.mesh,
-            accumulate=accumulate,
-            exact=exact,
-            tables=self._shared_tables(session, plan, accumulate),
-        )
+        tables = self._shared_tables(session, accumulate)
+        self.updates = Updates(session, accumulate=accumulate, exact=exact, tables=tables)
         self.metrics: dict[str, float] = {}
         self.is_first = True
         self.unread: StepTotals | None = None
@@ -72,13 +65,13 @@ class StepRunner:
         self.ran: tuple[Worker, dict[str, Tensor], Outcome]
 
     @staticmethod
-    def _shared_tables(session: Session, plan: Plan, accumulate: int) -> dict[str, SharedTable]:
+    def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
         """Return tables whose holders exchange sparse gradients; all ranks call it together."""
         if session.workers.options.backend is not None:
             return {}  # compiled backwards give whole gradients
         return shared_tables(
             session.captured.graph,
-            plan.stage_graph,
+            session.graph,
             session.holders,
             session.mesh,
             session.state.optimizer,
@@ -93,8 +86,10 @@ class StepRunner:
 
     def step(self, leaves: dict[str, Tensor]) -> float:
         """Run one batch, wait for the totals of all ranks, then update; return the loss."""
-        self._run(leaves)
-        return self._agree()
+        outcome = self._run(leaves)
+        POSITION.begin(self._number, Phase.SUMS)
+        self.updates.finish(self.ran[0], outcome)
+        return self._agree(outcome)
 
     def step_alone(self, leaves: dict[str, Tensor]) -> StepTotals:
         """Run one batch without waiting for ranks that hold other parameters."""
@@ -113,7 +108,7 @@ class StepRunner:
         """Make an update of the batches since the last one, if there are any."""
         if self.updates.accumulated:
             self.updates.finish_early()
-            self._agree()
+            self._agree(self.ran[2])
 
     def gradients(self, leaves: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         """Run one batch without an update; return the loss and this rank's gradients."""
@@ -129,8 +124,7 @@ class StepRunner:
                 break
             scale.update(overflow=True)
         POSITION.leave()
-        held = self._state.parameters.items()
-        return loss, {name: p.grad for name, p in held if p.grad is not None}
+        return loss, gradients_of(self._state.parameters)
 
     @property
     def _number(self) -> int:
@@ -146,11 +140,9 @@ class StepRunner:
         self.ran = worker, leaves, outcome
         return outcome
 
-    def _agree(self) -> float:
+    def _agree(self, outcome: Outcome) -> float:
         """Wait for all ranks, then let the optimizer have the gradients; return the loss."""
-        worker, _, outcome = self.ran
         POSITION.begin(self._number, Phase.SUMS)
-        self.updates.finish(worker, outcome)
         scaled = self._workers.loss_scale is not None  # an overflow is no error then
         if not scaled and (self._clip_norm is None or not self.updates.is_last):
             self.updates.check(outcome)  # otherwise their norm tells
@@ -193,7 +185,7 @@ class StepRunner:
             guard = self.updates.apply_guarded(outcome.unread_losses)
             # The device is at the update, or further, while the host looks.
             if not any(fetched([guard])):
-                self.updates.end_guarded()
+                self.updates.end()
                 return
         self.updates.check(outcome)
         self._is_bad |= outcome.is_bad
@@ -210,13 +202,14 @@ class StepRunner:
         overflow: bool = False,
         is_first: bool = True,
     ) -> StepTotals:
-        (worker, leaves, _), step = self.ran, self._number
-        trace = self._session.trace
+        (_, leaves, _), when, trace = self.ran, f"step {self._number}", self._session.trace
         return StepTotals(
             self._mesh,
             outcome,
             self._session.captured.metrics,
-            lambda: trace.error(worker, outcome, leaves, step, is_first=is_first),
+            lambda: trace.error(
+                trace.findings(outcome), leaves, when, _BEFORE if is_first else _AFTER, _ADVICE
+            ),
             squares=squares,
             overflow=overflow,
             digest=self._session.batch_digest,

@@ -20,11 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from anabranch.checkpoint import Checkpoint
 from anabranch.errors import DataError, NonFiniteError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
@@ -47,7 +47,6 @@ from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.messages import channels
-from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Run
 from anabranch.timeline import Timeline
@@ -123,9 +122,8 @@ class AsyncPipeline(BasePipeline):
         graph = asynchronous_stages(plan)
         self._order = order = order_of(plan, graph, round_robin=round_robin)
         self.policy, self.reason = choose(policy, plan, order.per_update, workload)
-        self.workload, self.plan = workload, plan
-        self._session = session = Session(
-            workload,
+        self.workload = workload
+        session = self._hold(
             plan,
             captured=captured,
             facts={
@@ -144,8 +142,6 @@ class AsyncPipeline(BasePipeline):
             device=device,
             further=channels(order.graph),
         )
-        self._mesh, self._state = session.mesh, session.state
-        self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory:
             with session.failing():
@@ -376,21 +372,8 @@ class AsyncPipeline(BasePipeline):
         """True: a checkpoint can always be written."""
         return True
 
-    @classmethod
-    def resume(
-        cls, folder: str | Path, workload: Workload, plan: Plan, **options: Any
-    ) -> AsyncPipeline:
-        """Continue from a checkpoint of this pipeline or of ``Pipeline``; see ``Pipeline.resume``.
-
-        After one of this pipeline under the same plan, training goes on as if there had been a
-        ``drain``.
-        """
-        pipeline = cls(workload, plan, **options)
-        session = pipeline._session
-        saved = session.checkpoints.load(folder, everything=session.needs_all)
-        with session.failing():
-            pipeline._updates.weights.load(saved)
-        return pipeline
+    def _take_over(self, saved: Checkpoint) -> None:
+        self._updates.weights.load(saved)
 
 
 _PATIENCE_S = 10.0

@@ -12,19 +12,17 @@ is the time for which all ranks have that::
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from anabranch.runtime import texts
 from anabranch.runtime.measurement.clocks import Clock
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Run
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
-
-_KINDS = tuple(Kind)
 
 _ONE_CLOCK_S = 0.1
 """Clocks that show the same time at the same moment, but for so much, are one: those of other
@@ -54,7 +52,7 @@ class Recording:
             self._rows.append(
                 [
                     action.stage,
-                    _KINDS.index(action.kind),
+                    action.kind.value,
                     microbatch,
                     action.peer_stage,
                     action.peer,
@@ -67,29 +65,16 @@ class Recording:
 
     def timeline(self, mesh: Mesh) -> Timeline | None:
         """Gather the timeline of all ranks; None without a time that all have recorded."""
-        count = torch.tensor([len(self._rows)])
-        most = max(int(number) for number in mesh.all_gather(count))
-        if not most:
-            return None
-        noted = torch.full((most + 1, 9), -1.0, dtype=torch.float64)
-        noted[0, 0], noted[0, 1] = len(self._rows), time.perf_counter()
-        if self._rows:
-            rows = [[*row[:7], *self._clock.seconds(row[7:])] for row in self._rows]
-            noted[1 : len(rows) + 1] = torch.tensor(rows, dtype=torch.float64)
-        gathered = [theirs.tolist() for theirs in mesh.all_gather(noted)]
-        now = [rows[0][1] for rows in gathered]
+        rows = [(*row[:-2], *self._clock.seconds(row[-2:])) for row in self._rows]
+        documents = texts.gather(json.dumps([time.perf_counter(), rows]))
+        now, gathered = zip(*map(json.loads, documents), strict=True)
         zero = now if max(now) - min(now) > _ONE_CLOCK_S else [0.0] * len(now)
         spans = [
-            Span(device, row[7] - origin, row[8] - origin, _action(row))
+            Span(device, start - origin, end - origin, Action(stage, Kind(kind), *others))
             for device, rows, origin in zip(mesh.devices, gathered, zero, strict=True)
-            for row in rows[1 : int(rows[0][0]) + 1]
+            for stage, kind, *others, start, end in rows
         ]
         return _cut(spans, mesh.devices)
-
-
-def _action(row: list[float]) -> Action:
-    stage, kind, *others = map(int, row[:7])
-    return Action(stage, _KINDS[kind], *others)
 
 
 def _cut(spans: list[Span], devices: tuple[int, ...]) -> Timeline | None:

@@ -11,12 +11,17 @@ from torch import Tensor
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.data_parallel.buckets import entries
-from anabranch.runtime.data_parallel.gradients import divide
-from anabranch.runtime.numerics.nonfinite import Finding, bad_names, data_advice
+from anabranch.runtime.data_parallel.gradients import divide, gradients_of
+from anabranch.runtime.numerics.nonfinite import Finding, bad_names
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import Run
 from anabranch.schedule.asynchronous import AsynchronousOrder
 from anabranch.weights import WeightPolicy
+
+_CONSEQUENCE = (
+    "mini-batches follow each other without waiting, so other stages may have been updated by "
+    "then: resume from a checkpoint"
+)
 
 
 class StageUpdates:
@@ -37,7 +42,7 @@ class StageUpdates:
         stage: int,
         clip: float | None,
     ) -> None:
-        self._session, self._stage, self._clip = session, stage, clip
+        self._session, self._clip = session, clip
         state = session.state
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rank 0 has told of the optimizer for all (choose)
@@ -61,7 +66,7 @@ class StageUpdates:
         """
         parameters = self._session.state.parameters
         divide(parameters, minibatches)
-        gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        gradients = gradients_of(parameters)
         bad = bad_names(gradients)
         if not self._has_warned:
             self._has_warned = True
@@ -71,8 +76,7 @@ class StageUpdates:
             run.outcome.bad_parameters.extend(bad if blame else [])
             if run.outcome.is_bad and self._first_bad is None:
                 self._has_stopped = True
-                seen = self._session.trace.seen(self._stage, run.outcome)
-                self._first_bad = run.number, seen
+                self._first_bad = run.number, self._session.trace.findings(run.outcome)
         if self._clip is not None:
             with_gradient = [p for p in parameters.values() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm([entries(g) for g in gradients.values()])
@@ -85,10 +89,8 @@ class StageUpdates:
         Args:
             advice: what helps where nothing in the batch is to blame.
         """
-        bad, when = self._first_bad, f"mini-batch {number}"
+        bad = self._first_bad
         findings = bad[1] if bad is not None and bad[0] == number else []
-        return NonFiniteError(
-            f"{self._session.trace.told(findings, leaves, when)}; mini-batches follow each other "
-            "without waiting, so other stages may have been updated by then: resume from a "
-            f"checkpoint; {data_advice(leaves, when) or advice}"
+        return self._session.trace.error(
+            findings, leaves, f"mini-batch {number}", _CONSEQUENCE, advice
         )

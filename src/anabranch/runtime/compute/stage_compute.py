@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +33,6 @@ _SEED_MODULUS = 2**63
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
-
-
-class BadValue(NamedTuple):
-    """A value that left a stage, or its gradient, with NaN or infinity; minus infinity alone may be
-    a mask and does not count.
-    """
-
-    key: Key
-    value: int
-    is_gradient: bool
 
 
 class Outcome:
@@ -75,11 +65,13 @@ class Outcome:
                 self._left.append((key, value, is_gradient, tensor.detach().amax()))
 
     @property
-    def bad_values(self) -> list[BadValue]:
-        """Tensors that left a stage and were not finite, in their order."""
+    def bad_values(self) -> list[tuple[Key, int, bool]]:
+        """Stage, value and whether it is a gradient, of each tensor with NaN or infinity that left
+        a stage; minus infinity alone may be a mask and does not count.
+        """
         largest = fetched([number for *_, number in self._left])
         return [
-            BadValue(key, value, is_gradient)
+            (key, value, is_gradient)
             for (key, value, is_gradient, _), number in zip(self._left, largest, strict=True)
             if not number < math.inf
         ]
@@ -254,7 +246,7 @@ class StageCompute:
                 runnable,
                 start,
                 stop - start,
-                self._prepared.weights(stop - start, self._graph.batch_size),
+                self._prepared.captured.weights(stop - start, self._graph.batch_size),
                 self._graph.stages[key[0]].recompute,
                 gradient_ports(runnable.program.inputs),
             )
@@ -270,7 +262,8 @@ class StageCompute:
         runnable, start = piece.runnable, piece.start
         names = runnable.program.batch
         if not self._leaves.keys() >= set(names):
-            self._leaves = self._prepared.with_statistics(self._leaves)
+            programs = self._prepared.captured.programs
+            self._leaves = programs.with_statistics(self._leaves, self._place)
         batch = [self._leaves[name].narrow(0, start, piece.count) for name in names]
         with self._prepared.compiling(key[0]):
             if runnable.by_sample:

@@ -221,25 +221,28 @@ def sum_of_squares(
     any; the sum over the ranks counts each gradient once.
     """
     norms = [
-        torch.linalg.vector_norm(entries(p.grad), dtype=torch.float64)
-        for name, p in parameters.items()
-        if p.grad is not None and (name in holders.cut or holders.owner(name) == rank)
+        torch.linalg.vector_norm(entries(gradient), dtype=torch.float64)
+        for name, gradient in gradients_of(parameters).items()
+        if name in holders.cut or holders.owner(name) == rank
     ]
     return [torch.stack(norms).square().sum()] if norms else []
+
+
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the gradients of those parameters that have one."""
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
 def divide(parameters: Mapping[str, nn.Parameter], count: int) -> None:
     """Divide gradients, in place."""
     if count > 1:
-        for parameter in parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.div_(count)
+        for gradient in gradients_of(parameters).values():
+            gradient.div_(count)
 
 
 def clip(parameters: Mapping[str, nn.Parameter], squares: float, largest: float) -> None:
     """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` does, given the sum over all ranks."""
     factor = largest / (math.sqrt(squares) + 1e-6)
     if factor < 1.0 or math.isnan(factor):
-        for parameter in parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        for gradient in gradients_of(parameters).values():
+            gradient.mul_(factor)

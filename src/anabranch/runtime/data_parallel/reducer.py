@@ -23,16 +23,17 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from anabranch.cost.buckets import turn
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, take
+from anabranch.cost.buckets import cut_into_buckets, turn
+from anabranch.runtime.data_parallel.buckets import Bucket, DenseBucket, Named, Ranks, take
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, sparse_buckets
+from anabranch.runtime.data_parallel.shards import Shards
+from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, SparseBucket
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import fetched
 
@@ -88,12 +89,7 @@ class Reducer:
             groups.items(), key=lambda g: (turn(*g[0][:2]), g[0])
         ):
             queue = queues.setdefault(ranks, _Queue([]))
-            buckets: Sequence[Bucket] = (
-                sparse_buckets(ranks, named, tables, mesh, holders.shards)
-                if are_tables
-                else cut(ranks, named, mesh, holders.shards)
-            )
-            for bucket in buckets:
+            for bucket in _buckets(ranks, named, tables if are_tables else {}, holders, mesh):
                 queue.buckets.append(bucket)
                 for index, (name, _) in enumerate(bucket.named):
                     self._places[name] = _Slot(queue, bucket, index)
@@ -243,6 +239,32 @@ class Reducer:
     def take_all(self) -> None:
         """Wait for all sums and make them the gradients."""
         take(bucket for queue in self._queues for bucket in queue.buckets)
+
+
+def _buckets(
+    ranks: Ranks,
+    named: Sequence[Named],
+    tables: Mapping[str, SharedTable],
+    holders: Holders,
+    mesh: Mesh,
+) -> Iterator[Bucket]:
+    """Generate buckets of one element type and the same updaters each; either all of the
+    parameters are ``tables``, or none is.
+    """
+
+    def nbytes(item: Named) -> int:
+        name, parameter = item
+        return tables[name].planned_bytes if tables else parameter.nbytes
+
+    for run in cut_into_buckets(named, nbytes, lambda item: item[1].dtype):
+        by_shards: dict[Shards, list[Named]] = defaultdict(list)
+        for name, parameter in run:
+            by_shards[holders.shards.get(name, ())].append((name, parameter))
+        for shards, part in by_shards.items():
+            if tables:
+                yield SparseBucket(ranks, part, tables, mesh, shards)
+            else:
+                yield DenseBucket(ranks, part, mesh, shards)
 
 
 def _hook(reducer: weakref.ref[Reducer], name: str) -> Callable[[Tensor], None]:
