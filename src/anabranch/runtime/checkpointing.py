@@ -22,7 +22,7 @@ from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.model_state import ModelState
-from anabranch.runtime.moved_state import MovedState, move
+from anabranch.runtime.moved_state import move
 from anabranch.runtime.worker_cache import WorkerCache
 
 
@@ -109,6 +109,7 @@ class Checkpointing:
             saved = Checkpoint(folder)
             saved.verify(self._mesh.rank, self._mesh.size)
             self._mesh.barrier()  # nothing is taken over before all files are known to be whole
+            saved.require_model(self.state.names)
             self.restore(saved, everything=everything)
         if self._mesh.rank == 0:
             self._warn_of_other_batches(saved.progress)
@@ -119,7 +120,7 @@ class Checkpointing:
         with self.failing(), POSITION.doing(Phase.START_UP):
             self.state.load_weights(PlainWeights(path), everything=everything)
 
-    def hand_over(self, holders: Holders) -> MovedState:
+    def hand_over(self, holders: Holders) -> SavedState:
         """Give all ranks what they need under another plan, and forget it here."""
         self.finish()
         with self.failing(), POSITION.doing(Phase.MOVE):

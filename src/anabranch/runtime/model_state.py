@@ -132,6 +132,11 @@ class ModelState:
         replace_parameters(optimizer, slices)
         return optimizer
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters and buffers of the model."""
+        return list(self._everything())
+
     def _everything(self) -> dict[str, Tensor]:
         return dict((*self._module.named_parameters(), *self._module.named_buffers()))
 
@@ -275,18 +280,14 @@ class ModelState:
         Raises:
             FileFormatError: naming file and key, if it is damaged or of another model.
         """
-        self._fill(saved, everything=everything)
-        if self.optimizer is not None:
-            restore_optimizer(self.optimizer, self._names(), saved)
-            if self.scheduler is not None:
-                restore_scheduler(self.scheduler, self.optimizer, saved)
-
-    def _fill(self, saved: SavedState, *, everything: bool) -> None:
-        saved.require_model(list(self._everything()))
         with torch.no_grad():
             for name, tensor in self._wanted(everything).items():
                 tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
         self._without = []
+        if self.optimizer is not None:
+            restore_optimizer(self.optimizer, self._names(), saved)
+            if self.scheduler is not None:
+                restore_scheduler(self.scheduler, self.optimizer, saved)
 
     def load_weights(self, weights: PlainWeights, *, everything: bool = False) -> None:
         """Take over the weights that this rank has; the optimizer begins anew.

@@ -38,7 +38,6 @@ from anabranch.runtime.asynchronous.requirements import (
     order_of,
     require_asynchronous,
 )
-from anabranch.runtime.asynchronous.stage_updates import StageUpdates
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
@@ -153,13 +152,13 @@ class AsyncPipeline(BasePipeline):
         metrics = session.captured.metrics
         self._outcomes = MinibatchTotals(self._mesh, metrics, self._why, self._spoil)
         with session.failing():
-            self._updates = StageUpdates(session, self.policy, order, self._stage, clip_stage_norm)
             self._stream = Stream(
                 session,
                 order,
                 self._stage,
-                self._updates.weights,
-                update=self._learn,
+                self.policy,
+                clip=clip_stage_norm,
+                learned=self._note,
                 tell=self._outcomes.tell,
             )
         self._divergence, self._is_spoilt = Divergence(), False
@@ -278,13 +277,11 @@ class AsyncPipeline(BasePipeline):
         self._recent_s.append(time.perf_counter() - started)
         self._session.count()
 
-    def _learn(self, run: Run | None, blame: bool, minibatches: int) -> None:
-        """Make an update, with the outcome of this rank's mini-batch if it has one."""
-        self._updates.make(run, blame, minibatches)
-        if run is not None:
-            self._outcomes.note(run.number, run.outcome)
-            if self._recording is not None:
-                self._recording.note(run)
+    def _note(self, run: Run) -> None:
+        """Note what came of a mini-batch that this rank has learned from."""
+        self._outcomes.note(run.number, run.outcome)
+        if self._recording is not None:
+            self._recording.note(run)
 
     def _known(self, first: int, before: int) -> Iterator[float]:
         """Losses from one mini-batch up to another, as far as they have not been told."""
@@ -316,7 +313,7 @@ class AsyncPipeline(BasePipeline):
         self._outcomes.tell()
 
     def _why(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
-        return self._updates.error(number, leaves, self._advice())
+        return self._stream.error(number, leaves, self._advice())
 
     def _refuse_spoilt(self) -> None:
         """Raises TrainingError where stages have parted ways."""
@@ -344,7 +341,7 @@ class AsyncPipeline(BasePipeline):
         if self._measured_at == self.step_number:
             return
         self._measured_at = self.step_number
-        weights = self._updates.weights
+        weights = self._stream.weights
         mine = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
         rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(mine))]
         self.peak_versions = tuple(row[0] for row in rows)
@@ -364,7 +361,7 @@ class AsyncPipeline(BasePipeline):
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
         self.drain()
-        entries = self._updates.weights.entries()
+        entries = self._stream.weights.entries()
         self._session.checkpoints.save(folder, entries, wait=wait, keep=keep).confirm()
 
     @property
@@ -373,7 +370,7 @@ class AsyncPipeline(BasePipeline):
         return True
 
     def _take_over(self, saved: Checkpoint) -> None:
-        self._updates.weights.load(saved)
+        self._stream.weights.load(saved)
 
 
 _PATIENCE_S = 10.0
