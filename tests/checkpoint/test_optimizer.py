@@ -43,7 +43,7 @@ class Trained:
         state = self.scheduler.state_dict()
         part = RankPart(tensors, groups, "Adam", scalars, state)
         saving = Saving(
-            Target(folder, "0" * 16, 1, Progress(3)), 0, part, part.described(), keep=None,
+            Target(folder, "0" * 16, 1, Progress(3)), 0, part, keep=None,
             timeout=5.0,
         )  # fmt: skip
         saving.confirm()

@@ -71,7 +71,7 @@ class Checkpointing:
             target = Target(Path(folder).absolute(), number, self._mesh.size, self.progress())
             part = self.state.part(further or {}, copies=None if wait else self._copies)
             self._saving = saving = Saving(
-                target, self._mesh.rank, part, part.described(), keep=keep, timeout=self.timeout
+                target, self._mesh.rank, part, keep=keep, timeout=self.timeout
             )
             if wait:
                 self._mesh.barrier()  # the first rank has made the folder, and not failed

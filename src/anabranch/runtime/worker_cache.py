@@ -20,6 +20,7 @@ from anabranch.plans.edges import MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
+from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import StageCompute
@@ -50,17 +51,17 @@ class WorkerCache:
         self.clock = clock_of(self.place)
         self.loss_scale = LossScale() if self.options.precision == "fp16" else None
         self.stage_graph = self.plan.stage_graph
-        self._prepared: dict[ComputeOptions, StagePrograms] = {}
-        self._workers: dict[int | StageGraph, Worker] = {}
-        self._alike: dict[Captured, WorkerCache] = {self.captured: self}
 
     def like(self, captured: Captured) -> WorkerCache:
         """The same stages of the model in evaluation mode, or for batches of other sizes."""
-        if captured not in self._alike:
-            parts = parts_like(self.parts, captured, self.plan)
-            self._alike[captured] = alike = replace(self, captured=captured, parts=parts)
-            alike.clock, alike.loss_scale = self.clock, self.loss_scale
-        return self._alike[captured]
+        return self if captured is self.captured else self._alike(captured)
+
+    @remembered
+    def _alike(self, captured: Captured) -> WorkerCache:
+        parts = parts_like(self.parts, captured, self.plan)
+        alike = replace(self, captured=captured, parts=parts)
+        alike.clock, alike.loss_scale = self.clock, self.loss_scale
+        return alike
 
     def for_batch(self, leaves: Mapping[str, Tensor]) -> WorkerCache:
         """The workers for batches of the sizes of this one."""
@@ -82,22 +83,24 @@ class WorkerCache:
         own = [s for s, stage in stages if self.mesh.device in stage.devices]
         return frozenset[str]().union(*(self.parts.leaves(s) for s in own))
 
+    @remembered
     def worker(self, samples: int) -> Worker:
         """Return the worker for batches of so many samples."""
-        if samples not in self._workers:
-            planned = self.stage_graph
-            graph = with_whole_batches(replace(planned, batch_size=samples), self.captured.graph)
-            if samples > planned.batch_size:
-                # The plan's in-flight counts were cut to its own number of micro-batches.
-                graph = rule_named(self.plan.schedule).warm_up(graph)
-            self._workers[samples] = self.build(graph, self.options)
-        return self._workers[samples]
+        planned = self.stage_graph
+        graph = with_whole_batches(replace(planned, batch_size=samples), self.captured.graph)
+        if samples > planned.batch_size:
+            # The plan's in-flight counts were cut to its own number of micro-batches.
+            graph = rule_named(self.plan.schedule).warm_up(graph)
+        return self.build(graph, self.options)
 
+    @remembered
     def worker_of(self, graph: StageGraph) -> Worker:
         """Return the worker for a variation of the plan's stage graph."""
-        if graph not in self._workers:
-            self._workers[graph] = self.build(graph, self.options)
-        return self._workers[graph]
+        return self.build(graph, self.options)
+
+    @remembered
+    def _programs(self, options: ComputeOptions) -> StagePrograms:
+        return StagePrograms(self.captured, self.parts, options, self.place)
 
     def build(self, graph: StageGraph, options: ComputeOptions = PLAIN) -> Worker:
         """Make a worker for a variation of the plan's stage graph, and of the options."""
@@ -108,10 +111,7 @@ class WorkerCache:
         # An edge without values orders its stages, in both directions, as in a sequential pipeline.
         order = set(graph.edges) - data
         schedule = schedule_of(graph, self.plan.schedule, MessageEdges(back=gradients | order))
-        mesh = self.mesh
-        if options not in self._prepared:
-            self._prepared[options] = StagePrograms(self.captured, self.parts, options, self.place)
-        prepared = self._prepared[options]
+        mesh, prepared = self.mesh, self._programs(options)
         layout = Layout(self.captured, prepared, graph, mesh.device)
         parameters = {
             name: parameter

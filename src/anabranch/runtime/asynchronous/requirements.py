@@ -92,10 +92,8 @@ def order_of(plan: Plan, graph: StageGraph, *, round_robin: bool) -> Asynchronou
         graph: that of ``asynchronous_stages``.
         round_robin: replicas take mini-batches in turn.
     """
-    order = round_robin_of(plan) if round_robin else None
-    if order is None:
-        order = AsynchronousOrder(graph, num_microbatches(graph))
-    return order
+    rounds = round_robin_of(plan) if round_robin else None
+    return rounds or AsynchronousOrder(graph, num_microbatches(graph))
 
 
 def budgeted(

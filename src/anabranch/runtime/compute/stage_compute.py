@@ -238,11 +238,10 @@ class StageCompute:
         return made
 
     def _piece(self, key: Key) -> _Slice:
-        piece = self._pieces.get(key)
-        if piece is None:
+        if key not in self._pieces:
             start, stop = self._layout.slice(*key)
             runnable = self._prepared.runnable(key[0], stop - start)
-            piece = self._pieces[key] = _Slice(
+            self._pieces[key] = _Slice(
                 runnable,
                 start,
                 stop - start,
@@ -250,7 +249,7 @@ class StageCompute:
                 self._graph.stages[key[0]].recompute,
                 gradient_ports(runnable.program.inputs),
             )
-        return piece
+        return self._pieces[key]
 
     def _saving(self, recompute: bool) -> AbstractContextManager[object]:
         wanted = self._prepared.options.offload and self._train and not recompute

@@ -26,6 +26,7 @@ from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.data_parallel.buckets import Ranks, dense, entries
 from anabranch.runtime.data_parallel.shards import Shard, Shards, shards_of
+from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.mesh import Mesh
 
 
@@ -145,24 +146,15 @@ def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     """Give every rank the tensors of rank 0 where models were built from other seeds."""
     if mesh.size == 1 or not tensors:
         return
-    digests = torch.stack([_digest(tensor) for tensor in tensors.values()])
+    digests = torch.tensor([copies_digest([tensor]) for tensor in tensors.values()])
     gathered = torch.stack(mesh.all_gather(digests))
-    # A NaN differs from itself; copying it does no harm.
-    differs = (gathered != gathered[0]).any(2).any(0).tolist()
+    differs = (gathered != gathered[0]).any(0).tolist()
     for tensor, copy in zip(tensors.values(), differs, strict=True):
         if copy:
             value = tensor.detach().contiguous()
             mesh.broadcast(value, 0)
             with torch.no_grad():
                 tensor.copy_(value)
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    values = entries(tensor.detach())
-    if not values.is_floating_point():
-        values = values.double()
-    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return torch.stack([values.sum(dtype=torch.float64), norm]).cpu()
 
 
 def share_first(tensors: Mapping[str, Tensor], holders: Mapping[str, Ranks], mesh: Mesh) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.cost.buckets import cut_into_buckets, turn
+from anabranch.remembered import remembered
 from anabranch.runtime.data_parallel.buckets import Bucket, DenseBucket, Named, Ranks, take
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.shards import Shards
@@ -94,7 +95,6 @@ class Reducer:
                 for index, (name, _) in enumerate(bucket.named):
                     self._places[name] = _Slot(queue, bucket, index)
         self._queues = tuple(queues.values())
-        self._finals: dict[tuple[int, ...], dict[int, list[str]]] = {}
         # Hooks stay from step to step: to take one off and put it on again costs as much as what
         # it does. They count only in batches, up to the last backward that reaches a parameter.
         self._handles: dict[str, RemovableHandle] = {}
@@ -104,7 +104,8 @@ class Reducer:
         self._armed: set[str] = set()
         self._gathering: list[Bucket] = []
 
-    def finals(self, order: Sequence[int]) -> Mapping[int, Sequence[str]]:
+    @remembered
+    def finals(self, order: tuple[int, ...]) -> Mapping[int, Sequence[str]]:
         """Return the trainable parameters whose gradients are final after a stage's last backward.
 
         Args:
@@ -113,15 +114,12 @@ class Reducer:
         Returns:
             Stage -> names; under -1 those that no backward of this rank reaches.
         """
-        key = tuple(order)
-        if key not in self._finals:
-            at = {stage: i for i, stage in enumerate(key)}
-            finals: dict[int, list[str]] = {stage: [] for stage in (*key, -1)}
-            for name in self._trainable:
-                stages = [stage for stage in self._stages_of[name] if stage in at]
-                finals[max(stages, key=at.__getitem__, default=-1)].append(name)
-            self._finals[key] = finals
-        return self._finals[key]
+        at = {stage: i for i, stage in enumerate(order)}
+        finals: dict[int, list[str]] = {stage: [] for stage in (*order, -1)}
+        for name in self._trainable:
+            stages = [stage for stage in self._stages_of[name] if stage in at]
+            finals[max(stages, key=at.__getitem__, default=-1)].append(name)
+        return finals
 
     @property
     def buffers(self) -> list[Tensor]:
