@@ -7,9 +7,9 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from anabranch.graph.slices import view_named, whole_name
 from anabranch.plans.plan import TAKE_ROWS
 from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.data_parallel.gradients import same_start, share_first
-from anabranch.runtime.data_parallel.shards import hold, replace_parameters
+from anabranch.runtime.data_parallel.shards import replace_parameters
 from anabranch.runtime.data_parallel.sparse_gradients import takes_sparse
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
@@ -85,9 +85,12 @@ class ModelState:
             # They may be needed once more, for the self-check.
             others = [t for name, t in self._everything().items() if not self._is_held(name)]
             move((t for t in others if t.device == place), torch.device("cpu"))
-        self.optimizer = self._optimizer(workload)
         self._rows = holders.cut_for(mesh.rank)
-        self.shards = hold(self.optimizer, self._rows, self.parameters) if self.optimizer else {}
+        self.shards = {
+            name: nn.Parameter(rows.of(self.parameters[name].detach()))
+            for name, rows in self._rows.items()
+        }
+        self.optimizer = self._optimizer(workload)
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
 
@@ -115,21 +118,21 @@ class ModelState:
             self._captured.slices[name] = nn.Parameter(part, requires_grad=held.requires_grad)
 
     def _optimizer(self, workload: Workload) -> torch.optim.Optimizer | None:
-        """The recipe's optimizer of this rank's parameters; it is asked for wholes of slices."""
+        """The recipe's optimizer of what this rank updates; it is asked for whole parameters."""
         wholes: dict[str, nn.Parameter] = {}
-        slices: dict[nn.Parameter, list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]] = {}
-        for name, parameter in self.parameters.items():
+        parts: defaultdict[nn.Parameter, dict[str, nn.Parameter]] = defaultdict(dict)
+        stored = self._names()
+        for name, parameter in self.updated.items():
             if not parameter.requires_grad or self._mesh.rank not in self._holders.updaters(name):
                 continue
-            whole = whole_name(name)
+            whole, part_name = whole_name(name), stored[id(parameter)]
             wholes[whole] = self._module.get_parameter(whole)
-            if whole != name:
-                cut = partial(_cut_state, name)
-                slices.setdefault(wholes[whole], []).append((parameter, cut))
+            if part_name != whole:
+                parts[wholes[whole]][part_name] = parameter
         if not wholes:
             return None
         optimizer = workload.make_optimizer(list(wholes.items()))
-        replace_parameters(optimizer, slices)
+        replace_parameters(optimizer, parts)
         return optimizer
 
     @property
@@ -316,11 +319,6 @@ class ModelState:
             for name, tensor in {**self._everything(), **self._tensors()}.items()
             if (everything or name in mine or self._is_unheld(name)) and not tensor.is_meta
         }
-
-
-def _cut_state(name: str, state: Tensor) -> Tensor:
-    """A copy of a slice of an optimizer's state; a number, such as of steps, is whole."""
-    return view_named(name, state).clone() if state.dim() else state
 
 
 def listed_names(module: nn.Module) -> tuple[dict[str, str], list[str]]:

@@ -378,7 +378,7 @@ class Pipeline(BasePipeline):
             if wait:
                 self._steps.settle()
             else:
-                self._steps.refuse_spoilt()
+                self._session.refuse_spoilt()
                 self._steps.finish_all_gather()
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)

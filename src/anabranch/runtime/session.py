@@ -50,6 +50,7 @@ class Session:
         gradient_verdict: result of the comparison of gradients with one process.
         graph: stages of the plan.
         batch_digest: of the batch that is under way.
+        is_spoilt: some stages have made an update that others have not.
 
     Args:
         further: channels that are used besides those of the plan's schedule.
@@ -106,7 +107,7 @@ class Session:
         if self.mesh.rank == 0 and (said := plan.other_model(self.captured.graph)):
             warnings.warn(said, stacklevel=2)
         self.transport: Transport | None = None
-        self._is_prepared = False
+        self._is_prepared = self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)
         feed = DataFeed(workload, graph.batch_size)
         self.feed: DataFeed = feed if predecessor is None else predecessor.feed
@@ -266,6 +267,15 @@ class Session:
     def needs_all(self) -> bool:
         """True if this rank needs the whole model until the first step has been compared."""
         return self._check_gradients and self.mesh.rank == 0
+
+    def refuse_spoilt(self) -> None:
+        """Raise a TrainingError where some stages have made an update that others have not."""
+        if self.is_spoilt:
+            raise TrainingError(
+                "a loss or a gradient was not finite, and when that was known some stages had been "
+                "updated and others not, so these weights belong to no step; resume from a "
+                "checkpoint"
+            )
 
     # Failures
 

@@ -61,7 +61,6 @@ class StepRunner:
         self.is_first = True
         self.unread: StepTotals | None = None
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
-        self._is_spoilt = False  # some stages have made an update that others have not
         self.ran: tuple[Worker, dict[str, Tensor], Outcome]
 
     @staticmethod
@@ -93,7 +92,7 @@ class StepRunner:
 
     def step_alone(self, leaves: dict[str, Tensor]) -> StepTotals:
         """Run one batch without waiting for ranks that hold other parameters."""
-        self.refuse_spoilt()
+        self._session.refuse_spoilt()
         outcome = self._run(leaves)
         POSITION.begin(self._number, Phase.SUMS)
         self.updates.finish(self.ran[0], outcome)
@@ -225,7 +224,7 @@ class StepRunner:
                     totals.read()
             except NonFiniteError:
                 self.unread, self._is_bad = None, False
-                self._is_spoilt = self._mesh.size > 1
+                self._session.is_spoilt = self._mesh.size > 1
                 self.updates.drop()
                 raise
         self.metrics = totals.metrics
@@ -233,7 +232,7 @@ class StepRunner:
 
     def settle(self) -> None:
         """Find out whether the last step was a good one, and have its parameters."""
-        self.refuse_spoilt()
+        self._session.refuse_spoilt()
         self.finish_all_gather()
         unread, self.unread = self.unread, None
         if unread is not None:
@@ -252,14 +251,6 @@ class StepRunner:
             self.finish_all_gather()
             if self.unread is not None:
                 self.unread.read()
-
-    def refuse_spoilt(self) -> None:
-        """Raise a TrainingError where stages have parted ways."""
-        if self._is_spoilt:
-            raise TrainingError(
-                "a loss was not finite, and when that was known some stages had been updated and "
-                "others not, so these weights belong to no step; resume from a checkpoint"
-            )
 
     def refuse_between(self, action: str) -> None:
         """Raise a TrainingError where batches wait for their update."""

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Checkpoint
-from anabranch.errors import DataError, NonFiniteError, TrainingError
+from anabranch.errors import DataError, NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
+from anabranch.runtime.asynchronous.divergence import Divergence
 from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
 from anabranch.runtime.asynchronous.recording import Recording
 from anabranch.runtime.asynchronous.requirements import (
@@ -161,7 +161,7 @@ class AsyncPipeline(BasePipeline):
                 learned=self._note,
                 tell=self._outcomes.tell,
             )
-        self._divergence, self._is_spoilt = Divergence(), False
+        self._divergence = Divergence()
         self._measured_at = -1
         self._number, self._parted, self._loops = next(_NUMBERS), count(), count()
         self._recent_s: deque[float] = deque(maxlen=8)
@@ -236,7 +236,7 @@ class AsyncPipeline(BasePipeline):
 
     def drain(self) -> None:
         """Learn from everything that is in flight; all stages are at one version afterwards."""
-        self._refuse_spoilt()
+        self._session.refuse_spoilt()
         with self._session.failing():
             self._stream.drain()
             self._outcomes.tell()
@@ -263,7 +263,7 @@ class AsyncPipeline(BasePipeline):
         return leaves
 
     def _put(self, batch: Batch) -> None:
-        self._refuse_spoilt()
+        self._session.refuse_spoilt()
         leaves = self._leaves(batch)
         started = time.perf_counter()
         with self._session.failing():
@@ -300,29 +300,29 @@ class AsyncPipeline(BasePipeline):
         return loss
 
     def _advice(self) -> str:
-        behind = [held - 1 for held in self._order.in_flight]
-        return circumstances(self.policy.name, behind, self.optimizer)
+        """Describe the settings of a run that diverges, with what to change."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        rates = dict.fromkeys(float(group["lr"]) for group in groups)
+        lr = ", ".join(f"{rate:.3g}" for rate in rates) or "nothing to learn with"
+        stale = ", ".join(f"stage {s}: {k - 1}" for s, k in enumerate(self._order.in_flight))
+        return (
+            f"under policy {self.policy.name} the version difference in updates is {stale}; the "
+            f"learning rate is {lr}: lower it, or let it rise slowly at the start, clip gradients "
+            "(clip_stage_norm, in a run file clip-stage-norm), choose fewer stages or a policy "
+            "that predicts, or train with --mode sync"
+        )
 
     def _spoil(self) -> None:
         """A mini-batch was a bad one: all ranks hear of it at the same one, though not at the same
         place in their order, and what they do together they have to begin in one order, so first
         everything that they do on their own.
         """
-        self._is_spoilt = True
+        self._session.is_spoilt = True
         self._stream.drain()
         self._outcomes.tell()
 
     def _why(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
         return self._stream.error(number, leaves, self._advice())
-
-    def _refuse_spoilt(self) -> None:
-        """Raises TrainingError where stages have parted ways."""
-        if self._is_spoilt:
-            raise TrainingError(
-                "a loss or a gradient was not finite, and when that was known some stages had been "
-                "updated and others not, so these weights belong to no version; resume from a "
-                "checkpoint"
-            )
 
     def record(self, minibatches: int) -> None:
         """Keep a ``timeline`` of the next mini-batches; it is there after the ``drain`` behind.
