@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -210,15 +209,6 @@ class DenseBucket(Bucket):
                 for part, (_, p) in zip(self._flats, self.named, strict=True)
             ]
         return self.flat
-
-
-def take(buckets: Iterable[Bucket]) -> None:
-    """Wait for the sums of buckets and make them the gradients, with one device read."""
-    pending = [bucket for bucket in buckets if bucket.is_pending]
-    flags = [bucket.wait().double() for bucket in pending]
-    numbers = iter(torch.cat(flags).tolist() if flags else ())
-    for bucket, part in zip(pending, flags, strict=True):
-        bucket.hand_out(list(islice(numbers, len(part))))
 
 
 def entries(gradient: Tensor) -> Tensor:

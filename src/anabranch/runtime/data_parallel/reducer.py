@@ -25,13 +25,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.cost.buckets import cut_into_buckets, turn
 from anabranch.remembered import remembered
-from anabranch.runtime.data_parallel.buckets import Bucket, DenseBucket, Named, Ranks, take
+from anabranch.runtime.data_parallel.buckets import Bucket, DenseBucket, Named, Ranks
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, SparseBucket
@@ -235,8 +237,13 @@ class Reducer:
         return all(map(math.isfinite, fetched(self._totals)))
 
     def take_all(self) -> None:
-        """Wait for all sums and make them the gradients."""
-        take(bucket for queue in self._queues for bucket in queue.buckets)
+        """Wait for all sums and make them the gradients, with one device read."""
+        buckets = (bucket for queue in self._queues for bucket in queue.buckets)
+        pending = [bucket for bucket in buckets if bucket.is_pending]
+        flags = [bucket.wait().double() for bucket in pending]
+        numbers = iter(torch.cat(flags).tolist() if flags else ())
+        for bucket, part in zip(pending, flags, strict=True):
+            bucket.hand_out(list(islice(numbers, len(part))))
 
 
 def _buckets(
