@@ -95,7 +95,7 @@ def export(
     return Exported(
         path,
         len(tensors),
-        sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        sum(tensor.nbytes for tensor in tensors.values()),
         chosen,
         len(names) - len(files),
         part.architecture if part is not None else "",

@@ -308,7 +308,7 @@ def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _plain(tensor: Tensor) -> Tensor:
     """Contiguous, on the host, with a storage of its own."""
     tensor = tensor.detach().cpu().contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 

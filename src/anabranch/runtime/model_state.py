@@ -181,10 +181,14 @@ class ModelState:
 
     def bytes_on(self, place: torch.device) -> int:
         """Bytes of parameters and of the optimizer's state that are on a device."""
+        held = (*self.parameters.values(), *self.optimizer_tensors)
+        return sum(tensor.nbytes for tensor in held if tensor.device == place)
+
+    @property
+    def optimizer_tensors(self) -> list[Tensor]:
+        """Tensors of the optimizer's state."""
         state = self.optimizer.state.values() if self.optimizer is not None else ()
-        held = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
-        here = [t for t in (*self.parameters.values(), *held) if t.device == place]
-        return sum(t.numel() * t.element_size() for t in here)
+        return [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
 
     def forget_training(self) -> None:
         """Give gradients and the optimizer's state back, once others have what they need of it."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Progress, RankPart
-from anabranch.checkpoint.manifest import OptimizerState
+from anabranch.checkpoint.manifest import OptimizerState, dtype_name
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.checkpoint.writing import joined
 from anabranch.runtime import texts
@@ -90,6 +90,6 @@ def move(
 def _listed(part: RankPart, readers: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
     """Size, type and readers of each tensor."""
     return {
-        key: [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), list(readers[key])]
+        key: [list(tensor.shape), dtype_name(tensor.dtype), list(readers[key])]
         for key, tensor in part.tensors.items()
     }

@@ -94,7 +94,7 @@ class VersionedWeights:
     @property
     def peak_bytes(self) -> int:
         """Bytes of these copies."""
-        return self.peak_versions * sum(t.numel() * t.element_size() for t in self._current)
+        return self.peak_versions * sum(t.nbytes for t in self._current)
 
     def fill(self, number: int) -> None:
         """Begin to fill the empty pipeline; parameters may have been replaced."""

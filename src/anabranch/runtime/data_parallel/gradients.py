@@ -95,9 +95,10 @@ class Holders:
         own = others = 0
         for name, parameter in parameters.items():
             if parameter.device == place and name in self.parameters:
-                nbytes = parameter.numel() * parameter.element_size()
-                is_own = rank in self.parameters[name]
-                own, others = own + nbytes * is_own, others + nbytes * (not is_own)
+                if rank in self.parameters[name]:
+                    own += parameter.nbytes
+                else:
+                    others += parameter.nbytes
         return own, others
 
     def readers(self, key: str, num_ranks: int) -> Ranks:

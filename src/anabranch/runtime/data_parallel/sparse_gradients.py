@@ -83,10 +83,7 @@ class SparseBucket(Bucket):
         first = self.named[0][1]
         self._room = [table.rows(self._batch_sizes) for table in self._tables]
         head = INDEX_BYTES * (len(self.named) + sum(self._room))
-        size = sum(
-            room * p[0].numel() * p.element_size()
-            for room, (_, p) in zip(self._room, self.named, strict=True)
-        )
+        size = sum(room * p[0].nbytes for room, (_, p) in zip(self._room, self.named, strict=True))
         self.flat = torch.zeros(head + size, dtype=torch.uint8, device=first.device)
         counts, indices, values = self._parts(self.flat)
         for i, ((name, _), gradient) in enumerate(zip(self.named, gradients, strict=True)):
@@ -170,8 +167,8 @@ def _added(parameter: nn.Parameter, terms: Sequence[tuple[Tensor, Tensor]]) -> T
 
 # Which tables
 
-_NOTHING, _DENSE, _EITHER, _ROWS = range(4)
-"""Gradients of tables that the optimizer of a rank takes: none, dense, both, sparse."""
+_DENSE, _EITHER, _ROWS = range(3)
+"""Gradients of tables that the optimizer of a rank takes: dense, both, sparse."""
 
 
 def shared_tables(
@@ -217,7 +214,7 @@ def shared_tables(
 def _takes(optimizer: torch.optim.Optimizer | None) -> int:
     """Return the gradients an optimizer takes; one that is not PyTorch's takes sparse ones."""
     if optimizer is None:
-        return _NOTHING
+        return _EITHER
     if isinstance(optimizer, torch.optim.SparseAdam) or not (
         type(optimizer).__module__.startswith("torch.optim.")
     ):

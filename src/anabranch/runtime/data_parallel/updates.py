@@ -72,11 +72,9 @@ class Updates:
     @property
     def tensors(self) -> list[Tensor]:
         """Tensors of this rank between two steps: parameters, gradients, optimizer state."""
-        optimizer = self._state.optimizer
-        state = optimizer.state.values() if optimizer is not None else ()
-        moments = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
-        held = [*self._parameters.values(), *self._state.buffers.values()]
-        return [*held, *moments, *self._state.gradients(), *self.reducer.buffers]
+        state = self._state
+        held = [*state.parameters.values(), *state.buffers.values(), *state.optimizer_tensors]
+        return [*held, *state.gradients(), *self.reducer.buffers]
 
     # A batch
 
