@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.manifest import Group, Option, Scalar
+from anabranch.checkpoint.manifest import Group, OptimizerState, Option, Scalar
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import FileFormatError, TrainingError
 from anabranch.files.jsonfile import shown
@@ -18,8 +18,8 @@ from anabranch.graph.slices import whole_name
 
 def optimizer_part(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: set[str]
-) -> tuple[dict[str, Tensor], list[Group], dict[str, dict[str, Scalar]]]:
-    """Tensors, groups and other entries of this rank's optimizer, by names of parameters.
+) -> tuple[dict[str, Tensor], OptimizerState]:
+    """Tensors of this rank's optimizer and the rest of its state, by names of parameters.
 
     ``names`` has the name by ``id``, ``owned`` what this rank saves. Raises TrainingError for a
     state that is neither tensor nor scalar.
@@ -42,7 +42,8 @@ def optimizer_part(
                         f"the optimizer keeps a {type(value).__name__} as {key!r} of {name}; a "
                         "checkpoint takes tensors and numbers"
                     )
-    return tensors, groups, scalars
+    kind = type(optimizer).__name__
+    return tensors, OptimizerState(kind=kind, groups=groups, scalars=scalars)
 
 
 _NO_OPTIONS = ("params", "param_names")

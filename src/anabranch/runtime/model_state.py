@@ -266,13 +266,11 @@ class ModelState:
             return part
         names = self._names()
         owned = {names[id(p)] for n, p in self.updated.items() if n in self._rows or self._saves(n)}
-        state, groups, scalars = optimizer_part(self.optimizer, names, owned)
+        own, state = optimizer_part(self.optimizer, names, owned)
         return replace(
             part,
-            tensors=tensors | state,
-            groups=groups,
-            kind=type(self.optimizer).__name__,
-            scalars=scalars,
+            tensors=tensors | own,
+            optimizer=state,
             scheduler=self.scheduler.state_dict() if self.scheduler is not None else None,
         )
 

@@ -30,6 +30,7 @@ from anabranch.graph.module_state import only_frozen
 from anabranch.plans.plan import Plan
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
@@ -189,7 +190,8 @@ class Pipeline(BasePipeline):
         self._steps.refuse_between("change of the plan")
         session, metrics = self._session, self.metrics
         with session.failing():
-            missing = session.lack_for_change(plan) if self._check_memory else ""
+            own = self._state.bytes_on(session.place)  # which will be free again
+            missing = lack(plan, self._mesh, own, 0, session.place) if self._check_memory else ""
         if missing:
             raise InfeasiblePlanError(missing)
         # What is frozen for a while goes on with its optimizer's state.

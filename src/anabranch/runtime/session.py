@@ -23,7 +23,7 @@ from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.evaluation import Evaluation
-from anabranch.runtime.guards.memory_budget import lack, require_memory
+from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import (
     RECENT_BATCHES,
@@ -47,6 +47,7 @@ class Session:
     """One rank of a run.
 
     Attributes:
+        frozen: parameters that were not trainable when training began.
         gradient_verdict: result of the comparison of gradients with one process.
         graph: stages of the plan.
         batch_digest: of the batch that is under way.
@@ -86,7 +87,7 @@ class Session:
         self.holders, self.place = assignment.holders, assignment.place
         self._home, compute = assignment.home, assignment.compute
         module = self.captured.module
-        self._frozen = {
+        self.frozen = {
             name: parameter
             for name, parameter in module.named_parameters()
             if name in self.captured.programs.frozen or not parameter.requires_grad
@@ -157,15 +158,6 @@ class Session:
         shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
         require_memory(plan, self.mesh, own, 0 if shares else others, self.place)
 
-    def lack_for_change(self, plan: Plan) -> str:
-        """Return the memory shortfall of a new plan as text, counting current tensors as freed."""
-        return lack(plan, self.mesh, self.state.bytes_on(self.place), 0, self.place)
-
-    @property
-    def frozen(self) -> Collection[str]:
-        """Parameters that were not trainable when training began."""
-        return self._frozen.keys()
-
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
         """The tensors of a batch by their names.
 
@@ -173,7 +165,7 @@ class Session:
             DataError: if it is not built as the example.
             TrainingError: if a parameter is trained now that was frozen at the start.
         """
-        if thawed := [name for name, p in self._frozen.items() if p.requires_grad]:
+        if thawed := [name for name, p in self.frozen.items() if p.requires_grad]:
             raise TrainingError(
                 f"{', '.join(thawed[:3])} {'were' if len(thawed) > 1 else 'was'} frozen when the "
                 "model was captured or the pipeline made, so it has no gradients and no optimizer, "

@@ -20,7 +20,6 @@ from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.gradients import gradients_of
-from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, shared_tables
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import fetched
@@ -55,28 +54,12 @@ class StepRunner:
     ) -> None:
         self._session, self._mesh, self._state = session, session.mesh, session.state
         self._workers, self._clip_norm = session.workers, clip_norm
-        tables = self._shared_tables(session, accumulate)
-        self.updates = Updates(session, accumulate=accumulate, exact=exact, tables=tables)
+        self.updates = Updates(session, accumulate=accumulate, exact=exact)
         self.metrics: dict[str, float] = {}
         self.is_first = True
         self.unread: StepTotals | None = None
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
         self.ran: tuple[Worker, dict[str, Tensor], Outcome]
-
-    @staticmethod
-    def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
-        """Return tables whose holders exchange sparse gradients; all ranks call it together."""
-        if session.workers.options.backend is not None:
-            return {}  # compiled backwards give whole gradients
-        return shared_tables(
-            session.captured.graph,
-            session.graph,
-            session.holders,
-            session.mesh,
-            session.state.optimizer,
-            sparse_embeddings=bool(session.workers.options.sparse_embeddings),
-            accumulate=accumulate,
-        )
 
     @property
     def decides_together(self) -> bool:

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples, rows_pay
 from anabranch.errors import TrainingError
-from anabranch.graph.opgraph import OpGraph, Table
-from anabranch.plans.stages import StageGraph
+from anabranch.graph.opgraph import Table
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks
-from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.mesh import Mesh
+
+if TYPE_CHECKING:
+    from anabranch.runtime.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,35 +173,34 @@ _DENSE, _EITHER, _ROWS = range(3)
 """Gradients of tables that the optimizer of a rank takes: dense, both, sparse."""
 
 
-def shared_tables(
-    graph: OpGraph,
-    stages: StageGraph,
-    holders: Holders,
-    mesh: Mesh,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    sparse_embeddings: bool = False,
-    accumulate: int = 1,
-) -> dict[str, SharedTable]:
+def shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
     """The tables whose holders exchange rows, the same on all ranks, which all call it: gradients
     are sparse, the optimizers of all holders take them so, and rows are less than the table for
     the plan's batch, or an optimizer takes nothing else.
 
     Args:
-        sparse_embeddings: also those for which the model does not ask for it.
         accumulate: batches of an update.
     """
+    graph, stages, holders = session.captured.graph, session.graph, session.holders
+    options, optimizer = session.workers.options, session.state.optimizer
+    if options.backend is not None:
+        return {}  # compiled backwards give whole gradients
     candidates = {}
     for parameter in graph.parameters:
         table, name = parameter.table, parameter.name
         is_shared = len(holders.parameters.get(name, ())) > 1
-        if parameter.trainable and is_shared and table and (table.sparse or sparse_embeddings):
+        if (
+            parameter.trainable
+            and is_shared
+            and table
+            and (table.sparse or options.sparse_embeddings)
+        ):
             read = (stages.stages[s] for s in holders.stages[name])
             slices = tuple((stage.microbatch_size, stage.replicas) for stage in read)
             candidates[name] = SharedTable(table, slices, stages.batch_size)
     if not candidates:
         return {}
-    takes = [int(kind) for kind in mesh.all_gather(torch.tensor([_takes(optimizer)]))]
+    takes = [int(kind) for kind in session.mesh.all_gather(torch.tensor([_takes(optimizer)]))]
     sizes = {parameter.name: parameter.nbytes for parameter in graph.parameters}
     chosen = {}
     for name, shared in candidates.items():

@@ -17,7 +17,7 @@ over all of them, is summed over its holders with the last one, and is divided b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from anabranch.runtime.data_parallel.gradients import (
     sum_of_squares,
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.data_parallel.sparse_gradients import SharedTable
+from anabranch.runtime.data_parallel.sparse_gradients import shared_tables
 from anabranch.runtime.numerics.nonfinite import bad_names, norms
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import Worker
@@ -48,22 +48,15 @@ class Updates:
 
     Args:
         exact: gradients of tied parameters are added in the order of one process, after the step.
-        tables: those whose holders exchange rows in place of whole gradients.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        *,
-        accumulate: int,
-        exact: bool,
-        tables: Mapping[str, SharedTable],
-    ) -> None:
+    def __init__(self, session: Session, *, accumulate: int, exact: bool) -> None:
         self._state, self._parts, self._graph = session.state, session.parts, session.graph
         self._holders, self._mesh, self._exact = session.holders, session.mesh, exact
         self._parameters, self._updated = self._state.parameters, self._state.updated
         folded = self._folded = self._uses() if exact else {}
         summed = {n: p for n, p in self._parameters.items() if n not in folded}
+        tables = shared_tables(session, accumulate)
         self.reducer = Reducer(summed, self._holders, self._mesh, tables=tables)
         self.accumulate, self.accumulated = accumulate, 0
         self._is_open = self._is_last = self._is_alone = False
