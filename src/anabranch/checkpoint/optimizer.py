@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from anabranch.checkpoint.manifest import Group, OptimizerState, Option, Scalar
+from anabranch.checkpoint.manifest import OptimizerState, Option, Scalar
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import FileFormatError, TrainingError
-from anabranch.files.jsonfile import shown
+from anabranch.files.jsonfile import explain, shown
 from anabranch.graph.slices import whole_name
 
 
@@ -30,7 +31,8 @@ def optimizer_part(
     for group in optimizer.param_groups:
         mine = {names[id(p)]: p for p in group["params"] if names[id(p)] in owned}
         options = {k: _option(k, v) for k, v in group.items() if k not in _NO_OPTIONS}
-        groups.append(Group(options=options, parameters=list(dict.fromkeys(map(whole_name, mine)))))
+        parameters = list(dict.fromkeys(map(whole_name, mine)))
+        groups.append({"options": options, "parameters": parameters})
         for name, parameter in mine.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
@@ -42,8 +44,11 @@ def optimizer_part(
                         f"the optimizer keeps a {type(value).__name__} as {key!r} of {name}; a "
                         "checkpoint takes tensors and numbers"
                     )
-    kind = type(optimizer).__name__
-    return tensors, OptimizerState(kind=kind, groups=groups, scalars=scalars)
+    document = {"kind": type(optimizer).__name__, "groups": groups, "scalars": scalars}
+    try:
+        return tensors, OptimizerState.model_validate(document)
+    except ValidationError as error:
+        raise TrainingError(f"the optimizer cannot be saved: {explain(error)}") from error
 
 
 _NO_OPTIONS = ("params", "param_names")
