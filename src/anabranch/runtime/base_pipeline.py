@@ -48,7 +48,7 @@ class BasePipeline:
         """
         pipeline = cls(workload, plan, **options)
         session = pipeline._session
-        saved = session.checkpoints.load(folder, everything=session.needs_all)
+        saved = session.checkpoints.load(folder)
         with session.failing():
             pipeline._take_over(saved)
         return pipeline
@@ -70,8 +70,7 @@ class BasePipeline:
             FileFormatError: naming file and tensor, if it is damaged or of another model.
         """
         pipeline = cls(workload, plan, **options)
-        session = pipeline._session
-        session.checkpoints.load_weights(path, everything=session.needs_all)
+        pipeline._session.checkpoints.load_weights(path)
         return pipeline
 
     @property

@@ -99,26 +99,22 @@ class Checkpointing:
         if self._saving is not None:
             self._saving.give_up()
 
-    def load(self, folder: str | Path, *, everything: bool) -> Checkpoint:
-        """Take over a checkpoint, before the first step.
-
-        Args:
-            everything: the whole model, not only this rank's part.
-        """
+    def load(self, folder: str | Path) -> Checkpoint:
+        """Take over a checkpoint, before the first step."""
         with self.failing(), POSITION.doing(Phase.START_UP):
             saved = Checkpoint(folder)
             saved.verify(self._mesh.rank, self._mesh.size)
             self._mesh.barrier()  # nothing is taken over before all files are known to be whole
             saved.require_model(self.state.names)
-            self.restore(saved, everything=everything)
+            self.restore(saved)
         if self._mesh.rank == 0:
             self._warn_of_other_batches(saved.progress)
         return saved
 
-    def load_weights(self, path: str | Path, *, everything: bool) -> None:
+    def load_weights(self, path: str | Path) -> None:
         """Take over weights that something else saved; see ``load``."""
         with self.failing(), POSITION.doing(Phase.START_UP):
-            self.state.load_weights(PlainWeights(path), everything=everything)
+            self.state.load_weights(PlainWeights(path))
 
     def hand_over(self, holders: Holders) -> SavedState:
         """Give all ranks what they need under another plan, and forget it here."""
@@ -132,9 +128,9 @@ class Checkpointing:
         self.state.forget_training()
         return moved
 
-    def restore(self, saved: SavedState, *, everything: bool = False) -> None:
+    def restore(self, saved: SavedState) -> None:
         """Take over the state of a run of the same model, by this or another plan."""
-        self.state.load(saved, everything=everything)
+        self.state.load(saved)
         progress, scale = saved.progress, self.workers.loss_scale
         self.workers.seed = progress.seed
         self.feed.go_on_from(progress)

@@ -45,15 +45,16 @@ class ModelState:
 
     Args:
         goes_on: values are to come from ``load``, so those of the module do not count.
+        needs_all: what is loaded is the whole model, not only this rank's part.
     """
 
     def __init__(
-        self, assignment: Assignment, mesh: Mesh, seed: int, *, goes_on: bool = False
+        self, assignment: Assignment, mesh: Mesh, seed: int, *, goes_on: bool, needs_all: bool
     ) -> None:
         workload, place = assignment.workload, assignment.place
         captured, holders = assignment.captured, assignment.holders
         self._captured, self._module = captured, (module := workload.module)
-        self._holders, self._mesh = holders, mesh
+        self._holders, self._mesh, self._needs_all = holders, mesh, needs_all
         nothing = {*meta_names(module)}
         if not goes_on:
             _refuse_forgotten(module)
@@ -279,14 +280,14 @@ class ModelState:
         rows = self._rows
         return {id(p): rows[n].name(n) if n in rows else n for n, p in self.updated.items()}
 
-    def load(self, saved: SavedState, *, everything: bool = False) -> None:
+    def load(self, saved: SavedState) -> None:
         """Take over what a checkpoint has for this rank.
 
         Raises:
             FileFormatError: naming file and key, if it is damaged or of another model.
         """
         with torch.no_grad():
-            for name, tensor in self._wanted(everything).items():
+            for name, tensor in self._wanted().items():
                 tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
         self._without = []
         if self.optimizer is not None:
@@ -294,7 +295,7 @@ class ModelState:
             if self.scheduler is not None:
                 restore_scheduler(self.scheduler, self.optimizer, saved)
 
-    def load_weights(self, weights: PlainWeights, *, everything: bool = False) -> None:
+    def load_weights(self, weights: PlainWeights) -> None:
         """Take over the weights that this rank has; the optimizer begins anew.
 
         Raises:
@@ -306,20 +307,20 @@ class ModelState:
             names[name].append(alias)
         found = weights.match(names, transient)
         with torch.no_grad():
-            for name, tensor in self._wanted(everything).items():
+            for name, tensor in self._wanted().items():
                 whole = whole_name(name)
                 if whole in found:
                     like = tensor if whole == name else self._module.get_parameter(whole)
                     tensor.copy_(view_named(name, weights.tensor(found[whole], like)))
         self._without = [name for name in self._without if name not in found]
 
-    def _wanted(self, everything: bool) -> dict[str, Tensor]:
-        """Return the tensors to be read from a checkpoint: by default those of this rank."""
+    def _wanted(self) -> dict[str, Tensor]:
+        """Return the tensors to be read from a checkpoint."""
         mine = {*self.parameters, *self.buffers}
         return {
             name: tensor
             for name, tensor in {**self._everything(), **self._tensors()}.items()
-            if (everything or name in mine or self._is_unheld(name)) and not tensor.is_meta
+            if (self._needs_all or name in mine or self._is_unheld(name)) and not tensor.is_meta
         }
 
 

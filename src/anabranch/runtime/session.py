@@ -124,7 +124,11 @@ class Session:
                 saved = predecessor.checkpoints.hand_over(self.holders)
                 predecessor.close()
             self.state = ModelState(
-                assignment, self.mesh, self.feed.seed, goes_on=predecessor is not None
+                assignment,
+                self.mesh,
+                self.feed.seed,
+                goes_on=predecessor is not None,
+                needs_all=self._needs_all,
             )
             if compute.sparse_embeddings:
                 self.state.require_sparse_updates(self.captured.graph)
@@ -210,7 +214,7 @@ class Session:
 
     def _reads(self) -> Collection[str] | None:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""
-        is_checked = self.needs_all and not self._is_prepared
+        is_checked = self._needs_all and not self._is_prepared
         return None if is_checked else self.workers.needed_leaves
 
     def count(self) -> None:
@@ -256,7 +260,7 @@ class Session:
             )
 
     @property
-    def needs_all(self) -> bool:
+    def _needs_all(self) -> bool:
         """True if this rank needs the whole model until the first step has been compared."""
         return self._check_gradients and self.mesh.rank == 0
 

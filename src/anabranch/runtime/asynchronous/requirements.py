@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from anabranch.cluster import Cluster
@@ -173,7 +174,7 @@ def require_asynchronous(
         graph,
         microbatches=microbatches,
         round_robin=round_robin,
-        batch_norms=_batch_norms(workload.module),
+        batch_norms=[n for n, m in workload.module.named_modules() if isinstance(m, _NormBase)],
     )
     deepest = max(stage.in_flight for stage in graph.stages)
     if policy.microbatches and deepest - 1 > microbatches:
@@ -245,12 +246,6 @@ def require_untied(parts: Split, module: nn.Module) -> None:
             "operators that read it in one stage, give each stage a parameter of its own, or "
             "train with --mode sync"
         )
-
-
-def _batch_norms(module: nn.Module) -> list[str]:
-    return [
-        name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)
-    ]
 
 
 def _listed(numbers: Sequence[int]) -> str:
