@@ -68,17 +68,12 @@ class StepRunner:
 
     def step(self, leaves: dict[str, Tensor]) -> float:
         """Run one batch, wait for the totals of all ranks, then update; return the loss."""
-        outcome = self._run(leaves)
-        POSITION.begin(self._number, Phase.SUMS)
-        self.updates.finish(self.ran[0], outcome)
-        return self._agree(outcome)
+        return self._agree(self._run(leaves))
 
     def step_alone(self, leaves: dict[str, Tensor]) -> StepTotals:
         """Run one batch without waiting for ranks that hold other parameters."""
         self._session.refuse_spoilt()
         outcome = self._run(leaves)
-        POSITION.begin(self._number, Phase.SUMS)
-        self.updates.finish(self.ran[0], outcome)
         POSITION.begin(self._number, Phase.UPDATE)
         self._update_alone(outcome)
         self.updates.start_all_gather()
@@ -97,7 +92,6 @@ class StepRunner:
         scale = self._workers.loss_scale
         while True:
             outcome = self._run(leaves, alone=True)
-            self.updates.finish(self.ran[0], outcome)
             finite = [] if scale is None else scale.unscale(self._state.gradients())
             overflow = not all(fetched(finite))
             sums = torch.tensor([outcome.loss, float(overflow)], dtype=torch.float64)
@@ -113,13 +107,15 @@ class StepRunner:
         return self._session.feed.step_number
 
     def _run(self, leaves: dict[str, Tensor], *, alone: bool = False) -> Outcome:
-        """Run one batch; sums of gradients may still be on their way."""
+        """Run one batch, and wait for its gradients if it is the last one of an update."""
         POSITION.begin(self._number)
         samples = samples_of(leaves)
         worker = self._workers.for_batch(leaves).worker(samples)
         self.updates.prepare(worker, samples, alone=alone)
         outcome = worker.run(leaves, self._number, watcher=self.updates.reducer)
         self.ran = worker, leaves, outcome
+        POSITION.begin(self._number, Phase.SUMS)
+        self.updates.finish(worker, outcome)
         return outcome
 
     def _agree(self, outcome: Outcome) -> float:

@@ -209,14 +209,8 @@ def require_recipes(
             "one before, and without a flush these are not known when its forward begins; take "
             "bf16, which needs no scale, or train with --mode sync"
         )
-    if policy is None:
-        return
-    chosen = policy_named(policy) if isinstance(policy, str) else policy
-    optimizer = _optimizer_of(workload)
-    if optimizer is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # told where training begins
-            require_rule(chosen, optimizer)
+    if policy is not None:
+        _fitting(policy, _optimizer_of(workload), quiet=True)  # told where training begins
 
 
 def _require_one_stage_each(graph: StageGraph) -> None:
@@ -266,13 +260,20 @@ def choose(
         nothing = OptimizerFacts("nothing to train", momentum=False, rule="momentum")
         facts = facts_of(optimizer) if optimizer is not None else nothing
         policy, reason = recommend(plan.stage_graph.depth, facts)
+    return _fitting(policy, optimizer, quiet=not _is_first()), reason
+
+
+def _fitting(
+    policy: WeightPolicy | str, optimizer: Optimizer | None, *, quiet: bool
+) -> WeightPolicy:
+    """Return the policy of a name, if it fits the optimizer; warns unless ``quiet``."""
     chosen = policy_named(policy) if isinstance(policy, str) else policy
     if optimizer is not None:
         with warnings.catch_warnings():
-            if not _is_first():
+            if quiet:
                 warnings.simplefilter("ignore")
             require_rule(chosen, optimizer)
-    return chosen, reason
+    return chosen
 
 
 def _optimizer_of(workload: Workload) -> Optimizer | None:
