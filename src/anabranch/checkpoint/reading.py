@@ -19,7 +19,7 @@ from anabranch.checkpoint.manifest import (
     file_checksum,
     type_text,
 )
-from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.saved_state import SavedState, read_tensor
 from anabranch.checkpoint.series import newest
 from anabranch.errors import FileFormatError
 from anabranch.files.jsonfile import read_document
@@ -145,11 +145,7 @@ class Checkpoint(SavedState):
         """Read a tensor as it is stored."""
         entry = self.manifest.tensors[key]
         path = self.folder / entry.file
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise FileFormatError(f"{path}: tensor {key} cannot be read: {error}") from error
+        tensor = read_tensor(path, key)
         if list(tensor.shape) != entry.shape or dtype_name(tensor.dtype) != entry.dtype:
             raise FileFormatError(
                 f"{path}: tensor {key} is {type_text(tensor.dtype, tensor.shape)}, but the "

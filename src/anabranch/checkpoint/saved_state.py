@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import OptimizerState, Progress, type_text
 from anabranch.errors import FileFormatError
 from anabranch.graph.slices import read_by_name, whole_name
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    """Read one tensor of a safetensors file; raises FileFormatError if it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise FileFormatError(f"{file}: tensor {name} cannot be read: {error}") from error
+    return tensor
 
 
 class SavedState:
