@@ -26,9 +26,9 @@ from anabranch.plans.plan import TAKE_ROWS
 from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.data_parallel.gradients import same_start, share_first
 from anabranch.runtime.data_parallel.shards import replace_parameters
-from anabranch.runtime.data_parallel.sparse_gradients import takes_sparse
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.runtime.placement import move
 from anabranch.workload import Workload
 
@@ -98,7 +98,7 @@ class ModelState:
     def require_sparse_updates(self, graph: OpGraph) -> None:
         """Raise a TrainingError where the optimizer takes no sparse gradients of tables."""
         tables = [p.name for p in graph.parameters if p.table and p.name in self.parameters]
-        if tables and not takes_sparse(self.optimizer):
+        if tables and taken_gradients(self.optimizer) is TakenGradients.DENSE:
             raise TrainingError(
                 f"{type(self.optimizer).__name__}, as it is set, takes no sparse gradients, "
                 f"which sparse_embeddings gives {', '.join(tables)}; have the Workload's optimizer "

@@ -15,21 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples, rows_pay
+from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import Table
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks
 from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.mesh import Mesh
-
-if TYPE_CHECKING:
-    from anabranch.runtime.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,69 +161,3 @@ def _added(parameter: nn.Parameter, terms: Sequence[tuple[Tensor, Tensor]]) -> T
     return torch.sparse_coo_tensor(
         indices, values, parameter.shape, check_invariants=False
     ).coalesce()
-
-
-# Which tables
-
-_DENSE, _EITHER, _ROWS = range(3)
-"""Gradients of tables that the optimizer of a rank takes: dense, both, sparse."""
-
-
-def shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
-    """The tables whose holders exchange rows, the same on all ranks, which all call it: gradients
-    are sparse, the optimizers of all holders take them so, and rows are less than the table for
-    the plan's batch, or an optimizer takes nothing else.
-
-    Args:
-        accumulate: batches of an update.
-    """
-    graph, stages, holders = session.captured.graph, session.graph, session.holders
-    options, optimizer = session.workers.options, session.state.optimizer
-    if options.backend is not None:
-        return {}  # compiled backwards give whole gradients
-    candidates = {}
-    for parameter in graph.parameters:
-        table, name = parameter.table, parameter.name
-        is_shared = len(holders.parameters.get(name, ())) > 1
-        if (
-            parameter.trainable
-            and is_shared
-            and table
-            and (table.sparse or options.sparse_embeddings)
-        ):
-            read = (stages.stages[s] for s in holders.stages[name])
-            slices = tuple((stage.microbatch_size, stage.replicas) for stage in read)
-            candidates[name] = SharedTable(table, slices, stages.batch_size)
-    if not candidates:
-        return {}
-    takes = [int(kind) for kind in session.mesh.all_gather(torch.tensor([_takes(optimizer)]))]
-    sizes = {parameter.name: parameter.nbytes for parameter in graph.parameters}
-    chosen = {}
-    for name, shared in candidates.items():
-        kinds = {takes[rank] for rank in holders.parameters[name]}
-        samples = shared.samples(stages.batch_size) * accumulate
-        pays = rows_pay(shared.table, sizes[name], samples, len(holders.parameters[name]))
-        if _ROWS in kinds or (_DENSE not in kinds and pays):
-            chosen[name] = shared
-    return chosen
-
-
-def _takes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the gradients an optimizer takes; one that is not PyTorch's takes sparse ones."""
-    if optimizer is None:
-        return _EITHER
-    if isinstance(optimizer, torch.optim.SparseAdam) or not (
-        type(optimizer).__module__.startswith("torch.optim.")
-    ):
-        return _ROWS
-    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
-        return _DENSE
-    # Momentum would be kept as rows, more of them with every step. The others are refused.
-    besides = ("momentum", "weight_decay", "fused")
-    takes_sparse = not any(group.get(key) for group in optimizer.param_groups for key in besides)
-    return _EITHER if takes_sparse else _DENSE
-
-
-def takes_sparse(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer takes sparse gradients."""
-    return _takes(optimizer) != _DENSE

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.cost.sparse import rows_pay
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.gradients import (
     clip,
@@ -32,8 +33,9 @@ from anabranch.runtime.data_parallel.gradients import (
     sum_of_squares,
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.data_parallel.sparse_gradients import shared_tables
+from anabranch.runtime.data_parallel.sparse_gradients import SharedTable
 from anabranch.runtime.numerics.nonfinite import bad_names, norms
+from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import Worker
 
@@ -56,7 +58,7 @@ class Updates:
         self._parameters, self._updated = self._state.parameters, self._state.updated
         folded = self._folded = self._uses() if exact else {}
         summed = {n: p for n, p in self._parameters.items() if n not in folded}
-        tables = shared_tables(session, accumulate)
+        tables = _shared_tables(session, accumulate)
         self.reducer = Reducer(summed, self._holders, self._mesh, tables=tables)
         self.accumulate, self.accumulated = accumulate, 0
         self._is_open = self._is_last = self._is_alone = False
@@ -225,3 +227,43 @@ class Updates:
             self._holders,
             self._mesh,
         )
+
+
+def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
+    """The tables whose holders exchange rows, the same on all ranks, which all call it: gradients
+    are sparse, the optimizers of all holders take them so, and rows are less than the table for
+    the plan's batch, or an optimizer takes nothing else.
+
+    Args:
+        accumulate: batches of an update.
+    """
+    graph, stages, holders = session.captured.graph, session.graph, session.holders
+    options, optimizer = session.workers.options, session.state.optimizer
+    if options.backend is not None:
+        return {}  # compiled backwards give whole gradients
+    candidates = {}
+    for parameter in graph.parameters:
+        table, name = parameter.table, parameter.name
+        is_shared = len(holders.parameters.get(name, ())) > 1
+        if (
+            parameter.trainable
+            and is_shared
+            and table
+            and (table.sparse or options.sparse_embeddings)
+        ):
+            read = (stages.stages[s] for s in holders.stages[name])
+            slices = tuple((stage.microbatch_size, stage.replicas) for stage in read)
+            candidates[name] = SharedTable(table, slices, stages.batch_size)
+    if not candidates:
+        return {}
+    own = torch.tensor([taken_gradients(optimizer)])
+    takes = [int(kind) for kind in session.mesh.all_gather(own)]
+    sizes = {parameter.name: parameter.nbytes for parameter in graph.parameters}
+    chosen = {}
+    for name, shared in candidates.items():
+        kinds = {takes[rank] for rank in holders.parameters[name]}
+        samples = shared.samples(stages.batch_size) * accumulate
+        pays = rows_pay(shared.table, sizes[name], samples, len(holders.parameters[name]))
+        if TakenGradients.SPARSE in kinds or (TakenGradients.DENSE not in kinds and pays):
+            chosen[name] = shared
+    return chosen
