@@ -259,13 +259,15 @@ class Run:
                 for _ in range(self.slots):
                     self.post(channel)
 
-    def do(self, kind: Kind, microbatch: int) -> None:
-        """Do a forward or a backward with its messages, if there is one here."""
-        self.execute(self.tasks.passes.get((kind, microbatch), ()))
+    def do(self, kind: Kind, microbatch: int) -> bool:
+        """Do a forward or a backward with its messages; return False if there is none here."""
+        tasks = self.tasks.passes.get((kind, microbatch), ())
+        self.execute(tasks)
         if kind is Kind.FORWARD:
             for stage in self.last_backwards:
                 if self.stages[stage].recompute:
                     self.made.pop(stage, None)  # such a stage keeps only what enters it
+        return bool(tasks)
 
     def execute(self, tasks: Sequence[_Task]) -> None:
         """Do actions in order."""
