@@ -39,11 +39,10 @@ class Trained:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def save(self, folder: Path) -> Path:
-        tensors, groups, scalars = optimizer_part(self.optimizer, self.names, {"w"})
-        state = self.scheduler.state_dict()
-        part = RankPart(tensors, groups, "Adam", scalars, state)
+        tensors, state = optimizer_part(self.optimizer, self.names, {"w"})
+        part = RankPart(tensors, state, self.scheduler.state_dict())
         saving = Saving(
-            Target(folder, "0" * 16, 1, Progress(3)), 0, part, part.described(), keep=None,
+            Target(folder, "0" * 16, 1, Progress(3)), 0, part, keep=None,
             timeout=5.0,
         )  # fmt: skip
         saving.confirm()

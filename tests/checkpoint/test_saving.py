@@ -25,7 +25,7 @@ def saving(chosen: Target, rank: int, value: float = 1.0, **options: object) -> 
     """One rank's tensor, which says whose it is."""
     part = RankPart({f"model/w{rank}": torch.full((3,), value)})
     settings: dict[str, object] = {"keep": None, "timeout": 5.0, **options}
-    return Saving(chosen, rank, part, part.described(), **settings)
+    return Saving(chosen, rank, part, **settings)
 
 
 def test_ranks_meet_in_the_folder(tmp_path: Path):
@@ -119,7 +119,7 @@ def test_names_that_a_module_shares_come_with_its_weights(tmp_path: Path):
     tensors = {"model/a": torch.ones(2), "model/mask": torch.ones(1)}
     part = RankPart(tensors, aliases={"b": "a"}, transient=["mask"])
     chosen = target(tmp_path / "c")
-    last = Saving(chosen, 0, part, part.described(), keep=None, timeout=5.0)
+    last = Saving(chosen, 0, part, keep=None, timeout=5.0)
     last.confirm()
     last.wait()
     assert load_state_dict(tmp_path / "c").keys() == {"a", "b"}

@@ -19,7 +19,7 @@ from anabranch.errors import DataError, StageFailedError, TrainingError
 def saved(folder: Path, step: int) -> Path:
     part = RankPart({"model/w": torch.zeros(1)})
     chosen = Target(folder / f"step-{step}", "0" * 16, 1, Progress(step))
-    saving = Saving(chosen, 0, part, part.described(), keep=None, timeout=5.0)
+    saving = Saving(chosen, 0, part, keep=None, timeout=5.0)
     saving.confirm()
     saving.wait()
     return chosen.folder

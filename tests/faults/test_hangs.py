@@ -49,7 +49,7 @@ def test_a_stopped_rank_is_named_with_its_place() -> None:
 
     def work(pipe: Pipeline) -> None:
         pipe.step(batch(16))
-        compute = pipe._session.workers.worker(16)._compute
+        compute = pipe._session.workers.worker(16).compute
         forward = compute.forward
 
         def stop(*arguments: Any) -> Any:

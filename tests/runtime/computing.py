@@ -72,8 +72,8 @@ def step(
             losses[rank] = made[rank].run(leaves, number).loss
         except BaseException as error:
             errors.append(error)
-            assert made[rank]._transport is not None
-            made[rank]._transport.close()
+            assert made[rank].transport is not None
+            made[rank].transport.close()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, len(made))]
     for thread in threads:

@@ -275,7 +275,7 @@ def test_an_interrupted_step_does_not_count() -> None:
     """In a notebook: Ctrl-C in the middle of a step, then the cell runs again."""
     model = built("Chain")
     pipeline = Pipeline(with_options(model, optimizer=sgd), plan(model, 1), captured=model.captured)
-    compute = pipeline._session.workers.worker(16)._compute
+    compute = pipeline._session.workers.worker(16).compute
     backward = compute.backward
 
     def once(*arguments: Any) -> Any:

@@ -60,8 +60,8 @@ def run(
             outcomes[rank] = worker.run(leaves, 0, train=train)
         except BaseException as error:
             errors.append(error)
-            assert worker._transport is not None
-            worker._transport.close()
+            assert worker.transport is not None
+            worker.transport.close()
 
     made = workers(model, chosen, len(leaves["x"]), **options)
     threads = [threading.Thread(target=work, args=each) for each in enumerate(made)]

@@ -14,9 +14,7 @@ file system.
 """
 
 from anabranch.checkpoint.manifest import MANIFEST as MANIFEST
-from anabranch.checkpoint.manifest import Group as Group
 from anabranch.checkpoint.manifest import Progress as Progress
-from anabranch.checkpoint.manifest import Scalar as Scalar
 from anabranch.checkpoint.reading import Checkpoint as Checkpoint
 from anabranch.checkpoint.reading import load_state_dict as load_state_dict
 from anabranch.checkpoint.series import newest as newest

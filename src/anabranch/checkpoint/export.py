@@ -67,7 +67,7 @@ def export(
     if os.path.lexists(path):
         raise TrainingError(f"{path} exists, and an export never replaces anything; name another")
     parts = {part.prefix: part for part in saved.manifest.pretrained}
-    names = _names(saved)
+    names = saved.names()
     chosen = _only_prefix(parts, names) if prefix is None else prefix
     files = _exported_names(names, chosen)
     if not files:
@@ -95,22 +95,11 @@ def export(
     return Exported(
         path,
         len(tensors),
-        sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        sum(tensor.nbytes for tensor in tensors.values()),
         chosen,
         len(names) - len(files),
         part.architecture if part is not None else "",
     )
-
-
-def _names(saved: Checkpoint) -> dict[str, list[str]]:
-    """First name -> all names of each tensor that a ``state_dict`` has."""
-    manifest = saved.manifest
-    names = {first: [first] for first in saved.keys("model")}
-    for alias, first in manifest.aliases.items():
-        names[first].append(alias)
-    transient = set(manifest.transient)
-    listed = {first: [n for n in several if n not in transient] for first, several in names.items()}
-    return {first: several for first, several in listed.items() if several}
 
 
 def _exported_names(names: Mapping[str, Sequence[str]], prefix: str) -> dict[str, str]:

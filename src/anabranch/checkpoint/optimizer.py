@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from anabranch.checkpoint.manifest import Group, Option, Scalar
+from anabranch.checkpoint.manifest import OptimizerState, Option, Scalar
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import FileFormatError, TrainingError
-from anabranch.files.jsonfile import shown
+from anabranch.files.jsonfile import explain, shown
 from anabranch.graph.slices import whole_name
 
 
 def optimizer_part(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: set[str]
-) -> tuple[dict[str, Tensor], list[Group], dict[str, dict[str, Scalar]]]:
-    """Tensors, groups and other entries of this rank's optimizer, by names of parameters.
+) -> tuple[dict[str, Tensor], OptimizerState]:
+    """Tensors of this rank's optimizer and the rest of its state, by names of parameters.
 
     ``names`` has the name by ``id``, ``owned`` what this rank saves. Raises TrainingError for a
     state that is neither tensor nor scalar.
@@ -30,7 +31,8 @@ def optimizer_part(
     for group in optimizer.param_groups:
         mine = {names[id(p)]: p for p in group["params"] if names[id(p)] in owned}
         options = {k: _option(k, v) for k, v in group.items() if k not in _NO_OPTIONS}
-        groups.append(Group(options=options, parameters=list(dict.fromkeys(map(whole_name, mine)))))
+        parameters = list(dict.fromkeys(map(whole_name, mine)))
+        groups.append({"options": options, "parameters": parameters})
         for name, parameter in mine.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
@@ -42,7 +44,11 @@ def optimizer_part(
                         f"the optimizer keeps a {type(value).__name__} as {key!r} of {name}; a "
                         "checkpoint takes tensors and numbers"
                     )
-    return tensors, groups, scalars
+    document = {"kind": type(optimizer).__name__, "groups": groups, "scalars": scalars}
+    try:
+        return tensors, OptimizerState.model_validate(document)
+    except ValidationError as error:
+        raise TrainingError(f"the optimizer cannot be saved: {explain(error)}") from error
 
 
 _NO_OPTIONS = ("params", "param_names")
@@ -64,13 +70,9 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     checkpoint: SavedState,
-    part: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> None:
     """Give an optimizer the state that its parameters had; raises FileFormatError if the checkpoint
     has none for them, or that of another kind of optimizer.
-
-    Args:
-        part: name and state of a whole parameter -> what this rank has of it.
     """
     saved = checkpoint.optimizer
     where = checkpoint.where
@@ -95,7 +97,7 @@ def restore_optimizer(
             if whole not in options:
                 raise FileFormatError(f"{where}: optimizer.groups lacks the parameter {whole}")
             tensors = {
-                key: laid_out(part(name, checkpoint.tensor(f"optimizer/{key}/{name}")), parameter)
+                key: laid_out(checkpoint.tensor(f"optimizer/{key}/{name}"), parameter)
                 for key in keys[whole]
             }
             if entries := {**saved.scalars.get(whole, {}), **tensors}:

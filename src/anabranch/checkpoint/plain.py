@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import type_text
+from anabranch.checkpoint.saved_state import read_tensor
 from anabranch.errors import FileFormatError
 from anabranch.files.jsonfile import parse, read_text
 
@@ -114,11 +115,7 @@ class PlainWeights:
             FileFormatError: if it is damaged, of another shape, or of a type that would be rounded.
         """
         file = self._files[name]
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise FileFormatError(f"{file}: tensor {name} cannot be read: {error}") from error
+        tensor = read_tensor(file, name)
         fits = torch.promote_types(tensor.dtype, like.dtype) == like.dtype
         if tensor.shape != like.shape or not fits:
             raise FileFormatError(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -15,20 +13,19 @@ from anabranch.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
     Manifest,
-    OptimizerState,
     Progress,
     checksum_of,
     dtype_name,
     file_checksum,
     type_text,
 )
+from anabranch.checkpoint.saved_state import SavedState, read_tensor
 from anabranch.checkpoint.series import newest
 from anabranch.errors import FileFormatError
 from anabranch.files.jsonfile import read_document
-from anabranch.graph.slices import read_by_name, whole_name
 
 
-class Checkpoint:
+class Checkpoint(SavedState):
     """A checkpoint that is being read.
 
     Args:
@@ -43,14 +40,23 @@ class Checkpoint:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise FileFormatError(f"{self.folder} is no checkpoint: there is no such folder")
-        if not self.where.exists():
+        if not (self.folder / MANIFEST).exists():
             self.folder = newest(self.folder) or self.folder
-        if not self.where.exists():
+        where = self.folder / MANIFEST
+        if not where.exists():
             raise FileFormatError(
-                f"{self.folder} is no checkpoint: {self.where} does not exist, nor does a folder "
+                f"{self.folder} is no checkpoint: {where} does not exist, nor does a folder "
                 f"step-N with one{self._way_on()}"
             )
-        self.manifest = read_document(self.where, SCHEMA, Manifest)
+        self.manifest = manifest = read_document(where, SCHEMA, Manifest)
+        super().__init__(
+            where,
+            manifest.tensors,
+            self._read_stored,
+            optimizer=manifest.optimizer,
+            scheduler=manifest.scheduler,
+            progress=Progress(**{f.name: getattr(manifest, f.name) for f in fields(Progress)}),
+        )
         # Keys that came into being later are in no checkpoint from before.
         written = self.manifest.model_dump(by_alias=True, exclude_unset=True)
         if checksum_of(written) != self.manifest.checksum:
@@ -67,14 +73,6 @@ class Checkpoint:
                 )
         for name, size in self.manifest.files.items():
             self._check_file(name, size)
-        self._stored: dict[str, list[str]] = {}
-        for key in self.manifest.tensors:
-            self._stored.setdefault(whole_name(key), []).append(key)
-
-    @property
-    def where(self) -> Path:
-        """The manifest, for messages."""
-        return self.folder / MANIFEST
 
     def _way_on(self) -> str:
         """Suggest another folder, one further in or that of ``--save``, where no manifest is."""
@@ -134,79 +132,20 @@ class Checkpoint:
                     f"than in {self.where}; take an earlier checkpoint"
                 )
 
-    @property
-    def progress(self) -> Progress:
-        """Position of training."""
-        return Progress(**{f.name: getattr(self.manifest, f.name) for f in fields(Progress)})
+    def names(self) -> dict[str, list[str]]:
+        """First name -> all names of each tensor that the model's ``state_dict`` has."""
+        names = {first: [first] for first in self.keys("model")}
+        for alias, first in self.manifest.aliases.items():
+            names.get(first, []).append(alias)
+        transient = set(self.manifest.transient)
+        listed = {first: [n for n in every if n not in transient] for first, every in names.items()}
+        return {first: every for first, every in listed.items() if every}
 
-    @property
-    def optimizer(self) -> OptimizerState | None:
-        """State of the optimizer besides tensors; None if nothing was trained."""
-        return self.manifest.optimizer
-
-    @property
-    def scheduler(self) -> Mapping[str, Any] | None:
-        """The state of the scheduler, if there was one."""
-        return self.manifest.scheduler
-
-    def keys(self, prefix: str) -> list[str]:
-        """The rest of every key of a whole tensor that begins with ``prefix/``."""
-        start = f"{prefix}/"
-        return [key.removeprefix(start) for key in self._stored if key.startswith(start)]
-
-    def require_model(self, names: Sequence[str]) -> None:
-        """Check that the checkpoint is of a model with these tensors.
-
-        Raises:
-            FileFormatError: naming those that are missing, or one that the model lacks.
-        """
-        self.require([f"model/{name}" for name in names])
-        unknown = sorted(set(self.keys("model")) - set(names))
-        if unknown:
-            raise FileFormatError(
-                f"{self.where} holds {len(unknown)} tensors that the model lacks, such as "
-                f"{unknown[0]}; the checkpoint is of another model, or of another configuration "
-                "of it"
-            )
-
-    def require(self, keys: Sequence[str]) -> None:
-        """Check that tensors exist; raises FileFormatError, which names those that do not."""
-        missing = [key for key in keys if whole_name(key) not in self._stored]
-        if missing:
-            shown = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
-            raise FileFormatError(
-                f"{self.where} lacks {len(missing)} of the tensors that the model has: {shown}; "
-                "the checkpoint is of another model, or of another configuration of it"
-            )
-
-    def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
-        """Read one tensor, such as ``model/text.0.weight``, that has the shape and type of
-        ``like``.
-
-        Raises:
-            FileFormatError: naming file and key, if it is missing, damaged or of another shape.
-        """
-        self.require([key])
-        try:
-            tensor = read_by_name(key, self._stored[whole_name(key)], self._read)
-        except (ValueError, IndexError, RuntimeError) as error:
-            raise FileFormatError(f"{self.where}: tensor {key}: {error}") from error
-        if like is not None and (tensor.shape != like.shape or tensor.dtype != like.dtype):
-            raise FileFormatError(
-                f"{self.where}: tensor {key} is {type_text(tensor.dtype, tensor.shape)}, but the "
-                f"model has {type_text(like.dtype, like.shape)} there"
-            )
-        return tensor
-
-    def _read(self, key: str) -> Tensor:
+    def _read_stored(self, key: str) -> Tensor:
         """Read a tensor as it is stored."""
         entry = self.manifest.tensors[key]
         path = self.folder / entry.file
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise FileFormatError(f"{path}: tensor {key} cannot be read: {error}") from error
+        tensor = read_tensor(path, key)
         if list(tensor.shape) != entry.shape or dtype_name(tensor.dtype) != entry.dtype:
             raise FileFormatError(
                 f"{path}: tensor {key} is {type_text(tensor.dtype, tensor.shape)}, but the "
@@ -230,6 +169,7 @@ def load_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     saved = Checkpoint(folder)
     saved.verify()
-    tensors = {name: saved.tensor(f"model/{name}") for name in saved.keys("model")}
-    tensors |= {a: tensors[n] for a, n in saved.manifest.aliases.items() if n in tensors}
-    return {name: t for name, t in tensors.items() if name not in saved.manifest.transient}
+    tensors: dict[str, Tensor] = {}
+    for first, names in saved.names().items():
+        tensors |= dict.fromkeys(names, saved.tensor(f"model/{first}"))
+    return tensors

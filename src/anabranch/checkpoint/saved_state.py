@@ -2,38 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from anabranch.checkpoint.manifest import OptimizerState, Progress
+from anabranch.checkpoint.manifest import OptimizerState, Progress, type_text
+from anabranch.errors import FileFormatError
+from anabranch.graph.slices import read_by_name, whole_name
 
 
-class SavedState(Protocol):
-    """A checkpoint, or what ranks have sent each other; tensors by the model's own names."""
+def read_tensor(file: Path, name: str) -> Tensor:
+    """Read one tensor of a safetensors file; raises FileFormatError if it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise FileFormatError(f"{file}: tensor {name} cannot be read: {error}") from error
+    return tensor
 
-    @property
-    def where(self) -> object:
-        """Origin of the state, for messages."""
 
-    @property
-    def optimizer(self) -> OptimizerState | None:
-        """State of the optimizer besides tensors; None if nothing is trained."""
+class SavedState:
+    """A checkpoint, or what ranks have sent each other; tensors by the model's own names.
 
-    @property
-    def scheduler(self) -> Mapping[str, Any] | None:
-        """The state of the scheduler, if there is one."""
+    Attributes:
+        where: origin of the state, for messages.
+        optimizer: state of the optimizer besides tensors; None if nothing was trained.
+        scheduler: the state of the scheduler, if there was one.
+        progress: position of training.
 
-    @property
-    def progress(self) -> Progress:
-        """Position of training."""
+    Args:
+        keys: of all tensors, such as ``model/text.0.weight``.
+        read: returns the tensor of a key.
+    """
+
+    def __init__(
+        self,
+        where: object,
+        keys: Iterable[str],
+        read: Callable[[str], Tensor],
+        *,
+        optimizer: OptimizerState | None,
+        scheduler: Mapping[str, Any] | None,
+        progress: Progress,
+    ) -> None:
+        self.where, self._read = where, read
+        self.optimizer, self.scheduler, self.progress = optimizer, scheduler, progress
+        self._stored: dict[str, list[str]] = {}
+        for key in keys:
+            self._stored.setdefault(whole_name(key), []).append(key)
 
     def keys(self, prefix: str) -> list[str]:
-        """The rest of every key that begins with ``prefix/``."""
+        """The rest of every key of a whole tensor that begins with ``prefix/``."""
+        start = f"{prefix}/"
+        return [key.removeprefix(start) for key in self._stored if key.startswith(start)]
 
     def require_model(self, names: Sequence[str]) -> None:
-        """Check that it is of a model with these tensors; raises FileFormatError."""
+        """Check that the state is that of a model with these tensors.
+
+        Raises:
+            FileFormatError: naming those that are missing, or one that the model lacks.
+        """
+        self.require([f"model/{name}" for name in names])
+        unknown = sorted(set(self.keys("model")) - set(names))
+        if unknown:
+            raise FileFormatError(
+                f"{self.where} holds {len(unknown)} tensors that the model lacks, such as "
+                f"{unknown[0]}; the checkpoint is of another model, or of another configuration "
+                "of it"
+            )
+
+    def require(self, keys: Sequence[str]) -> None:
+        """Check that tensors exist; raises FileFormatError, which names those that do not."""
+        missing = [key for key in keys if whole_name(key) not in self._stored]
+        if missing:
+            shown = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
+            raise FileFormatError(
+                f"{self.where} lacks {len(missing)} of the tensors that the model has: {shown}; "
+                "the checkpoint is of another model, or of another configuration of it"
+            )
 
     def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
-        """One tensor, such as ``model/text.0.weight``, that has the shape and type of ``like``."""
+        """Read one tensor, such as ``model/text.0.weight``, that has the shape and type of
+        ``like``.
+
+        Raises:
+            FileFormatError: naming file and key, if it is missing, damaged or of another shape.
+        """
+        self.require([key])
+        try:
+            tensor = read_by_name(key, self._stored[whole_name(key)], self._read)
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise FileFormatError(f"{self.where}: tensor {key}: {error}") from error
+        if like is not None and (tensor.shape != like.shape or tensor.dtype != like.dtype):
+            raise FileFormatError(
+                f"{self.where}: tensor {key} is {type_text(tensor.dtype, tensor.shape)}, but the "
+                f"model has {type_text(like.dtype, like.shape)} there"
+            )
+        return tensor

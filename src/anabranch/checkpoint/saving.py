@@ -43,17 +43,19 @@ class Saving:
         target: Target,
         rank: int,
         part: RankPart,
-        description: Mapping[str, Any],
         *,
         keep: int | None,
         timeout: float,
     ) -> None:
         self._target, self._rank, self._keep, self._timeout = target, rank, keep, timeout
+        description = part.described()
         self._good, self._given_up = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._lock = begin(target) if rank == 0 else None
         self._thread = threading.Thread(
-            target=self._work, args=(part, description), name=f"anabranch save {target.folder}"
+            target=self._work,
+            args=(part, description),
+            name=f"anabranch save {target.folder}",
         )
         self._thread.start()
 

@@ -29,10 +29,9 @@ from torch import Tensor
 from anabranch.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
-    Group,
     Manifest,
+    OptimizerState,
     Progress,
-    Scalar,
     dtype_name,
     file_checksum,
     sealed,
@@ -51,17 +50,13 @@ class RankPart:
 
     Attributes:
         tensors: keys as in the manifest.
-        groups: parameter groups with the names that it owns.
-        kind: class of its optimizer, or empty.
-        scalars: parameter -> other optimizer state.
+        optimizer: state of its optimizer besides tensors, of the names that it owns.
         aliases: see ``Manifest``, from the first rank only; so are ``transient`` and
             ``pretrained``.
     """
 
     tensors: Mapping[str, Tensor]
-    groups: Sequence[Group] = ()
-    kind: str = ""
-    scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
+    optimizer: OptimizerState | None = None
     scheduler: Mapping[str, Any] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     transient: Sequence[str] = ()
@@ -74,9 +69,7 @@ class RankPart:
             TrainingError: if something cannot be kept as JSON.
         """
         description = {
-            "kind": self.kind,
-            "groups": [group.model_dump() for group in self.groups],
-            "scalars": {name: dict(state) for name, state in self.scalars.items()},
+            "optimizer": None if self.optimizer is None else self.optimizer.model_dump(),
             "scheduler": self.scheduler,
             "aliases": dict(self.aliases),
             "transient": list(self.transient),
@@ -258,13 +251,13 @@ def abandon(target: Target, lock: int) -> None:
 
 def joined(told: Collection[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the parts of all ranks, as ``RankPart.described`` returns them."""
-    kinds = [part["kind"] for part in told if part["kind"]]
+    states = [part["optimizer"] for part in told if part["optimizer"] is not None]
     optimizer = None
-    if kinds:
+    if states:
         optimizer = {
-            "kind": kinds[0],
-            "groups": _merged([group for part in told for group in part["groups"]]),
-            "scalars": {name: state for part in told for name, state in part["scalars"].items()},
+            "kind": states[0]["kind"],
+            "groups": _merged([group for state in states for group in state["groups"]]),
+            "scalars": {name: told for s in states for name, told in s["scalars"].items()},
         }
     return {
         "aliases": {alias: name for part in told for alias, name in part["aliases"].items()},
@@ -308,7 +301,7 @@ def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _plain(tensor: Tensor) -> Tensor:
     """Contiguous, on the host, with a storage of its own."""
     tensor = tensor.detach().cpu().contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 

@@ -94,7 +94,8 @@ def read_by_name(key: str, keys: Collection[str], read: Callable[[str], Tensor])
         return read(key)
     name = whole_name(key)
     whole = read(name) if name in keys else _joined({part: read(part) for part in keys})
-    return view_named(key, whole) if whole.dim() else whole
+    part = view_named(key, whole) if whole.dim() else whole
+    return part if part is whole else part.clone()  # without the memory of the whole
 
 
 def _joined(parts: Mapping[str, Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
@@ -17,14 +18,24 @@ from anabranch.workload import Batch, Workload
 class BasePipeline:
     """A pipeline around one rank's ``Session``."""
 
-    _session: Session
+    workload: Workload
 
     def __init__(self, workload: Workload, plan: Plan, **options: Any) -> None:
         raise NotImplementedError
 
+    def _hold(self, plan: Plan, **options: Any) -> Session:
+        """Hold this rank's part of a plan, with the options of ``Session``."""
+        self.plan, self._session = plan, (session := Session(self.workload, plan, **options))
+        self._mesh, self._state = session.mesh, session.state
+        self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
+        return session
+
     @classmethod
     def resume(cls, folder: str | Path, workload: Workload, plan: Plan, **options: Any) -> Self:
-        """Continue from a checkpoint, under any plan for the same model.
+        """Continue from a checkpoint of either kind of pipeline, under any plan for the same model.
+
+        After one without a flush under the same plan, training without a flush goes on as if there
+        had been a ``drain``.
 
         Args:
             folder: what ``save`` wrote.
@@ -37,8 +48,13 @@ class BasePipeline:
         """
         pipeline = cls(workload, plan, **options)
         session = pipeline._session
-        session.checkpoints.load(folder, everything=session.needs_all)
+        saved = session.checkpoints.load(folder)
+        with session.failing():
+            pipeline._take_over(saved)
         return pipeline
+
+    def _take_over(self, saved: Checkpoint) -> None:
+        """Take over what only a pipeline of this kind has in its checkpoints."""
 
     @classmethod
     def from_weights(cls, path: str | Path, workload: Workload, plan: Plan, **options: Any) -> Self:
@@ -54,8 +70,7 @@ class BasePipeline:
             FileFormatError: naming file and tensor, if it is damaged or of another model.
         """
         pipeline = cls(workload, plan, **options)
-        session = pipeline._session
-        session.checkpoints.load_weights(path, everything=session.needs_all)
+        pipeline._session.checkpoints.load_weights(path)
         return pipeline
 
     @property

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +22,29 @@ from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.model_state import ModelState
-from anabranch.runtime.moved_state import MovedState, move
+from anabranch.runtime.moved_state import move
 from anabranch.runtime.worker_cache import WorkerCache
 
 
+@dataclass(eq=False)
 class Checkpointing:
     """Checkpoints of one rank's part of a run; nothing may be under way.
 
-    Args:
+    Attributes:
         run_id: a number of the run, the same on every rank.
         failing: the context in which a failure reaches the other ranks.
         timeout: seconds until a rank that writes nothing counts as lost.
     """
 
-    def __init__(
-        self,
-        state: ModelState,
-        workers: WorkerCache,
-        feed: DataFeed,
-        *,
-        run_id: int,
-        failing: Callable[[], AbstractContextManager[None]],
-        timeout: float,
-    ) -> None:
-        self._state, self._workers, self._feed = state, workers, feed
-        self._mesh, self._batch_size = workers.mesh, workers.stage_graph.batch_size
-        self._run_id, self._failing, self._timeout = run_id, failing, timeout
+    state: ModelState
+    workers: WorkerCache
+    feed: DataFeed
+    run_id: int
+    failing: Callable[[], AbstractContextManager[None]]
+    timeout: float
+
+    def __post_init__(self) -> None:
+        self._mesh, self._batch_size = self.workers.mesh, self.workers.stage_graph.batch_size
         self._saving: Saving | None = None
         self._copies: dict[str, Tensor] = {}
         self._num_saved = 0
@@ -67,14 +64,14 @@ class Checkpointing:
             keep: how many checkpoints there may be in its parent folder.
         """
         self.finish()
-        with self._failing(), POSITION.doing(Phase.SAVE):
-            self._state.require_values()
+        with self.failing(), POSITION.doing(Phase.SAVE):
+            self.state.require_values()
             self._num_saved += 1
-            number = hashlib.sha256(f"{self._run_id} {self._num_saved}".encode()).hexdigest()[:16]
+            number = hashlib.sha256(f"{self.run_id} {self._num_saved}".encode()).hexdigest()[:16]
             target = Target(Path(folder).absolute(), number, self._mesh.size, self.progress())
-            part = self._state.part(further or {}, copies=None if wait else self._copies)
+            part = self.state.part(further or {}, copies=None if wait else self._copies)
             self._saving = saving = Saving(
-                target, self._mesh.rank, part, part.described(), keep=keep, timeout=self._timeout
+                target, self._mesh.rank, part, keep=keep, timeout=self.timeout
             )
             if wait:
                 self._mesh.barrier()  # the first rank has made the folder, and not failed
@@ -87,14 +84,14 @@ class Checkpointing:
     def check(self) -> None:
         """Raise what went wrong with the checkpoint that is being written."""
         if self._saving is not None:
-            with self._failing():
+            with self.failing():
                 self._saving.check()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            with self._failing(), POSITION.doing(Phase.SAVE):
+            with self.failing(), POSITION.doing(Phase.SAVE):
                 saving.wait()
 
     def give_up(self) -> None:
@@ -102,55 +99,52 @@ class Checkpointing:
         if self._saving is not None:
             self._saving.give_up()
 
-    def load(self, folder: str | Path, *, everything: bool) -> Checkpoint:
-        """Take over a checkpoint, before the first step.
-
-        Args:
-            everything: the whole model, not only this rank's part.
-        """
-        with self._failing(), POSITION.doing(Phase.START_UP):
+    def load(self, folder: str | Path) -> Checkpoint:
+        """Take over a checkpoint, before the first step."""
+        with self.failing(), POSITION.doing(Phase.START_UP):
             saved = Checkpoint(folder)
             saved.verify(self._mesh.rank, self._mesh.size)
             self._mesh.barrier()  # nothing is taken over before all files are known to be whole
-            self.restore(saved, everything=everything)
+            saved.require_model(self.state.names)
+            self.restore(saved)
         if self._mesh.rank == 0:
             self._warn_of_other_batches(saved.progress)
         return saved
 
-    def load_weights(self, path: str | Path, *, everything: bool) -> None:
+    def load_weights(self, path: str | Path) -> None:
         """Take over weights that something else saved; see ``load``."""
-        with self._failing(), POSITION.doing(Phase.START_UP):
-            self._state.load_weights(PlainWeights(path), everything=everything)
+        with self.failing(), POSITION.doing(Phase.START_UP):
+            self.state.load_weights(PlainWeights(path))
 
-    def hand_over(self, holders: Holders) -> MovedState:
+    def hand_over(self, holders: Holders) -> SavedState:
         """Give all ranks what they need under another plan, and forget it here."""
         self.finish()
-        with self._failing(), POSITION.doing(Phase.MOVE):
-            part = self._state.part({}, copies=None)
+        with self.failing(), POSITION.doing(Phase.MOVE):
+            part = self.state.part({}, copies=None)
             # The feed goes on by itself.
             progress = replace(self.progress(), data=None)
             readers = {key: holders.readers(key, self._mesh.size) for key in part.tensors}
             moved = move(part, readers, progress, self._mesh)
-        self._state.forget_training()
+        self.state.forget_training()
         return moved
 
-    def restore(self, saved: SavedState, *, everything: bool = False) -> None:
+    def restore(self, saved: SavedState) -> None:
         """Take over the state of a run of the same model, by this or another plan."""
-        self._state.load(saved, everything=everything)
-        progress, scale = saved.progress, self._workers.loss_scale
-        self._workers.seed = progress.seed
-        self._feed.go_on_from(progress)
+        self.state.load(saved)
+        progress, scale = saved.progress, self.workers.loss_scale
+        self.workers.seed = progress.seed
+        self.feed.go_on_from(progress)
         if scale is not None and progress.loss_scale is not None:
             scale.scale, scale.streak = progress.loss_scale, progress.loss_streak
 
     def progress(self) -> Progress:
         """Return where training is."""
-        feed, scale = self._feed, self._workers.loss_scale
+        feed, scale = self.feed, self.workers.loss_scale
         return Progress(
             feed.step_number,
             feed.epoch,
             feed.position,
-            self._workers.seed,
+            self.workers.seed,
             None if scale is None else scale.scale,
             0 if scale is None else scale.streak,
             self._loader_state(),
@@ -159,7 +153,7 @@ class Checkpointing:
 
     def _loader_state(self) -> dict[str, Any] | None:
         """Return the position of a loader that has one, as far as JSON can hold it."""
-        if self._mesh.rank != 0 or (state := self._feed.loader_state()) is None:
+        if self._mesh.rank != 0 or (state := self.feed.loader_state()) is None:
             return None
         try:
             kept = json.loads(json.dumps(state, allow_nan=False))

@@ -160,23 +160,16 @@ def _like(original: Tensor, values: Tensor) -> Tensor:
 
 
 def _blank(like: Tensor) -> Tensor:
-    """Memory of a value that no initialisation leaves behind."""
-    dtype = like.dtype
-    if dtype == torch.bool:
-        return torch.zeros_like(like, device=_CPU)
-    least = torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-    return torch.full_like(like, least, device=_CPU)
+    """Memory without values: NaN, or zeros where the type has none."""
+    has_nan = like.is_floating_point() or like.is_complex()
+    return torch.full_like(like, torch.nan if has_nan else 0, device=_CPU)
 
 
 def _is_blank(tensor: Tensor) -> bool:
-    """Return True if any element has never been written."""
-    if tensor.dtype == torch.bool:
-        return tensor._version == 0
-    with torch.no_grad():
-        blank = _blank(tensor)
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            return bool(tensor.isnan().any())
-        return bool((tensor == blank).any())
+    """Return True if any element has never been written; of whole numbers, if none has."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor._version == 0
 
 
 def _initialise(module: nn.Module, path: str, seed: int) -> None:

@@ -7,9 +7,9 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,15 @@ from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.pretrained import pretrained_in
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import TrainingError
-from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.plans.plan import TAKE_ROWS
-from anabranch.runtime.data_parallel.gradients import Holders, same_start, share_first
-from anabranch.runtime.data_parallel.shards import hold, joined_state, replace_parameters
-from anabranch.runtime.data_parallel.sparse_gradients import takes_sparse
+from anabranch.runtime.assignment import Assignment
+from anabranch.runtime.data_parallel.gradients import same_start, share_first
+from anabranch.runtime.data_parallel.shards import replace_parameters
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.runtime.placement import move
 from anabranch.workload import Workload
 
@@ -45,22 +45,16 @@ class ModelState:
 
     Args:
         goes_on: values are to come from ``load``, so those of the module do not count.
+        needs_all: what is loaded is the whole model, not only this rank's part.
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        captured: Captured,
-        holders: Holders,
-        mesh: Mesh,
-        place: torch.device,
-        seed: int,
-        *,
-        goes_on: bool = False,
+        self, assignment: Assignment, mesh: Mesh, seed: int, *, goes_on: bool, needs_all: bool
     ) -> None:
-        module = workload.module
-        self._captured, self._module = captured, module
-        self._holders, self._mesh = holders, mesh
+        workload, place = assignment.workload, assignment.place
+        captured, holders = assignment.captured, assignment.holders
+        self._captured, self._module = captured, (module := workload.module)
+        self._holders, self._mesh, self._needs_all = holders, mesh, needs_all
         nothing = {*meta_names(module)}
         if not goes_on:
             _refuse_forgotten(module)
@@ -92,16 +86,19 @@ class ModelState:
             # They may be needed once more, for the self-check.
             others = [t for name, t in self._everything().items() if not self._is_held(name)]
             move((t for t in others if t.device == place), torch.device("cpu"))
-        self.optimizer = self._optimizer(workload)
         self._rows = holders.cut_for(mesh.rank)
-        self.shards = hold(self.optimizer, self._rows, self.parameters) if self.optimizer else {}
+        self.shards = {
+            name: nn.Parameter(rows.of(self.parameters[name].detach()))
+            for name, rows in self._rows.items()
+        }
+        self.optimizer = self._optimizer(workload)
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
 
     def require_sparse_updates(self, graph: OpGraph) -> None:
         """Raise a TrainingError where the optimizer takes no sparse gradients of tables."""
         tables = [p.name for p in graph.parameters if p.table and p.name in self.parameters]
-        if tables and not takes_sparse(self.optimizer):
+        if tables and taken_gradients(self.optimizer) is TakenGradients.DENSE:
             raise TrainingError(
                 f"{type(self.optimizer).__name__}, as it is set, takes no sparse gradients, "
                 f"which sparse_embeddings gives {', '.join(tables)}; have the Workload's optimizer "
@@ -122,22 +119,27 @@ class ModelState:
             self._captured.slices[name] = nn.Parameter(part, requires_grad=held.requires_grad)
 
     def _optimizer(self, workload: Workload) -> torch.optim.Optimizer | None:
-        """The recipe's optimizer of this rank's parameters; it is asked for wholes of slices."""
+        """The recipe's optimizer of what this rank updates; it is asked for whole parameters."""
         wholes: dict[str, nn.Parameter] = {}
-        slices: dict[nn.Parameter, list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]] = {}
-        for name, parameter in self.parameters.items():
+        parts: defaultdict[nn.Parameter, dict[str, nn.Parameter]] = defaultdict(dict)
+        stored = self._names()
+        for name, parameter in self.updated.items():
             if not parameter.requires_grad or self._mesh.rank not in self._holders.updaters(name):
                 continue
-            whole = whole_name(name)
+            whole, part_name = whole_name(name), stored[id(parameter)]
             wholes[whole] = self._module.get_parameter(whole)
-            if whole != name:
-                cut = partial(_cut_state, name)
-                slices.setdefault(wholes[whole], []).append((parameter, cut))
+            if part_name != whole:
+                parts[wholes[whole]][part_name] = parameter
         if not wholes:
             return None
         optimizer = workload.make_optimizer(list(wholes.items()))
-        replace_parameters(optimizer, slices)
+        replace_parameters(optimizer, parts)
         return optimizer
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters and buffers of the model."""
+        return list(self._everything())
 
     def _everything(self) -> dict[str, Tensor]:
         return dict((*self._module.named_parameters(), *self._module.named_buffers()))
@@ -180,10 +182,14 @@ class ModelState:
 
     def bytes_on(self, place: torch.device) -> int:
         """Bytes of parameters and of the optimizer's state that are on a device."""
+        held = (*self.parameters.values(), *self.optimizer_tensors)
+        return sum(tensor.nbytes for tensor in held if tensor.device == place)
+
+    @property
+    def optimizer_tensors(self) -> list[Tensor]:
+        """Tensors of the optimizer's state."""
         state = self.optimizer.state.values() if self.optimizer is not None else ()
-        held = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
-        here = [t for t in (*self.parameters.values(), *held) if t.device == place]
-        return sum(t.numel() * t.element_size() for t in here)
+        return [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
 
     def forget_training(self) -> None:
         """Give gradients and the optimizer's state back, once others have what they need of it."""
@@ -257,48 +263,39 @@ class ModelState:
             aliases, transient = listed_names(self._module)
             found = pretrained_in(self._module)
             part = replace(part, aliases=aliases, transient=transient, pretrained=found)
-        cut = self._holders.cut
-        joined = joined_state(self.optimizer, self.shards, cut, self.parameters, self._mesh)
         if self.optimizer is None:
             return part
-        owned = {name for name in self.parameters if self._saves(name)}
-        state, groups, scalars = optimizer_part(self.optimizer, self._names(), owned)
+        names = self._names()
+        owned = {names[id(p)] for n, p in self.updated.items() if n in self._rows or self._saves(n)}
+        own, state = optimizer_part(self.optimizer, names, owned)
         return replace(
             part,
-            tensors=tensors | state | joined,
-            groups=groups,
-            kind=type(self.optimizer).__name__,
-            scalars=scalars,
+            tensors=tensors | own,
+            optimizer=state,
             scheduler=self.scheduler.state_dict() if self.scheduler is not None else None,
         )
 
     def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self.updated.items()}
+        """Names of parameters and shards in checkpoints, by their ``id``."""
+        rows = self._rows
+        return {id(p): rows[n].name(n) if n in rows else n for n, p in self.updated.items()}
 
-    def _part(self, name: str, state: Tensor) -> Tensor:
-        """Return this rank's rows of the state of a parameter."""
-        return self._rows[name].of_state(state) if name in self._rows else state
-
-    def load(self, saved: SavedState, *, everything: bool = False) -> None:
+    def load(self, saved: SavedState) -> None:
         """Take over what a checkpoint has for this rank.
 
         Raises:
             FileFormatError: naming file and key, if it is damaged or of another model.
         """
-        self._fill(saved, everything=everything)
+        with torch.no_grad():
+            for name, tensor in self._wanted().items():
+                tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
+        self._without = []
         if self.optimizer is not None:
-            restore_optimizer(self.optimizer, self._names(), saved, self._part)
+            restore_optimizer(self.optimizer, self._names(), saved)
             if self.scheduler is not None:
                 restore_scheduler(self.scheduler, self.optimizer, saved)
 
-    def _fill(self, saved: SavedState, *, everything: bool) -> None:
-        saved.require_model(list(self._everything()))
-        with torch.no_grad():
-            for name, tensor in self._wanted(everything).items():
-                tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
-        self._without = []
-
-    def load_weights(self, weights: PlainWeights, *, everything: bool = False) -> None:
+    def load_weights(self, weights: PlainWeights) -> None:
         """Take over the weights that this rank has; the optimizer begins anew.
 
         Raises:
@@ -310,26 +307,21 @@ class ModelState:
             names[name].append(alias)
         found = weights.match(names, transient)
         with torch.no_grad():
-            for name, tensor in self._wanted(everything).items():
+            for name, tensor in self._wanted().items():
                 whole = whole_name(name)
                 if whole in found:
                     like = tensor if whole == name else self._module.get_parameter(whole)
                     tensor.copy_(view_named(name, weights.tensor(found[whole], like)))
         self._without = [name for name in self._without if name not in found]
 
-    def _wanted(self, everything: bool) -> dict[str, Tensor]:
-        """Return the tensors to be read from a checkpoint: by default those of this rank."""
+    def _wanted(self) -> dict[str, Tensor]:
+        """Return the tensors to be read from a checkpoint."""
         mine = {*self.parameters, *self.buffers}
         return {
             name: tensor
             for name, tensor in {**self._everything(), **self._tensors()}.items()
-            if (everything or name in mine or self._is_unheld(name)) and not tensor.is_meta
+            if (self._needs_all or name in mine or self._is_unheld(name)) and not tensor.is_meta
         }
-
-
-def _cut_state(name: str, state: Tensor) -> Tensor:
-    """A copy of a slice of an optimizer's state; a number, such as of steps, is whole."""
-    return view_named(name, state).clone() if state.dim() else state
 
 
 def listed_names(module: nn.Module) -> tuple[dict[str, str], list[str]]:

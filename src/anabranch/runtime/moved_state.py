@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Progress, RankPart
-from anabranch.checkpoint.manifest import OptimizerState
+from anabranch.checkpoint.manifest import OptimizerState, dtype_name
+from anabranch.checkpoint.saved_state import SavedState
 from anabranch.checkpoint.writing import joined
-from anabranch.graph.slices import read_by_name, whole_name
 from anabranch.runtime import texts
 from anabranch.runtime.mesh import Mesh
 
@@ -33,35 +32,9 @@ _TAG = 0
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class MovedState:
-    """The part of a run's state that one rank needs; a ``SavedState``."""
-
-    tensors: Mapping[str, Tensor]
-    optimizer: OptimizerState | None
-    scheduler: Mapping[str, Any] | None
-    progress: Progress
-    where: str = "the state that the ranks have sent each other"
-
-    def keys(self, prefix: str) -> list[str]:
-        """See ``SavedState``; of the tensors that this rank has."""
-        start = f"{prefix}/"
-        wholes = dict.fromkeys(map(whole_name, self.tensors))
-        return [key.removeprefix(start) for key in wholes if key.startswith(start)]
-
-    def require_model(self, names: Sequence[str]) -> None:
-        """See ``SavedState``; it is the same module."""
-
-    def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
-        """See ``SavedState``."""
-        whole = whole_name(key)
-        keys = [known for known in self.tensors if whole_name(known) == whole]
-        return read_by_name(key, keys, self.tensors.__getitem__)
-
-
 def move(
     part: RankPart, readers: Mapping[str, Sequence[int]], progress: Progress, mesh: Mesh
-) -> MovedState:
+) -> SavedState:
     """Send what this rank has to the ranks that need it, and take what it needs; all ranks call it.
 
     Args:
@@ -104,12 +77,19 @@ def move(
     whole = joined(documents)
     optimizer = whole["optimizer"]
     state = None if optimizer is None else OptimizerState.model_validate(optimizer)
-    return MovedState(tensors, state, whole["scheduler"], progress)
+    return SavedState(
+        "the state that the ranks have sent each other",
+        tensors,
+        tensors.__getitem__,
+        optimizer=state,
+        scheduler=whole["scheduler"],
+        progress=progress,
+    )
 
 
 def _listed(part: RankPart, readers: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
     """Size, type and readers of each tensor."""
     return {
-        key: [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), list(readers[key])]
+        key: [list(tensor.shape), dtype_name(tensor.dtype), list(readers[key])]
         for key, tensor in part.tensors.items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from enum import IntEnum
 
 import torch
 from torch import nn, optim
@@ -85,3 +86,27 @@ def _stand_in(workload: Workload, names: Collection[str] | None = None) -> Optim
             return workload.optimizer(stand_ins)
     except Exception:  # the user's own code, written for other parameters; training will say why
         return None
+
+
+class TakenGradients(IntEnum):
+    """Gradients of embedding tables that an optimizer takes."""
+
+    DENSE = 0
+    EITHER = 1
+    SPARSE = 2
+
+
+def taken_gradients(optimizer: Optimizer | None) -> TakenGradients:
+    """Return the gradients that an optimizer takes; one that is not PyTorch's takes sparse ones."""
+    if optimizer is None:
+        return TakenGradients.EITHER
+    if isinstance(optimizer, optim.SparseAdam) or not (
+        type(optimizer).__module__.startswith("torch.optim.")
+    ):
+        return TakenGradients.SPARSE
+    if not isinstance(optimizer, optim.SGD | optim.Adagrad):
+        return TakenGradients.DENSE
+    # Momentum would be kept as rows, more of them with every step. The others are refused.
+    besides = ("momentum", "weight_decay", "fused")
+    takes_sparse = not any(group.get(key) for group in optimizer.param_groups for key in besides)
+    return TakenGradients.EITHER if takes_sparse else TakenGradients.DENSE

@@ -30,11 +30,11 @@ from anabranch.graph.module_state import only_frozen
 from anabranch.plans.plan import Plan
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
-from anabranch.runtime.session import Session
 from anabranch.runtime.step_runner import StepRunner
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
@@ -138,9 +138,7 @@ class Pipeline(BasePipeline):
         """Hold this rank's part of a plan."""
         shards = plan.shard_optimizer and not self._exact if self._shards is None else self._shards
         clip_norm = self.workload.clip_norm
-        self.plan = plan
-        self._session = session = Session(
-            self.workload,
+        session = self._hold(
             plan,
             facts={
                 "accumulate": self._accumulate,
@@ -156,10 +154,8 @@ class Pipeline(BasePipeline):
             **self._options,
             **options,
         )
-        self._mesh, self._state = session.mesh, session.state
-        self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
         self._steps = StepRunner(
-            session, plan, clip_norm=clip_norm, accumulate=self._accumulate, exact=self._exact
+            session, clip_norm=clip_norm, accumulate=self._accumulate, exact=self._exact
         )
         self._updates = self._steps.updates
 
@@ -194,7 +190,8 @@ class Pipeline(BasePipeline):
         self._steps.refuse_between("change of the plan")
         session, metrics = self._session, self.metrics
         with session.failing():
-            missing = session.lack_for_change(plan) if self._check_memory else ""
+            own = self._state.bytes_on(session.place)  # which will be free again
+            missing = lack(plan, self._mesh, own, 0, session.place) if self._check_memory else ""
         if missing:
             raise InfeasiblePlanError(missing)
         # What is frozen for a while goes on with its optimizer's state.
@@ -383,7 +380,7 @@ class Pipeline(BasePipeline):
             if wait:
                 self._steps.settle()
             else:
-                self._steps.refuse_spoilt()
+                self._session.refuse_spoilt()
                 self._steps.finish_all_gather()
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)

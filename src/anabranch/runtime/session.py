@@ -23,7 +23,7 @@ from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of
 from anabranch.runtime.evaluation import Evaluation
-from anabranch.runtime.guards.memory_budget import lack, require_memory
+from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import (
     RECENT_BATCHES,
@@ -47,19 +47,17 @@ class Session:
     """One rank of a run.
 
     Attributes:
+        frozen: parameters that were not trainable when training began.
         gradient_verdict: result of the comparison of gradients with one process.
+        graph: stages of the plan.
         batch_digest: of the batch that is under way.
+        is_spoilt: some stages have made an update that others have not.
 
     Args:
         further: channels that are used besides those of the plan's schedule.
         predecessor: a session of this run under another plan, which goes on here and ends there.
         options: of ``assign``.
 
-    Raises:
-        InvalidPlanError: if the plan is for another model or another number of ranks, ranks
-            disagree.
-        InfeasiblePlanError: if a rank would take more memory than there is.
-        CaptureError: if the module cannot be captured.
     """
 
     def __init__(
@@ -87,9 +85,9 @@ class Session:
         )
         self.captured, self.parts = assignment.captured, assignment.parts
         self.holders, self.place = assignment.holders, assignment.place
-        self._plan, self._home, compute = plan, assignment.home, assignment.compute
+        self._home, compute = assignment.home, assignment.compute
         module = self.captured.module
-        self._frozen = {
+        self.frozen = {
             name: parameter
             for name, parameter in module.named_parameters()
             if name in self.captured.programs.frozen or not parameter.requires_grad
@@ -102,7 +100,7 @@ class Session:
         if check_gradients and not self._check_gradients:
             self.gradient_verdict = "not compared: no process has all values of the model"
         self._examples = [workload.example, *workload.buckets] if workload.buckets else []
-        graph = plan.stage_graph
+        self.graph = graph = plan.stage_graph
         self.mesh = Mesh(graph.devices, self.holders.sets, place=self.place, timeout=timeout)
         self._watch = watch_ranks(
             self.mesh.rank, self.mesh.size, timeout if stall_timeout is None else stall_timeout
@@ -110,7 +108,7 @@ class Session:
         if self.mesh.rank == 0 and (said := plan.other_model(self.captured.graph)):
             warnings.warn(said, stacklevel=2)
         self.transport: Transport | None = None
-        self._is_prepared = False
+        self._is_prepared = self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)
         feed = DataFeed(workload, graph.batch_size)
         self.feed: DataFeed = feed if predecessor is None else predecessor.feed
@@ -126,13 +124,11 @@ class Session:
                 saved = predecessor.checkpoints.hand_over(self.holders)
                 predecessor.close()
             self.state = ModelState(
-                assignment.workload,
-                self.captured,
-                self.holders,
+                assignment,
                 self.mesh,
-                self.place,
                 self.feed.seed,
                 goes_on=predecessor is not None,
+                needs_all=self._needs_all,
             )
             if compute.sparse_embeddings:
                 self.state.require_sparse_updates(self.captured.graph)
@@ -142,24 +138,19 @@ class Session:
                 plan,
                 self.mesh,
                 self.transport,
-                place=self.place,
-                seed=self.feed.seed,
-                options=compute,
+                self.place,
+                self.feed.seed,
+                compute,
             )
             self.checkpoints: Checkpointing = Checkpointing(
-                self.state,
-                self.workers,
-                self.feed,
-                run_id=self._run_id,
-                failing=self.failing,
-                timeout=timeout,
+                self.state, self.workers, self.feed, self._run_id, self.failing, timeout
             )
             if saved is not None:
                 self.checkpoints.restore(saved)
         self.feed.fail, self.feed.reads = self._fail, self._reads
         # Which bucket a batch is of, its tensors tell together, so none is left out.
         self.feed.types = None if workload.buckets else self.captured.layout.types
-        self.trace = Trace(self.captured, self.mesh)
+        self.trace = Trace(self.captured, graph, self.holders, self.mesh)
         self._evaluation = Evaluation(self.workers, self._begin_batch)
         POSITION.leave()
 
@@ -171,15 +162,6 @@ class Session:
         shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
         require_memory(plan, self.mesh, own, 0 if shares else others, self.place)
 
-    def lack_for_change(self, plan: Plan) -> str:
-        """Return the memory shortfall of a new plan as text, counting current tensors as freed."""
-        return lack(plan, self.mesh, self.state.bytes_on(self.place), 0, self.place)
-
-    @property
-    def frozen(self) -> Collection[str]:
-        """Parameters that were not trainable when training began."""
-        return self._frozen.keys()
-
     def leaves(self, batch: Batch) -> dict[str, Tensor]:
         """The tensors of a batch by their names.
 
@@ -187,7 +169,7 @@ class Session:
             DataError: if it is not built as the example.
             TrainingError: if a parameter is trained now that was frozen at the start.
         """
-        if thawed := [name for name, p in self._frozen.items() if p.requires_grad]:
+        if thawed := [name for name, p in self.frozen.items() if p.requires_grad]:
             raise TrainingError(
                 f"{', '.join(thawed[:3])} {'were' if len(thawed) > 1 else 'was'} frozen when the "
                 "model was captured or the pipeline made, so it has no gradients and no optimizer, "
@@ -232,7 +214,7 @@ class Session:
 
     def _reads(self) -> Collection[str] | None:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""
-        is_checked = self.needs_all and not self._is_prepared
+        is_checked = self._needs_all and not self._is_prepared
         return None if is_checked else self.workers.needed_leaves
 
     def count(self) -> None:
@@ -278,15 +260,24 @@ class Session:
             )
 
     @property
-    def needs_all(self) -> bool:
+    def _needs_all(self) -> bool:
         """True if this rank needs the whole model until the first step has been compared."""
         return self._check_gradients and self.mesh.rank == 0
+
+    def refuse_spoilt(self) -> None:
+        """Raise a TrainingError where some stages have made an update that others have not."""
+        if self.is_spoilt:
+            raise TrainingError(
+                "a loss or a gradient was not finite, and when that was known some stages had been "
+                "updated and others not, so these weights belong to no step; resume from a "
+                "checkpoint"
+            )
 
     # Failures
 
     def failing(self) -> AbstractContextManager[None]:
         """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
-        return self.mesh.failure.reporting(self.abort, self._plan.stage_graph)
+        return self.mesh.failure.reporting(self.abort, self.graph)
 
     def given(self, batches: Iterable[Batch], leave: Callable[[], None]) -> Iterator[Batch]:
         """The same batches; if their source raises on this rank alone, it has to ``leave``."""

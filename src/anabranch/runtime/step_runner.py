@@ -17,16 +17,22 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import NonFiniteError, TrainingError
-from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
-from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, shared_tables
+from anabranch.runtime.data_parallel.gradients import gradients_of
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import fetched
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Worker
+
+_ADVICE = "lower the learning rate, or set clip_norm"
+_BEFORE = "no parameter was changed in this step"
+_AFTER = (
+    "other stages may have been updated by then, since steps follow each other without waiting: "
+    "resume from a checkpoint"
+)
 
 
 class StepRunner:
@@ -44,47 +50,16 @@ class StepRunner:
     """
 
     def __init__(
-        self,
-        session: Session,
-        plan: Plan,
-        *,
-        clip_norm: float | None,
-        accumulate: int,
-        exact: bool,
+        self, session: Session, *, clip_norm: float | None, accumulate: int, exact: bool
     ) -> None:
         self._session, self._mesh, self._state = session, session.mesh, session.state
         self._workers, self._clip_norm = session.workers, clip_norm
-        self.updates = Updates(
-            session.state,
-            session.parts,
-            plan.stage_graph,
-            session.holders,
-            session.mesh,
-            accumulate=accumulate,
-            exact=exact,
-            tables=self._shared_tables(session, plan, accumulate),
-        )
+        self.updates = Updates(session, accumulate=accumulate, exact=exact)
         self.metrics: dict[str, float] = {}
         self.is_first = True
         self.unread: StepTotals | None = None
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
-        self._is_spoilt = False  # some stages have made an update that others have not
         self.ran: tuple[Worker, dict[str, Tensor], Outcome]
-
-    @staticmethod
-    def _shared_tables(session: Session, plan: Plan, accumulate: int) -> dict[str, SharedTable]:
-        """Return tables whose holders exchange sparse gradients; all ranks call it together."""
-        if session.workers.options.backend is not None:
-            return {}  # compiled backwards give whole gradients
-        return shared_tables(
-            session.captured.graph,
-            plan.stage_graph,
-            session.holders,
-            session.mesh,
-            session.state.optimizer,
-            sparse_embeddings=bool(session.workers.options.sparse_embeddings),
-            accumulate=accumulate,
-        )
 
     @property
     def decides_together(self) -> bool:
@@ -93,15 +68,12 @@ class StepRunner:
 
     def step(self, leaves: dict[str, Tensor]) -> float:
         """Run one batch, wait for the totals of all ranks, then update; return the loss."""
-        self._run(leaves)
-        return self._agree()
+        return self._agree(self._run(leaves))
 
     def step_alone(self, leaves: dict[str, Tensor]) -> StepTotals:
         """Run one batch without waiting for ranks that hold other parameters."""
-        self.refuse_spoilt()
+        self._session.refuse_spoilt()
         outcome = self._run(leaves)
-        POSITION.begin(self._number, Phase.SUMS)
-        self.updates.finish(self.ran[0], outcome)
         POSITION.begin(self._number, Phase.UPDATE)
         self._update_alone(outcome)
         self.updates.start_all_gather()
@@ -113,14 +85,13 @@ class StepRunner:
         """Make an update of the batches since the last one, if there are any."""
         if self.updates.accumulated:
             self.updates.finish_early()
-            self._agree()
+            self._agree(self.ran[2])
 
     def gradients(self, leaves: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         """Run one batch without an update; return the loss and this rank's gradients."""
         scale = self._workers.loss_scale
         while True:
             outcome = self._run(leaves, alone=True)
-            self.updates.finish(self.ran[0], outcome)
             finite = [] if scale is None else scale.unscale(self._state.gradients())
             overflow = not all(fetched(finite))
             sums = torch.tensor([outcome.loss, float(overflow)], dtype=torch.float64)
@@ -129,28 +100,27 @@ class StepRunner:
                 break
             scale.update(overflow=True)
         POSITION.leave()
-        held = self._state.parameters.items()
-        return loss, {name: p.grad for name, p in held if p.grad is not None}
+        return loss, gradients_of(self._state.parameters)
 
     @property
     def _number(self) -> int:
         return self._session.feed.step_number
 
     def _run(self, leaves: dict[str, Tensor], *, alone: bool = False) -> Outcome:
-        """Run one batch; sums of gradients may still be on their way."""
+        """Run one batch, and wait for its gradients if it is the last one of an update."""
         POSITION.begin(self._number)
         samples = samples_of(leaves)
         worker = self._workers.for_batch(leaves).worker(samples)
         self.updates.prepare(worker, samples, alone=alone)
         outcome = worker.run(leaves, self._number, watcher=self.updates.reducer)
         self.ran = worker, leaves, outcome
-        return outcome
-
-    def _agree(self) -> float:
-        """Wait for all ranks, then let the optimizer have the gradients; return the loss."""
-        worker, _, outcome = self.ran
         POSITION.begin(self._number, Phase.SUMS)
         self.updates.finish(worker, outcome)
+        return outcome
+
+    def _agree(self, outcome: Outcome) -> float:
+        """Wait for all ranks, then let the optimizer have the gradients; return the loss."""
+        POSITION.begin(self._number, Phase.SUMS)
         scaled = self._workers.loss_scale is not None  # an overflow is no error then
         if not scaled and (self._clip_norm is None or not self.updates.is_last):
             self.updates.check(outcome)  # otherwise their norm tells
@@ -193,7 +163,7 @@ class StepRunner:
             guard = self.updates.apply_guarded(outcome.unread_losses)
             # The device is at the update, or further, while the host looks.
             if not any(fetched([guard])):
-                self.updates.end_guarded()
+                self.updates.end()
                 return
         self.updates.check(outcome)
         self._is_bad |= outcome.is_bad
@@ -210,13 +180,14 @@ class StepRunner:
         overflow: bool = False,
         is_first: bool = True,
     ) -> StepTotals:
-        (worker, leaves, _), step = self.ran, self._number
-        trace = self._session.trace
+        (_, leaves, _), when, trace = self.ran, f"step {self._number}", self._session.trace
         return StepTotals(
             self._mesh,
             outcome,
             self._session.captured.metrics,
-            lambda: trace.error(worker, outcome, leaves, step, is_first=is_first),
+            lambda: trace.error(
+                trace.findings(outcome), leaves, when, _BEFORE if is_first else _AFTER, _ADVICE
+            ),
             squares=squares,
             overflow=overflow,
             digest=self._session.batch_digest,
@@ -232,7 +203,7 @@ class StepRunner:
                     totals.read()
             except NonFiniteError:
                 self.unread, self._is_bad = None, False
-                self._is_spoilt = self._mesh.size > 1
+                self._session.is_spoilt = self._mesh.size > 1
                 self.updates.drop()
                 raise
         self.metrics = totals.metrics
@@ -240,7 +211,7 @@ class StepRunner:
 
     def settle(self) -> None:
         """Find out whether the last step was a good one, and have its parameters."""
-        self.refuse_spoilt()
+        self._session.refuse_spoilt()
         self.finish_all_gather()
         unread, self.unread = self.unread, None
         if unread is not None:
@@ -259,14 +230,6 @@ class StepRunner:
             self.finish_all_gather()
             if self.unread is not None:
                 self.unread.read()
-
-    def refuse_spoilt(self) -> None:
-        """Raise a TrainingError where stages have parted ways."""
-        if self._is_spoilt:
-            raise TrainingError(
-                "a loss was not finite, and when that was known some stages had been updated and "
-                "others not, so these weights belong to no step; resume from a checkpoint"
-            )
 
     def refuse_between(self, action: str) -> None:
         """Raise a TrainingError where batches wait for their update."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Protocol
 
@@ -58,27 +58,24 @@ class Watcher(Protocol):
         """Called after the last backward of a stage on this device."""
 
 
+@dataclass(eq=False)
 class Worker:
     """One device's part of batches of one size; ``transport`` is None without other ranks."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        graph: StageGraph,
-        schedule: Schedule,
-        device: int,
-        compute: Compute,
-        transport: Transport | None,
-        rank_of: Mapping[int, int],
-        *,
-        place: torch.device,
-        clock: Clock | None = None,
-    ) -> None:
-        self.layout, self.graph, self.schedule, self.device = layout, graph, schedule, device
-        self.clock = clock or Clock()
-        self.actions = executed(schedule, graph, device)
-        self._compute, self._transport, self._place = compute, transport, place
-        self._rank_of = rank_of
+    layout: Layout
+    graph: StageGraph
+    schedule: Schedule
+    device: int
+    compute: Compute
+    transport: Transport | None
+    rank_of: Mapping[int, int]
+    place: torch.device
+    clock: Clock = field(default_factory=Clock)
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """Its actions in their order."""
+        return executed(self.schedule, self.graph, self.device)
 
     def run(
         self,
@@ -93,7 +90,7 @@ class Worker:
         Without ``train`` there are no backwards, and the watcher is not called.
         """
         tasks = self._training if train else self._evaluation
-        run = Run(self, self._compute, tasks, leaves, step, watcher if train else None, train=train)
+        run = Run(self, self.compute, tasks, leaves, step, watcher if train else None, train=train)
         run.expect(Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
         run.execute(tasks.tasks)
         POSITION.begin(step)
@@ -105,7 +102,7 @@ class Worker:
         Messages of one channel come in the order in which batches ``expect`` them.
         """
         # ``Compute.begin`` sets all that belongs to one batch, so a copy serves another batch.
-        compute = copy.copy(self._compute)
+        compute = copy.copy(self.compute)
         return Run(self, compute, self._training, leaves, number, watcher, train=True)
 
     @property
@@ -175,7 +172,7 @@ def _tasks(worker: Worker, actions: Sequence[Action]) -> _Tasks:
         if not action.kind.is_compute:
             task.items = worker.layout.items(action)
             task.specs = tuple((item.shape, item.dtype) for item in task.items)
-            task.rank, task.tag = worker._rank_of[action.peer], worker.layout.tag(action)
+            task.rank, task.tag = worker.rank_of[action.peer], worker.layout.tag(action)
         if action.kind.is_receive:
             channel = receives[action.stage, action.peer_stage, action.peer, action.kind]
             channel.setdefault(action.microbatch, []).append(task)
@@ -240,7 +237,7 @@ class Run:
     ) -> None:
         self.number, self.leaves, self.actions = number, leaves, list[Action]()
         self.outcome = compute.begin(leaves, number, train=train)
-        self.compute, self.transport, self.place = compute, worker._transport, worker._place
+        self.compute, self.transport, self.place = compute, worker.transport, worker.place
         self.clock, self.stages = worker.clock, worker.graph.stages
         self.tasks, self.watcher = tasks, watcher
         self.receipts: dict[_Task, Receipt] = {}

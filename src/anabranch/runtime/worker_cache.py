@@ -8,7 +8,7 @@ those of the plan, so only the number of micro-batches changes, and with it the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,6 +20,7 @@ from anabranch.plans.edges import MessageEdges
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
+from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import StageCompute
@@ -33,51 +34,34 @@ from anabranch.runtime.worker import Worker
 from anabranch.schedule import rule_named, schedule_of
 
 
+@dataclass(eq=False)
 class WorkerCache:
     """Workers of one rank, by batch size; all share a loss scale, where there is one."""
 
-    def __init__(
-        self,
-        captured: Captured,
-        parts: Split,
-        plan: Plan,
-        mesh: Mesh,
-        transport: Transport | None,
-        *,
-        place: torch.device,
-        seed: int,
-        options: ComputeOptions = PLAIN,
-    ) -> None:
-        self.captured, self.parts, self._plan = captured, parts, plan
-        self.mesh, self._transport, self.place = mesh, transport, place
-        self.seed, self.options, self.clock = seed, options, clock_of(place)
-        self.loss_scale = LossScale() if options.precision == "fp16" else None
-        self._prepared: dict[ComputeOptions, StagePrograms] = {}
-        self._data = {(port.source, port.target) for port in parts.ports}
-        self._gradients = {(port.source, port.target) for port in parts.ports if port.grad}
-        self._workers: dict[int | StageGraph, Worker] = {}
-        self._alike: dict[Captured, WorkerCache] = {captured: self}
+    captured: Captured
+    parts: Split
+    plan: Plan
+    mesh: Mesh
+    transport: Transport | None
+    place: torch.device
+    seed: int
+    options: ComputeOptions = PLAIN
 
-    @property
-    def stage_graph(self) -> StageGraph:
-        """The plan's stages."""
-        return self._plan.stage_graph
+    def __post_init__(self) -> None:
+        self.clock = clock_of(self.place)
+        self.loss_scale = LossScale() if self.options.precision == "fp16" else None
+        self.stage_graph = self.plan.stage_graph
 
     def like(self, captured: Captured) -> WorkerCache:
         """The same stages of the model in evaluation mode, or for batches of other sizes."""
-        if captured not in self._alike:
-            self._alike[captured] = alike = WorkerCache(
-                captured,
-                parts_like(self.parts, captured, self._plan),
-                self._plan,
-                self.mesh,
-                self._transport,
-                place=self.place,
-                seed=self.seed,
-                options=self.options,
-            )
-            alike.clock, alike.loss_scale = self.clock, self.loss_scale
-        return self._alike[captured]
+        return self if captured is self.captured else self._alike(captured)
+
+    @remembered
+    def _alike(self, captured: Captured) -> WorkerCache:
+        parts = parts_like(self.parts, captured, self.plan)
+        alike = replace(self, captured=captured, parts=parts)
+        alike.clock, alike.loss_scale = self.clock, self.loss_scale
+        return alike
 
     def for_batch(self, leaves: Mapping[str, Tensor]) -> WorkerCache:
         """The workers for batches of the sizes of this one."""
@@ -99,37 +83,35 @@ class WorkerCache:
         own = [s for s, stage in stages if self.mesh.device in stage.devices]
         return frozenset[str]().union(*(self.parts.leaves(s) for s in own))
 
+    @remembered
     def worker(self, samples: int) -> Worker:
         """Return the worker for batches of so many samples."""
-        if samples not in self._workers:
-            planned = self._plan.stage_graph
-            graph = with_whole_batches(replace(planned, batch_size=samples), self.captured.graph)
-            if samples > planned.batch_size:
-                # The plan's in-flight counts were cut to its own number of micro-batches.
-                graph = rule_named(self._plan.schedule).warm_up(graph)
-            self._workers[samples] = self.build(graph, self.options)
-        return self._workers[samples]
+        planned = self.stage_graph
+        graph = with_whole_batches(replace(planned, batch_size=samples), self.captured.graph)
+        if samples > planned.batch_size:
+            # The plan's in-flight counts were cut to its own number of micro-batches.
+            graph = rule_named(self.plan.schedule).warm_up(graph)
+        return self.build(graph, self.options)
 
+    @remembered
     def worker_of(self, graph: StageGraph) -> Worker:
         """Return the worker for a variation of the plan's stage graph."""
-        if graph not in self._workers:
-            self._workers[graph] = self.build(graph, self.options)
-        return self._workers[graph]
+        return self.build(graph, self.options)
+
+    @remembered
+    def _programs(self, options: ComputeOptions) -> StagePrograms:
+        return StagePrograms(self.captured, self.parts, options, self.place)
 
     def build(self, graph: StageGraph, options: ComputeOptions = PLAIN) -> Worker:
         """Make a worker for a variation of the plan's stage graph, and of the options."""
         # In evaluation an operator may fall away and leave an edge that spans its stage.
-        edges = tuple(sorted({*graph.edges, *self._data}))
-        graph = replace(graph, edges=edges)
+        data = {(port.source, port.target) for port in self.parts.ports}
+        gradients = {(port.source, port.target) for port in self.parts.ports if port.grad}
+        graph = replace(graph, edges=tuple(sorted({*graph.edges, *data})))
         # An edge without values orders its stages, in both directions, as in a sequential pipeline.
-        order = set(edges) - self._data
-        schedule = schedule_of(
-            graph, self._plan.schedule, MessageEdges(back=self._gradients | order)
-        )
-        mesh = self.mesh
-        if options not in self._prepared:
-            self._prepared[options] = StagePrograms(self.captured, self.parts, options, self.place)
-        prepared = self._prepared[options]
+        order = set(graph.edges) - data
+        schedule = schedule_of(graph, self.plan.schedule, MessageEdges(back=gradients | order))
+        mesh, prepared = self.mesh, self._programs(options)
         layout = Layout(self.captured.graph, prepared, graph, mesh.device)
         parameters = {
             name: parameter
@@ -150,8 +132,8 @@ class WorkerCache:
                 seed=self.seed,
                 loss_scale=self.loss_scale if options == self.options else None,
             ),
-            self._transport,
-            self._plan.stage_graph.rank_of,
-            place=self.place,
-            clock=self.clock,
+            self.transport,
+            self.stage_graph.rank_of,
+            self.place,
+            self.clock,
         )

@@ -106,7 +106,7 @@ def test_evaluation_in_the_middle_drains_and_training_fills_again() -> None:
             losses.append(loss)
             if len(losses) == 2:  # four are in flight: 2, 3, 4, 5
                 means = pipe.evaluate(held_out)
-                assert pipe._updates.weights.version == 6
+                assert pipe._stream.weights.version == 6
         return losses, means, held(pipe)
 
     results = on_ranks(plan_of(model), work)

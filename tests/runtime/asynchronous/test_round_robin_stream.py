@@ -233,8 +233,8 @@ def test_evaluation_in_the_middle_ends_a_round() -> None:
             losses.append(loss)
             if len(losses) == 2:  # seven were put in
                 means = pipe.evaluate(held_out)
-                version = pipe._updates.weights.version
-        return losses, held(pipe), means, version, pipe._updates.weights.version
+                version = pipe._stream.weights.version
+        return losses, held(pipe), means, version, pipe._stream.weights.version
 
     results = on_ranks(chosen, work)
     twin = cut("chain 3", "adam")
@@ -278,7 +278,7 @@ def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path) -> None:
         pipe = in_turn(model, chosen, policy)
         list(pipe.steps(data[:7]))
         pipe.save(tmp_path / "seven")
-        version = pipe._updates.weights.version
+        version = pipe._stream.weights.version
         return list(pipe.steps(data[7:])), held(pipe), version
 
     def again() -> Any:
@@ -288,7 +288,7 @@ def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path) -> None:
             tmp_path / "seven", model.workload, chosen, round_robin=True, **options
         )
         assert pipe.step_number == 7
-        version = pipe._updates.weights.version
+        version = pipe._stream.weights.version
         return list(pipe.steps(data[7:])), held(pipe), version
 
     before, after = on_ranks(chosen, work), on_ranks(chosen, again)

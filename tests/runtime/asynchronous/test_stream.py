@@ -185,7 +185,7 @@ def test_peak_versions_are_those_that_policies_promise() -> None:
             found[policy] = (
                 pipe.peak_versions,
                 pipe.weight_bytes,
-                pipe._updates.weights.peak_versions,
+                pipe._stream.weights.peak_versions,
             )
         return found
 

@@ -111,7 +111,7 @@ def test_sums_start_during_the_backward_in_one_order(small_buckets: None) -> Non
 
         def noting(tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Any:
             for name, bucket in names.items():
-                if bucket._flat is tensor:
+                if bucket.flat is tensor:
                     log.append((name, len(reducer._waiting)))
             return start(tensor, ranks)
 

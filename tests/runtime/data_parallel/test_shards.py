@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anabranch.cost.memory import deal
 from anabranch.errors import TrainingError
-from anabranch.runtime.data_parallel.shards import Shard, hold, shards_of
+from anabranch.runtime.data_parallel.shards import Shard, replace_parameters, shards_of
 from anabranch.runtime.optimizer_facts import BY_ELEMENT
 
 
@@ -52,11 +52,20 @@ def test_rows_of_a_sparse_gradient() -> None:
     assert torch.equal(rows.to_dense(), gradient.to_dense()[2:5])
 
 
+def held(
+    optimizer: torch.optim.Optimizer, name: str, shard: Shard, parameter: nn.Parameter
+) -> nn.Parameter:
+    """The rows that an optimizer has in the place of a parameter."""
+    rows = nn.Parameter(shard.of(parameter.detach()))
+    replace_parameters(optimizer, {parameter: {shard.name(name): rows}})
+    return rows
+
+
 def test_an_optimizer_that_needs_whole_parameters_gets_no_rows() -> None:
     """Where a recipe makes another one than for all that the rank holds."""
     parameter = nn.Parameter(torch.zeros(8, 8))
     with pytest.raises(TrainingError, match=r"makes Adafactor for .* as table is shared; have it"):
-        hold(torch.optim.Adafactor([parameter]), {"table": Shard(0, 0, 4)}, {"table": parameter})
+        held(torch.optim.Adafactor([parameter]), "table", Shard(0, 0, 4), parameter)
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -94,11 +103,12 @@ def test_optimizers_update_each_element_by_itself(name: str, options: dict[str, 
     half = whole.nbytes // 2
     for shard in shards_of(whole, [(0, half), (1, half)]):
         optimizer = make([cut], lr=0.1, **options)
-        rows = hold(optimizer, {"p": shard}, {"p": cut})["p"]
+        rows = held(optimizer, "p", shard, cut)
         ways.append((optimizer, rows, shard))
     assert torch.equal(stepped(ways, cut), stepped([(alone, whole, Shard(0))], whole))
     assert len(ways) == 2
     for optimizer, rows, shard in ways:
         for key, value in alone.state[whole].items():
             if isinstance(value, Tensor):
-                assert torch.equal(optimizer.state[rows][key], shard.of_state(value)), key
+                expected = shard.of(value) if value.dim() else value
+                assert torch.equal(optimizer.state[rows][key], expected), key

@@ -163,7 +163,7 @@ def test_what_is_bad_once_is_named_where_it_was(model: Built, is_backward: bool)
     """
 
     def work(pipe: Pipeline) -> str:
-        compute = pipe._session.workers.worker(16)._compute
+        compute = pipe._session.workers.worker(16).compute
         name = "_differentiate" if is_backward else "_call"
         whole, left = getattr(compute, name), [1]
 

@@ -20,15 +20,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.errors import DataError, NonFiniteError, TrainingError
+from anabranch.checkpoint import Checkpoint
+from anabranch.errors import DataError, NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.asynchronous.divergence import Divergence, circumstances
+from anabranch.runtime.asynchronous.divergence import Divergence
 from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
 from anabranch.runtime.asynchronous.recording import Recording
 from anabranch.runtime.asynchronous.requirements import (
@@ -38,7 +38,6 @@ from anabranch.runtime.asynchronous.requirements import (
     order_of,
     require_asynchronous,
 )
-from anabranch.runtime.asynchronous.stage_updates import StageUpdates
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
@@ -47,7 +46,6 @@ from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.messages import channels
-from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Run
 from anabranch.timeline import Timeline
@@ -123,9 +121,8 @@ class AsyncPipeline(BasePipeline):
         graph = asynchronous_stages(plan)
         self._order = order = order_of(plan, graph, round_robin=round_robin)
         self.policy, self.reason = choose(policy, plan, order.per_update, workload)
-        self.workload, self.plan = workload, plan
-        self._session = session = Session(
-            workload,
+        self.workload = workload
+        session = self._hold(
             plan,
             captured=captured,
             facts={
@@ -144,8 +141,6 @@ class AsyncPipeline(BasePipeline):
             device=device,
             further=channels(order.graph),
         )
-        self._mesh, self._state = session.mesh, session.state
-        self.optimizer, self.scheduler = session.state.optimizer, session.state.scheduler
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory:
             with session.failing():
@@ -157,16 +152,16 @@ class AsyncPipeline(BasePipeline):
         metrics = session.captured.metrics
         self._outcomes = MinibatchTotals(self._mesh, metrics, self._why, self._spoil)
         with session.failing():
-            self._updates = StageUpdates(session, self.policy, order, self._stage, clip_stage_norm)
             self._stream = Stream(
                 session,
                 order,
                 self._stage,
-                self._updates.weights,
-                update=self._learn,
+                self.policy,
+                clip=clip_stage_norm,
+                learned=self._note,
                 tell=self._outcomes.tell,
             )
-        self._divergence, self._is_spoilt = Divergence(), False
+        self._divergence = Divergence()
         self._measured_at = -1
         self._number, self._parted, self._loops = next(_NUMBERS), count(), count()
         self._recent_s: deque[float] = deque(maxlen=8)
@@ -241,7 +236,7 @@ class AsyncPipeline(BasePipeline):
 
     def drain(self) -> None:
         """Learn from everything that is in flight; all stages are at one version afterwards."""
-        self._refuse_spoilt()
+        self._session.refuse_spoilt()
         with self._session.failing():
             self._stream.drain()
             self._outcomes.tell()
@@ -268,7 +263,7 @@ class AsyncPipeline(BasePipeline):
         return leaves
 
     def _put(self, batch: Batch) -> None:
-        self._refuse_spoilt()
+        self._session.refuse_spoilt()
         leaves = self._leaves(batch)
         started = time.perf_counter()
         with self._session.failing():
@@ -282,13 +277,11 @@ class AsyncPipeline(BasePipeline):
         self._recent_s.append(time.perf_counter() - started)
         self._session.count()
 
-    def _learn(self, run: Run | None, blame: bool, minibatches: int) -> None:
-        """Make an update, with the outcome of this rank's mini-batch if it has one."""
-        self._updates.make(run, blame, minibatches)
-        if run is not None:
-            self._outcomes.note(run.number, run.outcome)
-            if self._recording is not None:
-                self._recording.note(run)
+    def _note(self, run: Run) -> None:
+        """Note what came of a mini-batch that this rank has learned from."""
+        self._outcomes.note(run.number, run.outcome)
+        if self._recording is not None:
+            self._recording.note(run)
 
     def _known(self, first: int, before: int) -> Iterator[float]:
         """Losses from one mini-batch up to another, as far as they have not been told."""
@@ -307,29 +300,29 @@ class AsyncPipeline(BasePipeline):
         return loss
 
     def _advice(self) -> str:
-        behind = [held - 1 for held in self._order.in_flight]
-        return circumstances(self.policy.name, behind, self.optimizer)
+        """Describe the settings of a run that diverges, with what to change."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        rates = dict.fromkeys(float(group["lr"]) for group in groups)
+        lr = ", ".join(f"{rate:.3g}" for rate in rates) or "nothing to learn with"
+        stale = ", ".join(f"stage {s}: {k - 1}" for s, k in enumerate(self._order.in_flight))
+        return (
+            f"under policy {self.policy.name} the version difference in updates is {stale}; the "
+            f"learning rate is {lr}: lower it, or let it rise slowly at the start, clip gradients "
+            "(clip_stage_norm, in a run file clip-stage-norm), choose fewer stages or a policy "
+            "that predicts, or train with --mode sync"
+        )
 
     def _spoil(self) -> None:
         """A mini-batch was a bad one: all ranks hear of it at the same one, though not at the same
         place in their order, and what they do together they have to begin in one order, so first
         everything that they do on their own.
         """
-        self._is_spoilt = True
+        self._session.is_spoilt = True
         self._stream.drain()
         self._outcomes.tell()
 
     def _why(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
-        return self._updates.error(number, leaves, self._advice())
-
-    def _refuse_spoilt(self) -> None:
-        """Raises TrainingError where stages have parted ways."""
-        if self._is_spoilt:
-            raise TrainingError(
-                "a loss or a gradient was not finite, and when that was known some stages had been "
-                "updated and others not, so these weights belong to no version; resume from a "
-                "checkpoint"
-            )
+        return self._stream.error(number, leaves, self._advice())
 
     def record(self, minibatches: int) -> None:
         """Keep a ``timeline`` of the next mini-batches; it is there after the ``drain`` behind.
@@ -348,7 +341,7 @@ class AsyncPipeline(BasePipeline):
         if self._measured_at == self.step_number:
             return
         self._measured_at = self.step_number
-        weights = self._updates.weights
+        weights = self._stream.weights
         mine = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
         rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(mine))]
         self.peak_versions = tuple(row[0] for row in rows)
@@ -368,7 +361,7 @@ class AsyncPipeline(BasePipeline):
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
         self.drain()
-        entries = self._updates.weights.entries()
+        entries = self._stream.weights.entries()
         self._session.checkpoints.save(folder, entries, wait=wait, keep=keep).confirm()
 
     @property
@@ -376,21 +369,8 @@ class AsyncPipeline(BasePipeline):
         """True: a checkpoint can always be written."""
         return True
 
-    @classmethod
-    def resume(
-        cls, folder: str | Path, workload: Workload, plan: Plan, **options: Any
-    ) -> AsyncPipeline:
-        """Continue from a checkpoint of this pipeline or of ``Pipeline``; see ``Pipeline.resume``.
-
-        After one of this pipeline under the same plan, training goes on as if there had been a
-        ``drain``.
-        """
-        pipeline = cls(workload, plan, **options)
-        session = pipeline._session
-        saved = session.checkpoints.load(folder, everything=session.needs_all)
-        with session.failing():
-            pipeline._updates.weights.load(saved)
-        return pipeline
+    def _take_over(self, saved: Checkpoint) -> None:
+        self._stream.weights.load(saved)
 
 
 _PATIENCE_S = 10.0

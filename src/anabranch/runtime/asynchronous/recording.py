@@ -12,19 +12,16 @@ is the time for which all ranks have that::
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-import torch
-
-from anabranch.runtime.measurement.clocks import Clock
+from anabranch.runtime import texts
+from anabranch.runtime.measurement.clocks import Clock, Mark
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Run
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
-
-_KINDS = tuple(Kind)
 
 _ONE_CLOCK_S = 0.1
 """Clocks that show the same time at the same moment, but for so much, are one: those of other
@@ -32,16 +29,18 @@ machines began when these did.
 """
 
 
+@dataclass
 class Recording:
-    """Actions of one rank for some mini-batches."""
+    """Actions of one rank for the mini-batches from ``first`` to ``last``."""
 
-    def __init__(
-        self, first: int, last: int, batch_size: int, microbatches: int, clock: Clock
-    ) -> None:
-        self.first, self.last = first, last
-        self._batch_size, self._microbatches = batch_size, microbatches
-        self._clock = clock
-        self._rows: list[list[Any]] = []
+    first: int
+    last: int
+    batch_size: int
+    microbatches: int
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._done: list[tuple[Action, Mark, Mark]] = []
 
     def note(self, run: Run) -> None:
         """Note the actions of a mini-batch after its update."""
@@ -49,47 +48,27 @@ class Recording:
             return
         past = run.number - self.first
         for action, (start, end) in zip(run.actions, run.outcome.times, strict=True):
-            microbatch = action.microbatch + past * self._microbatches
-            samples = past * self._batch_size if not action.kind.is_compute else 0
-            self._rows.append(
-                [
-                    action.stage,
-                    _KINDS.index(action.kind),
-                    microbatch,
-                    action.peer_stage,
-                    action.peer,
-                    action.start + samples,
-                    action.stop + samples,
-                    start,
-                    end,
-                ]
+            samples = past * self.batch_size if not action.kind.is_compute else 0
+            shifted = replace(
+                action,
+                microbatch=action.microbatch + past * self.microbatches,
+                start=action.start + samples,
+                stop=action.stop + samples,
             )
+            self._done.append((shifted, start, end))
 
     def timeline(self, mesh: Mesh) -> Timeline | None:
         """Gather the timeline of all ranks; None without a time that all have recorded."""
-        count = torch.tensor([len(self._rows)])
-        most = max(int(number) for number in mesh.all_gather(count))
-        if not most:
-            return None
-        noted = torch.full((most + 1, 9), -1.0, dtype=torch.float64)
-        noted[0, 0], noted[0, 1] = len(self._rows), time.perf_counter()
-        if self._rows:
-            rows = [[*row[:7], *self._clock.seconds(row[7:])] for row in self._rows]
-            noted[1 : len(rows) + 1] = torch.tensor(rows, dtype=torch.float64)
-        gathered = [theirs.tolist() for theirs in mesh.all_gather(noted)]
-        now = [rows[0][1] for rows in gathered]
+        rows = [(str(action), *self.clock.seconds(marks)) for action, *marks in self._done]
+        documents = texts.gather(json.dumps([time.perf_counter(), rows]))
+        now, gathered = zip(*map(json.loads, documents), strict=True)
         zero = now if max(now) - min(now) > _ONE_CLOCK_S else [0.0] * len(now)
         spans = [
-            Span(device, row[7] - origin, row[8] - origin, _action(row))
+            Span(device, start - origin, end - origin, Action.parse(action))
             for device, rows, origin in zip(mesh.devices, gathered, zero, strict=True)
-            for row in rows[1 : int(rows[0][0]) + 1]
+            for action, start, end in rows
         ]
         return _cut(spans, mesh.devices)
-
-
-def _action(row: list[float]) -> Action:
-    stage, kind, *others = map(int, row[:7])
-    return Action(stage, _KINDS[kind], *others)
 
 
 def _cut(spans: list[Span], devices: tuple[int, ...]) -> Timeline | None:

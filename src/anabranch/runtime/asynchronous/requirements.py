@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from anabranch.cluster import Cluster
@@ -92,10 +93,8 @@ def order_of(plan: Plan, graph: StageGraph, *, round_robin: bool) -> Asynchronou
         graph: that of ``asynchronous_stages``.
         round_robin: replicas take mini-batches in turn.
     """
-    order = round_robin_of(plan) if round_robin else None
-    if order is None:
-        order = AsynchronousOrder(graph, num_microbatches(graph))
-    return order
+    rounds = round_robin_of(plan) if round_robin else None
+    return rounds or AsynchronousOrder(graph, num_microbatches(graph))
 
 
 def budgeted(
@@ -175,7 +174,7 @@ def require_asynchronous(
         graph,
         microbatches=microbatches,
         round_robin=round_robin,
-        batch_norms=_batch_norms(workload.module),
+        batch_norms=[n for n, m in workload.module.named_modules() if isinstance(m, _NormBase)],
     )
     deepest = max(stage.in_flight for stage in graph.stages)
     if policy.microbatches and deepest - 1 > microbatches:
@@ -210,14 +209,8 @@ def require_recipes(
             "one before, and without a flush these are not known when its forward begins; take "
             "bf16, which needs no scale, or train with --mode sync"
         )
-    if policy is None:
-        return
-    chosen = policy_named(policy) if isinstance(policy, str) else policy
-    optimizer = _optimizer_of(workload)
-    if optimizer is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # told where training begins
-            require_rule(chosen, optimizer)
+    if policy is not None:
+        _fitting(policy, _optimizer_of(workload), quiet=True)  # told where training begins
 
 
 def _require_one_stage_each(graph: StageGraph) -> None:
@@ -249,12 +242,6 @@ def require_untied(parts: Split, module: nn.Module) -> None:
         )
 
 
-def _batch_norms(module: nn.Module) -> list[str]:
-    return [
-        name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)
-    ]
-
-
 def _listed(numbers: Sequence[int]) -> str:
     *head, last = map(str, numbers)
     return f"{', '.join(head)} and {last}" if head else last
@@ -273,13 +260,20 @@ def choose(
         nothing = OptimizerFacts("nothing to train", momentum=False, rule="momentum")
         facts = facts_of(optimizer) if optimizer is not None else nothing
         policy, reason = recommend(plan.stage_graph.depth, facts)
+    return _fitting(policy, optimizer, quiet=not _is_first()), reason
+
+
+def _fitting(
+    policy: WeightPolicy | str, optimizer: Optimizer | None, *, quiet: bool
+) -> WeightPolicy:
+    """Return the policy of a name, if it fits the optimizer; warns unless ``quiet``."""
     chosen = policy_named(policy) if isinstance(policy, str) else policy
     if optimizer is not None:
         with warnings.catch_warnings():
-            if not _is_first():
+            if quiet:
                 warnings.simplefilter("ignore")
             require_rule(chosen, optimizer)
-    return chosen, reason
+    return chosen
 
 
 def _optimizer_of(workload: Workload) -> Optimizer | None:

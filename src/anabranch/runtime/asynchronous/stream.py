@@ -22,18 +22,30 @@ to the sum and makes the same update::
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
+from anabranch.errors import NonFiniteError
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.data_feed import samples_of
+from anabranch.runtime.data_parallel.buckets import entries
+from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.position import POSITION
+from anabranch.runtime.numerics.nonfinite import Finding, bad_names
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import Run, Worker
 from anabranch.schedule.asynchronous import AsynchronousOrder
 from anabranch.schedule.schedule import Action, Kind
+from anabranch.weights import WeightPolicy
+
+_CONSEQUENCE = (
+    "mini-batches follow each other without waiting, so other stages may have been updated by "
+    "then: resume from a checkpoint"
+)
 
 
 class Stream:
@@ -42,11 +54,11 @@ class Stream:
     Attributes:
         most_behind: most updates so far between the forward and the backward of a mini-batch, the
             version difference of this rank's stage.
+        weights: versions of the stage's weights.
 
     Args:
-        update: called when summed gradients are there, with this rank's mini-batch (None if it has
-            none), whether numbers that are not finite count as its own, and the number of
-            mini-batches of the update.
+        clip: largest norm of the stage's gradients; None for any.
+        learned: called with this rank's mini-batch when an update was made from it.
         tell: called when a forward has sent its outputs.
     """
 
@@ -55,15 +67,29 @@ class Stream:
         session: Session,
         order: AsynchronousOrder,
         stage: int,
-        weights: VersionedWeights,
+        policy: WeightPolicy,
         *,
-        update: Callable[[Run | None, bool, int], None],
+        clip: float | None,
+        learned: Callable[[Run], None],
         tell: Callable[[], None],
     ) -> None:
         self._session, self._order, self._stage = session, order, stage
-        self._weights, self._tell, self._learn = weights, tell, update
+        self._clip, self._learned, self._tell = clip, learned, tell
+        state = session.state
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rank 0 has told of the optimizer for all (choose)
+            self.weights = VersionedWeights(
+                state.parameters,
+                state.optimizer,
+                policy,
+                in_flight=order.in_flight[stage],
+                deepest=order.deepest(stage),
+                scheduler=state.scheduler,
+            )
+        self._first_bad: tuple[int, list[Finding]] | None = None
+        self._has_stopped = self._has_warned = False
         self._reducer = Reducer(
-            session.state.parameters, session.holders, session.mesh, notes=order.round_robin
+            state.parameters, session.holders, session.mesh, notes=order.round_robin
         )
         self._turns, self._per_update = order.turns[stage], order.per_update
         self._turn = order.graph.stages[stage].devices.index(session.mesh.device) % self._turns
@@ -83,8 +109,8 @@ class Stream:
             Whether this rank takes part in it.
         """
         if self.is_empty:
-            self._first = self._weights.version
-            self._weights.fill(self._first)
+            self._first = self.weights.version
+            self.weights.fill(self._first)
             self._actions = self._order.actions(self._stage)
             self._forwards = 0
         unit, turn = divmod(self._count, self._turns)
@@ -105,7 +131,7 @@ class Stream:
     def drain(self) -> None:
         """Learn from all mini-batches in flight; all replicas are at one version afterwards."""
         updates = -(-self._count // self._turns)
-        while self._count and self._weights.version < self._first + updates:
+        while self._count and self.weights.version < self._first + updates:
             self._do(next(self._actions))
         self._count = 0
 
@@ -127,14 +153,14 @@ class Stream:
         if run is None:
             return  # a mini-batch that has not come before the drain
         if is_forward:
-            self._versions.setdefault(unit, self._weights.version)
-            with self._weights.forward(self._first + unit):
+            self._versions.setdefault(unit, self.weights.version)
+            with self.weights.forward(self._first + unit):
                 run.do(Kind.FORWARD, microbatch)
             self._tell()
             return
         if microbatch == 0:
             self._reducer.begin(run.last_backwards)
-        with self._weights.backward(self._first + unit):
+        with self.weights.backward(self._first + unit):
             run.do(Kind.BACKWARD, microbatch)
 
     def _update(self, unit: int) -> None:
@@ -145,7 +171,7 @@ class Stream:
             self._reducer.sum_now()
         else:
             version = self._versions.pop(unit)
-            self.most_behind = max(self.most_behind, self._weights.version - version)
+            self.most_behind = max(self.most_behind, self.weights.version - version)
             POSITION.begin(run.number, is_minibatch=True)
             self._reducer.take_all()
         minibatches = min(self._turns, self._count - unit * self._turns)
@@ -153,3 +179,44 @@ class Stream:
         # overflowed, the last one answers for it.
         blame = self._turn == minibatches - 1 or not self._reducer.has_finite_terms
         self._learn(run, blame, minibatches)
+
+    def _learn(self, run: Run | None, blame: bool, minibatches: int) -> None:
+        """Make an update from the sum of gradients of some mini-batches, if all numbers so far were
+        finite.
+
+        Args:
+            run: this rank's mini-batch; None if it has none in a round.
+            blame: numbers that are not finite count as this mini-batch's.
+        """
+        parameters = self._session.state.parameters
+        divide(parameters, minibatches)
+        gradients = gradients_of(parameters)
+        bad = bad_names(gradients)
+        if not self._has_warned:
+            self._has_warned = True
+            self._session.warn_without_gradient()
+        self._has_stopped |= bool(bad)
+        if run is not None:
+            run.outcome.bad_parameters.extend(bad if blame else [])
+            if run.outcome.is_bad and self._first_bad is None:
+                self._has_stopped = True
+                self._first_bad = run.number, self._session.trace.findings(run.outcome)
+        if self._clip is not None:
+            with_gradient = [p for p in parameters.values() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm([entries(g) for g in gradients.values()])
+            torch.nn.utils.clip_grads_with_norm_(with_gradient, self._clip, norm)
+        self.weights.update(skip=self._has_stopped, minibatches=minibatches)
+        if run is not None:
+            self._learned(run)
+
+    def error(self, number: int, leaves: Mapping[str, Tensor], advice: str) -> NonFiniteError:
+        """Return the error of a bad mini-batch, the same on every rank.
+
+        Args:
+            advice: what helps where nothing in the batch is to blame.
+        """
+        bad = self._first_bad
+        findings = bad[1] if bad is not None and bad[0] == number else []
+        return self._session.trace.error(
+            findings, leaves, f"mini-batch {number}", _CONSEQUENCE, advice
+        )

@@ -18,7 +18,7 @@ since that is the policy. A prediction is written over it and the current weight
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,7 @@ class VersionedWeights:
         self._tracker = VersionTracker(policy, in_flight=in_flight, deepest=deepest)
         self._lag = in_flight - 1
         self._current: Storage = [parameter.data for parameter in self._parameters]
+        self._pointed = self._current
         self._pool = _WeightPool()
         self._stored: dict[int, Storage] = {}
         self._predicted: dict[int, Storage] = {}
@@ -93,13 +94,13 @@ class VersionedWeights:
     @property
     def peak_bytes(self) -> int:
         """Bytes of these copies."""
-        return self.peak_versions * sum(t.numel() * t.element_size() for t in self._current)
+        return self.peak_versions * sum(t.nbytes for t in self._current)
 
     def fill(self, number: int) -> None:
         """Begin to fill the empty pipeline; parameters may have been replaced."""
         self._tracker.fill(number)
         self._release()
-        self._current = [parameter.data for parameter in self._parameters]
+        self._current = self._pointed = [parameter.data for parameter in self._parameters]
 
     def forward(self, number: int) -> AbstractContextManager[None]:
         """Parameters are what the forward of a mini-batch reads, inside the context."""
@@ -109,10 +110,26 @@ class VersionedWeights:
         """Parameters are what the backward of a mini-batch reads, inside the context."""
         return self._reading(number, self._tracker.backward(number))
 
-    def _reading(self, number: int, reading: Reading) -> AbstractContextManager[None]:
-        if not self._tracker.keeps:
-            return self._ahead(reading.ahead)
-        return self._pointing(self._kept(number, reading.version, reading.ahead))
+    @contextmanager
+    def _reading(self, number: int, reading: Reading) -> Iterator[None]:
+        if self._tracker.keeps:
+            storage = self._kept(number, reading.version, reading.ahead)
+            self._point(storage)
+            try:
+                yield
+            finally:
+                self._point(self._current)
+        elif reading.ahead and self._prediction:
+            kept = self._pool.take(self._current)
+            _copy(self._current, kept)
+            try:
+                self._predict(self._current, reading.ahead)
+                yield
+            finally:
+                _copy(kept, self._current)
+                self._pool.give(kept)
+        else:
+            yield
 
     def _kept(self, number: int, version: int, ahead: int) -> Storage:
         if not ahead:
@@ -123,34 +140,12 @@ class VersionedWeights:
             self._predict(predicted, ahead)
         return self._predicted[number]
 
-    def _pointing(self, storage: Storage) -> AbstractContextManager[None]:
-        return nullcontext() if storage is self._current else self._swapped(storage)
-
-    @contextmanager
-    def _swapped(self, storage: Storage) -> Iterator[None]:
-        self._point(storage)
-        try:
-            yield
-        finally:
-            self._point(self._current)
-
     def _point(self, storage: Storage) -> None:
-        for parameter, tensor in zip(self._parameters, storage, strict=True):
-            parameter.data = tensor
-
-    def _ahead(self, ahead: int) -> AbstractContextManager[None]:
-        return self._overwritten(ahead) if ahead and self._prediction else nullcontext()
-
-    @contextmanager
-    def _overwritten(self, ahead: int) -> Iterator[None]:
-        kept = self._pool.take(self._current)
-        _copy(self._current, kept)
-        try:
-            self._predict(self._current, ahead)
-            yield
-        finally:
-            _copy(kept, self._current)
-            self._pool.give(kept)
+        """Have the parameters be those of a storage."""
+        if storage is not self._pointed:
+            for parameter, tensor in zip(self._parameters, storage, strict=True):
+                parameter.data = tensor
+            self._pointed = storage
 
     @torch.no_grad()
     def _predict(self, weights: Storage, ahead: int) -> None:

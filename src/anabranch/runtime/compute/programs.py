@@ -47,13 +47,13 @@ class StagePrograms:
     def __init__(
         self, captured: Captured, parts: Split, options: ComputeOptions, place: torch.device
     ) -> None:
-        self.options, self.place = options, place
-        self._captured, self._parts = captured, parts
+        self.captured, self.options, self.place = captured, options, place
+        self._parts = parts
         self._by_sample = BySample(captured, place)
 
     @cached_property
     def _types(self) -> Mapping[int, torch.dtype]:
-        return value_types(self._captured, self.options.half, self.place)
+        return value_types(self.captured, self.options.half, self.place)
 
     @remembered
     def program(self, stage: int, samples: int) -> StageProgram:
@@ -64,14 +64,6 @@ class StagePrograms:
             for value, (shape, dtype) in program.shapes.items()
         }
         return replace(program, shapes=shapes)
-
-    def weights(self, samples: int, batch_size: int) -> dict[str, float]:
-        """Return the weights of loss and metrics of so many samples in those of a batch."""
-        return self._captured.weights(samples, batch_size)
-
-    def with_statistics(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add the statistics of a whole batch that stages read to its tensors."""
-        return self._captured.programs.with_statistics(leaves, self.place)
 
     @remembered
     def runnable(self, stage: int, samples: int) -> StageCall:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,6 @@ Key = tuple[int, int]
 """Stage and micro-batch."""
 
 
-class BadValue(NamedTuple):
-    """A value that left a stage, or its gradient, with NaN or infinity; minus infinity alone may be
-    a mask and does not count.
-    """
-
-    key: Key
-    value: int
-    is_gradient: bool
-
-
 class Outcome:
     """Losses, metrics and bad numbers of one step on a device.
 
@@ -63,9 +53,9 @@ class Outcome:
         self.times: list[tuple[Any, Any]] = []
         self.tied: dict[tuple[str, int, int], Tensor] = {}
         self.bad_parameters: list[str] = []
-        self._loss, self._metrics = 0.0, dict[str, float]()
+        self._sums: dict[str, float] = {}
         self._bad: Key | None = None
-        self._unread: list[tuple[Key, Mapping[str, float], Tensor | None, dict[str, Tensor]]] = []
+        self._unread: list[tuple[Key, Mapping[str, float], Mapping[str, Tensor]]] = []
         self._left: list[tuple[Key, int, bool, Tensor]] = []
 
     def leaves(self, key: Key, values: Iterable[tuple[int, Tensor]], *, is_gradient: bool) -> None:
@@ -75,60 +65,47 @@ class Outcome:
                 self._left.append((key, value, is_gradient, tensor.detach().amax()))
 
     @property
-    def bad_values(self) -> list[BadValue]:
-        """Tensors that left a stage and were not finite, in their order."""
+    def bad_values(self) -> list[tuple[Key, int, bool]]:
+        """Stage, value and whether it is a gradient, of each tensor with NaN or infinity that left
+        a stage; minus infinity alone may be a mask and does not count.
+        """
         largest = fetched([number for *_, number in self._left])
         return [
-            BadValue(key, value, is_gradient)
+            (key, value, is_gradient)
             for (key, value, is_gradient, _), number in zip(self._left, largest, strict=True)
             if not number < math.inf
         ]
 
-    def note(
-        self,
-        key: Key,
-        weights: Mapping[str, float],
-        loss: Tensor | None,
-        metrics: dict[str, Tensor],
-    ) -> None:
-        """Keep loss and metrics of a micro-batch, with the weight of each in the batch's."""
-        if loss is not None or metrics:
-            self._unread.append((key, weights, loss, metrics))
+    def note(self, key: Key, weights: Mapping[str, float], numbers: Mapping[str, Tensor]) -> None:
+        """Keep ``loss`` and metrics of a micro-batch, with the weight of each in the batch's."""
+        if numbers:
+            self._unread.append((key, weights, numbers))
 
     @property
     def unread_losses(self) -> list[Tensor]:
         """Losses of this device that nobody has asked for yet."""
-        return [loss for _, _, loss, _ in self._unread if loss is not None]
+        return [numbers["loss"] for *_, numbers in self._unread if "loss" in numbers]
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
-        tensors = [
-            tensor
-            for _, _, loss, metrics in unread
-            for tensor in (*([] if loss is None else [loss]), *metrics.values())
-        ]
-        numbers = iter(fetched(tensors))
-        for key, weights, loss, metrics in unread:
-            if loss is not None:
-                number = next(numbers)
-                if self._bad is None and not -math.inf < number < math.inf:
+        values = iter(fetched([tensor for *_, numbers in unread for tensor in numbers.values()]))
+        for key, weights, numbers in unread:
+            for name, value in zip(numbers, values, strict=False):
+                if name == "loss" and self._bad is None and not math.isfinite(value):
                     self._bad = key
-                self._loss += number * weights["loss"]
-            for name in metrics:
-                total = self._metrics.get(name, 0.0)
-                self._metrics[name] = total + next(numbers) * weights[name]
+                self._sums[name] = self._sums.get(name, 0.0) + value * weights[name]
 
     @property
     def loss(self) -> float:
         """This device's share of the step's loss."""
         self._read()
-        return self._loss
+        return self._sums.get("loss", 0.0)
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Its shares of the metrics, likewise."""
         self._read()
-        return self._metrics
+        return {name: total for name, total in self._sums.items() if name != "loss"}
 
     @property
     def bad(self) -> Key | None:
@@ -228,13 +205,11 @@ class StageCompute:
         with torch.set_grad_enabled(self._train and not graphless), self._saving(piece.recompute):
             results = self._call(piece, key, [leaf for _, leaf in inputs], aliases)
         outputs, loss = _outputs_and_loss(program, results)
-        metrics = zip(program.metrics, results[len(outputs) + program.has_loss :], strict=True)
-        self._outcome.note(
-            key,
-            piece.weights,
-            None if loss is None else loss.detach(),
-            {name: metric.detach() for name, metric in metrics},
-        )
+        metrics = results[len(outputs) + program.has_loss :]
+        numbers = dict(zip(program.metrics, metrics, strict=True))
+        if loss is not None:
+            numbers["loss"] = loss
+        self._outcome.note(key, piece.weights, {name: n.detach() for name, n in numbers.items()})
         if self._train:
             kept = [] if piece.recompute else outputs
             self._stash[key] = _ActivationStash(
@@ -246,19 +221,18 @@ class StageCompute:
         return made
 
     def _piece(self, key: Key) -> _Slice:
-        piece = self._pieces.get(key)
-        if piece is None:
+        if key not in self._pieces:
             start, stop = self._layout.slice(*key)
             runnable = self._prepared.runnable(key[0], stop - start)
-            piece = self._pieces[key] = _Slice(
+            self._pieces[key] = _Slice(
                 runnable,
                 start,
                 stop - start,
-                self._prepared.weights(stop - start, self._graph.batch_size),
+                self._prepared.captured.weights(stop - start, self._graph.batch_size),
                 self._graph.stages[key[0]].recompute,
                 gradient_ports(runnable.program.inputs),
             )
-        return piece
+        return self._pieces[key]
 
     def _saving(self, recompute: bool) -> AbstractContextManager[object]:
         wanted = self._prepared.options.offload and self._train and not recompute
@@ -270,7 +244,8 @@ class StageCompute:
         runnable, start = piece.runnable, piece.start
         names = runnable.program.batch
         if not self._leaves.keys() >= set(names):
-            self._leaves = self._prepared.with_statistics(self._leaves)
+            programs = self._prepared.captured.programs
+            self._leaves = programs.with_statistics(self._leaves, self._place)
         batch = [self._leaves[name].narrow(0, start, piece.count) for name in names]
         with self._prepared.compiling(key[0]):
             if runnable.by_sample:

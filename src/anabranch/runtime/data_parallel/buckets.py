@@ -16,13 +16,11 @@ hence the flags.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from anabranch.cost.buckets import cut_into_buckets
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.mesh import Mesh
@@ -36,6 +34,7 @@ class Bucket(ABC):
 
     Attributes:
         missing: parameters whose gradient has not been put.
+        flat: buffer of this rank's terms; None before the first gradient.
 
     Args:
         ranks: the replica group, ascending.
@@ -43,44 +42,60 @@ class Bucket(ABC):
     """
 
     missing: int
+    flat: Tensor | None = None
 
-    def __init__(self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, shards: Shards) -> None:
+    def __init__(
+        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, shards: Shards = ()
+    ) -> None:
         self.ranks, self.named, self.shards = ranks, tuple(named), shards
         self._mesh = mesh
         self._own = [shard for shard in shards if shard.rank == mesh.rank]
         self._pending: list[Pending] = []
         self._gathering: list[Pending] = []
-        self._is_mine = True
+        self.begin()
 
     @property
     def is_pending(self) -> bool:
         """True from ``start`` until the sums have been taken."""
         return bool(self._pending)
 
-    @property
-    @abstractmethod
-    def flat(self) -> Tensor | None:
-        """Buffer of this rank's terms; None before the first gradient."""
-
-    @abstractmethod
     def begin(self, batch_sizes: Sequence[int] = ()) -> None:
         """Begin an update from batches of these sizes."""
+        self.missing = len(self.named)
+        self._gradients: list[Tensor | None] = [None] * len(self.named)
+        self._batch_sizes = tuple(batch_sizes)
 
     @abstractmethod
     def hold(self, index: int) -> None:
         """Keep a parameter's gradient where those of other micro-batches are added to it."""
 
-    @abstractmethod
     def put(self, index: int) -> None:
-        """Move a final gradient into the bucket; ``.grad`` is None until ``take``."""
+        """Take a final gradient; ``.grad`` is None until ``hand_out``."""
+        parameter = self.named[index][1]
+        self._gradients[index], parameter.grad = parameter.grad, None
+        self.missing -= 1
+        if not self.missing:
+            self._fill(self._gradients)
+            self._gradients = []
 
     @abstractmethod
+    def _fill(self, gradients: Sequence[Tensor | None]) -> None:
+        """Lay this rank's terms out to be sent; None for parameters without a gradient."""
+
     def start(self, *, everywhere: bool = False) -> None:
         """Start to sum over the ranks, once every gradient has been put.
 
         Args:
             everywhere: all ranks get the sums, whoever updates.
         """
+        assert self.missing == 0
+        all_get_it = everywhere or not self.shards
+        self._is_mine = all_get_it or bool(self._own)
+        self._pending = self._send(all_get_it=all_get_it)
+
+    @abstractmethod
+    def _send(self, *, all_get_it: bool) -> list[Pending]:
+        """Start to sum over the ranks, for all of them or for those that update."""
 
     @abstractmethod
     def wait(self) -> Tensor:
@@ -111,68 +126,42 @@ class Bucket(ABC):
 class DenseBucket(Bucket):
     """Gradients side by side in one buffer."""
 
-    def __init__(
-        self, ranks: Ranks, named: Iterable[Named], mesh: Mesh, shards: Shards = ()
-    ) -> None:
-        super().__init__(ranks, named, mesh, shards)
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
-        self.begin()
-
-    def begin(self, batch_sizes: Sequence[int] = ()) -> None:
-        """Their sizes do not depend on the batches."""
-        self.missing = len(self.named)
-        self._without: list[int] = []
-
-    @property
-    def flat(self) -> Tensor | None:
-        """The buffer."""
-        return self._flat
-
     def hold(self, index: int) -> None:
         """Make a parameter's gradient a view of the buffer.
 
         Rows of an embedding stay what they are until ``put``: they are small, and autograd loses
         some that it adds to a dense gradient (PyTorch 2.13: the only row of one column).
         """
-        gradient = self.named[index][1].grad
-        if gradient is not None and not gradient.is_sparse:
-            self._move(index, gradient)
+        parameter = self.named[index][1]
+        if parameter.grad is not None and not parameter.grad.is_sparse:
+            parameter.grad = self._in_place(index, parameter.grad)
 
-    def _move(self, index: int, gradient: Tensor) -> None:
+    def _in_place(self, index: int, gradient: Tensor) -> Tensor:
+        """Return the view of the buffer that has a gradient."""
         self._buffer()
         view = self._views[index]
         if gradient is not view:
             view.copy_(dense(gradient.detach()))
-            self.named[index][1].grad = view
+        return view
 
-    def put(self, index: int) -> None:
-        parameter = self.named[index][1]
-        gradient = parameter.grad
-        if gradient is None:
-            self._buffer()
-            self._views[index].zero_()
-            self._without.append(index)
-        else:
-            self._move(index, gradient)
-        parameter.grad = None
-        self.missing -= 1
-        if not self.missing:
-            self._flags.fill_(1)
-            for i in self._without:
+    def _fill(self, gradients: Sequence[Tensor | None]) -> None:
+        self._buffer()
+        self._flags.fill_(1)
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                self._views[i].zero_()
                 self._flags[i] = 0
+            else:
+                self._in_place(i, gradient)
 
-    def start(self, *, everywhere: bool = False) -> None:
-        assert self.missing == 0
+    def _send(self, *, all_get_it: bool) -> list[Pending]:
         flat, mesh, ranks = self._buffer(), self._mesh, self.ranks
-        all_get_it = everywhere or not self.shards
-        self._is_mine = all_get_it or bool(self._own)
         if all_get_it:
-            self._pending = [mesh.start_all_reduce(flat, ranks)]
-        else:
-            self._pending = [mesh.start_reduce(part, ranks, rank) for part, rank in self._parts()]
-            if len(self.shards) > 1:
-                self._pending.append(mesh.start_all_reduce(self._flags, ranks))
+            return [mesh.start_all_reduce(flat, ranks)]
+        pending = [mesh.start_reduce(part, ranks, rank) for part, rank in self._parts()]
+        if len(self.shards) > 1:
+            pending.append(mesh.start_all_reduce(self._flags, ranks))
+        return pending
 
     def _parts(self) -> list[tuple[Tensor, int]]:
         """Return (part of the buffer, rank that updates it), shard by shard."""
@@ -209,53 +198,17 @@ class DenseBucket(Bucket):
             parameter.grad = view if has > 0 and self._is_mine else None
 
     def _buffer(self) -> Tensor:
-        if self._flat is None:
+        if self.flat is None:
             first = self.named[0][1]
             sizes = [parameter.numel() for _, parameter in self.named]
-            self._flat = first.new_empty(sum(sizes) + len(sizes), requires_grad=False)
-            *self._flats, self._flags = torch.split(self._flat, [*sizes, len(sizes)])
-            pairs = zip(self._flats, self.named, strict=True)
-            # In the order in memory that a parameter has: fused optimizers count on it.
-            self._views = [part.as_strided(p.shape, _strides(p)) for part, (_, p) in pairs]
-        return self._flat
-
-
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides of its gradient, as autograd makes it."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def take(buckets: Iterable[Bucket]) -> None:
-    """Wait for the sums of buckets and make them the gradients, with one device read."""
-    pending = [bucket for bucket in buckets if bucket.is_pending]
-    flags = [bucket.wait().double() for bucket in pending]
-    numbers = iter(torch.cat(flags).tolist() if flags else ())
-    for bucket, part in zip(pending, flags, strict=True):
-        bucket.hand_out(list(islice(numbers, len(part))))
-
-
-def cut(
-    ranks: Ranks, named: Iterable[Named], mesh: Mesh, shards: Mapping[str, Shards]
-) -> list[DenseBucket]:
-    """Buckets of one element type and the same updaters each."""
-    runs = cut_into_buckets(
-        named,
-        lambda item: item[1].numel() * item[1].element_size(),
-        lambda item: item[1].dtype,
-    )
-    return [
-        DenseBucket(ranks, part, mesh, cut) for run in runs for cut, part in by_shards(run, shards)
-    ]
-
-
-def by_shards(
-    named: Iterable[Named], shards: Mapping[str, Shards]
-) -> list[tuple[Shards, list[Named]]]:
-    """Group parameters by their shards."""
-    parts: dict[Shards, list[Named]] = {}
-    for name, parameter in named:
-        parts.setdefault(shards.get(name, ()), []).append((name, parameter))
-    return list(parts.items())
+            self.flat = first.new_empty(sum(sizes) + len(sizes), requires_grad=False)
+            *self._flats, self._flags = torch.split(self.flat, [*sizes, len(sizes)])
+            # In the order in memory that a gradient has: fused optimizers count on it.
+            self._views = [
+                part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
+                for part, (_, p) in zip(self._flats, self.named, strict=True)
+            ]
+        return self.flat
 
 
 def entries(gradient: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.data_parallel.buckets import Ranks, dense, entries
 from anabranch.runtime.data_parallel.shards import Shard, Shards, shards_of
+from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.mesh import Mesh
 
 
@@ -94,9 +95,10 @@ class Holders:
         own = others = 0
         for name, parameter in parameters.items():
             if parameter.device == place and name in self.parameters:
-                nbytes = parameter.numel() * parameter.element_size()
-                is_own = rank in self.parameters[name]
-                own, others = own + nbytes * is_own, others + nbytes * (not is_own)
+                if rank in self.parameters[name]:
+                    own += parameter.nbytes
+                else:
+                    others += parameter.nbytes
         return own, others
 
     def readers(self, key: str, num_ranks: int) -> Ranks:
@@ -145,24 +147,15 @@ def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     """Give every rank the tensors of rank 0 where models were built from other seeds."""
     if mesh.size == 1 or not tensors:
         return
-    digests = torch.stack([_digest(tensor) for tensor in tensors.values()])
+    digests = torch.tensor([copies_digest([tensor]) for tensor in tensors.values()])
     gathered = torch.stack(mesh.all_gather(digests))
-    # A NaN differs from itself; copying it does no harm.
-    differs = (gathered != gathered[0]).any(2).any(0).tolist()
+    differs = (gathered != gathered[0]).any(0).tolist()
     for tensor, copy in zip(tensors.values(), differs, strict=True):
         if copy:
             value = tensor.detach().contiguous()
             mesh.broadcast(value, 0)
             with torch.no_grad():
                 tensor.copy_(value)
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    values = entries(tensor.detach())
-    if not values.is_floating_point():
-        values = values.double()
-    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return torch.stack([values.sum(dtype=torch.float64), norm]).cpu()
 
 
 def share_first(tensors: Mapping[str, Tensor], holders: Mapping[str, Ranks], mesh: Mesh) -> None:
@@ -221,25 +214,28 @@ def sum_of_squares(
     any; the sum over the ranks counts each gradient once.
     """
     norms = [
-        torch.linalg.vector_norm(entries(p.grad), dtype=torch.float64)
-        for name, p in parameters.items()
-        if p.grad is not None and (name in holders.cut or holders.owner(name) == rank)
+        torch.linalg.vector_norm(entries(gradient), dtype=torch.float64)
+        for name, gradient in gradients_of(parameters).items()
+        if name in holders.cut or holders.owner(name) == rank
     ]
     return [torch.stack(norms).square().sum()] if norms else []
+
+
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the gradients of those parameters that have one."""
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
 def divide(parameters: Mapping[str, nn.Parameter], count: int) -> None:
     """Divide gradients, in place."""
     if count > 1:
-        for parameter in parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.div_(count)
+        for gradient in gradients_of(parameters).values():
+            gradient.div_(count)
 
 
 def clip(parameters: Mapping[str, nn.Parameter], squares: float, largest: float) -> None:
     """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` does, given the sum over all ranks."""
     factor = largest / (math.sqrt(squares) + 1e-6)
     if factor < 1.0 or math.isnan(factor):
-        for parameter in parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        for gradient in gradients_of(parameters).values():
+            gradient.mul_(factor)

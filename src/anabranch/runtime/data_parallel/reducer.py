@@ -23,16 +23,20 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from anabranch.cost.buckets import turn
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, cut, take
+from anabranch.cost.buckets import cut_into_buckets, turn
+from anabranch.remembered import remembered
+from anabranch.runtime.data_parallel.buckets import Bucket, DenseBucket, Named, Ranks
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, sparse_buckets
+from anabranch.runtime.data_parallel.shards import Shards
+from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, SparseBucket
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import fetched
 
@@ -88,17 +92,11 @@ class Reducer:
             groups.items(), key=lambda g: (turn(*g[0][:2]), g[0])
         ):
             queue = queues.setdefault(ranks, _Queue([]))
-            buckets: Sequence[Bucket] = (
-                sparse_buckets(ranks, named, tables, mesh, holders.shards)
-                if are_tables
-                else cut(ranks, named, mesh, holders.shards)
-            )
-            for bucket in buckets:
+            for bucket in _buckets(ranks, named, tables if are_tables else {}, holders, mesh):
                 queue.buckets.append(bucket)
                 for index, (name, _) in enumerate(bucket.named):
                     self._places[name] = _Slot(queue, bucket, index)
         self._queues = tuple(queues.values())
-        self._finals: dict[tuple[int, ...], dict[int, list[str]]] = {}
         # Hooks stay from step to step: to take one off and put it on again costs as much as what
         # it does. They count only in batches, up to the last backward that reaches a parameter.
         self._handles: dict[str, RemovableHandle] = {}
@@ -108,7 +106,8 @@ class Reducer:
         self._armed: set[str] = set()
         self._gathering: list[Bucket] = []
 
-    def finals(self, order: Sequence[int]) -> Mapping[int, Sequence[str]]:
+    @remembered
+    def finals(self, order: tuple[int, ...]) -> Mapping[int, Sequence[str]]:
         """Return the trainable parameters whose gradients are final after a stage's last backward.
 
         Args:
@@ -117,15 +116,12 @@ class Reducer:
         Returns:
             Stage -> names; under -1 those that no backward of this rank reaches.
         """
-        key = tuple(order)
-        if key not in self._finals:
-            at = {stage: i for i, stage in enumerate(key)}
-            finals: dict[int, list[str]] = {stage: [] for stage in (*key, -1)}
-            for name in self._trainable:
-                stages = [stage for stage in self._stages_of[name] if stage in at]
-                finals[max(stages, key=at.__getitem__, default=-1)].append(name)
-            self._finals[key] = finals
-        return self._finals[key]
+        at = {stage: i for i, stage in enumerate(order)}
+        finals: dict[int, list[str]] = {stage: [] for stage in (*order, -1)}
+        for name in self._trainable:
+            stages = [stage for stage in self._stages_of[name] if stage in at]
+            finals[max(stages, key=at.__getitem__, default=-1)].append(name)
+        return finals
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -241,8 +237,39 @@ class Reducer:
         return all(map(math.isfinite, fetched(self._totals)))
 
     def take_all(self) -> None:
-        """Wait for all sums and make them the gradients."""
-        take(bucket for queue in self._queues for bucket in queue.buckets)
+        """Wait for all sums and make them the gradients, with one device read."""
+        buckets = (bucket for queue in self._queues for bucket in queue.buckets)
+        pending = [bucket for bucket in buckets if bucket.is_pending]
+        flags = [bucket.wait().double() for bucket in pending]
+        numbers = iter(torch.cat(flags).tolist() if flags else ())
+        for bucket, part in zip(pending, flags, strict=True):
+            bucket.hand_out(list(islice(numbers, len(part))))
+
+
+def _buckets(
+    ranks: Ranks,
+    named: Sequence[Named],
+    tables: Mapping[str, SharedTable],
+    holders: Holders,
+    mesh: Mesh,
+) -> Iterator[Bucket]:
+    """Generate buckets of one element type and the same updaters each; either all of the
+    parameters are ``tables``, or none is.
+    """
+
+    def nbytes(item: Named) -> int:
+        name, parameter = item
+        return tables[name].planned_bytes if tables else parameter.nbytes
+
+    for run in cut_into_buckets(named, nbytes, lambda item: item[1].dtype):
+        by_shards: dict[Shards, list[Named]] = defaultdict(list)
+        for name, parameter in run:
+            by_shards[holders.shards.get(name, ())].append((name, parameter))
+        for shards, part in by_shards.items():
+            if tables:
+                yield SparseBucket(ranks, part, tables, mesh, shards)
+            else:
+                yield DenseBucket(ranks, part, mesh, shards)
 
 
 def _hook(reducer: weakref.ref[Reducer], name: str) -> Callable[[Tensor], None]:

@@ -7,20 +7,21 @@
     state       | on rank 0               | on rank 1                 |
 
 The optimizer of a rank holds its shard, a view of the parameter, in place of the parameter.
-In checkpoints there is the state of whole parameters.
+In checkpoints the state of a shard is that of a slice (``graph.slices``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.errors import TrainingError
-from anabranch.runtime.mesh import Mesh
+from anabranch.graph.slices import Slice, view_named, whole_name
 from anabranch.runtime.optimizer_facts import BY_ELEMENT
 
 
@@ -40,9 +41,11 @@ class Shard:
             return tensor.narrow_copy(0, self.start, self.stop - self.start)
         return tensor[self.start : self.stop]
 
-    def of_state(self, tensor: Tensor) -> Tensor:
-        """A copy of these rows of what an optimizer keeps; a number, such as of steps, is whole."""
-        return self.of(tensor).clone() if tensor.dim() else tensor
+    def name(self, parameter: str) -> str:
+        """Name of these rows, as a slice of the parameter."""
+        if self.stop is None:
+            return parameter
+        return Slice(parameter, 0, self.start, self.stop).name
 
 
 Shards = tuple[Shard, ...]
@@ -75,93 +78,38 @@ def shards_of(parameter: Tensor, dealt: Sequence[tuple[int, int]]) -> Shards:
     return tuple(shards) if len(shards) > 1 else (Shard(shards[0].rank if shards else dealt[0][0]),)
 
 
-def hold(
-    optimizer: torch.optim.Optimizer, shards: Mapping[str, Shard], whole: Mapping[str, nn.Parameter]
-) -> dict[str, nn.Parameter]:
-    """Have an optimizer that was made for whole parameters update these rows of some.
-
-    Returns:
-        The rows, which it now has in their place.
-
-    Raises:
-        TrainingError: if it may look at whole parameters, unlike that of all that this rank holds.
-    """
-    if shards and type(optimizer) not in BY_ELEMENT:
-        raise TrainingError(
-            f"the optimizer recipe makes {type(optimizer).__name__} for the parameters that this "
-            "rank updates, which needs whole ones, but for all that the rank holds an optimizer "
-            f"that takes rows, as {next(iter(shards))} is shared; have it make one kind, or train "
-            "with --no-shard-optimizer (shard_optimizer=False)"
-        )
-    views = {name: nn.Parameter(shard.of(whole[name].detach())) for name, shard in shards.items()}
-    parts = {whole[name]: [(view, shards[name].of_state)] for name, view in views.items()}
-    replace_parameters(optimizer, parts)
-    return views
-
-
 def replace_parameters(
     optimizer: torch.optim.Optimizer,
-    parts: Mapping[nn.Parameter, Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]],
+    parts: Mapping[nn.Parameter, Mapping[str, nn.Parameter]],
 ) -> None:
     """Have an optimizer update parts of parameters in their place.
 
     Args:
-        parts: parameter -> its parts, each with how the state of it is made from that of the whole.
+        parts: parameter -> its parts by their names as slices.
+
+    Raises:
+        TrainingError: if it may look at whole parameters, unlike that of all that this rank holds.
     """
+    if parts and type(optimizer) not in BY_ELEMENT:
+        raise TrainingError(
+            f"the optimizer recipe makes {type(optimizer).__name__} for the parameters that this "
+            "rank updates, which needs whole ones, but for all that the rank holds an optimizer "
+            f"that takes rows, as {whole_name(min(map(min, parts.values())))} is shared; have it "
+            "make one kind, or train with --no-shard-optimizer (shard_optimizer=False)"
+        )
     for group in optimizer.param_groups:
-        kept = [[part for part, _ in parts.get(p, ())] or [p] for p in group["params"]]
+        kept = [[*parts[p].values()] if p in parts else [p] for p in group["params"]]
         if "param_names" in group:
             named = zip(group["param_names"], kept, strict=True)
             group["param_names"] = [name for name, of_name in named for _ in of_name]
         group["params"] = [part for of_whole in kept for part in of_whole]
     for whole, several in parts.items():
-        state = optimizer.state.pop(whole, None)
-        if state is None:
-            continue
-        for part, cut in several:  # as Adagrad's, from the start
-            optimizer.state[part] = {
-                key: cut(value) if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
+        state = optimizer.state.pop(whole, {})
+        for name, part in several.items():
+            if state:  # as Adagrad's, from the start
+                optimizer.state[part] = {key: _cut(name, value) for key, value in state.items()}
 
 
-def joined_state(
-    optimizer: torch.optim.Optimizer | None,
-    shards: Mapping[str, nn.Parameter],
-    cut: Mapping[str, Shards],
-    parameters: Mapping[str, Tensor],
-    mesh: Mesh,
-) -> dict[str, Tensor]:
-    """The state of parameters that are cut, on the rank of the first shard; all ranks together.
-
-    Args:
-        shards: of this rank; see ``hold``.
-
-    Returns:
-        Tensors on the CPU by their keys in a checkpoint.
-    """
-    joined: dict[str, Tensor] = {}
-    cpu = torch.device("cpu")
-    transport = mesh.transport(cpu) if cut else None
-    if transport is None:
-        return joined
-    for name, ranks in cut.items():
-        state = optimizer.state.get(shards[name], {}) if optimizer and name in shards else {}
-        for key, rows_here in state.items():
-            if not isinstance(rows_here, Tensor) or not rows_here.dim():
-                continue  # each of them has it
-            if ranks[0].rank != mesh.rank:
-                transport.send([rows_here.cpu().contiguous()], ranks[0].rank, 0)
-                continue
-            whole = torch.empty(parameters[name].shape, dtype=rows_here.dtype)
-            for shard in ranks:
-                rows = shard.of(whole)
-                if shard.rank == mesh.rank:
-                    rows.copy_(rows_here)
-                else:
-                    receipt = transport.receive([(rows.shape, rows.dtype)], cpu, shard.rank, 0)
-                    rows.copy_(receipt.wait()[0])
-            joined[f"optimizer/{key}/{name}"] = whole
-        mesh.barrier()  # what was sent has been taken
-    transport.close()
-    return joined
+def _cut(name: str, value: Any) -> Any:
+    """A copy of a slice of an optimizer's state; a number, such as of steps, is whole."""
+    return view_named(name, value).clone() if isinstance(value, Tensor) and value.dim() else value

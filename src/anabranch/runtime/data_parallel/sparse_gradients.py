@@ -19,13 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from anabranch.cost.buckets import cut_into_buckets
-from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples, rows_pay
+from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples
 from anabranch.errors import TrainingError
-from anabranch.graph.opgraph import OpGraph, Table
-from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks, by_shards
-from anabranch.runtime.data_parallel.gradients import Holders
+from anabranch.graph.opgraph import Table
+from anabranch.runtime.collectives import Pending
+from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks
 from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.mesh import Mesh
 
@@ -74,52 +72,29 @@ class SparseBucket(Bucket):
     ) -> None:
         super().__init__(ranks, named, mesh, shards)
         self._tables = [tables[name] for name, _ in self.named]
-        self._gradients: list[Tensor | None] = []
-        self._values: Tensor | None = None
-        self._gathered: Tensor | None = None
         self._updated: list[tuple[Tensor, Tensor]] = []
-        self.begin()
-
-    def begin(self, batch_sizes: Sequence[int] = ()) -> None:
-        """Makes as much room as these batches need."""
-        self.missing = len(self.named)
-        self._room = [table.rows(batch_sizes) for table in self._tables]
-        self._gradients = [None] * len(self.named)
-        self._values = self._gathered = None
-
-    @property
-    def flat(self) -> Tensor | None:
-        """Rows of this rank, and room."""
-        return self._values
 
     def hold(self, index: int) -> None:
         """No-op: sparse gradients are concatenated later."""
 
-    def put(self, index: int) -> None:
-        parameter = self.named[index][1]
-        self._gradients[index], parameter.grad = parameter.grad, None
-        self.missing -= 1
-
-    def start(self, *, everywhere: bool = False) -> None:
-        assert self.missing == 0
-        self._is_mine = everywhere or not self.shards or bool(self._own)
+    def _fill(self, gradients: Sequence[Tensor | None]) -> None:
         first = self.named[0][1]
+        self._room = [table.rows(self._batch_sizes) for table in self._tables]
         head = INDEX_BYTES * (len(self.named) + sum(self._room))
-        size = sum(
-            room * p[0].numel() * p.element_size()
-            for room, (_, p) in zip(self._room, self.named, strict=True)
-        )
-        message = torch.zeros(head + size, dtype=torch.uint8, device=first.device)
-        counts, indices, values = self._parts(message)
-        self._values = message[head:].view(first.dtype)
-        for i, ((name, _), gradient) in enumerate(zip(self.named, self._gradients, strict=True)):
-            taken = None if gradient is None else self._fill(name, gradient, indices[i], values[i])
-            counts[i] = -1 if taken is None else taken
-        self._gradients = [None] * len(self.named)
-        self._pending = [self._mesh.start_all_gather(message, self.ranks)]
+        size = sum(room * p[0].nbytes for room, (_, p) in zip(self._room, self.named, strict=True))
+        self.flat = torch.zeros(head + size, dtype=torch.uint8, device=first.device)
+        counts, indices, values = self._parts(self.flat)
+        for i, ((name, _), gradient) in enumerate(zip(self.named, gradients, strict=True)):
+            counts[i] = (
+                -1 if gradient is None else self._put_rows(name, gradient, indices[i], values[i])
+            )
+
+    def _send(self, *, all_get_it: bool) -> list[Pending]:
+        assert self.flat is not None
+        return [self._mesh.start_all_gather(self.flat, self.ranks)]
 
     @staticmethod
-    def _fill(name: str, gradient: Tensor, indices: Tensor, values: Tensor) -> int:
+    def _put_rows(name: str, gradient: Tensor, indices: Tensor, values: Tensor) -> int:
         gradient = gradient.detach()
         if not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
@@ -163,14 +138,13 @@ class SparseBucket(Bucket):
         where a rank has no gradient.
         """
         (pending,) = self._pending
-        self._gathered = pending.wait()
+        self._gathered = [self._parts(message) for message in pending.wait()]
         self._pending = []
-        return torch.cat([self._parts(message)[0] for message in self._gathered])
+        return torch.cat([counts for counts, _, _ in self._gathered])
 
     def hand_out(self, numbers: Sequence[float]) -> None:
         """Add the rows up and make them the gradients, by the counts."""
-        assert self._gathered is not None
-        parts = [self._parts(message) for message in self._gathered] if self._is_mine else []
+        parts = self._gathered if self._is_mine else []
         for i, (_, parameter) in enumerate(self.named):
             terms: list[tuple[Tensor, Tensor]] = []
             for r, (_, indices, values) in enumerate(parts):
@@ -178,7 +152,7 @@ class SparseBucket(Bucket):
                 if count >= 0:
                     terms.append((indices[i][:count], values[i][:count]))
             parameter.grad = _added(parameter, terms) if terms else None
-        self._gathered = self._values = None
+        self.flat, self._gathered = None, []
 
 
 def _added(parameter: nn.Parameter, terms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -187,88 +161,3 @@ def _added(parameter: nn.Parameter, terms: Sequence[tuple[Tensor, Tensor]]) -> T
     return torch.sparse_coo_tensor(
         indices, values, parameter.shape, check_invariants=False
     ).coalesce()
-
-
-def sparse_buckets(
-    ranks: Ranks,
-    named: Iterable[Named],
-    tables: Mapping[str, SharedTable],
-    mesh: Mesh,
-    shards: Mapping[str, Shards],
-) -> list[SparseBucket]:
-    """Buckets of one element type and the same updaters each."""
-    runs = cut_into_buckets(
-        named, lambda item: tables[item[0]].planned_bytes, lambda item: item[1].dtype
-    )
-    return [
-        SparseBucket(ranks, part, tables, mesh, cut)
-        for run in runs
-        for cut, part in by_shards(run, shards)
-    ]
-
-
-# Which tables
-
-_NOTHING, _DENSE, _EITHER, _ROWS = range(4)
-"""Gradients of tables that the optimizer of a rank takes: none, dense, both, sparse."""
-
-
-def shared_tables(
-    graph: OpGraph,
-    stages: StageGraph,
-    holders: Holders,
-    mesh: Mesh,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    sparse_embeddings: bool = False,
-    accumulate: int = 1,
-) -> dict[str, SharedTable]:
-    """The tables whose holders exchange rows, the same on all ranks, which all call it: gradients
-    are sparse, the optimizers of all holders take them so, and rows are less than the table for
-    the plan's batch, or an optimizer takes nothing else.
-
-    Args:
-        sparse_embeddings: also those for which the model does not ask for it.
-        accumulate: batches of an update.
-    """
-    candidates = {}
-    for parameter in graph.parameters:
-        table, name = parameter.table, parameter.name
-        is_shared = len(holders.parameters.get(name, ())) > 1
-        if parameter.trainable and is_shared and table and (table.sparse or sparse_embeddings):
-            read = (stages.stages[s] for s in holders.stages[name])
-            slices = tuple((stage.microbatch_size, stage.replicas) for stage in read)
-            candidates[name] = SharedTable(table, slices, stages.batch_size)
-    if not candidates:
-        return {}
-    takes = [int(kind) for kind in mesh.all_gather(torch.tensor([_takes(optimizer)]))]
-    sizes = {parameter.name: parameter.nbytes for parameter in graph.parameters}
-    chosen = {}
-    for name, shared in candidates.items():
-        kinds = {takes[rank] for rank in holders.parameters[name]}
-        samples = shared.samples(stages.batch_size) * accumulate
-        pays = rows_pay(shared.table, sizes[name], samples, len(holders.parameters[name]))
-        if _ROWS in kinds or (_DENSE not in kinds and pays):
-            chosen[name] = shared
-    return chosen
-
-
-def _takes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the gradients an optimizer takes; one that is not PyTorch's takes sparse ones."""
-    if optimizer is None:
-        return _NOTHING
-    if isinstance(optimizer, torch.optim.SparseAdam) or not (
-        type(optimizer).__module__.startswith("torch.optim.")
-    ):
-        return _ROWS
-    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
-        return _DENSE
-    # Momentum would be kept as rows, more of them with every step. The others are refused.
-    besides = ("momentum", "weight_decay", "fused")
-    takes_sparse = not any(group.get(key) for group in optimizer.param_groups for key in besides)
-    return _EITHER if takes_sparse else _DENSE
-
-
-def takes_sparse(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer takes sparse gradients."""
-    return _takes(optimizer) != _DENSE

@@ -17,27 +17,26 @@ over all of them, is summed over its holders with the last one, and is divided b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.graph.split import Split
-from anabranch.plans.stages import StageGraph
+from anabranch.cost.sparse import rows_pay
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.gradients import (
-    Holders,
     clip,
     divide,
     fold_tied,
+    gradients_of,
     sum_of_squares,
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.data_parallel.sparse_gradients import SharedTable
-from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import bad_names, norms
+from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
+from anabranch.runtime.session import Session
 from anabranch.runtime.worker import Worker
 
 
@@ -51,40 +50,26 @@ class Updates:
 
     Args:
         exact: gradients of tied parameters are added in the order of one process, after the step.
-        tables: those whose holders exchange rows in place of whole gradients.
     """
 
-    def __init__(
-        self,
-        state: ModelState,
-        parts: Split,
-        graph: StageGraph,
-        holders: Holders,
-        mesh: Mesh,
-        *,
-        accumulate: int = 1,
-        exact: bool = False,
-        tables: Mapping[str, SharedTable] | None = None,
-    ) -> None:
-        self._state, self._parts, self._graph = state, parts, graph
-        self._holders, self._mesh, self._exact = holders, mesh, exact
-        self._parameters, self._updated = state.parameters, state.updated
+    def __init__(self, session: Session, *, accumulate: int, exact: bool) -> None:
+        self._state, self._parts, self._graph = session.state, session.parts, session.graph
+        self._holders, self._mesh, self._exact = session.holders, session.mesh, exact
+        self._parameters, self._updated = self._state.parameters, self._state.updated
         folded = self._folded = self._uses() if exact else {}
         summed = {n: p for n, p in self._parameters.items() if n not in folded}
-        self.reducer = Reducer(summed, holders, mesh, tables=tables)
+        tables = _shared_tables(session, accumulate)
+        self.reducer = Reducer(summed, self._holders, self._mesh, tables=tables)
         self.accumulate, self.accumulated = accumulate, 0
-        self._is_open = self._is_last = self._is_summed = False
-        self._divisor = 1
+        self._is_open = self._is_last = self._is_alone = False
         self._batch_sizes: list[int] = []  # since the last update
 
     @property
     def tensors(self) -> list[Tensor]:
         """Tensors of this rank between two steps: parameters, gradients, optimizer state."""
-        optimizer = self._state.optimizer
-        state = optimizer.state.values() if optimizer is not None else ()
-        moments = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
-        held = [*self._parameters.values(), *self._state.buffers.values()]
-        return [*held, *moments, *self._state.gradients(), *self.reducer.buffers]
+        state = self._state
+        held = [*state.parameters.values(), *state.buffers.values(), *state.optimizer_tensors]
+        return [*held, *state.gradients(), *self.reducer.buffers]
 
     # A batch
 
@@ -109,8 +94,6 @@ class Updates:
         if not alone:
             self.accumulated += 1
         self._is_last = alone or self.accumulated == self.accumulate
-        self._divisor = max(self.accumulated, 1)
-        self._is_summed = False
         self._is_alone = alone
         self.reducer.begin(
             worker.last_backwards,
@@ -123,33 +106,33 @@ class Updates:
         """After a batch; if it was the last of an update, wait until ``.grad`` of what this rank
         updates is the mean over its batches.
         """
-        if self._exact and self._is_open:
+        if self._exact:
             self._fold(worker, outcome)
         self._is_open = False
-        if not self._is_last or self._is_summed:
-            return
-        self._is_summed = True
-        if self._exact:
-            # A stage may hold a parameter without using it in a way that has a gradient; its copy
-            # must be updated all the same. One holder has the whole, so the sum changes no bit.
+        if self._is_last:
+            # In exact mode a stage may hold a parameter without using it in a way that has a
+            # gradient; its copy must be updated all the same. One holder has the whole, so the sum
+            # changes no bit.
+            self._take_sums(now=self._exact)
+
+    def check(self, outcome: Outcome) -> None:
+        """After ``finish``: note in the outcome which gradients of this rank are not finite."""
+        outcome.bad_parameters.extend(bad_names(gradients_of(self._updated)))
+
+    def finish_early(self) -> None:
+        """End an update with the batches that it has so far; see ``finish``."""
+        self._is_last = True
+        self._take_sums(now=True)
+
+    def _take_sums(self, *, now: bool) -> None:
+        """Wait for the sums over the holders, which begin ``now`` or have begun already."""
+        if now:
             self.reducer.sum_now(self._batch_sizes)
         else:
             self.reducer.take_all()
         if not self._is_alone:
             self._state.cut_gradients()
-        divide(self._updated, self._divisor)
-
-    def check(self, outcome: Outcome) -> None:
-        """After ``finish``: note in the outcome which gradients of this rank are not finite."""
-        gradients = {n: p.grad for n, p in self._updated.items() if p.grad is not None}
-        outcome.bad_parameters.extend(bad_names(gradients))
-
-    def finish_early(self) -> None:
-        """End an update with the batches that it has so far."""
-        self._is_last = self._is_summed = True
-        self.reducer.sum_now(self._batch_sizes)
-        self._state.cut_gradients()
-        divide(self._updated, self._divisor)
+        divide(self._updated, self.accumulated)
 
     def drop(self) -> None:
         """Forget all batches since the last update."""
@@ -165,13 +148,11 @@ class Updates:
         """After ``finish``: let the optimizer have the gradients; nothing before the last batch."""
         if not self._is_last:
             return
-        self.accumulated = 0
         if largest is not None:
             clip(self._updated, squares, largest)
         if self._state.optimizer is not None:
             self._state.optimizer.step()
-        if self._state.scheduler is not None:
-            self._state.scheduler.step()
+        self.end()
 
     def start_all_gather(self) -> None:
         """Start the all-gather of updated parameters, which ends by the next forward of a stage
@@ -193,11 +174,8 @@ class Updates:
         """
         optimizer = self._state.optimizer
         knows = getattr(optimizer, "_step_supports_amp_scaling", False)
-        return bool(self._is_last and knows and not self._has_sparse)
-
-    @property
-    def _has_sparse(self) -> bool:
-        return any(gradient.is_sparse for gradient in self._state.gradients())
+        is_sparse = any(gradient.is_sparse for gradient in self._state.gradients())
+        return bool(self._is_last and knows and not is_sparse)
 
     def apply_guarded(self, losses: Sequence[Tensor]) -> Tensor:
         """As ``apply``, but for the scheduler, if all gradients and these losses are finite, which
@@ -219,8 +197,8 @@ class Updates:
             del optimizer.grad_scale, optimizer.found_inf
         return guard
 
-    def end_guarded(self) -> None:
-        """After ``apply_guarded``, where it has made the update."""
+    def end(self) -> None:
+        """End an update that the optimizer has made, such as in ``apply_guarded``."""
         self.accumulated = 0
         if self._state.scheduler is not None:
             self._state.scheduler.step()
@@ -249,3 +227,43 @@ class Updates:
             self._holders,
             self._mesh,
         )
+
+
+def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
+    """The tables whose holders exchange rows, the same on all ranks, which all call it: gradients
+    are sparse, the optimizers of all holders take them so, and rows are less than the table for
+    the plan's batch, or an optimizer takes nothing else.
+
+    Args:
+        accumulate: batches of an update.
+    """
+    graph, stages, holders = session.captured.graph, session.graph, session.holders
+    options, optimizer = session.workers.options, session.state.optimizer
+    if options.backend is not None:
+        return {}  # compiled backwards give whole gradients
+    candidates = {}
+    for parameter in graph.parameters:
+        table, name = parameter.table, parameter.name
+        is_shared = len(holders.parameters.get(name, ())) > 1
+        if (
+            parameter.trainable
+            and is_shared
+            and table
+            and (table.sparse or options.sparse_embeddings)
+        ):
+            read = (stages.stages[s] for s in holders.stages[name])
+            slices = tuple((stage.microbatch_size, stage.replicas) for stage in read)
+            candidates[name] = SharedTable(table, slices, stages.batch_size)
+    if not candidates:
+        return {}
+    own = torch.tensor([taken_gradients(optimizer)])
+    takes = [int(kind) for kind in session.mesh.all_gather(own)]
+    sizes = {parameter.name: parameter.nbytes for parameter in graph.parameters}
+    chosen = {}
+    for name, shared in candidates.items():
+        kinds = {takes[rank] for rank in holders.parameters[name]}
+        samples = shared.samples(stages.batch_size) * accumulate
+        pays = rows_pay(shared.table, sizes[name], samples, len(holders.parameters[name]))
+        if TakenGradients.SPARSE in kinds or (TakenGradients.DENSE not in kinds and pays):
+            chosen[name] = shared
+    return chosen

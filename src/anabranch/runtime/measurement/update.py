@@ -19,7 +19,7 @@ from torch import nn
 from anabranch.errors import naming_place
 from anabranch.profile.profile import UpdateCost
 from anabranch.runtime.data_parallel.buckets import entries
-from anabranch.runtime.data_parallel.gradients import clip
+from anabranch.runtime.data_parallel.gradients import clip, gradients_of
 from anabranch.runtime.numerics.nonfinite import bad_names
 from anabranch.workload import Workload
 
@@ -102,7 +102,7 @@ def _update(
     optimizer: torch.optim.Optimizer,
     clip_norm: float | None,
 ) -> None:
-    gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    gradients = gradients_of(parameters)
     if clip_norm is None:
         bad_names(gradients)
     else:

@@ -23,16 +23,11 @@ from torch import Tensor
 from anabranch.errors import NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import BATCH
+from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.placement import fetched
-from anabranch.runtime.worker import Worker
-
-_BEFORE = "no parameter was changed in this step"
-_AFTER = (
-    "other stages may have been updated by then, since steps follow each other without waiting: "
-    "resume from a checkpoint"
-)
 
 _ACTIVATION, _LOSS, _GRADIENT, _PARAMETER = range(4)
 _UNKNOWN = 2**31
@@ -70,7 +65,7 @@ def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
     # A norm may overflow though the numbers do not, so whatever looks bad is looked at again.
     if all(map(math.isfinite, fetched(norms(values_of.values())))):
         return []
-    return [name for name, values in values_of.items() if not _is_finite(values)]
+    return [name for name, values in values_of.items() if not values.isfinite().all()]
 
 
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -84,50 +79,49 @@ def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [torch.stack(torch._foreach_norm(group)).sum() for group in groups.values()]
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
-
-
 class Trace:
     """Finds the first numbers that are not finite; all ranks ask it together."""
 
-    def __init__(self, captured: Captured, mesh: Mesh) -> None:
-        self._captured, self._mesh = captured, mesh
+    def __init__(
+        self, captured: Captured, stages: StageGraph, holders: Holders, mesh: Mesh
+    ) -> None:
+        self._captured, self._stages, self._holders = captured, stages.stages, holders
+        self._mesh = mesh
         # Backward comes to the last parameters first.
         self._names = list(captured.parameters())[::-1]
 
     def error(
         self,
-        worker: Worker,
-        outcome: Outcome,
+        findings: Iterable[Finding],
         leaves: Mapping[str, Tensor],
-        step: int,
-        *,
-        is_first: bool,
+        when: str,
+        consequence: str,
+        advice: str,
     ) -> NonFiniteError:
-        """Return the error of a step, the same on every rank.
+        """Return the error of a batch, the same on every rank.
 
         Args:
-            is_first: no parameter has been updated since.
+            findings: those of this rank.
+            consequence: what has become of the parameters.
+            advice: what helps where nothing in the batch is to blame.
         """
-        bad = (self._parameter(_stage_of(name, worker), name) for name in outcome.bad_parameters)
-        text = self.told([*_between_stages(outcome), *bad], leaves, f"step {step}")
-        advice = data_advice(leaves, f"step {step}") or "lower the learning rate, or set clip_norm"
-        return NonFiniteError(f"{text}; {_BEFORE if is_first else _AFTER}; {advice}")
-
-    def seen(self, stage: int, outcome: Outcome) -> list[Finding]:
-        """Return what this rank knows of a bad batch of a stage."""
-        bad = [self._parameter(stage, name) for name in outcome.bad_parameters]
-        return [*_between_stages(outcome), *bad]
-
-    def told(self, findings: Iterable[Finding], leaves: Mapping[str, Tensor], when: str) -> str:
-        """Describe the first finding of all ranks."""
         first = torch.tensor(min(findings, default=_NOTHING))
         cause = min(Finding(*row.tolist()) for row in self._mesh.all_gather(first))
-        return self._describe(cause, when) + _in_batch(leaves)
+        text = self._describe(cause, when) + _in_batch(leaves)
+        return NonFiniteError(f"{text}; {consequence}; {_data_advice(leaves, when) or advice}")
 
-    def _parameter(self, stage: int, name: str) -> Finding:
-        return Finding(1, -stage, _UNKNOWN, _PARAMETER, self._names.index(name))
+    def findings(self, outcome: Outcome) -> list[Finding]:
+        """Return what this rank knows of a bad batch."""
+        bad = [
+            Finding(1, -self._stage_of(name), _UNKNOWN, _PARAMETER, self._names.index(name))
+            for name in outcome.bad_parameters
+        ]
+        return [*_between_stages(outcome), *bad]
+
+    def _stage_of(self, name: str) -> int:
+        """Return the last stage of this rank that reads a parameter."""
+        device, stages = self._mesh.device, self._holders.stages[name]
+        return max(stage for stage in stages if device in self._stages[stage].devices)
 
     def _describe(self, cause: Finding, when: str) -> str:
         if cause == _NOTHING:
@@ -163,39 +157,20 @@ def _between_stages(outcome: Outcome) -> Iterator[Finding]:
         yield Finding(0, *outcome.bad, _LOSS, -1)
 
 
-def _stage_of(name: str, worker: Worker) -> int:
-    """Return the last stage of this rank that reads a parameter."""
-    stages = {action.stage: action.microbatch for action in worker.actions}
-    reads = (
-        stage
-        for stage, microbatch in sorted(stages.items(), reverse=True)
-        if name in dict(worker.layout.program(stage, microbatch).module.named_parameters())
-    )
-    return next(reads, max(stages, default=0))
-
-
-def _is_harmful(tensor: Tensor) -> bool:
-    """Return whether a tensor has NaN or plus infinity."""
-    return bool(_harmful(tensor).any())
-
-
-def _harmful(tensor: Tensor) -> Tensor:
-    return torch.isnan(tensor) | (tensor == float("inf"))
-
-
-def data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
+def _data_advice(leaves: Mapping[str, Tensor], when: str) -> str:
     """Advice where the batch itself is the cause, else empty; minus infinity may be a mask."""
     for leaf in leaves.values():
-        if leaf.is_floating_point() and _is_harmful(leaf):
-            return f"fix the data: {when}, sample {_first_sample(_harmful(leaf))}"
+        harmful = leaf.isnan() | (leaf == math.inf)
+        if harmful.any():
+            return f"fix the data: {when}, sample {_first_sample(harmful)}"
     return ""
 
 
 def _in_batch(leaves: Mapping[str, Tensor]) -> str:
     """The first sample of the batch that is bad itself, as text."""
     for name, leaf in leaves.items():
-        if leaf.is_floating_point() and not _is_finite(leaf):
-            sample = _first_sample(~torch.isfinite(leaf))
+        if leaf.is_floating_point() and not leaf.isfinite().all():
+            sample = _first_sample(~leaf.isfinite())
             return f"; {name} in the batch is not finite itself, first in sample {sample}"
     return ""
 

@@ -53,7 +53,7 @@ class Saved:
 
     def pack(self, tensor: Tensor) -> _Entry | Tensor:
         """Start the copy to the host."""
-        small = tensor.numel() * tensor.element_size() < SMALLEST_BYTES
+        small = tensor.nbytes < SMALLEST_BYTES
         strided = tensor.layout is torch.strided
         if small or not strided or tensor.untyped_storage()._cdata in self._kept:
             return tensor

@@ -48,15 +48,10 @@ def value_types(
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
                 env[node] = node.target(*args, **kwargs)
     calls = program.calls
-    types = {
+    return {
         value: env[calls[call]].dtype
         for value, call in enumerate(captured.value_calls)
-        if call >= 0
-    }
-    return {
-        value: dtype
-        for value, dtype in types.items()
-        if dtype != calls[captured.value_calls[value]].meta["val"].dtype
+        if call >= 0 and env[calls[call]].dtype != calls[call].meta["val"].dtype
     }
 
 

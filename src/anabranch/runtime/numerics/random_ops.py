@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anabranch.runtime.numerics.random_streams import RandomSite
+from anabranch.runtime.numerics.random_streams import RandomSite, exact_type
 
 
 def draw(
@@ -98,8 +98,7 @@ def bernoulli(site: RandomSite, x: Tensor, p: float | Tensor | None = None, **_:
     """Ones with a probability: that given, or x itself."""
     if isinstance(p, Tensor) or p is None:
         probability = x if p is None else p
-        exact = torch.float64 if probability.dtype == torch.float64 else torch.float32
-        return (site.uniform(exact) < probability).to(x.dtype)
+        return (site.uniform(exact_type(probability.dtype)) < probability).to(x.dtype)
     return site.kept(p).to(x.dtype)
 
 
@@ -138,31 +137,23 @@ def normal_of(
 
 def exponential(site: RandomSite, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
     """Exponential and above zero, whose logarithm Gumbel noise takes."""
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    exact = exact_type(x.dtype)
     numbers = site.uniform(exact).clamp_min(torch.finfo(exact).eps / 2)
     return (-torch.log1p(-numbers) / rate).to(x.dtype)
 
 
-def rand_like(site: RandomSite, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    """Uniform, like x."""
-    return site.uniform(dtype or x.dtype)
+def rand(site: RandomSite, like: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """Uniform, of a size or like a tensor."""
+    return site.uniform(dtype or _own_type(like))
 
 
-def randn_like(
-    site: RandomSite, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any
-) -> Tensor:
-    """Normal, like x."""
-    return site.normal(dtype or x.dtype)
+def randn(site: RandomSite, like: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """Normal, of a size or like a tensor."""
+    return site.normal(dtype or _own_type(like))
 
 
-def rand(site: RandomSite, size: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    """Uniform, of a size."""
-    return site.uniform(dtype or torch.get_default_dtype())
-
-
-def randn(site: RandomSite, size: object, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    """Normal, of a size."""
-    return site.normal(dtype or torch.get_default_dtype())
+def _own_type(like: object) -> torch.dtype:
+    return like.dtype if isinstance(like, Tensor) else torch.get_default_dtype()
 
 
 def randint(site: RandomSite, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -209,9 +200,9 @@ DRAWS: Mapping[str, Callable[..., Any]] = {
     "aten::normal_": _in_place(normal),
     "aten::exponential_": _in_place(exponential),
     "aten::rand": rand,
-    "aten::rand_like": rand_like,
+    "aten::rand_like": rand,
     "aten::randn": randn,
-    "aten::randn_like": randn_like,
+    "aten::randn_like": randn,
     "aten::randint": randint,
     "aten::randint_like": randint_like,
 }

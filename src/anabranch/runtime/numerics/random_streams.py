@@ -25,6 +25,11 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 _MANTISSA = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 
 
+def exact_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which numbers of a type are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _signed(number: int) -> int:
     """The int64 with the same 64 bits."""
     number &= _MASK
@@ -111,18 +116,18 @@ class RandomSite(NamedTuple):
         limit = round(probability * 2**32) - 2**31
         return self._placed(halves < limit if limit < 2**31 else halves == halves)
 
+    def _uniform(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Numbers per sample in [0, 1), as ``exact_type`` of a type that holds them."""
+        size = _MANTISSA.get(dtype, 24)
+        return _shifted(self.hashes(count), 64 - size).to(exact_type(dtype)) * 2.0**-size
+
     def uniform(self, dtype: torch.dtype) -> Tensor:
         """Numbers in [0, 1), with as many bits as the type holds exactly."""
-        size = _MANTISSA.get(dtype, 24)
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        numbers = _shifted(self.hashes(self.per_sample), 64 - size).to(exact) * 2.0**-size
-        return self._placed(numbers.to(dtype))
+        return self._placed(self._uniform(self.per_sample, dtype).to(dtype))
 
     def normal(self, dtype: torch.dtype) -> Tensor:
         """Standard normal numbers, by Box and Muller; for half precision from float32."""
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        size = _MANTISSA.get(exact, 24)
-        numbers = _shifted(self.hashes(2 * self.per_sample), 64 - size).to(exact) * 2.0**-size
+        numbers = self._uniform(2 * self.per_sample, exact_type(dtype))
         first, second = numbers[:, : self.per_sample], numbers[:, self.per_sample :]
         radius = torch.sqrt(-2.0 * torch.log1p(-first))
         return self._placed((radius * torch.cos(2.0 * math.pi * second)).to(dtype))
