@@ -13,7 +13,7 @@ from typing import ClassVar
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.toolkit.assemble import Candidate
-from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import memory_text
 from anabranch.plans.slices import profile_covers
@@ -68,7 +68,7 @@ def data_parallel(problem: Problem) -> Iterator[Candidate]:
     everything = (1 << len(cost.graph)) - 1
     for size in problem.sizes:
         assembler = problem.assembler(problem.prices(size))
-        if total <= problem.most_replicas and assembler.prices.microbatch.may(total):
+        if total <= problem.most_replicas and assembler.prices.may(total):
             candidate = assembler.assemble([Part(everything, total)])
             if candidate is not None:
                 yield candidate

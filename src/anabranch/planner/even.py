@@ -20,7 +20,7 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import bits
 from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.infeasible import explain, fit_in_a_row
-from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import memory_text
 from anabranch.plans.slices import profile_covers

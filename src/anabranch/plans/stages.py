@@ -7,7 +7,7 @@ follow: a micro-batch needs whatever micro-batches of its predecessors it overla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -91,10 +91,7 @@ class StageGraph:
     @cached_property
     def height(self) -> tuple[int, ...]:
         """Longest distance from each stage to a sink, in edges."""
-        result = [0] * len(self)
-        for s in reversed(range(len(self))):
-            result[s] = max((result[y] + 1 for y in self.successors[s]), default=0)
-        return tuple(result)
+        return tuple(heights(len(self), self.edges))
 
     @cached_property
     def depth(self) -> int:
@@ -142,6 +139,14 @@ class StageGraph:
             for replica in range(self.stages[stage].replicas)
         )
         return {stop - start for start, stop in slices if stop > start}
+
+
+def heights(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the longest distance of each stage to a sink; edges lead from lower to higher ones."""
+    result = [0] * count
+    for x, y in sorted(edges, reverse=True):
+        result[x] = max(result[x], result[y] + 1)
+    return result
 
 
 def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ import numpy as np
 from anabranch.compiled import compiled
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.graphpipe.chains import ParallelBlock, SeriesChain
-from anabranch.planner.graphpipe.schedules import ENDLESS, Schedules
+from anabranch.planner.graphpipe.schedules import Schedules
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.remembered import remembered
 
@@ -194,27 +194,13 @@ class _BoundedSearch:
             if min(column) < NEVER:
                 columns.setdefault(tuple(column), []).append(d)
         strategies = []
-        # 39: the samples of G_2 decide those of G_1. Equal demands share one search; with ample
-        # memory also demands that differ by a constant.
+        # 39: the samples of G_2 decide those of G_1. Equal demands share one search.
         for c_b, devices in columns.items():
-            more = min(c_b) - 1 if self._is_ample(block) else 0
-            first = solve(block, tuple(c if c == NEVER else c - more for c in c_b))
-            first = Strategies(np.minimum(first.least + more, NEVER), first.stages)
+            first = solve(block, c_b)
             taken = np.full_like(rest.least, NEVER)
             taken[:, devices] = 0
             strategies.append(_side_by_side(Strategies(taken, rest.stages), first))
         return strategies
-
-    @remembered
-    def _is_ample(self, part: SeriesChain | ParallelBlock) -> bool:
-        """Return True if memory never limits samples in flight of the part's stages that fit."""
-        tables = [self.schedules.tables(part.row)]
-        if isinstance(part, SeriesChain):
-            joins = (join for i in range(len(part)) for join in part.with_join(i).values())
-            tables += [self.schedules.tables(*join) for join in joins]
-        rooms = [room[(tps <= self.bound) & (room > 0)] for tps, room in tables]
-        parts = {*(part.items if isinstance(part, SeriesChain) else part.branches)} - {None}
-        return all((r == ENDLESS).all() for r in rooms) and all(map(self._is_ample, parts))
 
     @remembered
     def _beside(self, block: ParallelBlock, start: int, after: After) -> list[Strategies]:
