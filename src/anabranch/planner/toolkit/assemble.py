@@ -107,7 +107,7 @@ class Assembler:
                 ]
                 for part, h in zip(current, height, strict=True)
             ]
-            found = self._exactly(ways, total)
+            found = on_exactly(total, self.prices, ways)
             divisible = [s for s, part in enumerate(current) if part.mask & (part.mask - 1)]
             if found or not divisible:
                 return found
@@ -115,32 +115,6 @@ class Assembler:
             halves = self._halves(current[s])
             current, pairs = self.arrange([*current[:s], *halves, *current[s + 1 :]])
         return []
-
-    def _exactly(self, ways: Sequence[Sequence[Part]], total: int) -> list[Part]:
-        """One way per stage, on ``total`` devices together; none if there is no such choice."""
-        # Per number of devices the longest period and the sum of all; infinite beyond the end, too.
-        longest, together = np.full((2, 2 * total + 1), np.inf)
-        longest[0] = together[0] = 0.0
-        taken = []
-        for stage in ways:
-            if not stage:
-                return []
-            devices = np.array([way.replicas for way in stage])
-            period_s = np.array([self.prices.part_period_s(way) for way in stage])
-            before = np.arange(total + 1)[:, None] - devices
-            longer = np.maximum(longest[before], period_s)
-            sums = together[before] + period_s
-            chosen = np.argmin(longer + SUM_WEIGHT * sums, axis=1)[:, None]
-            longest[: total + 1] = np.take_along_axis(longer, chosen, axis=1)[:, 0]
-            together[: total + 1] = np.take_along_axis(sums, chosen, axis=1)[:, 0]
-            taken.append(chosen[:, 0])
-        if longest[total] == np.inf:
-            return []
-        result: list[Part] = []
-        for stage, chosen in zip(reversed(ways), reversed(taken), strict=True):
-            result.append(stage[chosen[total]])
-            total -= result[-1].replicas
-        return result[::-1]
 
     @cached_property
     def position(self) -> dict[int, int]:
@@ -158,6 +132,35 @@ class Assembler:
         if self.chained:
             moved |= {(s, s + 1) for s in range(len(parts) - 1)}
         return [parts[s] for s in ordered], moved
+
+
+def on_exactly(total: int, prices: MicrobatchPrices, ways: Sequence[Sequence[Part]]) -> list[Part]:
+    """Choose a way per stage, on ``total`` devices together, with the least longest period; return
+    none if there is no such choice.
+    """
+    if not all(ways):
+        return []
+    # Per number of devices the longest period and the sum of all; infinite beyond the end, too.
+    longest, together = np.full((2, 2 * total + 1), np.inf)
+    longest[0] = together[0] = 0.0
+    taken = []
+    for stage in ways:
+        devices = np.array([way.replicas for way in stage])
+        period_s = np.array([prices.part_period_s(way) for way in stage])
+        before = np.arange(total + 1)[:, None] - devices
+        longer = np.maximum(longest[before], period_s)
+        sums = together[before] + period_s
+        chosen = np.argmin(longer + SUM_WEIGHT * sums, axis=1)[:, None]
+        longest[: total + 1] = np.take_along_axis(longer, chosen, axis=1)[:, 0]
+        together[: total + 1] = np.take_along_axis(sums, chosen, axis=1)[:, 0]
+        taken.append(chosen[:, 0])
+    if longest[total] == np.inf:
+        return []
+    result: list[Part] = []
+    for stage, chosen in zip(reversed(ways), reversed(taken), strict=True):
+        result.append(stage[chosen[total]])
+        total -= result[-1].replicas
+    return result[::-1]
 
 
 def stage_graph(
