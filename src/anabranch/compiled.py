@@ -157,7 +157,7 @@ def compiled(function: Callable[_Arguments, _Result]) -> Compiled[_Arguments, _R
     return Compiled(function)
 
 
-_begun: dict[Compiled[..., Any], forked.ForkedWorker[None]] = {}
+_begun: dict[Compiled[..., Any], forked.ForkedWorker[object] | None] = {}
 
 
 def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
@@ -165,8 +165,8 @@ def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
     them; their first call here waits for that.
     """
     for function, task in tasks.items():
-        if function.folder and not function.folder.exists() and (worker := forked.start(task)):
-            _begun[function] = worker
+        if forked.cores() > 1 and function.folder and not function.folder.exists():
+            _begun[function] = forked.start(lambda run: run(), [task])
 
 
 def _called(function: FunctionType) -> dict[str, FunctionType]:

@@ -16,7 +16,6 @@ from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.prices import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import memory_text
-from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import StageGraph
 
 
@@ -45,7 +44,7 @@ class DataParallel:
 def _explained(problem: Problem) -> InfeasiblePlanError:
     cost, total, cluster = problem.cost, problem.devices, problem.cost.cluster
     for size in problem.sizes:
-        if size >= total and profile_covers(cost, problem.batch_size, size, total):
+        if problem.prices(size).may(total):
             need = cost.device_bytes(
                 range(len(cost.graph)), microbatch_size=size, replicas=total, in_flight=1
             )

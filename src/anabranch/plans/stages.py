@@ -133,12 +133,16 @@ class StageGraph:
 
     def slice_sizes(self, stage: int) -> set[int]:
         """Return the sizes of non-empty slices, of full micro-batches and the last one."""
-        slices = (
-            self.slice(stage, microbatch, replica)
-            for microbatch in {0, self.num_microbatches(stage) - 1}
-            for replica in range(self.stages[stage].replicas)
-        )
-        return {stop - start for start, stop in slices if stop > start}
+        size, replicas = self.stages[stage].microbatch_size, self.stages[stage].replicas
+        sizes = {min(size, self.batch_size), self.batch_size % size or size}
+        return {samples for size in sizes for samples in slice_sizes(size, replicas)}
+
+
+def slice_sizes(microbatch_size: int, replicas: int) -> tuple[int, int]:
+    """Return the fewest and most samples among the non-empty slices of a micro-batch: 1 and 2 of 6
+    samples on 4 replicas, 1 and 1 of 3.
+    """
+    return max(1, microbatch_size // replicas), -(-microbatch_size // replicas)
 
 
 def heights(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:

@@ -15,6 +15,7 @@ from anabranch.planner.toolkit.prices import (
     traffic_s,
 )
 from anabranch.planner.toolkit.problem import Problem
+from tests.planner import shapes
 from tests.planner.helpers import TWO_NODES, TWO_PROFILED, cost_model, two_priced
 
 SEALED = Border(*(Traffic(0.0, 0.0),) * 4)
@@ -121,3 +122,11 @@ def test_everything_in_one_stage_sends_nothing():
 def test_uneven_replicas_cost_what_the_fullest_does():
     """5 samples on 2 devices: 3 on the fuller."""
     assert two_priced(5).compute_s(Part(0b01, 2)) == 9.0
+
+
+def test_priced_needs_both_ends():
+    """Measured from 1 to 32,768 samples: 65,536 on one device are too many, on two they are not."""
+    cost = cost_model(shapes.towers("small", 1, 0, layers=1, top=0), 2)
+    prices = Problem(cost, 65536).prices(65536)
+    assert not prices.may(1)
+    assert prices.may(2)

@@ -71,10 +71,6 @@ class Strategies(NamedTuple):
     stages: Callable[[int, int], list[PlannedStage]]
 
 
-CALL = 20_000
-"""Cost of the outer loops per configuration, in steps of the innermost loop."""
-
-
 def partition(
     chain: SeriesChain, schedules: Schedules, groups: int, tolerance: float, budget: Budget
 ) -> list[PlannedStage]:
@@ -168,8 +164,7 @@ class _BoundedSearch:
         held = np.full(needs.shape[1:], NEVER, dtype=np.int64)
         chosen = np.zeros_like(held)
         places = len(needs) - 1 - start
-        steps = len(held) * len(schedules.devices) * places * held.shape[1]
-        self.budget.spend(steps + CALL * len(held))
+        self.budget.spend(len(held) * len(schedules.devices) * places * held.shape[1])
         _hold_fewest(tps, room, start, needs, schedules.devices, self.bound, held, chosen)
 
         def begin(y: int) -> Strategies:
@@ -211,9 +206,7 @@ class _BoundedSearch:
         alone = [self._in_series(own, len(own), after) for own in block.branches[start:]]
         more, devices = self.schedules.more, self.schedules.devices
         shape = len(alone) + 1, len(after), self.groups + 1
-        self.budget.spend(
-            shape[0] ** 2 // 2 * len(devices) * shape[1] ** 2 * shape[2] + CALL * shape[1]
-        )
+        self.budget.spend(shape[0] ** 2 // 2 * len(devices) * shape[1] ** 2 * shape[2])
         least = np.full(shape, NEVER, dtype=np.int64)
         least[0, :, 0] = 0  # no branches ask for nothing
         choices = np.zeros((*shape, 4), dtype=np.int64)

@@ -127,9 +127,9 @@ class PipeDream:
 
 def _require_tables(cost: CostModel, states: int) -> None:
     cluster = cost.cluster
-    # T and A take 8 bytes per span and component, headrooms 2 per device.
+    # T and A take 8 bytes per span and component, headrooms 4 per device.
     components = max(tier.size for tier in tiers(cluster))
-    nbytes = max(16 * components, 2 * cluster.num_devices) * states**2
+    nbytes = max(16 * components, 4 * cluster.num_devices) * states**2
     if nbytes > MOST_BYTES:
         raise BudgetError(
             f"planner pipedream would need {nbytes / GIB:.0f} GiB of tables for {states} states of "

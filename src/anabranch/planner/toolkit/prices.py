@@ -32,11 +32,14 @@ from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.stage_weights import Number, StageWeights, Traffic
 from anabranch.graph.opgraph import bits
-from anabranch.plans.slices import profile_covers
+from anabranch.plans.stages import slice_sizes
 from anabranch.remembered import remembered
 
 UNBOUNDED = 1 << 20
 """A height that no stage reaches."""
+
+ROUNDING = 1 + 1e-9
+"""Factor by which seconds and bytes that are summed in another order may differ."""
 
 HIDING = 2 / 3
 """Share of a micro-batch's compute that is its backward, which goes on beside an all-reduce."""
@@ -106,8 +109,12 @@ class MicrobatchPrices:
 
     def may(self, replicas: int) -> bool:
         """Return True if each of so many replicas has samples that the profile prices."""
-        size = self.microbatch_size
-        return 1 <= replicas <= size and profile_covers(self.cost, self.batch_size, size, replicas)
+        size, short = self.microbatch_size, self.batch_size % self.microbatch_size
+        if not 1 <= replicas <= size:
+            return False
+        samples = (*slice_sizes(size, replicas), *(slice_sizes(short, replicas) if short else ()))
+        # The profile covers a range, so its ends are enough.
+        return self.cost.covers(min(samples)) and self.cost.covers(max(samples))
 
     def ring(self, degree: int) -> tuple[float, float]:
         """Seconds per byte and of latency of one all-reduce over replicas in a row."""
