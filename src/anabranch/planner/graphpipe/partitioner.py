@@ -164,7 +164,7 @@ class _BoundedSearch:
         held = np.full(needs.shape[1:], NEVER, dtype=np.int64)
         chosen = np.zeros_like(held)
         places = len(needs) - 1 - start
-        self.budget.spend(len(held) * len(schedules.devices) * places * held.shape[1])
+        self.budget.spend(len(held) * len(schedules.devices) * places * needs.shape[2])
         _hold_fewest(tps, room, start, needs, schedules.devices, self.bound, held, chosen)
 
         def begin(y: int) -> Strategies:
