@@ -165,7 +165,8 @@ def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
     them; their first call here waits for that.
     """
     for function, task in tasks.items():
-        if forked.cores() > 1 and function.folder and not function.folder.exists():
+        is_kept = function.folder is None or function.folder.exists()
+        if not is_kept and function not in _begun and forked.cores() > 1:
             _begun[function] = forked.start(lambda run: run(), [task])
 
 
