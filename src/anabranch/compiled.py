@@ -157,7 +157,7 @@ def compiled(function: Callable[_Arguments, _Result]) -> Compiled[_Arguments, _R
     return Compiled(function)
 
 
-_begun: dict[Compiled[..., Any], forked.ForkedWorker[None]] = {}
+_begun: dict[Compiled[..., Any], forked.ForkedWorker[object] | None] = {}
 
 
 def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
@@ -166,8 +166,8 @@ def begin(tasks: Mapping[Compiled[..., Any], Callable[[], object]]) -> None:
     """
     for function, task in tasks.items():
         is_kept = function.folder is None or function.folder.exists()
-        if not is_kept and function not in _begun and (worker := forked.start(task)):
-            _begun[function] = worker
+        if not is_kept and function not in _begun and forked.cores() > 1:
+            _begun[function] = forked.start(lambda run: run(), [task])
 
 
 def _called(function: FunctionType) -> dict[str, FunctionType]:

@@ -33,7 +33,7 @@ def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[
     try:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # the others leave an interrupt to this process, which ends them
-            others += [_forked(function, share) for share in shares[1:]]
+            others += [start(function, share) for share in shares[1:]]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         found = [[function(item) for item in shares[0]]]
@@ -45,15 +45,6 @@ def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[
             if worker:
                 worker.end()
     return [found[i % count][i // count] for i in range(len(items))]
-
-
-def start(task: Callable[[], object]) -> ForkedWorker[None] | None:
-    """A process that does something beside this one; None where there can be none."""
-
-    def run(_: None) -> None:
-        task()
-
-    return _forked(run, [None]) if cores() > 1 else None
 
 
 def cores() -> int:
@@ -86,10 +77,8 @@ class ForkedWorker(Generic[Result]):
             os.waitpid(self._process, 0)
 
 
-def _forked(
-    function: Callable[[Item], Result], items: Sequence[Item]
-) -> ForkedWorker[Result] | None:
-    """A process that works on some items; None where no more can be had."""
+def start(function: Callable[[Item], Result], items: Sequence[Item]) -> ForkedWorker[Result] | None:
+    """A process beside this one that works on some items; None where no more can be had."""
     try:
         reading, writing = os.pipe()
     except OSError:

@@ -8,7 +8,6 @@ from itertools import accumulate
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.planner.toolkit.parts import PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 from anabranch.profile.profile import OpCost, Profile
 
@@ -69,7 +68,9 @@ def linked_model(
     return CostModel(profile, cluster(2))
 
 
-def two_priced(size: int = 4, *, cluster: Cluster = TWO_NODES, batch_size: int = 16) -> PartPrices:
+def two_priced(
+    size: int = 4, *, cluster: Cluster = TWO_NODES, batch_size: int = 16
+) -> MicrobatchPrices:
     """Prices of parts of the two operators at one micro-batch size."""
     cost = CostModel(TWO_PROFILED, cluster, optimizer_factor=1.0)
-    return PartPrices(MicrobatchPrices(cost, batch_size, size, (1, 2, 4), cluster.memory_bytes))
+    return MicrobatchPrices(cost, batch_size, size, (1, 2, 4), cluster.memory_bytes)

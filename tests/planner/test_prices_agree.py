@@ -15,8 +15,7 @@ from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, bits
 from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.pipedream.terms import Terms, tiers
 from anabranch.planner.piper.prices import DownsetPrices
-from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import HIDING, UNBOUNDED, MicrobatchPrices, Mode
+from anabranch.planner.toolkit.prices import HIDING, UNBOUNDED, MicrobatchPrices, Mode, Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
@@ -104,8 +103,7 @@ def cases(draw: st.DrawFn) -> Case:
 def listed(case: Case, cost: CostModel) -> Iterator[tuple[str, float, int]]:
     """Per planner that knows the mode, its period or load and the largest height in memory."""
     order, mode, prices = range(len(cost.graph)), case.mode, case.prices(cost)
-    parts = PartPrices(prices)
-    yield "parts", parts.period_s(case.part), parts.headroom(case.part)
+    yield "parts", prices.part_period_s(case.part), prices.part_headroom(case.part)
     if not mode.recompute:
         states = NestedSets(cost, prefixes(order))
         terms = Terms(states, prices, tiers(cost.cluster), DEVICES, accumulate=True)

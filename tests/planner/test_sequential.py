@@ -15,8 +15,9 @@ from anabranch.planner.graphpipe.chains import line
 from anabranch.planner.graphpipe.partitioner import partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules
 from anabranch.planner.sequential import Sequential
+from anabranch.planner.toolkit.assemble import fits
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.parts import Part, PartPrices, fits
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.planner.toolkit.problem import Problem
 from tests.planner import shapes
 from tests.planner.helpers import cost_model
@@ -36,13 +37,13 @@ def test_equals_the_best_contiguous_cut(profile, devices, size, count, memory):
     cost = cost_model(profile, devices, memory=memory, bandwidth=9.0)
     problem = Problem(cost, size * count, chained=True)
     prices = problem.prices(size)
-    parts, n = PartPrices(prices), len(problem.order)
+    n = len(problem.order)
     least = math.inf
     for k in range(min(n, devices)):
         for cuts in combinations(range(1, n), k):
             ends = [0, *cuts, n]
             masks = [sum(1 << op for op in problem.order[i:j]) for i, j in pairwise(ends)]
-            least = min(least, best_chain(parts, masks, devices))
+            least = min(least, best_chain(prices, masks, devices))
     schedules = Schedules((Configuration(size),), (prices,))
     chain = line(cost, problem.order, 64)
     stages = partition(chain, schedules, devices, 1e-9, Budget("graphpipe", 1e9, ""))
@@ -50,15 +51,15 @@ def test_equals_the_best_contiguous_cut(profile, devices, size, count, memory):
     assert found == pytest.approx(least, rel=1e-6)
 
 
-def best_chain(prices: PartPrices, masks: list[int], devices: int) -> float:
+def best_chain(prices: MicrobatchPrices, masks: list[int], devices: int) -> float:
     """The least longest period of these stages with replicas that use all devices."""
-    degrees = prices.microbatch.degrees
+    degrees = prices.degrees
     least = math.inf
     for counts in product(degrees, repeat=len(masks)):
         if sum(counts) == devices:
             parts = [Part(mask, count) for mask, count in zip(masks, counts, strict=True)]
             if fits(prices, parts, {(s, s + 1) for s in range(len(parts) - 1)}):
-                least = min(least, max(prices.period_s(part) for part in parts))
+                least = min(least, max(prices.part_period_s(part) for part in parts))
     return least
 
 

@@ -1,9 +1,11 @@
 """Stage graphs: heights, intervals, and what they refuse."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anabranch.plans.plan import Plan, Prediction, headline, memory_text
-from anabranch.plans.stages import Stage, StageGraph, split_evenly
+from anabranch.plans.stages import Stage, StageGraph, slice_sizes, split_evenly
 
 
 def two_branches(microbatch_size: int = 4, batch_size: int = 10) -> StageGraph:
@@ -133,3 +135,19 @@ def test_a_summary_says_who_shares_the_optimizer_where_somebody_does():
     said = "replicas share the optimizer's state"
     assert said in summary(Stage(("a",), (0, 1), 4), Stage(("b",), (2,), 4))
     assert said not in summary(Stage(("a",), (0,), 4), Stage(("b",), (1,), 4))
+
+
+@given(st.integers(1, 24), st.integers(1, 24), st.integers(1, 6))
+def test_the_ends_of_all_slices(batch_size, microbatch_size, replicas):
+    """The fewest and most samples of any slice, the short last micro-batch included."""
+    size = min(microbatch_size, batch_size)
+    graph = StageGraph((Stage(("op",), tuple(range(replicas)), size),), (), batch_size)
+    slices = {
+        stop - start
+        for i in range(graph.num_microbatches(0))
+        for start, stop in (graph.slice(0, i, r) for r in range(replicas))
+    } - {0}
+    found = {*slice_sizes(size, replicas)}
+    if batch_size % size:
+        found |= {*slice_sizes(batch_size % size, replicas)}
+    assert found == slices == graph.slice_sizes(0)

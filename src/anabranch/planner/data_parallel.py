@@ -13,10 +13,9 @@ from typing import ClassVar
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.toolkit.assemble import Candidate
-from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import memory_text
-from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import StageGraph
 
 
@@ -45,7 +44,7 @@ class DataParallel:
 def _explained(problem: Problem) -> InfeasiblePlanError:
     cost, total, cluster = problem.cost, problem.devices, problem.cost.cluster
     for size in problem.sizes:
-        if size >= total and profile_covers(cost, problem.batch_size, size, total):
+        if problem.prices(size).may(total):
             need = cost.device_bytes(
                 range(len(cost.graph)), microbatch_size=size, replicas=total, in_flight=1
             )
@@ -68,7 +67,7 @@ def data_parallel(problem: Problem) -> Iterator[Candidate]:
     everything = (1 << len(cost.graph)) - 1
     for size in problem.sizes:
         assembler = problem.assembler(problem.prices(size))
-        if total <= problem.most_replicas and assembler.prices.microbatch.may(total):
+        if total <= problem.most_replicas and assembler.prices.may(total):
             candidate = assembler.assemble([Part(everything, total)])
             if candidate is not None:
                 yield candidate

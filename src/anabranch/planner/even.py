@@ -20,10 +20,9 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import bits
 from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.infeasible import explain, fit_in_a_row
-from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import memory_text
-from anabranch.plans.slices import profile_covers
 from anabranch.plans.stages import StageGraph
 
 
@@ -55,7 +54,7 @@ class Even:
         problem = Problem(
             cost, batch_size, microbatch_size, self.max_replicas, chained=True
         ).checked()
-        sizes = [size for size in problem.sizes if profile_covers(cost, batch_size, size, 1)]
+        sizes = [size for size in problem.sizes if problem.prices(size).may(1)]
         candidates = [
             problem.assembler(problem.prices(size)).assemble(_parts(problem, size, replicas))
             for size in sizes

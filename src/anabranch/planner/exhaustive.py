@@ -22,10 +22,10 @@ from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
 from anabranch.planner.toolkit.assemble import Candidate
 from anabranch.planner.toolkit.infeasible import explain
-from anabranch.planner.toolkit.parts import Part, PartPrices, heights
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.partitions import partitions
-from anabranch.plans.stages import StageGraph
+from anabranch.plans.stages import StageGraph, heights
 
 MOST_OPERATORS, MOST_DEVICES = 8, 64
 """Largest model and cluster; 8 operators have 4,140 partitions."""
@@ -115,7 +115,7 @@ class Exhaustive:
     def _at_size(self, problem: Problem, size: int, everything: _Partitions) -> Iterator[Candidate]:
         """Candidates of one micro-batch size."""
         assembler = problem.assembler(problem.prices(size))
-        degrees = assembler.prices.microbatch.degrees
+        degrees = assembler.prices.degrees
         if not degrees:
             return
         for masks, pairs in everything:
@@ -129,7 +129,7 @@ class Exhaustive:
 
 
 def _assignments(
-    prices: PartPrices, stages: Sequence[tuple[int, int]], devices: int, limit: int
+    prices: MicrobatchPrices, stages: Sequence[tuple[int, int]], devices: int, limit: int
 ) -> Iterator[list[Part]]:
     """All ways to give the stages, as (mask, height), exactly so many devices that fit memory."""
     if not stages:
@@ -137,9 +137,11 @@ def _assignments(
             yield []
         return
     (mask, height), rest = stages[0], stages[1:]
-    for part in prices.ways(Part(mask, 1), min(devices - len(rest), limit)):
+    for part in prices.ways(mask, min(devices - len(rest), limit)):
         # Nothing is gained by recomputation where there is memory for a deep warm-up without.
-        roomy = part.recompute and prices.headroom(replace(part, recompute=False)) >= 2 * height
-        if prices.headroom(part) >= height and not roomy:
+        roomy = part.recompute and (
+            prices.part_headroom(replace(part, recompute=False)) >= 2 * height
+        )
+        if prices.part_headroom(part) >= height and not roomy:
             for others in _assignments(prices, rest, devices - part.replicas, limit):
                 yield [part, *others]

@@ -19,8 +19,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.plan import memory_text
-from anabranch.plans.slices import slice_sizes
-from anabranch.plans.stages import StageGraph
+from anabranch.plans.stages import StageGraph, slice_sizes
 from anabranch.plans.whole_batch import fitted, sliced_batches
 
 _NAMED = 5

@@ -7,7 +7,7 @@ follow: a micro-batch needs whatever micro-batches of its predecessors it overla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -91,10 +91,7 @@ class StageGraph:
     @cached_property
     def height(self) -> tuple[int, ...]:
         """Longest distance from each stage to a sink, in edges."""
-        result = [0] * len(self)
-        for s in reversed(range(len(self))):
-            result[s] = max((result[y] + 1 for y in self.successors[s]), default=0)
-        return tuple(result)
+        return tuple(heights(len(self), self.edges))
 
     @cached_property
     def depth(self) -> int:
@@ -136,12 +133,24 @@ class StageGraph:
 
     def slice_sizes(self, stage: int) -> set[int]:
         """Return the sizes of non-empty slices, of full micro-batches and the last one."""
-        slices = (
-            self.slice(stage, microbatch, replica)
-            for microbatch in {0, self.num_microbatches(stage) - 1}
-            for replica in range(self.stages[stage].replicas)
-        )
-        return {stop - start for start, stop in slices if stop > start}
+        size, replicas = self.stages[stage].microbatch_size, self.stages[stage].replicas
+        sizes = {min(size, self.batch_size), self.batch_size % size or size}
+        return {samples for size in sizes for samples in slice_sizes(size, replicas)}
+
+
+def slice_sizes(microbatch_size: int, replicas: int) -> tuple[int, int]:
+    """Return the fewest and most samples among the non-empty slices of a micro-batch: 1 and 2 of 6
+    samples on 4 replicas, 1 and 1 of 3.
+    """
+    return max(1, microbatch_size // replicas), -(-microbatch_size // replicas)
+
+
+def heights(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the longest distance of each stage to a sink; edges lead from lower to higher ones."""
+    result = [0] * count
+    for x, y in sorted(edges, reverse=True):
+        result[x] = max(result[x], result[y] + 1)
+    return result
 
 
 def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:

@@ -8,47 +8,40 @@ operators, neighbours joined, the quickest first::
     a --> b --> c --> d --> ...      a --> bc --> d --> ...       (b and c are quick)
 
 For every partition, micro-batch size and stage: the replicas that fit memory with the versions of
-the policy, with recomputation only where it does not fit without; then the numbers of replicas that
-use all devices and make the slowest stage as quick as can be. A model that is not brought down
-therefore has a proposal if anything fits at all, unless there are more than ``MOST_TRIED`` ways to
-look at. What is proposed are the ``MOST`` with the quickest slowest
-stages.
+the policy; then the numbers of replicas that use all devices and make the slowest stage as quick as
+can be (``planner.toolkit``). A model that is not brought down therefore has a proposal if anything
+fits at all, unless there are more than ``MOST_TRIED`` ways to look at. The ``MOST`` stage graphs
+with the quickest slowest stages are proposed.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.opgraph import OpGraph, bits
-from anabranch.plans.check import stage_bytes
+from anabranch.planner.exhaustive import MOST_DEVICES, MOST_OPERATORS
+from anabranch.planner.toolkit.assemble import on_exactly, stage_graph
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
+from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.contraction import Contracted, contract, in_order
 from anabranch.plans.partitions import partitions
-from anabranch.plans.slices import profile_covers
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
+from anabranch.remembered import remembered
 from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import versions_of
 from anabranch.weights import WeightPolicy
-
-MOST_OPERATORS = 8
-"""A model of so many has at most 4,140 partitions."""
-
-MOST_DEVICES = 64
 
 MOST_TRIED = 150_000
 """Pairs of a partition and a micro-batch size that are looked at; some twenty seconds."""
 
 MOST = 24
 """Stage graphs that are proposed."""
-
-_Mode = tuple[float, bool]
-"""Seconds that a stage computes per mini-batch, and whether it recomputes."""
 
 
 def brought_down(profile: Profile) -> Contracted:
@@ -82,7 +75,7 @@ def _neighbours(graph: OpGraph, parts: Sequence[int]) -> list[tuple[int, int]]:
     return joined or [(x, y) for x in range(len(parts)) for y in range(x + 1, len(parts))]
 
 
-@dataclass
+@dataclass(frozen=True)
 class EveryPartition:
     """Proposals from all partitions of a model; ``recompute`` says whether stages may recompute."""
 
@@ -92,7 +85,6 @@ class EveryPartition:
     max_replicas: int
     recompute: bool
     last_update: bool = False
-    _modes: dict[tuple[object, ...], dict[int, _Mode]] = field(default_factory=dict, init=False)
 
     def propose(self, sizes: Sequence[int]) -> list[StageGraph]:
         """The stage graphs with the quickest slowest stages that fit, in micro-batches of any of
@@ -101,11 +93,11 @@ class EveryPartition:
         devices = self.cost.cluster.num_devices
         if len(self.cost.graph) > MOST_OPERATORS or devices > MOST_DEVICES:
             return []
-        ranked = (
+        proposals = (
             (slowest_s, graph.depth, n, graph)
             for n, (slowest_s, graph) in enumerate(self._all(sizes))
         )
-        return [graph for *_, graph in heapq.nsmallest(MOST, ranked)]
+        return [graph for *_, graph in heapq.nsmallest(MOST, proposals)]
 
     def _all(self, sizes: Sequence[int]) -> Iterator[tuple[float, StageGraph]]:
         tried = 0
@@ -116,76 +108,59 @@ class EveryPartition:
             if tried > MOST_TRIED:
                 return
             for size in sizes:
-                stages = tuple(
-                    Stage(self.cost.graph.names(mask), (s,), size) for s, mask in enumerate(masks)
-                )
-                graph = StageGraph(stages, tuple(sorted(pairs)), self.batch_size)
-                try:
-                    graph = asynchronous.warm_up(graph)
-                    versions = versions_of(graph, self.policy, last_update=self.last_update)
-                except (InvalidPlanError, PolicyError):
-                    continue
-                chosen = self._quickest(graph, versions)
+                chosen = self._quickest(size, masks, pairs)
                 if chosen is not None:
                     yield chosen
 
     def _quickest(
-        self, graph: StageGraph, versions: Sequence[int]
+        self, size: int, masks: Sequence[int], pairs: set[tuple[int, int]]
     ) -> tuple[float, StageGraph] | None:
-        """The replicas with the least slowest stage that use all devices, if they can be used."""
-        # Per number of devices that the stages so far use: the slowest of them, and their replicas.
-        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        total = self.cost.cluster.num_devices
-        modes = [self._modes_of(graph, s, versions[s]) for s in range(len(graph))]
-        for of_stage in modes:
-            following: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for used, (slowest_s, replicas) in best.items():
-                for d, (seconds, _) in of_stage.items():
-                    choice = max(slowest_s, seconds), (*replicas, d)
-                    if used + d <= total and choice < following.get(used + d, (math.inf, ())):
-                        following[used + d] = choice
-            best = following
-        if total not in best:
+        """Seconds of the slowest stage in a mini-batch, and the stages with the replicas that make
+        it quickest on all devices, if these can be used.
+        """
+        prices, parts = self._prices(size), [Part(mask, 1) for mask in masks]
+        graph = stage_graph(prices, parts, [(s,) for s in range(len(parts))], pairs)
+        try:
+            graph = asynchronous.warm_up(graph)
+            versions = versions_of(graph, self.policy, last_update=self.last_update)
+        except (InvalidPlanError, PolicyError):
             return None
-        slowest_s, replicas = best[total]
-        starts = (0, *accumulate(replicas))
+        ways = [
+            self._fitting(size, mask, stage.in_flight, held)
+            for mask, stage, held in zip(masks, graph.stages, versions, strict=True)
+        ]
+        parts = on_exactly(self.cost.cluster.num_devices, prices, ways)
+        if not parts:
+            return None
+        ends = pairwise(accumulate((part.replicas for part in parts), initial=0))
         stages = tuple(
-            replace(
-                stage,
-                devices=tuple(range(starts[s], starts[s + 1])),
-                recompute=modes[s][replicas[s]][1],
-            )
-            for s, stage in enumerate(graph.stages)
+            replace(stage, devices=tuple(range(*devices)), recompute=part.recompute)
+            for stage, part, devices in zip(graph.stages, parts, ends, strict=True)
         )
+        slowest_s = max(map(prices.part_period_s, parts)) * prices.num_microbatches
         return slowest_s, replace(graph, stages=stages)
 
-    def _modes_of(self, graph: StageGraph, s: int, versions: int) -> dict[int, _Mode]:
-        """Replicas with which a stage fits memory, and how it then runs."""
-        stage = graph.stages[s]
-        key = stage.operators, stage.in_flight, versions, stage.microbatch_size
-        if key not in self._modes:
-            most = min(self.max_replicas, stage.microbatch_size, self.cost.cluster.num_devices)
-            modes = ((d, self._mode(graph, s, versions, d)) for d in range(1, most + 1))
-            self._modes[key] = {d: mode for d, mode in modes if mode is not None}
-        return self._modes[key]
+    @remembered
+    def _prices(self, size: int) -> MicrobatchPrices:
+        limit = self.max_replicas
+        return Problem(
+            self.cost, self.batch_size, max_replicas=limit, recompute=self.recompute
+        ).prices(size)
 
-    def _mode(self, graph: StageGraph, s: int, versions: int, replicas: int) -> _Mode | None:
-        stage, cost = graph.stages[s], self.cost
-        if not profile_covers(cost, graph.batch_size, stage.microbatch_size, replicas):
-            return None
-        mask = cost.graph.mask(stage.operators)
-        for recompute in (False, True)[: 1 + self.recompute]:
-            as_run = replace(stage, devices=tuple(range(replicas)), recompute=recompute)
-            stages = (*graph.stages[:s], as_run, *graph.stages[s + 1 :])
-            nbytes = stage_bytes(
-                replace(graph, stages=stages),
-                cost,
-                s,
-                in_flight=stage.in_flight,
+    @remembered
+    def _fitting(self, size: int, mask: int, in_flight: int, versions: int) -> list[Part]:
+        """The ways to run a stage that fit memory."""
+        most = min(self.max_replicas, self.cost.cluster.num_devices)
+        return [
+            part
+            for part in self._prices(size).ways(mask, most)
+            if self.cost.device_bytes(
+                bits(mask),
+                microbatch_size=size,
+                replicas=part.replicas,
+                in_flight=in_flight,
+                recompute=part.recompute,
                 versions=versions,
             )
-            if nbytes <= cost.cluster.memory_bytes:
-                samples = -(-stage.microbatch_size // replicas)
-                seconds = sum(cost.stage_s(mask, samples, recompute=recompute))
-                return seconds * graph.num_microbatches(s), recompute
-        return None
+            <= self.cost.cluster.memory_bytes
+        ]

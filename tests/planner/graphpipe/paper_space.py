@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from anabranch.planner.graphpipe.chains import ParallelBlock, SeriesChain
-from anabranch.planner.toolkit.parts import Part, PartPrices, heights
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.plans.edges import mask_edges
+from anabranch.plans.stages import heights
 
 Masks = tuple[int, ...]
 
@@ -60,9 +61,9 @@ def beside(block: ParallelBlock, stops: dict[int, int], start: int = 0) -> Itera
                 yield (block.row.mask(start, stop), *rest)
 
 
-def least_period(prices: PartPrices, chain: SeriesChain, devices: int) -> float:
+def least_period(prices: MicrobatchPrices, chain: SeriesChain, devices: int) -> float:
     """The least longest period of them all, on exactly so many devices."""
-    degrees = prices.microbatch.degrees
+    degrees = prices.degrees
     least = math.inf
     for masks in set(partitions(chain)):
         if len(masks) > devices:
@@ -72,9 +73,9 @@ def least_period(prices: PartPrices, chain: SeriesChain, devices: int) -> float:
         height = heights(len(masks), {(order[x], order[y]) for x, y in pairs})
         periods = [
             {
-                degree: prices.period_s(Part(mask, degree))
+                degree: prices.part_period_s(Part(mask, degree))
                 for degree in degrees
-                if prices.headroom(Part(mask, degree)) >= height[order[s]]
+                if prices.part_headroom(Part(mask, degree)) >= height[order[s]]
             }
             for s, mask in enumerate(masks)
         ]

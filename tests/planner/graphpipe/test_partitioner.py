@@ -15,8 +15,7 @@ from anabranch.planner.graphpipe.chains import line, tree
 from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner.graphpipe.paper_space import least_period
@@ -48,17 +47,16 @@ def test_equals_the_best_of_all(profile, devices, size, count, limit, memory):
     chain = tree(cost, Problem(cost, size * count).tree, 64)
     schedules = Schedules((Configuration(size),), (prices,))
     stages = partition(chain, schedules, devices, 1e-9, Budget("graphpipe", 1e9, ""))
-    parts = PartPrices(prices)
     modes = [schedules.modes[stage.mode] for stage in stages]
-    least = least_period(parts, chain, devices)
+    least = least_period(prices, chain, devices)
     if not stages:
         assert least == math.inf
         return
     assert sum(mode.replicas for mode in modes) == devices
     assert sum(stage.mask for stage in stages) == (1 << len(cost.graph)) - 1
     priced = [Part(s.mask, *astuple(mode)) for s, mode in zip(stages, modes, strict=True)]
-    assert max(map(parts.period_s, priced)) == pytest.approx(least, rel=1e-6)
-    assert [s.tps * size for s in stages] == pytest.approx([*map(parts.period_s, priced)])
+    assert max(map(prices.part_period_s, priced)) == pytest.approx(least, rel=1e-6)
+    assert [s.tps * size for s in stages] == pytest.approx([*map(prices.part_period_s, priced)])
 
 
 def drawn(times: dict[str, int], reads: dict[str, str]) -> Profile:

@@ -13,8 +13,7 @@ from anabranch.planner.graphpipe.schedules import (
     Schedules,
     configurations,
 )
-from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices
+from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Part
 from tests.planner.helpers import TWO_PROFILED, cost_model
 from tests.strategies import planning_profiles
 
@@ -51,7 +50,6 @@ def test_tables_have_the_prices_of_parts(profile, size, count, memory):
         cost, size * count, size, (1, 2, 4)[: size.bit_length()], memory, True
     )
     schedules = Schedules((Configuration(size),), (prices,))
-    parts = PartPrices(prices)
     row = line(cost, range(len(cost.graph)), 64).row
     tps, rooms = schedules.tables(row, len(cost.graph))
     for start in range(len(cost.graph)):
@@ -59,6 +57,6 @@ def test_tables_have_the_prices_of_parts(profile, size, count, memory):
             for k, mode in enumerate(schedules.modes):
                 part = Part(row.mask(start, stop), mode.replicas, mode.recompute)
                 seconds = float(tps[0, k, start, stop]) * size
-                assert seconds == pytest.approx(parts.period_s(part), rel=1e-12)
-                room, headroom = int(rooms[0, k, start, stop]), parts.headroom(part)
+                assert seconds == pytest.approx(prices.part_period_s(part), rel=1e-12)
+                room, headroom = int(rooms[0, k, start, stop]), prices.part_headroom(part)
                 assert room == (ENDLESS if headroom == UNBOUNDED else (headroom + 1) * size)

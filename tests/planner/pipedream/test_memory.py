@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import Terms, stages
+from anabranch.planner.toolkit.assemble import fits
 from anabranch.planner.toolkit.budget import Budget
-from anabranch.planner.toolkit.parts import Part, PartPrices, fits
+from anabranch.planner.toolkit.prices import Part
 from tests.planner.pipedream.reference import Reference, nodes, terms_for
 from tests.strategies import planning_profiles
 
@@ -30,7 +31,7 @@ def fit(terms: Terms, pieces) -> bool:
         for u, v, devices in stages(pieces, [tier.size for tier in terms.tiers])
     ]
     row = {(s, s + 1) for s in range(len(parts) - 1)}
-    return fits(PartPrices(terms.prices), parts, row)
+    return fits(terms.prices, parts, row)
 
 
 @settings(max_examples=50, deadline=None)

@@ -14,8 +14,8 @@ from anabranch.errors import BudgetError, InfeasiblePlanError
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.graph.series_parallel import decompose, operators
 from anabranch.planner.pipedream.planner import PipeDream
-from anabranch.planner.toolkit.parts import Part, PartPrices, fits
-from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.planner.toolkit.assemble import fits
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.plans.check import check
 from anabranch.profile.profile import OpCost, Profile
 from tests.planner import shapes
@@ -80,7 +80,7 @@ def any_row_fits(cost: CostModel, batch_size: int, size: int) -> bool:
     """Whether stages that are runs of the operators, branch after branch, can use all devices."""
     order = tuple(operators(decompose(cost.graph)))
     total = cost.cluster.num_devices
-    prices = PartPrices(MicrobatchPrices(cost, batch_size, size, (), cost.cluster.memory_bytes))
+    prices = MicrobatchPrices(cost, batch_size, size, (), cost.cluster.memory_bytes)
     most = [d for d in range(1, min(size, total) + 1) if cost.covers(-(-size // d))]
     for k in range(1, len(order) + 1):
         for cuts in combinations(range(1, len(order)), k - 1):

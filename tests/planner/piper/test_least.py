@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from anabranch.cost import CostModel
 from anabranch.planner.piper.planner import least
 from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
-from anabranch.planner.piper.search import ROUNDING, BoundedPlans
+from anabranch.planner.piper.search import BoundedPlans
+from anabranch.planner.toolkit.prices import ROUNDING
 from tests.planner.helpers import cluster, cost_model
 from tests.planner.piper.reference import Reference, rich_profiles, row
 from tests.strategies import planning_profiles

@@ -12,8 +12,7 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.planner.toolkit.assemble import Assembler, Candidate
-from anabranch.planner.toolkit.parts import Part, PartPrices
-from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.profile.profile import OpCost, Profile
 
 
@@ -31,7 +30,7 @@ def assembler(
     prices = MicrobatchPrices(
         CostModel(profile, cluster), 16, size, (1, 2, 4, 8), cluster.memory_bytes
     )
-    return Assembler(PartPrices(prices), tuple(range(n)), max_replicas, chained)
+    return Assembler(prices, tuple(range(n)), max_replicas, chained)
 
 
 def stages(candidate: Candidate | None) -> list[str]:
@@ -85,14 +84,17 @@ def test_shares_out_all_devices_in_the_best_way(seconds, devices, most):
     makes = assembler(seconds, devices, size=3, max_replicas=most)
     parts = [Part(1 << op, 1) for op in range(len(seconds))]
     longest = [
-        max(makes.prices.period_s(replace(p, replicas=n)) for p, n in zip(parts, way, strict=True))
+        max(
+            makes.prices.part_period_s(replace(p, replicas=n))
+            for p, n in zip(parts, way, strict=True)
+        )
         for way in product(range(1, most + 1), repeat=len(parts))
         if sum(way) == devices
     ]
     found = makes.shared_out(parts)
     assert bool(found) == bool(longest)
     if found:
-        assert max(map(makes.prices.period_s, found)) == min(longest)
+        assert max(map(makes.prices.part_period_s, found)) == min(longest)
 
 
 def test_chained_stages_follow_one_another():
@@ -101,7 +103,7 @@ def test_chained_stages_follow_one_another():
     costs = tuple(OpCost((1.0,), (0.0,), 0) for _ in range(2))
     profile = Profile(graph, (1,), costs, device="cpu", source="measured", proportional=True)
     cluster = Cluster("flat", "cpu", 10**9, (Level("node", 2, 1e9, 0.0),))
-    prices = PartPrices(MicrobatchPrices(CostModel(profile, cluster), 4, 1, (1,), 1e9))
+    prices = MicrobatchPrices(CostModel(profile, cluster), 4, 1, (1,), 1e9)
     for chained, edges in ((False, ()), (True, ((0, 1),))):
         found = Assembler(prices, (0, 1), 1, chained).assemble([Part(1, 1), Part(2, 1)])
         assert found is not None
@@ -118,7 +120,7 @@ def test_recomputes_what_does_not_fit_otherwise():
     for recompute in (False, True):
         cost = CostModel(profile, cluster)
         prices = MicrobatchPrices(cost, 4, 1, (1, 2), 150, recompute=recompute)
-        found = Assembler(PartPrices(prices), (0, 1), 2).assemble([Part(1, 1), Part(2, 1)])
+        found = Assembler(prices, (0, 1), 2).assemble([Part(1, 1), Part(2, 1)])
         if recompute:
             assert found is not None
             assert [stage.recompute for stage in found.graph.stages] == [True, False]

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
-from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, period_s, traffic_s
+from anabranch.planner.toolkit.prices import (
+    UNBOUNDED,
+    MicrobatchPrices,
+    Part,
+    period_s,
+    traffic_s,
+)
 from anabranch.planner.toolkit.problem import Problem
+from tests.planner import shapes
 from tests.planner.helpers import TWO_NODES, TWO_PROFILED, cost_model, two_priced
 
 SEALED = Border(*(Traffic(0.0, 0.0),) * 4)
@@ -19,7 +27,7 @@ def test_headroom():
 
     With 4 micro-batches in all it fits at any height; if nothing fits, at none.
     """
-    base = two_priced().microbatch
+    base = two_priced()
     for size, expected in ((2, 3), (4, UNBOUNDED), (8, UNBOUNDED)):
         some = MicrobatchPrices(base.cost, 16, size, (1,), 1000.0)
         assert some.headroom(StageWeights(100, 0, 200 / size, SEALED), 1) == expected
@@ -80,3 +88,45 @@ def test_periods_of_many_stages_at_once():
     assert traffic.tolist() == [15.0, 16.0]
     compute = np.array([9.0, 18.0])
     assert period_s(traffic, compute, 46.0, 8).tolist() == [20.0, 22.25]
+
+
+def test_compute_is_the_period_where_links_are_fast():
+    """4 samples on one device: 4 * (1 + 2) s."""
+    fast = Cluster("fast", "cpu", 10**5, (Level("node", 4, 1e9, 0.0),))
+    assert two_priced(cluster=fast).part_period_s(Part(0b01, 1)) == 12.0
+
+
+def test_replicas_share_the_card_of_their_node():
+    """Micro-batches of 8. One device sends 800 bytes at 50 per s; two of one node as much together.
+
+    With four replicas each card has two of them, with 200 bytes each: 8 s, and compute is 6 s. The
+    all-reduce of 900 bytes over both nodes is 2 * 3/4 * 900 / 50 + 2 * 3 * 1 = 33 s; two thirds of
+    6 s hide behind it, half of the rest is each micro-batch's. Within a node it is
+    2 * 1/2 * 900 / 100 = 9 s, 8 of them hidden.
+    """
+    assert two_priced(8).part_period_s(Part(0b01, 1)) == 24.0  # compute; 16 s of traffic
+    assert two_priced(8).part_period_s(Part(0b01, 2)) == 16.0 + (9.0 - 8.0) / 2
+    assert two_priced(8).part_period_s(Part(0b01, 4)) == 8.0 + (33.0 - 4.0) / 2
+
+
+def test_gradients_count_in_the_other_direction():
+    """b receives 100 bytes per sample and sends as many back; each direction counts alone."""
+    assert two_priced(8).part_period_s(Part(0b10, 2)) == two_priced(8).part_period_s(Part(0b01, 2))
+
+
+def test_everything_in_one_stage_sends_nothing():
+    """The whole model on four devices: 2 samples, 12 s; 1800 bytes summed: 60 s but 8, over 2."""
+    assert two_priced(8).part_period_s(Part(0b11, 4)) == 12.0 + (60.0 - 8.0) / 2
+
+
+def test_uneven_replicas_cost_what_the_fullest_does():
+    """5 samples on 2 devices: 3 on the fuller."""
+    assert two_priced(5).compute_s(Part(0b01, 2)) == 9.0
+
+
+def test_priced_needs_both_ends():
+    """Measured from 1 to 32,768 samples: 65,536 on one device are too many, on two they are not."""
+    cost = cost_model(shapes.towers("small", 1, 0, layers=1, top=0), 2)
+    prices = Problem(cost, 65536).prices(65536)
+    assert not prices.may(1)
+    assert prices.may(2)

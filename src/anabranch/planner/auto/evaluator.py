@@ -34,7 +34,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.overheads import computed_at_once, slowdown_of
 from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH
-from anabranch.planner.auto import stage_tables as tables
+from anabranch.planner.auto import stage_records as tables
 from anabranch.planner.auto.draft import SETUP, Draft
 from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
 

@@ -1,6 +1,6 @@
 """The clock of the evaluator: stages as single machines, compiled.
 
-Letters and records are those of ``stage_tables``. Of cards a stage takes those of all its nodes at
+Letters and records are those of ``stage_records``. Of cards a stage takes those of all its nodes at
 once. It goes on with the message of its first replica; how much later the last one has its own is
 added to the step once.
 """
@@ -11,13 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compiled import Floats, Table, compiled
-from anabranch.planner.auto.stage_tables import (
+from anabranch.planner.auto.stage_records import (
     EdgeRecord,
     Numbers,
     Problem,
     StagePiece,
     StageRecord,
     State,
+)
+from anabranch.planner.auto.stage_tables import (
     chain_stages,
     count_devices,
     count_in_flight,

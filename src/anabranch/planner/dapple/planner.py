@@ -15,7 +15,7 @@ from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.toolkit.assemble import stage_graph
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explained
-from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.edges import mask_edges
 from anabranch.plans.stages import StageGraph

@@ -34,9 +34,7 @@ from anabranch.planner.dapple.objective import NOTHING, Suffix, latency_s, prepe
 from anabranch.planner.dapple.placement import Machines
 from anabranch.planner.dapple.tables import Runs, RunTables
 from anabranch.planner.toolkit.budget import Budget
-
-EXACT = 1 + 1e-9
-"""Room for rounding when a bound is compared with a latency."""
+from anabranch.planner.toolkit.prices import ROUNDING
 
 BREADTH = 4
 """Of all states with as many devices in use, this many times as many suffixes are kept per cut as
@@ -127,7 +125,7 @@ class PlacementSearch:
 
     def _settle(self, labels: Labels) -> Labels:
         """Select the suffixes to extend among those with equally many devices, sorted by state."""
-        labels = labels[labels.least_s <= self._limit_s * EXACT]
+        labels = labels[labels.least_s <= self._limit_s * ROUNDING]
         if self._width is not None:
             labels = best_of_groups(labels, self._groups(labels), self._width)
             labels = best_of_groups(labels, labels.start, BREADTH * self._width)
@@ -294,7 +292,7 @@ def extend(
             peak_s = max(label.peak_s, link_s)
             # Neither the stage nor the average of those to come takes longer than a period of the
             # best plan.
-            period_s = limit_s * EXACT / num_microbatches
+            period_s = limit_s * ROUNDING / num_microbatches
             if peak_s > period_s:
                 continue
             closing, closing_hop = runs.index_of[free], hop_price(links, places, rest, place)
@@ -346,7 +344,7 @@ def extend(
                     ending_s = max(grown.ending_s, grown.back_s + left_back_s)
                     hoped_s = grown.warm_s + steady_s + ending_s
                 row.hoped_s = max(row.least_s, hoped_s + left_s - left_back_s)
-                if row.least_s <= limit_s * EXACT:
+                if row.least_s <= limit_s * ROUNDING:
                     at[2] += 1
         at[1] = 0
     at[0] = len(parts)

@@ -34,7 +34,7 @@ import numpy as np
 from anabranch.compiled import compiled
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets
 from anabranch.planner.graphpipe.chains import ParallelBlock, SeriesChain
-from anabranch.planner.graphpipe.schedules import ENDLESS, Schedules
+from anabranch.planner.graphpipe.schedules import Schedules
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.remembered import remembered
 
@@ -69,10 +69,6 @@ class Strategies(NamedTuple):
 
     least: Ints
     stages: Callable[[int, int], list[PlannedStage]]
-
-
-CALL = 20_000
-"""Cost of the outer loops per configuration, in steps of the innermost loop."""
 
 
 def partition(
@@ -132,73 +128,44 @@ class _BoundedSearch:
         # No operators: a stage before them is before what follows.
         nothing = Strategies(needs[stop], lambda _x, _d: [])
         rests = [nothing] * (stop + 1)
-        singles = [(needs[stop], needs[stop])] * stop
-
-        def begins(i: int) -> list[Strategies]:
-            return self._begins(row, tables[0], i, *singles[i], rests)
-
-        def stages(i: int, x: int, d: int) -> list[PlannedStage]:
-            return self._pick_better(begins(i)).stages(x, d)
-
-        # What follows the cut behind the item that is next, as long as that is a block.
-        behind, i = [nothing], stop
-        while i:
-            # 26 to 31, 34 to 40: G_1 is a single stage, solved after G_2, which follows it. Until
-            # the next block nothing else is: all operators in a row at once.
-            last, i = i, i - 1
-            while i and chain.items[i] is None and chain.items[i - 1] is None:
-                i -= 1
-            singles[i:last] = self._single_stages(tables, i, last, needs)
-            for j in range(i, last):
-                rests[j] = Strategies(needs[j], partial(stages, j))
+        behind = [nothing]
+        for i in reversed(range(stop)):
+            # 26 to 31, 34 to 40: G_1 is a single stage, solved after G_2, which follows it ..
+            options = self._begins(row, tables, i, needs, rests)
             block = chain.items[i]
             if block is not None:
-                options = begins(i)
-                # 34 to 40: G_1 is a block between two stages ..
+                # 34 to 40: .. or a block between two stages ..
                 for rest in behind:
                     options += self._before(rest, block, lambda b, c: self._beside(b, 0, c)[-1])
                 # .. or a block whose join has the tail of a branch.
                 if i + 1 < stop:
                     options += self._joined(chain, i, block, needs, rests)
-                rests[i] = self._pick_better(options)
-                needs[i] = rests[i].least
-                behind = options
-            elif i:
-                behind = begins(i)
+            rests[i] = self._pick_better(options)
+            needs[i] = rests[i].least
+            behind = options
         return rests[0]
-
-    def _single_stages(
-        self, tables: tuple[Floats, Ints], start: int, stop: int, needs: Ints
-    ) -> list[tuple[Ints, Ints]]:
-        """The base case (lines 26 to 31) for stages that begin at each of some items in a row.
-
-        Args:
-            needs: demand of the stages after each item; updated for these items.
-
-        Returns:
-            Results of ``_hold_fewest`` per item.
-        """
-        schedules, shape = self.schedules, needs.shape[1:]
-        more, devices = schedules.more, schedules.devices
-        places = sum(len(needs) - 1 - i for i in range(start, stop))
-        steps = shape[0] * len(devices) * places * shape[1]
-        self.budget.spend(steps + CALL * shape[0] * (stop - start))
-        held = np.full((stop - start, *shape), NEVER, dtype=np.int64)
-        chosen = np.zeros_like(held)
-        _hold_fewest(*tables, start, needs, more, devices, self.bound, held, chosen)
-        return list(zip(held, chosen, strict=True))
 
     def _begins(
         self,
         row: NestedSets,
-        tps: Floats,
+        tables: tuple[Floats, Ints],
         start: int,
-        held: Ints,
-        chosen: Ints,
+        needs: Ints,
         rests: Sequence[Strategies],
     ) -> list[Strategies]:
-        """Return the strategies that begin with a single stage, one per configuration."""
-        schedules = self.schedules
+        """Return the strategies that begin with a single stage (the base case, lines 26 to 31), one
+        per configuration.
+
+        Args:
+            needs: demand of the stages after each item.
+            rests: strategies for these stages.
+        """
+        schedules, (tps, room) = self.schedules, tables
+        held = np.full(needs.shape[1:], NEVER, dtype=np.int64)
+        chosen = np.zeros_like(held)
+        places = len(needs) - 1 - start
+        self.budget.spend(len(held) * len(schedules.devices) * places * needs.shape[2])
+        _hold_fewest(tps, room, start, needs, schedules.devices, self.bound, held, chosen)
 
         def begin(y: int) -> Strategies:
             def stages(_: int, d: int) -> list[PlannedStage]:
@@ -222,27 +189,13 @@ class _BoundedSearch:
             if min(column) < NEVER:
                 columns.setdefault(tuple(column), []).append(d)
         strategies = []
-        # 39: the samples of G_2 decide those of G_1. Equal demands share one search; with ample
-        # memory also demands that differ by a constant.
+        # 39: the samples of G_2 decide those of G_1. Equal demands share one search.
         for c_b, devices in columns.items():
-            more = min(c_b) - 1 if self._is_ample(block) else 0
-            first = solve(block, tuple(c if c == NEVER else c - more for c in c_b))
-            first = Strategies(np.minimum(first.least + more, NEVER), first.stages)
+            first = solve(block, c_b)
             taken = np.full_like(rest.least, NEVER)
             taken[:, devices] = 0
             strategies.append(_side_by_side(Strategies(taken, rest.stages), first))
         return strategies
-
-    @remembered
-    def _is_ample(self, part: SeriesChain | ParallelBlock) -> bool:
-        """Return True if memory never limits samples in flight of the part's stages that fit."""
-        tables = [self.schedules.tables(part.row)]
-        if isinstance(part, SeriesChain):
-            joins = (join for i in range(len(part)) for join in part.with_join(i).values())
-            tables += [self.schedules.tables(*join) for join in joins]
-        rooms = [room[(tps <= self.bound) & (room > 0)] for tps, room in tables]
-        parts = {*(part.items if isinstance(part, SeriesChain) else part.branches)} - {None}
-        return all((r == ENDLESS).all() for r in rooms) and all(map(self._is_ample, parts))
 
     @remembered
     def _beside(self, block: ParallelBlock, start: int, after: After) -> list[Strategies]:
@@ -253,9 +206,7 @@ class _BoundedSearch:
         alone = [self._in_series(own, len(own), after) for own in block.branches[start:]]
         more, devices = self.schedules.more, self.schedules.devices
         shape = len(alone) + 1, len(after), self.groups + 1
-        self.budget.spend(
-            shape[0] ** 2 // 2 * len(devices) * shape[1] ** 2 * shape[2] + CALL * shape[1]
-        )
+        self.budget.spend(shape[0] ** 2 // 2 * len(devices) * shape[1] ** 2 * shape[2])
         least = np.full(shape, NEVER, dtype=np.int64)
         least[0, :, 0] = 0  # no branches ask for nothing
         choices = np.zeros((*shape, 4), dtype=np.int64)
@@ -299,8 +250,7 @@ class _BoundedSearch:
             for cut in places[:: max(1, -(-len(places) // TAILS))].tolist():
                 if tables[0][:, :, cut, end].min() > self.bound:
                     continue
-                ((held, chosen),) = self._single_stages(tables, cut, cut + 1, behind)
-                for begin in self._begins(row, tables[0], cut, held, chosen, after):
+                for begin in self._begins(row, tables, cut, behind, after):
                     without = partial(self._without_tail, q, cut)
                     strategies += self._before(begin, block, without)
         return strategies
@@ -340,37 +290,29 @@ def _hold_fewest(
     room: Ints,
     start: int,
     needs: Ints,
-    more: Ints,
     devices: Ints,
     bound: float,
     held: Ints,
     chosen: Ints,
 ) -> None:
-    """Fewest samples that stages hold which begin at ``start`` and at items behind it, the last one
-    first, and by that what they ask for: [item, x, d].
+    """Fewest samples that a stage holds which begins at ``start``: [x, d].
 
     Args:
         tps: of single stages: [x, k, start, stop], and so is ``room``.
         needs: what follows each place asks for, on d devices: [place, x, d].
         chosen: where the stage stops and its mode k as stop * modes + k.
     """
-    sizes, modes, groups = tps.shape[0], tps.shape[1], needs.shape[2]
-    for j in range(len(held) - 1, -1, -1):
-        i = start + j
-        for x in range(sizes):
-            for stop in range(i + 1, len(needs)):
-                for k in range(modes):
-                    if tps[x, k, i, stop] <= bound:  # 28
-                        for d in range(devices[k], groups):
-                            samples = needs[stop, x, d - devices[k]]
-                            # Algorithm 2, 7
-                            if samples < held[j, x, d] and samples <= room[x, k, i, stop]:
-                                held[j, x, d] = samples
-                                chosen[j, x, d] = stop * modes + k
-        for x in range(sizes):
-            for y in range(sizes):
-                for d in range(groups):
-                    needs[i, x, d] = min(needs[i, x, d], held[j, y, d] + more[x, y])
+    modes, groups = tps.shape[1], needs.shape[2]
+    for x in range(tps.shape[0]):
+        for stop in range(start + 1, len(needs)):
+            for k in range(modes):
+                if tps[x, k, start, stop] <= bound:  # 28
+                    for d in range(devices[k], groups):
+                        samples = needs[stop, x, d - devices[k]]
+                        # Algorithm 2, 7
+                        if samples < held[x, d] and samples <= room[x, k, start, stop]:
+                            held[x, d] = samples
+                            chosen[x, d] = stop * modes + k
 
 
 @compiled

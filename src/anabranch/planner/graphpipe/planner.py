@@ -13,8 +13,7 @@ from anabranch.planner.graphpipe.partitioner import PlannedStage, partition
 from anabranch.planner.graphpipe.schedules import Configuration, Schedules, configurations
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.infeasible import explain
-from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.check import suits
 from anabranch.plans.stages import StageGraph

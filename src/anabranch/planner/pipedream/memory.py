@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compiled import compiled
-from anabranch.planner.pipedream.terms import INFINITE, Matrix, PlannedSpan, Terms
+from anabranch.planner.pipedream.terms import Matrix, PlannedSpan, Terms
 from anabranch.planner.toolkit.budget import Budget
 
 
@@ -30,20 +30,20 @@ def solve(terms: Terms, budget: Budget) -> tuple[PlannedSpan, ...] | None:
     """
     last, total = len(terms.states) - 1, terms.devices
     cut = terms.cut_s(0, 1)[:, None]
-    after = np.full((last + 1, total + 1), INFINITE)
+    after = np.full((last + 1, total + 1), np.inf)
     after[last, 0] = 0.0
     periods, choices = [], []
     for behind in range(min(last, total)):
-        best, choice = np.full_like(after, INFINITE), np.zeros(after.shape, dtype=np.int64)
+        best, choice = np.full_like(after, np.inf), np.zeros(after.shape, dtype=np.int64)
         for m in filter(terms.allowed, range(1, total + 1)):
             stage = np.maximum(terms.compute_s(m), terms.reduce_s(0, 1, m))
-            stage[terms.headroom(m) < behind] = INFINITE
+            stage[terms.headroom(m) < behind] = np.inf
             budget.spend(_prepend(stage, after, m, best, choice))
         after = np.maximum(best, cut)
         periods.append(best[0, total])
         choices.append(choice)
     behind, pieces = int(np.argmin(periods)), []
-    if periods[behind] == INFINITE:
+    if periods[behind] == np.inf:
         return None
     u, left = 0, total
     for choice in reversed(choices[: behind + 1]):

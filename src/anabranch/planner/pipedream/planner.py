@@ -18,11 +18,11 @@ from anabranch.errors import BudgetError
 from anabranch.planner.base import require_options
 from anabranch.planner.pipedream import memory, recurrence
 from anabranch.planner.pipedream.terms import PlannedSpan, Terms, flat, stages, tiers
-from anabranch.planner.toolkit.assemble import stage_graph
+from anabranch.planner.toolkit.assemble import fits, stage_graph
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.planner.toolkit.downsets import downsets
 from anabranch.planner.toolkit.infeasible import explained
-from anabranch.planner.toolkit.parts import Part, PartPrices, fits
+from anabranch.planner.toolkit.prices import Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.edges import mask_edges
 from anabranch.plans.stages import StageGraph
@@ -116,21 +116,20 @@ class PipeDream:
         """Place the stages of a plan on devices; None if they do not fit."""
         placed = list(stages(pieces, [tier.size for tier in terms.tiers]))
         parts = [Part(terms.states.mask(u, v), len(devices)) for u, v, devices in placed]
-        prices = PartPrices(terms.prices)
-        pairs = mask_edges([part.mask for part in parts], prices.cost.graph)
+        pairs = mask_edges([part.mask for part in parts], terms.prices.cost.graph)
         if not self.antichains:
             # In a row every stage waits for the one before it.
             pairs |= {(s, s + 1) for s in range(len(parts) - 1)}
-        if not fits(prices, parts, pairs):
+        if not fits(terms.prices, parts, pairs):
             return None
         return stage_graph(terms.prices, parts, [devices for _, _, devices in placed], pairs)
 
 
 def _require_tables(cost: CostModel, states: int) -> None:
     cluster = cost.cluster
-    # T and A take 8 bytes per span and component, headrooms 2 per device.
+    # T and A take 8 bytes per span and component, headrooms 4 per device.
     components = max(tier.size for tier in tiers(cluster))
-    nbytes = max(16 * components, 2 * cluster.num_devices) * states**2
+    nbytes = max(16 * components, 4 * cluster.num_devices) * states**2
     if nbytes > MOST_BYTES:
         raise BudgetError(
             f"planner pipedream would need {nbytes / GIB:.0f} GiB of tables for {states} states of "

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compiled import compiled
-from anabranch.planner.pipedream.terms import INFINITE, Matrix, PlannedSpan, Terms
+from anabranch.planner.pipedream.terms import Matrix, PlannedSpan, Terms
 from anabranch.planner.toolkit.budget import Budget
 from anabranch.remembered import remembered
 
@@ -27,7 +27,7 @@ def solve(terms: Terms, budget: Budget) -> tuple[PlannedSpan, ...] | None:
     """
     recurrence, top = _Recurrence(terms, budget), len(terms.tiers) - 1
     table = recurrence.table(top, 1)
-    if table.best[-1][0, -1] == INFINITE:
+    if table.best[-1][0, -1] == np.inf:
         return None
     return recurrence.pieces(table, top, 1, (0, len(terms.states) - 1))
 
@@ -52,7 +52,7 @@ class _Recurrence:
         # At the last level a pipeline starts with the model.
         starts = 1 if copies * self.terms.component(level) == self.terms.devices else len(cut)
         best = stage[:, :starts].copy()
-        reach = len(cut) - np.argmax(stage[:, :, ::-1] < INFINITE, axis=2)
+        reach = len(cut) - np.argmax(stage[:, :, ::-1] < np.inf, axis=2)
         left = self.budget.limit - self.budget.spent
         self.budget.spend(_join(stage, cut, reach, best, left))
         return LevelTable(cut, stage, best)
@@ -60,7 +60,7 @@ class _Recurrence:
     def _stage(self, level: int, copies: int, m: int) -> Matrix:
         if not self.terms.possible(copies * m):
             count = len(self.terms.states)
-            return np.full((count, count), INFINITE)
+            return np.full((count, count), np.inf)
         inside = self._component(level - 1, copies * m)
         return np.asarray(np.maximum(inside, self.terms.reduce_s(level, copies, m)))
 

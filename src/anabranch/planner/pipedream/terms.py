@@ -31,10 +31,6 @@ from anabranch.remembered import remembered
 
 Matrix = NDArray[np.float64]
 
-INFINITE = float("inf")
-LASTING = 1 << 14
-"""A headroom that no pipeline needs; fits 16 bits."""
-
 
 def tiers(cluster: Cluster) -> tuple[Level, ...]:
     """Return the levels of the recurrence, innermost first, with the slowest bandwidth up to each;
@@ -81,9 +77,9 @@ class Terms:
         """Return seconds of every span on these replicas; infinite if not allowed."""
         count = len(self.states)
         if not self.allowed(replicas):
-            return np.full((count, count), INFINITE)
+            return np.full((count, count), np.inf)
         done = self.states.compute_s(self.prices.samples(replicas))
-        return np.where(self.states.nested, done[None, :] - done[:, None], INFINITE)
+        return np.where(self.states.nested, done[None, :] - done[:, None], np.inf)
 
     def reduce_s(self, level: int, copies: int, m: int) -> Matrix | float:
         """Return seconds per micro-batch of the all-reduce among m components."""
@@ -100,10 +96,10 @@ class Terms:
         return np.asarray(crossing / self.tiers[level].bandwidth)
 
     @remembered
-    def headroom(self, replicas: int) -> NDArray[np.int16]:
+    def headroom(self, replicas: int) -> NDArray[np.int32]:
         """Return the most stages that may follow a span in memory; -1 if it cannot fit."""
-        height = np.minimum(self.prices.headroom(self.states.matrices, replicas), LASTING)
-        return np.where(self.states.nested, height, -1).astype(np.int16)
+        height = self.prices.headroom(self.states.matrices, replicas)
+        return np.where(self.states.nested, height, -1)
 
     @property
     def devices(self) -> int:

@@ -11,10 +11,10 @@ from anabranch.cost import CostModel
 from anabranch.graph.opgraph import bits
 from anabranch.planner.base import require_options
 from anabranch.planner.piper.prices import DownsetPairs, DownsetPrices
-from anabranch.planner.piper.search import ROUNDING, BoundedPlans, LoadSearch
+from anabranch.planner.piper.search import BoundedPlans, LoadSearch
 from anabranch.planner.toolkit.downsets import downsets
 from anabranch.planner.toolkit.infeasible import explained
-from anabranch.planner.toolkit.parts import Part
+from anabranch.planner.toolkit.prices import ROUNDING, Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.stages import StageGraph
 

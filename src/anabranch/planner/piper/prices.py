@@ -25,9 +25,9 @@ from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.nested_weights import Floats, Ints, NestedSets, Pairs
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
-from anabranch.planner.piper.search import NEVER, OPTION, ROUNDING, StageOptions, joined
+from anabranch.planner.piper.search import NEVER, OPTION, StageOptions, joined
 from anabranch.planner.toolkit.downsets import nested_pairs
-from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Mode
+from anabranch.planner.toolkit.prices import ROUNDING, UNBOUNDED, MicrobatchPrices, Mode
 
 _AT_ONCE = 1 << 20
 """Pairs that are priced at once."""

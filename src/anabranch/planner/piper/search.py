@@ -25,12 +25,10 @@ import numpy as np
 
 from anabranch.compiled import compiled
 from anabranch.cost.nested_weights import Floats, Ints
+from anabranch.planner.toolkit.prices import ROUNDING
 
 NEVER = 1 << 24
 """More devices or stages than there are."""
-
-ROUNDING = 1 + 1e-9
-"""Loads that are summed in another order may differ by so much."""
 
 StageOptions = Any
 """A ``numpy.recarray`` of stages that a plan may have, ascending by ``lo``."""

@@ -20,11 +20,10 @@ import numpy as np
 
 from anabranch.graph.digraph import topological_order
 from anabranch.graph.opgraph import bits
-from anabranch.planner.toolkit.parts import Part, PartPrices, fits, heights
 from anabranch.planner.toolkit.place import placements
-from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.plans.edges import mask_edges, successors
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import Stage, StageGraph, heights
 
 SUM_WEIGHT = 1e-6
 """Weight of the sum of all periods beside the longest, so that it decides between equals."""
@@ -39,7 +38,7 @@ class Assembler:
         chained: every stage waits for the one before it, as in a sequential pipeline.
     """
 
-    prices: PartPrices
+    prices: MicrobatchPrices
     order: tuple[int, ...]
     max_replicas: int
     chained: bool = False
@@ -63,28 +62,28 @@ class Assembler:
         sizes = self.prices.cost.cluster.group_sizes
         counts = [part.replicas for part in stages]
         for devices in placements(counts, heights(len(stages), pairs), sizes):
-            yield stage_graph(self.prices.microbatch, stages, devices, pairs)
+            yield stage_graph(self.prices, stages, devices, pairs)
 
     def _outline_s(self, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> float:
-        periods = [self.prices.period_s(part) for part in parts]
+        periods = [self.prices.part_period_s(part) for part in parts]
         way = list(periods)
         for x, y in sorted(pairs, reverse=True):
             way[x] = max(way[x], way[y] + periods[x])
-        return (self.prices.microbatch.num_microbatches - 1) * max(periods) + max(way)
+        return (self.prices.num_microbatches - 1) * max(periods) + max(way)
 
     def _recomputing(self, parts: list[Part], pairs: set[tuple[int, int]]) -> list[Part]:
         """The parts, those that do not fit at their heights with recomputation."""
-        if not self.prices.microbatch.recompute:
+        if not self.prices.recompute:
             return parts
         return [
-            part if self.prices.headroom(part) >= height else replace(part, recompute=True)
+            part if self.prices.part_headroom(part) >= height else replace(part, recompute=True)
             for part, height in zip(parts, heights(len(parts), pairs), strict=True)
         ]
 
     def _halves(self, part: Part) -> list[Part]:
         """The part cut in two of about the same work, each run as the part is."""
         ops = sorted(bits(part.mask), key=self.position.__getitem__)
-        seconds = self.prices.seconds(part)[ops].cumsum()
+        seconds = self.prices.op_seconds(part)[ops].cumsum()
         cut = int(np.maximum(seconds[:-1], seconds[-1] - seconds[:-1]).argmin()) + 1
         first = sum(1 << op for op in ops[:cut])
         return [replace(part, mask=first), replace(part, mask=part.mask & ~first)]
@@ -103,12 +102,12 @@ class Assembler:
             ways = [
                 [
                     way
-                    for way in self.prices.ways(part, min(most, self.max_replicas))
-                    if self.prices.headroom(way) >= h
+                    for way in self.prices.ways(part.mask, min(most, self.max_replicas))
+                    if self.prices.part_headroom(way) >= h
                 ]
                 for part, h in zip(current, height, strict=True)
             ]
-            found = self._exactly(ways, total)
+            found = on_exactly(total, self.prices, ways)
             divisible = [s for s, part in enumerate(current) if part.mask & (part.mask - 1)]
             if found or not divisible:
                 return found
@@ -116,32 +115,6 @@ class Assembler:
             halves = self._halves(current[s])
             current, pairs = self.arrange([*current[:s], *halves, *current[s + 1 :]])
         return []
-
-    def _exactly(self, ways: Sequence[Sequence[Part]], total: int) -> list[Part]:
-        """One way per stage, on ``total`` devices together; none if there is no such choice."""
-        # Per number of devices the longest period and the sum of all; infinite beyond the end, too.
-        longest, together = np.full((2, 2 * total + 1), np.inf)
-        longest[0] = together[0] = 0.0
-        taken = []
-        for stage in ways:
-            if not stage:
-                return []
-            devices = np.array([way.replicas for way in stage])
-            period_s = np.array([self.prices.period_s(way) for way in stage])
-            before = np.arange(total + 1)[:, None] - devices
-            longer = np.maximum(longest[before], period_s)
-            sums = together[before] + period_s
-            chosen = np.argmin(longer + SUM_WEIGHT * sums, axis=1)[:, None]
-            longest[: total + 1] = np.take_along_axis(longer, chosen, axis=1)[:, 0]
-            together[: total + 1] = np.take_along_axis(sums, chosen, axis=1)[:, 0]
-            taken.append(chosen[:, 0])
-        if longest[total] == np.inf:
-            return []
-        result: list[Part] = []
-        for stage, chosen in zip(reversed(ways), reversed(taken), strict=True):
-            result.append(stage[chosen[total]])
-            total -= result[-1].replicas
-        return result[::-1]
 
     @cached_property
     def position(self) -> dict[int, int]:
@@ -159,6 +132,35 @@ class Assembler:
         if self.chained:
             moved |= {(s, s + 1) for s in range(len(parts) - 1)}
         return [parts[s] for s in ordered], moved
+
+
+def on_exactly(total: int, prices: MicrobatchPrices, ways: Sequence[Sequence[Part]]) -> list[Part]:
+    """Choose a way per stage, on ``total`` devices together, with the least longest period; return
+    none if there is no such choice.
+    """
+    if not all(ways):
+        return []
+    # Per number of devices the longest period and the sum of all; infinite beyond the end, too.
+    longest, together = np.full((2, 2 * total + 1), np.inf)
+    longest[0] = together[0] = 0.0
+    taken = []
+    for stage in ways:
+        devices = np.array([way.replicas for way in stage])
+        period_s = np.array([prices.part_period_s(way) for way in stage])
+        before = np.arange(total + 1)[:, None] - devices
+        longer = np.maximum(longest[before], period_s)
+        sums = together[before] + period_s
+        chosen = np.argmin(longer + SUM_WEIGHT * sums, axis=1)[:, None]
+        longest[: total + 1] = np.take_along_axis(longer, chosen, axis=1)[:, 0]
+        together[: total + 1] = np.take_along_axis(sums, chosen, axis=1)[:, 0]
+        taken.append(chosen[:, 0])
+    if longest[total] == np.inf:
+        return []
+    result: list[Part] = []
+    for stage, chosen in zip(reversed(ways), reversed(taken), strict=True):
+        result.append(stage[chosen[total]])
+        total -= result[-1].replicas
+    return result[::-1]
 
 
 def stage_graph(
@@ -182,6 +184,12 @@ def stage_graph(
         tuple(sorted(pairs)),
         prices.batch_size,
     )
+
+
+def fits(prices: MicrobatchPrices, parts: Sequence[Part], pairs: set[tuple[int, int]]) -> bool:
+    """Return True if every part has memory for its height."""
+    height = heights(len(parts), pairs)
+    return all(prices.part_headroom(part) >= h for part, h in zip(parts, height, strict=True))
 
 
 @dataclass(frozen=True)

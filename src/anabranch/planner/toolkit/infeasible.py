@@ -9,8 +9,7 @@ from itertools import chain
 import numpy as np
 
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.toolkit.parts import Part
-from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.planner.toolkit.prices import MicrobatchPrices, Part
 from anabranch.planner.toolkit.problem import Problem
 from anabranch.plans.plan import memory_text
 from anabranch.plans.stages import StageGraph

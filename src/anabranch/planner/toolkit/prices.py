@@ -21,7 +21,7 @@ stage's height.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,10 +31,15 @@ from numpy.typing import NDArray
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
 from anabranch.cost.stage_weights import Number, StageWeights, Traffic
-from anabranch.plans.slices import profile_covers
+from anabranch.graph.opgraph import bits
+from anabranch.plans.stages import slice_sizes
+from anabranch.remembered import remembered
 
 UNBOUNDED = 1 << 20
 """A height that no stage reaches."""
+
+ROUNDING = 1 + 1e-9
+"""Factor by which seconds and bytes that are summed in another order may differ."""
 
 HIDING = 2 / 3
 """Share of a micro-batch's compute that is its backward, which goes on beside an all-reduce."""
@@ -63,9 +68,18 @@ class Mode:
     recompute: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stage without devices: its operators as a bit mask; the rest as in ``Mode``."""
+
+    mask: int
+    replicas: int
+    recompute: bool = False
+
+
 @dataclass(frozen=True)
 class MicrobatchPrices:
-    """Periods and memory for one micro-batch size.
+    """Periods and memory for one micro-batch size, of many stages at once or of one ``Part``.
 
     Attributes:
         degrees: numbers of replicas that may be used, ascending.
@@ -95,8 +109,12 @@ class MicrobatchPrices:
 
     def may(self, replicas: int) -> bool:
         """Return True if each of so many replicas has samples that the profile prices."""
-        size = self.microbatch_size
-        return 1 <= replicas <= size and profile_covers(self.cost, self.batch_size, size, replicas)
+        size, short = self.microbatch_size, self.batch_size % self.microbatch_size
+        if not 1 <= replicas <= size:
+            return False
+        samples = (*slice_sizes(size, replicas), *(slice_sizes(short, replicas) if short else ()))
+        # The profile covers a range, so its ends are enough.
+        return self.cost.covers(min(samples)) and self.cost.covers(max(samples))
 
     def ring(self, degree: int) -> tuple[float, float]:
         """Seconds per byte and of latency of one all-reduce over replicas in a row."""
@@ -127,3 +145,30 @@ class MicrobatchPrices:
         held = memory.most_in_flight(self.memory_bytes, self.num_microbatches)
         # More than all micro-batches are never in flight.
         return np.where(held == self.num_microbatches, UNBOUNDED, held - 1).astype(np.int32)
+
+    def op_seconds(self, part: Part) -> NDArray[np.float64]:
+        """Seconds of a micro-batch for every operator of the model, run as this part is."""
+        forward, backward = self.cost.op_seconds(self.samples(part.replicas))
+        return forward * (1 + part.recompute) + backward
+
+    def compute_s(self, part: Part) -> float:
+        """Seconds of a micro-batch on the fullest replica, recomputation included."""
+        return float(self.op_seconds(part)[list(bits(part.mask))].sum())
+
+    @remembered
+    def part_period_s(self, part: Part) -> float:
+        """Seconds from one micro-batch to the next."""
+        weights, rates = self.cost.weights(part.mask), self.rates(part.replicas)
+        return float(self.period_s(weights, self.compute_s(part), rates))
+
+    @remembered
+    def part_headroom(self, part: Part) -> int:
+        """The largest height at which the part fits; -1 if none."""
+        weights = self.cost.weights(part.mask)
+        return int(self.headroom(weights, part.replicas, recompute=part.recompute))
+
+    def ways(self, mask: int, most: int) -> Iterator[Part]:
+        """Operators as a part in every mode with up to ``most`` replicas."""
+        for replicas in filter(self.may, range(1, most + 1)):
+            for recompute in (False, True)[: 1 + self.recompute]:
+                yield Part(mask, replicas, recompute)

@@ -10,7 +10,6 @@ from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.series_parallel import Node, decompose, operators
 from anabranch.planner.toolkit.assemble import Assembler
-from anabranch.planner.toolkit.parts import PartPrices
 from anabranch.planner.toolkit.prices import MicrobatchPrices
 
 
@@ -122,4 +121,4 @@ class Problem:
 
     def assembler(self, prices: MicrobatchPrices) -> Assembler:
         """Assembler of parts at these prices."""
-        return Assembler(PartPrices(prices), self.order, self.most_replicas, self.chained)
+        return Assembler(prices, self.order, self.most_replicas, self.chained)
