@@ -46,6 +46,20 @@ def named_rewrites(text: str, source: ModelSource, mode: str) -> tuple[str, ...]
     return names
 
 
+def required_rewrites(text: str, source: ModelSource, mode: str = "sync") -> tuple[str, ...]:
+    """The rewrites that the user names to a verb that does not choose.
+
+    Raises:
+        typer.BadParameter: as ``named_rewrites``; or for ``auto``.
+    """
+    if text == "auto":
+        raise typer.BadParameter(
+            "--rewrite auto is for plan, which chooses; here name rewrites, such as join-split, "
+            "or none"
+        )
+    return named_rewrites(text, source, mode) or ()
+
+
 @dataclass
 class Tried:
     """Plans for rewrites of one model.

@@ -111,6 +111,31 @@ class Bags(nn.Module):
         return self.out(joined).square().mean()
 
 
+class Blocks(nn.Module):
+    """Repeated layers, which ``granularity="layer"`` takes as one operator each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Block(nn.Module):
+    """A layer with one pair of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
 def features(width: int) -> Tensor:
     return torch.randn(SAMPLES, width, dtype=torch.float64)
 
@@ -250,3 +275,11 @@ def test_what_is_no_rewrite_is_refused(text: str, reason: str) -> None:
     """With the names that there are, or the way to write it."""
     with pytest.raises(ValueError, match=reason):
         Rewrite.parse(text)
+
+
+def test_branches_inside_a_layer_are_operators() -> None:
+    """They would be of no use if the layer were one operator again."""
+    names = [op.name for op in rewritten(Blocks(), features(6), "tensor-split").graph.ops]
+    for layer in range(2):
+        path = f"layers.{layer}.mlp.2"
+        assert {f"{path}[0:4]", f"{path}[4:8]", f"{path}[sum 0]"} <= set(names)
