@@ -66,7 +66,7 @@ class Programs:
 
     @property
     def refusals(self) -> Sequence[str]:
-        """Sites that could not be rewritten, each with the reason."""
+        """For each rewrite, why other sites could not be rewritten."""
         return self._exporter.refusals
 
     @property

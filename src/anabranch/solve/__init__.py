@@ -10,7 +10,7 @@ from anabranch.solve.baselines import BASELINES, Baseline, baselines
 from anabranch.solve.explanation import Explanation, explain
 from anabranch.solve.planner_options import options_of
 from anabranch.solve.policy_choice import MODES, check_mode
-from anabranch.solve.rewriting import choose_rewrite
+from anabranch.solve.rewriting import choose_rewrite, gain_note, splits_of_tables
 from anabranch.solve.search import comparable, compare, compare_policies, plan
 from anabranch.solve.simulation import (
     AUTO,
@@ -42,11 +42,13 @@ __all__ = [
     "compare_policies",
     "explain",
     "foreseen",
+    "gain_note",
     "ideal_step_s",
     "options_of",
     "plan",
     "require_asynchronous",
     "simulate",
     "simulate_async",
+    "splits_of_tables",
     "synchronous",
 ]

@@ -38,6 +38,7 @@ from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.improvement import improve as improve_on
 from anabranch.solve.planner_options import check_arguments, planner_with
 from anabranch.solve.policy_choice import check_mode
+from anabranch.solve.rewriting import rewrite_notes
 from anabranch.solve.simulation import AUTO, bottleneck_s_per_sample, checked_run
 from anabranch.solve.stops import collect, stop_note, to_its_end, uninterrupted
 from anabranch.weights import POLICIES, OptimizerFacts
@@ -319,7 +320,8 @@ def _start(
 
 def notes_on(profile: Profile) -> list[str]:
     """Remarks on a profile for readers of its figures."""
-    return ["times are taken as proportional to samples"] if profile.proportional else []
+    notes = ["times are taken as proportional to samples"] if profile.proportional else []
+    return notes + rewrite_notes(profile.graph.rewrites)
 
 
 def comparable(profile: Profile, cluster: Cluster) -> list[str]:

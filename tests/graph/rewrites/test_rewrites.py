@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -236,6 +237,23 @@ def test_a_rewrite_is_undone_where_a_parameter_is_read_twice() -> None:
 
     with pytest.raises(CaptureError, match=r"join.weight: join.weight is read elsewhere"):
         rewritten(Shared(nn.Linear, F.relu), features(6), "join-split")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "join-split@join.weight+typo",
+            "at join.weight, typo: no operator is of that kind",
+        ),
+        ("tensor-split=3@join.weight", "join.weight: 8 features are not 3 equal parts"),
+        ("tensor-split=8", "b.weight, a.weight: 6 features are not 8 equal parts"),
+    ],
+)
+def test_a_named_site_that_cannot_be_rewritten_is_refused(text: str, reason: str) -> None:
+    """With what is wrong with it, or with all that there are."""
+    with pytest.raises(CaptureError, match=re.escape(reason)):
+        capture(Towers(nn.Linear, nn.Dropout(0.5)).double(), features(6), rewrites=[text])
 
 
 def test_dropout_that_draws_is_left_alone() -> None:
