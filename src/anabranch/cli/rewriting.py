@@ -131,7 +131,7 @@ def try_rewrites(
     for name in (*profile.graph.rewritable, *(() if written else TOO_LARGE)):
         attempt(name)
     best = choose_rewrite(written, tried.found)
-    if best is not None:
+    if best is not None and not best.interrupted:
         names, costs = tried.origin(best) or ((), profile)
         for name in splits_of_tables(best, costs):
             attempt(*names, name)

@@ -256,6 +256,32 @@ def test_a_named_site_that_cannot_be_rewritten_is_refused(text: str, reason: str
         capture(Towers(nn.Linear, nn.Dropout(0.5)).double(), features(6), rewrites=[text])
 
 
+class InPlace(Towers):
+    """A join that is changed in place, by a call whose result nobody reads."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__(nn.Linear, F.relu)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.a(x), self.b(x)], -1)
+        self.change(joined)
+        return F.linear(joined, self.join.weight).square().mean() + joined.mean()
+
+
+def test_an_activation_in_place_is_done_per_branch() -> None:
+    """And for those who read all of it."""
+    rewritten(InPlace(F.relu_), features(6), "join-split")
+    rewritten(Towers(nn.Linear, F.relu_), features(6), "join-split")
+
+
+def test_what_is_changed_in_place_through_a_view_is_left_alone() -> None:
+    """Parts of the join would be those from before the change."""
+    module = InPlace(lambda joined: joined.view(-1).relu_())
+    with pytest.raises(CaptureError, match=r"join\.weight: cat is changed in place by relu_"):
+        rewritten(module, features(6), "join-split")
+
+
 def test_dropout_that_draws_is_left_alone() -> None:
     """Its random numbers are those of the whole value."""
     module = Towers(nn.Linear, nn.Dropout(0.5))
