@@ -23,7 +23,7 @@ from tests.cli.examples import TOWERS, four
 from tests.simulator.helpers import chain, cluster, cost_model
 
 _WORKLOADS: dict[object, Workload] = {}
-_CAPTURED: dict[tuple[int, str], Captured] = {}
+_CAPTURED: dict[tuple[int, str, tuple[str, ...]], Captured] = {}
 _MEASURED: dict[tuple[int, int, tuple[int, ...], str], Profile] = {}
 _PROFILES: list[str] = []
 _CAPTURE = graph_capture.capture
@@ -52,7 +52,7 @@ def _captured_once(monkeypatch):
         is_kept = any(workload is kept for kept in _WORKLOADS.values())
         if not is_kept or graph_capture.capture is not _CAPTURE:
             return capture(model, workload)
-        key = id(workload), model.granularity
+        key = id(workload), model.granularity, model.rewrites
         if key not in _CAPTURED:
             _CAPTURED[key] = capture(model, workload)
         return _CAPTURED[key]

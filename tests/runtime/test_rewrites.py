@@ -15,6 +15,7 @@ from anabranch.checkpoint import load_state_dict
 from anabranch.errors import InvalidPlanError, TrainingError
 from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
 from anabranch.verification import verify
 
@@ -119,6 +120,24 @@ def test_verify_compares_slices_with_the_module() -> None:
     assert result.is_good
     assert result.max_gradient_error < 1e-5
     assert not result.exact
+
+
+@pytest.mark.dist
+def test_replicas_share_the_state_of_slices(tmp_path: Path) -> None:
+    """ZeRO-1 of two stages with two replicas each, one of which holds slices; saved and gone on
+    with, without a rewrite and without replicas.
+    """
+    by = planned("join", devices=4)
+    stages = by.stage_graph.stages
+    first = [name for stage in stages[:-1] for name in stage.operators]
+    cut = [replace(stages[0], operators=tuple(first), devices=(0, 1), microbatch_size=8, k=1)]
+    cut.append(replace(stages[-1], devices=(2, 3), microbatch_size=8, k=1))
+    graph = StageGraph(tuple(cut), ((0, 1),), BATCH)
+    shared = replace(by, stage_graph=graph, schedule="1f1b", shard_optimizer=True)
+    whole, _ = run(planned("none"), 0, STEPS, None, None)
+    first_losses, _ = run(shared, 0, 2, None, tmp_path / "saved")
+    rest, _ = run(planned("none"), 2, STEPS, tmp_path / "saved", None)
+    assert first_losses + rest == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.dist

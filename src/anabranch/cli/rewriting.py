@@ -46,17 +46,43 @@ def named_rewrites(text: str, source: ModelSource, mode: str) -> tuple[str, ...]
     return names
 
 
+def required_rewrites(text: str, source: ModelSource, mode: str = "sync") -> tuple[str, ...]:
+    """The rewrites that the user names to a verb that does not choose.
+
+    Raises:
+        typer.BadParameter: as ``named_rewrites``; or for ``auto``.
+    """
+    if text == "auto":
+        raise typer.BadParameter(
+            "--rewrite auto is for plan, which chooses; here name rewrites, such as join-split, "
+            "or none"
+        )
+    return named_rewrites(text, source, mode) or ()
+
+
 @dataclass
 class Tried:
     """Plans for rewrites of one model.
 
     Attributes:
-        plans: rewrite -> its plan, and the profile that it rests on.
-        errors: rewrite -> why there is no plan.
+        plans: rewrites, joined by commas -> their plan, and the profile that it rests on.
+        errors: rewrites -> why there is no plan.
     """
 
     plans: dict[str, tuple[Plan, Profile]] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
+
+    @property
+    def found(self) -> list[Plan]:
+        """The plans alone."""
+        return [plan for plan, _ in self.plans.values()]
+
+    def origin(self, plan: Plan) -> tuple[tuple[str, ...], Profile] | None:
+        """The rewrites and the profile of a plan; None for that of the model as written."""
+        for names, (other, profile) in self.plans.items():
+            if other is plan:
+                return tuple(names.split(",")), profile
+        return None
 
     def document(self) -> dict[str, Any]:
         """Rewrite -> seconds of its step, or why there is no plan."""
@@ -64,14 +90,13 @@ class Tried:
         return {name: {"step_s": p.figures.step_s} for name, (p, _) in self.plans.items()} | errors
 
     def lines(self, chosen: Plan, written: Plan | None) -> Iterator[str]:
-        """A line for each rewrite that was tried."""
+        """A line for each rewrite that was tried and is not in the chosen plan."""
+        from anabranch.solve import gain_note
+
         for name, (plan, _) in self.plans.items():
-            step = f"{name}: {plan.figures.step_s * 1e3:.2f} ms a step"
-            if written is not None:
-                gain = written.figures.step_s / plan.figures.step_s
-                as_written = f"{written.figures.step_s * 1e3:.2f} ms as the model is written"
-                step += f", {gain:.2f}x against {as_written}"
-            yield f"rewrite {step}{'' if plan is chosen else '; not taken'}"
+            if plan is not chosen:
+                gain = "" if written is None else f", {gain_note(written, plan)}"
+                yield f"rewrite {name}: {plan.figures.step_s * 1e3:.2f} ms a step{gain}; not taken"
         for name, error in self.errors.items():
             yield f"rewrite {name}: none, {error}"
 
@@ -81,20 +106,33 @@ def try_rewrites(
     profile: Profile,
     profile_of: Callable[[ModelSource], Profile],
     search: Callable[[Profile], Plan],
-    *,
-    fits: bool,
+    written: Plan | None,
 ) -> Tried:
-    """Plan the model with each rewrite that it has sites for.
+    """Plan the model with each rewrite that may make its step shorter.
+
+    These are those of joins; then, on top of the best, those of tables that hold it up.
 
     Args:
         profile: of the model as it is written.
-        fits: whether there is a plan of that; otherwise ``TOO_LARGE`` are tried, too.
+        written: the plan of that, None where nothing fits; then ``TOO_LARGE`` are tried, too.
     """
+    from anabranch.solve import choose_rewrite, splits_of_tables
+
     tried = Tried()
-    for name in (*profile.graph.rewritable, *(() if fits else TOO_LARGE)):
+
+    def attempt(*names: str) -> None:
+        key = ",".join(names)
         try:
-            rewritten = profile_of(replace(source, rewrites=(name,)))
-            tried.plans[name] = search(rewritten), rewritten
+            rewritten = profile_of(replace(source, rewrites=names))
+            tried.plans[key] = search(rewritten), rewritten
         except (CaptureError, InfeasiblePlanError) as error:
-            tried.errors[name] = error
+            tried.errors[key] = error
+
+    for name in (*profile.graph.rewritable, *(() if written else TOO_LARGE)):
+        attempt(name)
+    best = choose_rewrite(written, tried.found)
+    if best is not None and not best.interrupted:
+        names, costs = tried.origin(best) or ((), profile)
+        for name in splits_of_tables(best, costs):
+            attempt(*names, name)
     return tried

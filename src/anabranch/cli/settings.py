@@ -64,6 +64,14 @@ Rewrites = Annotated[
     ),
 ]
 
+NamedRewrites = Annotated[
+    str,
+    typer.Option(
+        metavar="none|NAME[,NAME]",
+        help="Rewrites of the model, as of plan --rewrite, which chooses among them.",
+    ),
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Device = Annotated[
     str | None,

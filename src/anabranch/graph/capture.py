@@ -33,7 +33,7 @@ from anabranch.graph.opgraph import Granularity, OpGraph
 from anabranch.graph.opgraph_builder import build
 from anabranch.graph.programs import Programs, require_same_calls
 from anabranch.graph.propagation import gradient_calls
-from anabranch.graph.rewrites import Rewrite, applicable
+from anabranch.graph.rewrites import Rewrite, applicable, require_sites
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.graph.whole_batch import WholeBatch
@@ -86,10 +86,7 @@ def capture(
             f"{type(module).__name__} calls no operator {', '.join(missing)}, which per_sample "
             f"names; it calls {', '.join(sorted(called))}"
         )
-    for rule in exporter.rewrites:
-        if not rule.sites:
-            reasons = "; ".join(exporter.refusals) or "no operator is of that kind"
-            raise CaptureError(f"{rule.name} changes nothing in {type(module).__name__}: {reasons}")
+    require_sites(type(module).__name__, rules, exporter.rewrites, exporter.refusals)
     return captured
 
 

@@ -39,7 +39,7 @@ class Exporter:
         frozen: names of the parameters that are not trainable.
         outputs: names of the loss and the metrics, once there is a program.
         rewrites: of every program; with their sites, once there is one.
-        refusals: reasons why sites were not rewritten.
+        refusals: for each rewrite, why other sites were left as they are.
     """
 
     def __init__(

@@ -172,9 +172,11 @@ class Blocks:
         return ""
 
     def layer(self, path: str) -> str:
-        """The path cut one module below its block; unchanged outside of blocks."""
+        """The path cut one module below its block; unchanged outside of blocks, and of a branch
+        that a rewrite has made, as in ``layers.0.mlp[0:512]``.
+        """
         block = self.block(path)
-        if not block or path == block:
+        if not block or path == block or path.endswith("]"):
             return path
         taken = block
         for part in path[len(block) + 1 :].split("."):

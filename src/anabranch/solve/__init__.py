@@ -9,7 +9,6 @@ from __future__ import annotations
 from anabranch.solve.comparison import (
     BASELINES,
     baselines,
-    choose_rewrite,
     comparable,
     compare,
     compare_policies,
@@ -17,6 +16,7 @@ from anabranch.solve.comparison import (
 from anabranch.solve.explanation import Explanation, explain
 from anabranch.solve.planner_options import options_of
 from anabranch.solve.policy_choice import MODES, check_mode
+from anabranch.solve.rewriting import choose_rewrite, gain_note, splits_of_tables
 from anabranch.solve.search import plan
 from anabranch.solve.simulation import (
     AUTO,
@@ -47,11 +47,13 @@ __all__ = [
     "compare_policies",
     "explain",
     "foreseen",
+    "gain_note",
     "ideal_step_s",
     "options_of",
     "plan",
     "require_asynchronous",
     "simulate",
     "simulate_async",
+    "splits_of_tables",
     "synchronous",
 ]

@@ -1,4 +1,4 @@
-"""Comparison of plans: by all planners, by all weight policies, with baselines, with rewrites."""
+"""Comparison of plans: by all planners, by all weight policies, with baselines."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ BASELINES: Mapping[str, Mapping[str, Any]] = {
 chain with all its evaluations and improved takes a second more for steps that are up to 7 %
 shorter.
 """
-
-LEAST_GAIN = 0.02
-"""Share of the step that a rewrite has to save; less is within the error of measured operators."""
 
 
 def comparable(profile: Profile, cluster: Cluster) -> list[str]:
@@ -176,16 +173,3 @@ def baselines(
         if other.interrupted:
             raise KeyboardInterrupt
         yield name, other
-
-
-def choose_rewrite(written: Plan | None, rewritten: Sequence[Plan]) -> Plan | None:
-    """The plan with the shortest step, that of the model as written unless another saves enough.
-
-    Args:
-        written: for the model as it was written; None where no plan of it fits.
-    """
-    best = min(rewritten, key=lambda plan: plan.figures.step_s, default=None)
-    if written is None or best is None:
-        return written or best
-    is_shorter = best.figures.step_s < (1 - LEAST_GAIN) * written.figures.step_s
-    return best if is_shorter else written

@@ -30,6 +30,7 @@ from anabranch.solve.improvement import improve as improve_on
 from anabranch.solve.phases import Phases, collect, to_its_end
 from anabranch.solve.planner_options import check_arguments, planner_with
 from anabranch.solve.policy_choice import check_mode
+from anabranch.solve.rewriting import rewrite_notes
 from anabranch.solve.simulation import AUTO, checked_run, figures_of
 from anabranch.weights import OptimizerFacts
 
@@ -276,7 +277,8 @@ def _start(
 
 def notes_on(profile: Profile) -> list[str]:
     """Remarks on a profile for readers of its figures."""
-    return ["times are taken as proportional to samples"] if profile.proportional else []
+    notes = ["times are taken as proportional to samples"] if profile.proportional else []
+    return notes + rewrite_notes(profile.graph.rewrites)
 
 
 @contextmanager

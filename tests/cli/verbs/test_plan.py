@@ -32,7 +32,9 @@ def test_a_profile_file_is_planned_without_torch(profile, tmp_path):
 
 
 def test_a_builtin_is_captured_once(document, monkeypatch):
-    """The second command loads no torch, and finds the same plan; --no-cache captures again."""
+    """As written and for its rewrite. The second command loads no torch, and finds the same plan;
+    --no-cache captures again.
+    """
     arguments = ("plan", "candle-uno", "--preset", "small", "--cluster", "summit:1x2",
                  "--batch-size", "4", "--no-baselines", "--planner", "even",
                  "--json")  # fmt: skip

@@ -43,6 +43,18 @@ def test_a_named_rewrite_is_taken_as_it_is(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
 
 
+def test_auto_cuts_a_table_that_holds_up_the_step() -> None:
+    """Its update takes more than half of the step, and eight devices have little else to do."""
+    sizes = ("dense_branches=1", "sparse_branches=1", "rows=1000000", "pooling=sum")
+    model = ["dlrm", "--preset", "small", *(f"-o{size}" for size in sizes)]
+    document = planned(*model, "--cluster", "summit:2x4", *FAST)
+    assert document["rewrites"][-1] == "table-split=8@sparse.0.rows.weight"
+    assert document["predicted"]["step_s"] < 0.8 * document["as_written_step_s"]
+    said, gain = document["notes"][-2:]
+    assert said == "rewritten by table-split=8 at sparse.0.rows.weight"
+    assert gain.endswith("ms as the model is written")
+
+
 def test_none_leaves_the_model_alone() -> None:
     """The plan is that of the operators as they are written."""
     assert planned(*DLRM, *FAST, "--rewrite", "none")["rewrites"] == []
@@ -52,6 +64,7 @@ def test_none_leaves_the_model_alone() -> None:
     ("arguments", "said"),
     [
         (["mmt", "--preset", "small", "--rewrite", "join-split"], "changes nothing"),
+        ([*DLRM[:5], "--rewrite", "join-split@top.weight"], "in DLRM at top.weight"),
         (["mmt", "--rewrite", "split"], "none of join-split"),
         (["mmt", "--rewrite", "table-split=1"], "at least 2 parts"),
         (["mmt", "--rewrite", "join-split", "--mode", "async"], "--mode sync"),

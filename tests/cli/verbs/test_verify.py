@@ -16,6 +16,30 @@ def test_verify_is_bitwise(document):
     assert found["loss"] == found["reference_loss"]
 
 
+@pytest.mark.dist
+def test_verify_compares_a_rewritten_model_with_the_one_as_written(document):
+    """Slices have the gradients of their parts of the module's parameters, to rounding."""
+    sizes = [f"-o{size}" for size in ("branches=2", "layers=1", "top_layers=1", "width=8")]
+    shared = ["--devices", "2", "--batch-size", "8", "--rewrite", "join-split"]
+    found = document("verify", "candle-uno", *sizes, *shared)
+    assert found["max_gradient_error"] < 1e-5
+    assert not found["exact"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--rewrite", "auto"], "name rewrites, such as join-split"),
+        (["--rewrite", "join-split", "--plan", "plan.json"], "plan.json decides what --rewrite"),
+    ],
+)
+def test_rewrites_that_verify_cannot_have_are_refused(arguments, reason, run):
+    """Nothing is chosen here, and a plan has its own."""
+    code, _, err = run("verify", TOWERS, *arguments)
+    assert code == 2
+    assert reason in err
+
+
 @pytest.mark.parametrize("verb", ["verify", "train"])
 def test_a_device_that_is_not_there_is_told_before_anything_runs(verb, run, monkeypatch):
     """And nothing has used CUDA by then, or forked ranks could not."""

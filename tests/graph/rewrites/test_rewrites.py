@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -111,6 +112,31 @@ class Bags(nn.Module):
         return self.out(joined).square().mean()
 
 
+class Blocks(nn.Module):
+    """Repeated layers, which ``granularity="layer"`` takes as one operator each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Block(nn.Module):
+    """A layer with one pair of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
 def features(width: int) -> Tensor:
     return torch.randn(SAMPLES, width, dtype=torch.float64)
 
@@ -213,6 +239,49 @@ def test_a_rewrite_is_undone_where_a_parameter_is_read_twice() -> None:
         rewritten(Shared(nn.Linear, F.relu), features(6), "join-split")
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "join-split@join.weight+typo",
+            "at join.weight, typo: no operator is of that kind",
+        ),
+        ("tensor-split=3@join.weight", "join.weight: 8 features are not 3 equal parts"),
+        ("tensor-split=8", "b.weight, a.weight: 6 features are not 8 equal parts"),
+    ],
+)
+def test_a_named_site_that_cannot_be_rewritten_is_refused(text: str, reason: str) -> None:
+    """With what is wrong with it, or with all that there are."""
+    with pytest.raises(CaptureError, match=re.escape(reason)):
+        capture(Towers(nn.Linear, nn.Dropout(0.5)).double(), features(6), rewrites=[text])
+
+
+class InPlace(Towers):
+    """A join that is changed in place, by a call whose result nobody reads."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__(nn.Linear, F.relu)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.a(x), self.b(x)], -1)
+        self.change(joined)
+        return F.linear(joined, self.join.weight).square().mean() + joined.mean()
+
+
+def test_an_activation_in_place_is_done_per_branch() -> None:
+    """And for those who read all of it."""
+    rewritten(InPlace(F.relu_), features(6), "join-split")
+    rewritten(Towers(nn.Linear, F.relu_), features(6), "join-split")
+
+
+def test_what_is_changed_in_place_through_a_view_is_left_alone() -> None:
+    """Parts of the join would be those from before the change."""
+    module = InPlace(lambda joined: joined.view(-1).relu_())
+    with pytest.raises(CaptureError, match=r"join\.weight: cat is changed in place by relu_"):
+        rewritten(module, features(6), "join-split")
+
+
 def test_dropout_that_draws_is_left_alone() -> None:
     """Its random numbers are those of the whole value."""
     module = Towers(nn.Linear, nn.Dropout(0.5))
@@ -250,3 +319,11 @@ def test_what_is_no_rewrite_is_refused(text: str, reason: str) -> None:
     """With the names that there are, or the way to write it."""
     with pytest.raises(ValueError, match=reason):
         Rewrite.parse(text)
+
+
+def test_branches_inside_a_layer_are_operators() -> None:
+    """They would be of no use if the layer were one operator again."""
+    names = [op.name for op in rewritten(Blocks(), features(6), "tensor-split").graph.ops]
+    for layer in range(2):
+        path = f"layers.{layer}.mlp.2"
+        assert {f"{path}[0:4]", f"{path}[4:8]", f"{path}[sum 0]"} <= set(names)

@@ -33,14 +33,14 @@ from anabranch.cli.output import (
 )
 from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
-from anabranch.cli.rewriting import named_rewrites
+from anabranch.cli.rewriting import required_rewrites
 from anabranch.cli.settings import (
     AsJson,
     EstimatedModelSettings,
+    NamedRewrites,
     PlannerNames,
     PlanningSettings,
     PolicyNames,
-    Rewrites,
     Shape,
 )
 from anabranch.cli.spread import spread
@@ -78,7 +78,7 @@ def compare(
         ),
     ] = None,
     shape: Shape = None,
-    rewrite: Rewrites = "none",
+    rewrite: NamedRewrites = "none",
     policy: Annotated[
         PolicyNames | None,
         typer.Option(help="With --mode async: only this policy; repeatable [default: all]."),
@@ -128,8 +128,7 @@ def compare(
         raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
     source = model.source
-    named = named_rewrites(rewrite, source, planning.mode)
-    source = replace(source, rewrites=named or ())
+    source = replace(source, rewrites=required_rewrites(rewrite, source, planning.mode))
     costs, optimizer = source.profile_and_optimizer(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )

@@ -98,7 +98,7 @@ def plan(
     from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
     from anabranch.solve import baselines as compared
-    from anabranch.solve import choose_rewrite, explain, foreseen
+    from anabranch.solve import choose_rewrite, explain, foreseen, gain_note
     from anabranch.solve import plan as search
 
     start_plan = load_plan(start) if start is not None else None
@@ -145,14 +145,12 @@ def plan(
         except InfeasiblePlanError as error:
             failure = error
         if fixed is None and not (written is not None and interrupted(written)):
-            tried = try_rewrites(
-                source, costs, lambda s: costs_of(s)[0], searched, fits=written is not None
-            )
-        best = choose_rewrite(written, [plan for plan, _ in tried.plans.values()])
+            tried = try_rewrites(source, costs, lambda s: costs_of(s)[0], searched, written)
+        best = choose_rewrite(written, tried.found)
         if best is None:
             assert failure is not None
             raise failure
-        costs = next((own for plan, own in tried.plans.values() if plan is best), costs)
+        _, costs = tried.origin(best) or ((), costs)
     except InvalidPlanError as error:
         if start_plan is None:
             raise
@@ -163,6 +161,8 @@ def plan(
             "there is one, and with --planner sequential or data-parallel at once"
         ) from None
     chosen, best = best, replace(best, options=source.recorded())
+    if written is not None and chosen is not written:
+        best = replace(best, notes=(*best.notes, gain_note(written, best)))
     if start_plan is not None:
         note_other_model(start_plan, costs.graph)
     if model.file is not None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import typer
 
 from anabranch.cli.job import Job
 from anabranch.cli.output import print_json, say, say_error
-from anabranch.cli.settings import AsJson, LocalPlanSettings, TrainedModelSettings
+from anabranch.cli.rewriting import required_rewrites
+from anabranch.cli.settings import (
+    AsJson,
+    LocalPlanSettings,
+    NamedRewrites,
+    TrainedModelSettings,
+)
 from anabranch.cli.spread import spread
 
 
@@ -24,19 +31,32 @@ def verify(
             "device. stage: as training draws them, which one process cannot."
         ),
     ] = "off",
+    rewrite: NamedRewrites = "none",
     as_json: AsJson = False,
 ) -> None:
     """Train one step as a pipeline and in one process; compare loss and every gradient.
 
     Both accumulate the same micro-batches in the same order. Without --plan, stages have no
     replicas, so that everything is equal bit for bit. The whole batch at once is compared as well,
-    which shows what micro-batches change. Exits with 1 if a difference is more than rounding.
+    which shows what micro-batches change. With --rewrite, or by a plan that has rewrites, slices of
+    parameters are compared with those of the module as it is written. Exits with 1 if a difference
+    is more than rounding.
 
-    Example: `anabranch verify mypackage.mymodel:workload --devices 4`
+    Examples:
+
+    - `anabranch verify mypackage.mymodel:workload --devices 4`
+    - `anabranch verify dlrm --devices 4 --rewrite join-split,table-split`
     """
     from anabranch.verification import verify as compare
 
-    job = Job.of(model.source, local)
+    source = model.source
+    if named := required_rewrites(rewrite, source):
+        if local.plan_file is not None:
+            raise typer.BadParameter(
+                f"{local.plan_file} decides what --rewrite would; leave out one of them"
+            )
+        source = replace(source, rewrites=named)
+    job = Job.of(source, local)
     plan = job.plan or job.search(local, max_replicas=1)
     result = compare(
         job.workload, plan, captured=job.captured, device=local.device, dropout=dropout

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from anabranch.errors import CaptureError
 from anabranch.graph.flat_program import FlatProgram
 from anabranch.graph.rewrites.join_split import join_split
 from anabranch.graph.rewrites.products import products
@@ -83,13 +84,29 @@ def rewrite(program: FlatProgram, rewrites: Sequence[Rewrite]) -> tuple[list[Rew
     """Rewrite a program in place.
 
     Returns:
-        The rewrites with the sites that they were applied to, and why others were left out.
+        The rewrites with the sites that they were applied to; and for each, why other sites were
+        left as they are.
     """
-    applied, refusals = [], []
+    applied, reasons = [], []
     for rule in rewrites:
         sites = Sites(rule.sites)
         REWRITES[rule.name](program, sites, rule.parts)
         program.drop_dead()
         applied.append(replace(rule, sites=tuple(sites.rewritten)))
-        refusals += [f"{rule.name} of {site}: {reason}" for site, reason in sites.refused.items()]
-    return applied, refusals
+        reasons.append(sites.reasons())
+    return applied, reasons
+
+
+def require_sites(
+    module: str, asked: Sequence[Rewrite], applied: Sequence[Rewrite], reasons: Sequence[str]
+) -> None:
+    """Refuse a rewrite that was asked for and has not changed a program, or not where it was to.
+
+    Raises:
+        CaptureError: with the reason.
+    """
+    for rule, done, why in zip(asked, applied, reasons, strict=True):
+        missing = [site for site in rule.sites or () if site not in (done.sites or ())]
+        if missing or not done.sites:
+            where = f" at {', '.join(missing)}" if missing else ""
+            raise CaptureError(f"{rule.name} changes nothing in {module}{where}: {why}")

@@ -12,6 +12,11 @@ from anabranch.graph import flat_program
 from anabranch.graph.flat_program import APART, FlatProgram, PlaceholderSource, set_value
 from anabranch.graph.slices import Slice
 
+ARITY = 4
+"""Terms that one operator of a tree of sums adds up. Fewer operators are placed better: three
+searches for dlrm with 2,048 samples find 46.9 to 50.7 ms with 4, 49.4 to 54.1 with 2; candle-uno
+and 256 samples gain nothing. In another order of the terms plans differ as two searches do."""
+
 
 def insert(like: fx.Node, path: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert a call before another one; calls of one path can be an operator of that name."""
@@ -40,14 +45,16 @@ def slice_of(program: FlatProgram, parameter: fx.Node, dim: int, start: int, sto
 
 
 def sum_tree(like: fx.Node, path: str, terms: Sequence[fx.Node]) -> fx.Node:
-    """Insert the sum of terms before a call, neighbours first, each sum an operator of its own."""
+    """Insert the sum of terms before a call: ``ARITY`` neighbours at a time, each such sum an
+    operator of its own, then sums of these.
+    """
     level, count = list(terms), 0
     while len(level) > 1:
-        pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
+        neighbours = [level[i : i + ARITY] for i in range(0, len(level), ARITY)]
         level = []
-        for pair in pairs:
-            if len(pair) == 2:
-                pair = [insert(like, f"{path}[sum {count}]", torch.ops.aten.add.Tensor, *pair)]
-                count += 1
-            level += pair
+        for total, *others in neighbours:
+            for term in others:
+                total = insert(like, f"{path}[sum {count}]", torch.ops.aten.add.Tensor, total, term)
+            level.append(total)
+            count += bool(others)
     return level[0]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.graph.call_traits import arguments, base_name
-from anabranch.graph.flat_program import PARAMETER, FlatProgram
+from anabranch.graph.flat_program import PARAMETER, FlatProgram, written
 from anabranch.graph.operations import words
 from anabranch.graph.rewrites.calls import insert, slice_of
 from anabranch.graph.rewrites.sites import NotSliceableError
@@ -47,6 +47,8 @@ class SlicedValues:
         self._program, self.path = program, path
         self._known: dict[tuple[fx.Node, int, int, int], fx.Node] = {}
         self.visited: set[fx.Node] = set()
+        changes = [(node, target) for node in program.calls for target in written(node)]
+        self._changes = [(node, target.meta.get("storage")) for node, target in changes]
 
     def at(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         """A node with entries ``start`` to ``stop`` of a dimension of a value.
@@ -72,6 +74,11 @@ class SlicedValues:
         if source is not None:
             first = self._program.calls[0]
             return insert(first, self.path, aten.slice.Tensor, node, dim, start, stop)
+        changes = [n for n, storage in self._changes if storage == node.meta["storage"]]
+        is_chain = len(node.users) == 1 and self.visited.issuperset(node.users)
+        for change in changes:
+            if change is not node and not (is_chain and change in self.visited):
+                raise NotSliceableError(f"{node.name} is changed in place by {change.name}")
         name = base_name(node)
         rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name)
         if rule is None or node.op != "call_function":
