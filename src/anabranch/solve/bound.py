@@ -1,0 +1,149 @@
+"""A lower bound of the step of any plan, by a relaxation.
+
+The operators of a stage share its replicas and its micro-batch size. Here each operator takes those
+that are cheapest for it alone. On r devices, each with x = B / r samples in slices of n, and with f
+and b the seconds of its forward and backward, operator o takes of each device::
+
+    busy(o, r)     min over n of  x / n * (f(n) + b(n))  +  update
+    summed(o, r)   min over n of  x / n * (f(n) + b(n)) - b(n)  +  all-reduce over r devices
+
+A step of T seconds is at least the sum of ``busy`` over the operators of a stage, which a device
+computes one after the other. It is at least the sum of ``summed`` as well: the first gradients are
+final after all but the last backward, and all-reduces of the same devices take turns. So it is at
+least any mean of both, and since stages share the D devices::
+
+    sum over o of  min over r of  r * mean(busy(o, r), summed(o, r))  <=  D * T
+
+Before a stage's first forward its inputs have come the longest way from the beginning, and after
+its last backward their gradients go back. What of this way lies in the stage itself is in ``busy``
+already, as one micro-batch; without that, ``idle(o)`` seconds are left to the operators before o::
+
+    sum over o of  min over r of  r * (mean - one micro-batch) / (T - idle(o))  <=  D
+
+Only those r count that operator o allows: ``idle`` and its own seconds fit in T. The least T for
+which all of this holds is the bound. It holds for plans with one stage on each device; messages
+are left out of it, since any two operators may share a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from anabranch.cost import CostModel
+from anabranch.cost.communication import transfer_s
+from anabranch.cost.model import Floats
+from anabranch.graph.opgraph import BATCH
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of ``busy`` in a mean with ``summed``; each gives a bound, and the largest holds."""
+
+ROUNDING = 1e-4
+"""Share of the bound that it may be too low: where the search for it ends."""
+
+
+def step_bound(cost: CostModel, batch_size: int) -> float:
+    """Seconds that a step of any plan takes at least, if each device has one stage."""
+    relaxed = _Relaxation.of(cost, batch_size)
+    low, high = 0.0, float(relaxed.least[0].max() + relaxed.busy[0].sum())
+    while high - low > ROUNDING * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if relaxed.fits(middle) else (middle, high)
+    return low
+
+
+@dataclass(frozen=True, slots=True)
+class _Relaxation:
+    """Seconds of every operator alone: [replicas - 1, operator] of each device, or [operator].
+
+    Attributes:
+        least: the shortest step that an operator allows; infinite for too many replicas.
+        first_s: forward of the smallest slice, and ``last_s`` its backward.
+        idle_s: of the forwards before it and of the backwards behind its own, on the longest path;
+            ``idle_before_s`` of the forwards alone.
+    """
+
+    busy: Floats
+    summed: Floats
+    least: Floats
+    first_s: Floats
+    last_s: Floats
+    idle_s: Floats
+    idle_before_s: Floats
+
+    @staticmethod
+    def of(cost: CostModel, batch_size: int) -> _Relaxation:
+        """Price the operators of a model."""
+        samples, forward_s, backward_s = _least_seconds(cost, batch_size)
+        before_s = _path_before(forward_s[0], cost.graph.edges)
+        behind_s = _path_before(backward_s[0], _edges_of_gradients(cost))
+        held = cost.own_parameter_bytes
+        update_s = cost.update.byte_s * held.trainable
+        shape = cost.cluster.num_devices, len(cost.graph)
+        busy, summed, least = (np.full(shape, np.inf) for _ in range(3))
+        for replicas in range(1, min(shape[0], batch_size) + 1):
+            fitting = samples <= max(-(-batch_size // replicas), samples[0])
+            passes = batch_size / replicas / samples[fitting, None]
+            compute_s = passes * (forward_s + backward_s)[fitting]
+            ring_s = transfer_s(held.summed, *cost.ring_price((0, replicas - 1), replicas))
+            row = replicas - 1
+            busy[row] = compute_s.min(axis=0) + update_s / replicas
+            summed[row] = np.maximum(compute_s - backward_s[fitting], 0.0).min(axis=0) + ring_s
+            least[row] = before_s + np.maximum(busy[row] + behind_s, summed[row])
+        first_s, last_s = forward_s[0], backward_s[0]
+        return _Relaxation(busy, summed, least, first_s, last_s, before_s + behind_s, before_s)
+
+    def fits(self, step_s: float) -> bool:
+        """Return whether the devices may be enough for a step of this length."""
+        return all(self._devices(step_s, share) <= len(self.busy) for share in SHARES)
+
+    def _devices(self, step_s: float, share: float) -> float:
+        """Devices that operators need at least, by one mean of ``busy`` and ``summed``."""
+        possible = self.least <= step_s
+        replicas = np.arange(1, len(self.busy) + 1)[:, None]
+
+        def taken(busy: Floats, summed: Floats) -> Floats:
+            mean = share * busy + (1 - share) * summed
+            used: Floats = np.where(possible, replicas * mean, np.inf).min(axis=0)
+            return used
+
+        busy, summed = (np.where(possible, s, 0.0) for s in (self.busy, self.summed))
+        rest = taken(
+            np.maximum(busy - self.first_s - self.last_s, 0.0),
+            np.maximum(summed - self.first_s, 0.0),
+        )
+        left_s = step_s - share * self.idle_s - (1 - share) * self.idle_before_s
+        if left_s.min() <= 0:
+            return np.inf
+        return max(float(taken(busy, summed).sum()) / step_s, float((rest / left_s).sum()))
+
+
+def _least_seconds(cost: CostModel, batch_size: int) -> tuple[Floats, Floats, Floats]:
+    """Return sample counts up to a batch, and [count, operator] the seconds of forward and backward
+    for so many samples or more. Between the counts seconds are linear.
+    """
+    if cost.profile.proportional:
+        counts = [1, batch_size]
+    else:
+        counts = [n for n in cost.profile.samples if n <= batch_size]
+        if not counts or (counts[-1] < batch_size and cost.covers(batch_size)):
+            counts.append(max(batch_size, cost.profile.samples[0]))
+    seconds = np.array([cost.op_seconds(n) for n in counts])
+    seconds = np.minimum.accumulate(seconds[::-1], axis=0)[::-1]
+    return np.array(counts, np.float64), seconds[:, 0], seconds[:, 1]
+
+
+def _edges_of_gradients(cost: CostModel) -> set[tuple[int, int]]:
+    """Return pairs of operators between which a value has a gradient."""
+    values = (v for v in cost.graph.values if v.grad and v.producer != BATCH)
+    return {(value.producer, consumer) for value in values for consumer in value.consumers}
+
+
+def _path_before(seconds: Floats, edges: Iterable[tuple[int, int]]) -> Floats:
+    """Return per operator the seconds of the longest path of operators before it."""
+    before = np.zeros(len(seconds))
+    for a, b in sorted(edges):
+        before[b] = max(before[b], before[a] + seconds[a])
+    return before

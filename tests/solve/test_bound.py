@@ -1,0 +1,90 @@
+"""The bound of a step: by eye, below any simulated step, and below all plans of small models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.planner.exhaustive import Exhaustive
+from anabranch.schedule import SCHEDULES, compute_order
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.run import simulate
+from anabranch.solve.bound import step_bound
+from anabranch.solve.floors import work_floor
+from tests.planner.helpers import cost_model as planning_cost
+from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs
+from tests.strategies import planning_profiles
+
+
+def test_work_is_shared_by_all_devices():
+    """Operators without parameters: 8 samples of 10 s over 4 devices, each with two of them."""
+    cost = cost_model(chain(2), [1, 3], [2, 4], cluster(4))
+    assert step_bound(cost, 8) == pytest.approx(20.0, rel=1e-3)
+
+
+def test_gradients_that_are_large_keep_an_operator_on_one_device():
+    """10 s a sample, but an all-reduce of 1,000 s between two devices: 4 samples on one of them."""
+    cost = cost_model((), [4], [6], cluster(2, bandwidth=1.0), parameter_bytes=1000, value_bytes=0)
+    assert step_bound(cost, 4) == pytest.approx(40.0, rel=1e-3)
+
+
+def test_gradients_are_summed_while_the_last_backward_runs():
+    """One sample each on two devices, 4 s forward and 6 s backward, beside which 9 s of all-reduce
+    begin: 13 s, less than the 20 s of one device.
+    """
+    cost = cost_model((), [4], [6], cluster(2, bandwidth=1.0), parameter_bytes=9, value_bytes=0)
+    assert step_bound(cost, 2) == pytest.approx(13.0, rel=1e-3)
+
+
+def test_a_device_is_idle_until_its_first_micro_batch_comes():
+    """Of two operators that allow one device each, the second waits for a forward of the first, and
+    so does the step for the way back: 8 samples of 2 s, and 2 s for both ways of one.
+    """
+    cost = cost_model(
+        chain(2), [1, 1], [1, 1], cluster(2, bandwidth=1.0), parameter_bytes=10**6, value_bytes=0
+    )
+    assert step_bound(cost, 8) == pytest.approx(18.0, rel=1e-3)
+
+
+@given(priced_stage_graphs())
+def test_no_step_is_below_the_bound(drawn):
+    """Stages, replicas, micro-batches, schedule and links as they may be."""
+    graph, cost, schedule = drawn
+    step = simulate(graph, compute_order(graph, schedule), ModelCosts(graph, cost))
+    assert step_bound(cost, graph.batch_size) <= step.end * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    planning_profiles(4, series_parallel=False),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.sampled_from([1.0, 4.0, 1e9]),
+    st.booleans(),
+)
+def test_no_plan_of_a_small_model_is_below_the_bound(profile, devices, batch, bandwidth, shared):
+    """Of all partitions, replicas and micro-batch sizes, under the schedules of the planner."""
+    cost = planning_cost(profile, devices, bandwidth=bandwidth)
+    cost = replace(cost, shard_optimizer=shared)
+    bound = step_bound(cost, batch)
+    assert bound >= work_floor(cost, batch) * (1 - 1e-3)
+    assert bound <= _least_step_s(cost, batch) * (1 + 1e-9)
+
+
+def _least_step_s(cost: CostModel, batch: int) -> float:
+    """The shortest step of all plans that planner ``exhaustive`` tries."""
+    planner, least = Exhaustive(), float("inf")
+    try:
+        for graph in planner(cost, batch_size=batch):
+            for schedule in planner.schedules:
+                filled = SCHEDULES[schedule]().warm_up(graph)
+                order = compute_order(filled, schedule)
+                least = min(least, simulate(filled, order, ModelCosts(filled, cost)).end)
+    except InfeasiblePlanError:
+        pass
+    return least
