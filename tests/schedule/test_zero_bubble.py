@@ -1,0 +1,104 @@
+"""Lists with split backwards: as published on chains, and right on any stage graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.errors import InvalidScheduleError
+from anabranch.plans.in_flight import with_in_flight
+from anabranch.plans.stages import StageGraph
+from anabranch.schedule.check import check
+from anabranch.schedule.kfkb import KFKB
+from anabranch.schedule.lower import lower
+from anabranch.schedule.zero_bubble import InputsFirst, ZeroBubble
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.run import simulate
+from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
+from tests.strategies import stage_graphs
+
+RULES = [InputsFirst(), ZeroBubble(), ZeroBubble(memory=2)]
+
+
+def row(stages: int, microbatches: int) -> StageGraph:
+    """Equal stages in a row, one sample in each micro-batch."""
+    return stage_graph(chain(stages), [(i,) for i in range(stages)], microbatches)
+
+
+def step_s(rule: KFKB | InputsFirst | ZeroBubble, graph: StageGraph, *, back: float = 2.0) -> float:
+    """Seconds of a step whose forwards take 1 s."""
+    count = len(graph)
+    cost = cost_model(graph.edges, [1.0] * count, [back] * count, cluster(count))
+    filled = rule.warm_up(graph)
+    return simulate(filled, rule.order(filled), ModelCosts(filled, cost)).end
+
+
+def test_gradients_of_weights_fill_the_gaps():
+    """A chain of three: the last stage sends gradients back at once, and computes those of its
+    weights when it holds three micro-batches, or has nothing else to do.
+    """
+    filled = ZeroBubble().warm_up(row(3, 4))
+    assert str(ZeroBubble().order(filled)).splitlines() == [
+        "0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1: 1F0 1F1 1F2 1I0 1W0 1I1 1W1 1I2 1F3 1W2 1I3 1W3",
+        "2: 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2W1 2F3 2I3 2W2 2W3",
+    ]
+
+
+def test_halves_at_once():
+    """As the rule has it, but the gradient of the inputs can be sent before the other half."""
+    filled = InputsFirst().warm_up(row(2, 2))
+    assert str(InputsFirst().order(filled)) == "0: 0F0 0F1 0B0 0B1\n1: 1F0 1I0 1W0 1F1 1I1 1W1"
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 4), (4, 16), (6, 12), (8, 8)])
+def test_a_row_takes_what_is_published(stages, microbatches):
+    """Of 1F1B's bubble of 3 (p - 1) forwards p - 1 are left (H1: (p - 1)(F + I - W), section 2.2);
+    less cannot be where the first forward and the last update are in the step. The simulator takes
+    both halves as equal.
+    """
+    graph, work = row(stages, microbatches), 3.0 * microbatches
+    assert step_s(KFKB(), graph) == work + 3 * (stages - 1)
+    best = min(step_s(rule, graph) for rule in (ZeroBubble(), ZeroBubble(memory=2)))
+    assert best == work + stages - 1
+    assert step_s(ZeroBubble(), graph) <= 1.05 * best
+    assert best <= step_s(InputsFirst(), graph) <= step_s(KFKB(), graph)
+
+
+def test_no_more_memory_than_the_fullest_stage():
+    """H1 holds what the first stage of 1F1B holds, H2 twice as much, none more than there is."""
+    graph = row(4, 16)
+    assert [s.in_flight for s in ZeroBubble().warm_up(graph).stages] == [4, 4, 4, 4]
+    assert [s.in_flight for s in ZeroBubble(2).warm_up(graph).stages] == [8, 8, 8, 8]
+    room = ZeroBubble(2).warm_up(graph, lambda s: 5 if s == 1 else 100)
+    assert [s.in_flight for s in room.stages] == [8, 5, 5, 5]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@given(stage_graphs(max_stages=5), st.booleans())
+def test_any_stage_graph_is_ordered(rule, graph, shared):
+    """Unequal micro-batches, replicas, and several stages on a device: every order passes the
+    check with its messages, which includes what is in flight and that nobody waits for ever.
+    """
+    if shared:
+        stages = tuple(replace(stage, devices=(s % 2,)) for s, stage in enumerate(graph.stages))
+        graph = replace(graph, stages=stages)
+    filled = rule.warm_up(graph)
+    check(lower(rule.order(filled), filled), filled)
+
+
+@given(stage_graphs(max_stages=5))
+def test_it_is_never_longer_than_1f1b(graph):
+    """Where stages are as balanced as the rule takes them to be."""
+    graph = stage_graph(graph.edges, [(i,) for i in range(len(graph))], 12)
+    assert step_s(ZeroBubble(), graph) <= step_s(KFKB(), graph)
+
+
+def test_too_few_in_flight_is_refused():
+    """Counts of a plan file that rise along an edge."""
+    graph = row(2, 4)
+    with pytest.raises(InvalidScheduleError, match="warm-up rises"):
+        ZeroBubble().order(with_in_flight(graph, (1, 3)))
