@@ -81,21 +81,21 @@ class InputsFirst:
     """1F1B whose backwards are split: gradients of inputs, which are sent, then those of weights.
 
     Attributes:
-        rule: the order of forwards and backwards.
+        increase: of the warm-up per stage edge, see ``KFKB.per_hop``.
     """
 
-    rule: KFKB = KFKB()
+    increase: int = 1
 
     @property
     def per_hop(self) -> int:
         return 0
 
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
-        """Set in-flight counts as the rule does."""
-        return self.rule.warm_up(graph, room)
+        """Set in-flight counts as 1F1B does."""
+        return KFKB(self.increase).warm_up(graph, room)
 
     def order(self, graph: StageGraph) -> Schedule:
-        """Return the order of the rule with both halves of a backward in its place."""
+        """Return the order of 1F1B with both halves of a backward in its place."""
 
         def halves(action: Action) -> tuple[Action, ...]:
             if action.kind is Kind.FORWARD or not graph.predecessors[action.stage]:
@@ -103,7 +103,7 @@ class InputsFirst:
             kinds = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
             return tuple(replace(action, kind=kind) for kind in kinds)
 
-        whole = self.rule.order(graph).actions
+        whole = KFKB(self.increase).order(graph).actions
         return Schedule(
             {
                 device: Order(half for action in actions for half in halves(action))
