@@ -9,7 +9,7 @@ starts and ends; on those of the host as many bytes really travel.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from anabranch.runtime.collectives import Pending
 from anabranch.runtime.compute.stage_compute import Key, Outcome
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import Layout, gradient_ports
+from anabranch.schedule.schedule import Kind
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.sums import gradient_marks
 
@@ -138,30 +139,39 @@ class EmulatedCompute:
     """
 
     def __init__(
-        self, layout: Layout, costs: StepCosts, clock: DeviceClock, sums: EmulatedSums
+        self,
+        layout: Layout,
+        costs: StepCosts,
+        clock: DeviceClock,
+        sums: EmulatedSums,
+        split: Collection[int] = (),
     ) -> None:
         self._layout, self._costs, self._clock, self._sums = layout, costs, clock, sums
+        self._split = split
         self._buffers: dict[torch.Size, Tensor] = {}
 
     def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
         return Outcome()
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        self._wait(key, 0)
+        self._wait(key, Kind.FORWARD)
         program = self._layout.program(*key)
         return {port.value: self._buffer(program.shapes[port.value][0]) for port in program.outputs}
 
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
-        self._wait(key, 1)
+        self._wait(key, Kind.INPUT_GRADIENT if key[0] in self._split else Kind.BACKWARD)
         program = self._layout.program(*key)
         ports = gradient_ports(program.inputs)
         return {port: self._buffer(program.shapes[port.value][0]) for port in ports}
 
-    def _wait(self, key: Key, which: int) -> None:
+    def weight_gradients(self, key: Key) -> None:
+        self._wait(key, Kind.WEIGHT_GRADIENT)
+
+    def _wait(self, key: Key, kind: Kind) -> None:
         self._clock.charge()
         start, stop = self._layout.slice(*key)
-        seconds = self._costs.compute_s(key[0], stop - start)[which]
-        if which:
+        seconds = self._costs.pass_s(key[0], kind, stop - start)
+        if not kind.is_forward:
             seconds = self._sums.during(key[0], stop - start, seconds)
         self._clock.pass_by(seconds)
         self._clock.resume()

@@ -79,7 +79,9 @@ class EmulatedPipeline:
             emulation.plan.stage_graph,
             emulation.schedule,
             device,
-            EmulatedCompute(layout, emulation.costs, self._clock, self._sums),
+            EmulatedCompute(
+                layout, emulation.costs, self._clock, self._sums, emulation.schedule.split_stages
+            ),
             self._links,
             emulation.plan.stage_graph.rank_of,
             place=_CPU,

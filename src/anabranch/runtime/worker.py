@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Protocol
@@ -198,6 +199,7 @@ def _handovers(worker: Worker) -> Mapping[Action, Sequence[_Handover]]:
     """Map a compute to the tensors that its stage hands to other stages of this device."""
     handovers: defaultdict[Action, list[_Handover]] = defaultdict(list)
     graph, items, me = worker.graph, worker.layout.items, worker.device
+    split = worker.schedule.split_stages
     for x, y in graph.edges:
         if me not in graph.stages[x].devices or me not in graph.stages[y].devices:
             continue
@@ -213,7 +215,8 @@ def _handovers(worker: Worker) -> Mapping[Action, Sequence[_Handover]]:
             handovers[Action(x, Kind.FORWARD, i)].append(_Handover(sent, received, (y, j)))
             sent = items(Action(y, Kind.SEND_BACKWARD, *back))
             received = items(Action(x, Kind.RECEIVE_BACKWARD, *there))
-            handovers[Action(y, Kind.BACKWARD, j)].append(_Handover(sent, received, (x, i)))
+            kind = Kind.INPUT_GRADIENT if y in split else Kind.BACKWARD
+            handovers[Action(y, kind, j)].append(_Handover(sent, received, (x, i)))
     return handovers
 
 
@@ -342,14 +345,24 @@ class Run:
         arrived = self.gradients.pop(task.key, None) or {}
         gradients = {port: assemble(parts) for port, parts in arrived.items()}
         stage = task.action.stage
+        with self.watched(task):
+            self.returned.pop(stage, None)
+            self.returned[stage] = self.compute.backward(task.key, gradients)
+        self.hand_over(task)
+
+    def weight_gradients(self, task: _Task) -> None:
+        with self.watched(task):
+            self.compute.weight_gradients(task.key)
+
+    @contextmanager
+    def watched(self, task: _Task) -> Iterator[None]:
+        """Tell the watcher of the compute in which gradients become final."""
         watcher = self.watcher if task.is_last else None
         if watcher is not None:
-            watcher.before_last(stage)
-        self.returned.pop(stage, None)
-        self.returned[stage] = self.compute.backward(task.key, gradients)
+            watcher.before_last(task.action.stage)
+        yield
         if watcher is not None:
-            watcher.after_last(stage)
-        self.hand_over(task)
+            watcher.after_last(task.action.stage)
 
     def hand_over(self, task: _Task) -> None:
         for handover in task.handovers:
@@ -365,6 +378,8 @@ def _nothing(kind: str) -> Tensor:
 _DO: dict[Kind, Callable[[Run, _Task], None]] = {
     Kind.FORWARD: Run.forward,
     Kind.BACKWARD: Run.backward,
+    Kind.INPUT_GRADIENT: Run.backward,
+    Kind.WEIGHT_GRADIENT: Run.weight_gradients,
     Kind.SEND_FORWARD: Run.send,
     Kind.SEND_BACKWARD: Run.send,
     Kind.RECEIVE_FORWARD: Run.receive,

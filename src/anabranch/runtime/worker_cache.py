@@ -131,6 +131,7 @@ class WorkerCache:
                 prepared,
                 seed=self.seed,
                 loss_scale=self.loss_scale if options == self.options else None,
+                split=schedule.split_stages,
             ),
             self.transport,
             self.stage_graph.rank_of,

@@ -12,13 +12,20 @@ from anabranch.schedule.check import check_order, checked
 from anabranch.schedule.gpipe import GPipe
 from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.schedule import Schedule
+from anabranch.schedule.zero_bubble import InputsFirst, ZeroBubble
 
 SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
     "1f1b": KFKB,
     "1f1b-deep": lambda: KFKB(per_hop=2),
     "gpipe": GPipe,
+    "1f1b-split": InputsFirst,
+    "1f1b-deep-split": lambda: InputsFirst(increase=2),
+    "zb-h1": ZeroBubble,
+    "zb-h2": lambda: ZeroBubble(memory=2),
 }
-"""Name -> rule. ``1f1b`` has the smallest warm-up, ``1f1b-deep`` twice as much per stage edge."""
+"""Name -> rule. ``1f1b`` has the smallest warm-up, ``1f1b-deep`` twice as much per stage edge. The
+last four split backwards, see ``zero_bubble``.
+"""
 
 
 def rule_named(name: str) -> ScheduleRule:

@@ -201,6 +201,12 @@ class Schedule:
         known = {id(a): a if isinstance(a, Order) else Order(a) for a in self.actions.values()}
         return {device: known[id(actions)] for device, actions in self.actions.items()}
 
+    @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """Stages whose backwards are split into gradients of inputs and of weights."""
+        lists = self.actions.values()
+        return frozenset(a.stage for row in lists for a in row if a.kind is Kind.INPUT_GRADIENT)
+
     @property
     def is_lowered(self) -> bool:
         """True after sends and receives have been inserted."""

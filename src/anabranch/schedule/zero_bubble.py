@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import heappop, heappush
 
 from anabranch.errors import InvalidScheduleError
@@ -58,7 +59,7 @@ class ZeroBubble:
         return 0
 
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
-        """Set the most micro-batches between a forward and the end of its backward."""
+        """Set how many micro-batches are between a forward and the end of its backward at most."""
         least = least_in_flight(graph)
         sizes = [stage.microbatch_size for stage in graph.stages]
         most = self.memory * max(n * size for n, size in zip(least, sizes, strict=True))
@@ -68,12 +69,21 @@ class ZeroBubble:
             fitting = graph.num_microbatches(s) if room is None else room(s)
             allowed = min([-(-most // size), fitting, *(samples // size for samples in before)])
             counts.append(min(max(allowed, least[s]), graph.num_microbatches(s)))
-        return with_in_flight(graph, counts)
+        return with_in_flight(graph, _scheduled(with_in_flight(graph, counts)).most)
 
     def order(self, graph: StageGraph) -> Schedule:
         """Return the order in which computes start."""
         require_in_flight(graph)
-        return Schedule(_ListScheduler(graph).run())
+        lists = _scheduled(graph).lists
+        return Schedule({device: Order(actions) for device, actions in lists.items()})
+
+
+@lru_cache(maxsize=256)
+def _scheduled(graph: StageGraph) -> _ListScheduler:
+    """Return the simulation of a stage graph at its end; the same with counts that it reaches."""
+    scheduler = _ListScheduler(graph)
+    scheduler.run()
+    return scheduler
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,8 @@ class _ListScheduler:
     Attributes:
         ends: per stage, when its forwards and its gradients of inputs end, of those begun so far.
         done: per stage, micro-batches whose backward is complete.
+        most: per stage, micro-batches between forward and backward at most.
+        lists: the passes of each device.
     """
 
     def __init__(self, graph: StageGraph) -> None:
@@ -126,6 +138,7 @@ class _ListScheduler:
             {Kind.FORWARD: [], Kind.INPUT_GRADIENT: []} for _ in graph.stages
         ]
         self.done = [0] * len(graph)
+        self.most = [0] * len(graph)
         self.free = dict.fromkeys(graph.devices, 0.0)
         self.lists: dict[int, list[Action]] = {device: [] for device in graph.devices}
         self.beside = [
@@ -133,7 +146,8 @@ class _ListScheduler:
             for stage in graph.stages
         ]
 
-    def run(self) -> dict[int, Order]:
+    def run(self) -> None:
+        """Begin all passes."""
         graph = self.graph
         queue: list[Pass] = []
         current: list[Pass | None] = [None] * len(graph)
@@ -153,7 +167,6 @@ class _ListScheduler:
             start, _, _, s, kind = heappop(queue)
             self.begin(s, kind, start)
             changed = {*self.beside[s], *graph.predecessors[s], *graph.successors[s]}
-        return {device: Order(actions) for device, actions in self.lists.items()}
 
     def next_pass(self, s: int) -> Pass | None:
         """Return start, urgency and kind of the pass that a stage would begin next."""
@@ -212,6 +225,7 @@ class _ListScheduler:
         if kept in self.ends[s]:
             self.ends[s][kept].append(end)
         self.done[s] += kind.ends_backward
+        self.most[s] = max(self.most[s], len(self.ends[s][Kind.FORWARD]) - self.done[s])
         for device in stage.devices:
             self.free[device] = end
             self.lists[device].append(Action(s, kind, microbatch))

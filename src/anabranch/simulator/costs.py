@@ -20,6 +20,7 @@ from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.stages import StageGraph
 from anabranch.remembered import remembered
+from anabranch.schedule.schedule import Kind
 from anabranch.simulator.all_reduces import AllReduce, all_reduce_of
 from anabranch.simulator.stage_costs import StageCosts, stage_costs
 
@@ -63,6 +64,18 @@ class StepCosts(Protocol):
 
     def compute_s(self, stage: int, samples: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward."""
+
+    def weight_share(self, stage: int, samples: int) -> float:
+        """Share of a backward that gradients of weights take, where it is split."""
+        return 0.5
+
+    def pass_s(self, stage: int, kind: Kind, samples: int) -> float:
+        """Seconds of a forward, a backward or one of its halves."""
+        forward_s, backward_s = self.compute_s(stage, samples)
+        if kind is Kind.FORWARD:
+            return forward_s
+        share = self.weight_share(stage, samples) if kind is not Kind.BACKWARD else 0.0
+        return backward_s * (share if kind is Kind.WEIGHT_GRADIENT else 1.0 - share)
 
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """Bytes along a stage edge, forward and back."""

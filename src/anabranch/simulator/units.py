@@ -133,14 +133,12 @@ class ComputeUnits:
 
     @remembered
     def _priced(self, stage: int, kind: Kind, samples: int, is_last: bool) -> int:
-        forward_s, seconds = self._costs.compute_s(stage, samples)
+        seconds = self._costs.pass_s(stage, kind, samples)
         held, inside = self._costs.flight_bytes(stage, samples)
         before, after = inside, inside + held
         if kind is Kind.FORWARD:
-            seconds, before, after = forward_s, held, 0.0
+            before, after = held, 0.0
         elif kind is not Kind.BACKWARD:
-            # Profiles do not tell the halves apart; on matrix products they cost the same.
-            seconds /= 2
             before, after = (inside, 0.0) if kind is Kind.INPUT_GRADIENT else (0.0, after)
         if not is_last:
             return self.number(ComputeUnit(stage, seconds, before, after))

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anabranch
 from anabranch.graph.split import StageProgram, split
-from anabranch.runtime.compute.split_backward import DeferredWeights, with_deferred_weights
+from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
 
 SAMPLES, MICROBATCHES = 4, 3
 
@@ -66,6 +66,7 @@ def run(program: StageProgram, *, halves: bool, late: bool = False) -> dict[str,
         late: all second halves come at the end.
     """
     module: fx.GraphModule = program.module
+    noting, notes = noting_stage(program)
     parameters = dict(module.named_parameters())
     for parameter in parameters.values():
         parameter.grad = None
@@ -74,21 +75,25 @@ def run(program: StageProgram, *, halves: bool, late: bool = False) -> dict[str,
     for number in range(MICROBATCHES):
         leaf = torch.randn(SAMPLES, 16, generator=draw).relu().requires_grad_()
         token = torch.randint(0, 5, (SAMPLES,), generator=draw)
-        deferred = DeferredWeights()
-        call, deferring = with_deferred_weights(module, len(program.inputs), deferred)
-        (loss,) = (call if halves else module)(leaf, token)
+        (loss,) = (noting if halves else module)(leaf, token)
         if halves:
-            now = [p for p in parameters.values() if p not in deferring and p.requires_grad]
-            deferred.input_gradients([loss], [torch.ones_like(loss)], [leaf, *now])
-            waiting.append(deferred)
+            now = [p for p in parameters.values() if p.requires_grad and p not in notes.parameters]
+            loss.backward(retain_graph=True, inputs=[leaf, *now])
+            waiting += notes.take()
             while waiting and not late:
-                waiting.pop(0).weight_gradients()
+                waiting.pop(0).add_gradients()
         else:
             loss.backward()
         gradients[f"input {number}"] = leaf.grad
-    for deferred in waiting:
-        deferred.weight_gradients()
+    for call in waiting:
+        call.add_gradients()
     return gradients | {n: p.grad for n, p in parameters.items() if p.grad is not None}
+
+
+def noting_stage(program: StageProgram) -> tuple[fx.GraphModule, WeightNotes]:
+    """The stage with notes, and where these are."""
+    first = program.module.graph.find_nodes(op="placeholder")[0]
+    return with_notes(program.module, {first.name})
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -115,8 +120,8 @@ def test_weights_that_can_wait(program):
     """Those that one call behind the inputs reads alone: not a layer that is called twice, whose
     uses autograd adds up, nor a table, which is not behind the inputs.
     """
-    _, waiting = with_deferred_weights(program.module, len(program.inputs), DeferredWeights())
-    names = [name for name, p in program.module.named_parameters() if p in waiting]
+    _, notes = noting_stage(program)
+    names = [name for name, p in program.module.named_parameters() if p in notes.parameters]
     assert sorted(names) == [
         "conv.bias", "conv.weight", "frozen.bias", "frozen.weight", "last.weight", "matrix",
         "norm.bias", "norm.weight",
@@ -125,14 +130,14 @@ def test_weights_that_can_wait(program):
 
 def test_the_first_half_leaves_weights_alone(program):
     """What waits has no gradient until the second half."""
-    deferred = DeferredWeights()
-    call, waiting = with_deferred_weights(program.module, len(program.inputs), deferred)
+    noting, notes = noting_stage(program)
     for parameter in program.module.parameters():
         parameter.grad = None
     leaf = torch.randn(SAMPLES, 16, requires_grad=True)
-    (loss,) = call(leaf, torch.arange(SAMPLES))
-    deferred.input_gradients([loss], [torch.ones_like(loss)], [leaf])
+    (loss,) = noting(leaf, torch.arange(SAMPLES))
+    loss.backward(retain_graph=True, inputs=[leaf])
     assert leaf.grad is not None
-    assert all(parameter.grad is None for parameter in waiting)
-    deferred.weight_gradients()
-    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in waiting)
+    assert all(parameter.grad is None for parameter in notes.parameters)
+    for call in notes.take():
+        call.add_gradients()
+    assert all((p.grad is not None) == p.requires_grad for p in notes.parameters)

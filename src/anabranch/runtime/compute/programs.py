@@ -24,6 +24,7 @@ from anabranch.graph.embeddings import make_sparse
 from anabranch.graph.split import Split, StageProgram
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
 from anabranch.runtime.numerics.dropout import BySample, draws
 from anabranch.runtime.numerics.no_dropout import without_dropout
 from anabranch.runtime.numerics.precision import autocast, value_types
@@ -32,13 +33,15 @@ from anabranch.runtime.numerics.precision import autocast, value_types
 @dataclass(frozen=True, eq=False)
 class StageCall:
     """A stage for some samples: ``call`` takes ``(*inputs, *tied, *batch)``, ``by_sample`` after
-    the step's key and the first sample. ``is_random``: it draws from a generator.
+    the step's key and the first sample. ``is_random``: it draws from a generator. ``notes``: calls
+    whose weights can wait, of a stage with split backwards.
     """
 
     program: StageProgram
     call: Callable[..., tuple[Tensor, ...]]
     by_sample: bool
     is_random: bool
+    notes: WeightNotes | None = None
 
 
 class StagePrograms:
@@ -66,8 +69,15 @@ class StagePrograms:
         return replace(program, shapes=shapes)
 
     @remembered
-    def runnable(self, stage: int, samples: int) -> StageCall:
-        """Return the call of a stage; CaptureError if a random operation cannot draw by sample."""
+    def runnable(self, stage: int, samples: int, *, split: bool = False) -> StageCall:
+        """Return the call of a stage.
+
+        Args:
+            split: for backwards in two halves; of a compiled stage the first one is all.
+
+        Raises:
+            CaptureError: if a random operation cannot draw by sample.
+        """
         program = self.program(stage, samples)
         if self.options.sparse_embeddings:
             program = replace(program, module=with_sparse_lookups(program.module))
@@ -76,7 +86,12 @@ class StagePrograms:
         rewritten = None
         if self.options.dropout == "sample":
             rewritten = self._by_sample.rewritten(program, samples)
-        module: nn.Module = program.module if rewritten is None else rewritten
+        module = program.module if rewritten is None else rewritten
+        notes = None
+        if split and self.options.backend is None:
+            placeholders = program.module.graph.find_nodes(op="placeholder")
+            entering = zip(program.inputs, placeholders, strict=False)
+            module, notes = with_notes(module, {node.name for port, node in entering if port.grad})
         call: Callable[..., tuple[Tensor, ...]] = module
         if self.options.backend is not None:
             call = torch.compile(
@@ -85,7 +100,7 @@ class StagePrograms:
         if self.options.half is not None:
             call = self._cast(call)
         drawn = rewritten is None and is_random(program.module)
-        return StageCall(program, call, rewritten is not None, drawn)
+        return StageCall(program, call, rewritten is not None, drawn, notes)
 
     def _cast(self, call: Callable[..., Any]) -> Callable[..., Any]:
         half, place = self.options.half, self.place

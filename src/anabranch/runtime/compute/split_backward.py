@@ -19,8 +19,8 @@ several uses belongs to the first half: autograd adds up its uses in one order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 
 @dataclass(slots=True)
-class _Call:
+class CallWithWeights:
     """A call that reads weights, in the forward of one micro-batch.
 
     Attributes:
@@ -41,85 +41,83 @@ class _Call:
     arrived: tuple[Tensor | None, ...] = ()
 
     def keep(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Keep what arrives; a hook of autograd."""
         self.arrived = gradients
 
+    def add_gradients(self) -> None:
+        """Add the gradients of the parameters to theirs."""
+        arrived = {i: g for i, g in enumerate(self.arrived) if g is not None}
+        if arrived:
+            edges = [GradientEdge(self.node, number) for number in arrived]
+            torch.autograd.backward(edges, list(arrived.values()), inputs=self.parameters)
 
-@dataclass(slots=True)
-class DeferredWeights:
-    """Calls of one micro-batch whose weights have no gradients yet, in the order of the forward."""
 
-    calls: list[_Call] = field(default_factory=list)
+class WeightNotes:
+    """Calls with weights of the forward that runs, or ran last; one program's, for one rank.
+
+    Attributes:
+        parameters: whose gradients can wait for the second half.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: set[nn.Parameter] = set()
+        self._calls: list[CallWithWeights] = []
 
     def add(self, result: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Note the result of a call that reads these parameters."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if result.grad_fn is not None and trained:
-            call = _Call(result.grad_fn, trained)
+            call = CallWithWeights(result.grad_fn, trained)
             result.grad_fn.register_prehook(call.keep)
-            self.calls.append(call)
+            self._calls.append(call)
 
-    def input_gradients(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Iterable[Tensor]
-    ) -> None:
-        """Compute the gradients of inputs from those of results; the graph is kept.
-
-        Args:
-            inputs: all but the deferred parameters that are to have a gradient.
-        """
-        torch.autograd.backward(tensors, gradients, retain_graph=True, inputs=list(inputs))
-
-    def weight_gradients(self) -> None:
-        """Add the gradients of the deferred parameters to theirs, last calls first."""
-        for call in reversed(self.calls):
-            arrived = {i: g for i, g in enumerate(call.arrived) if g is not None}
-            if arrived:
-                edges = [GradientEdge(call.node, number) for number in arrived]
-                torch.autograd.backward(edges, list(arrived.values()), inputs=call.parameters)
-        self.calls.clear()
+    def take(self) -> list[CallWithWeights]:
+        """Return the calls of the last forward, last ones first."""
+        calls, self._calls = self._calls[::-1], []
+        return calls
 
 
 class _Note(nn.Module):
     """Identity that notes the result of a call."""
 
-    def __init__(self, deferred: DeferredWeights, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, notes: WeightNotes, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._deferred, self._read = deferred, tuple(parameters)  # a tuple is not registered
+        self._notes, self._read = notes, tuple(parameters)  # a tuple is not registered
 
     def forward(self, result: Tensor) -> Tensor:
-        self._deferred.add(result, self._read)
+        self._notes.add(result, self._read)
         return result
 
 
-def with_deferred_weights(
-    module: fx.GraphModule, inputs: int, deferred: DeferredWeights
-) -> tuple[fx.GraphModule, frozenset[nn.Parameter]]:
-    """Return the same stage with notes on the calls whose weights can wait, and these weights.
+def with_notes(
+    module: fx.GraphModule, inputs: Collection[str]
+) -> tuple[fx.GraphModule, WeightNotes]:
+    """Return the same stage, which notes its calls whose weights can wait.
 
     Args:
-        inputs: number of placeholders, the first ones, through which gradients go back.
-        deferred: where calls are noted; one micro-batch at a time.
+        inputs: names of the placeholders through which gradients go back.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(module.graph, copies))
-    result = fx.GraphModule(module, graph)
-    waiting: set[nn.Parameter] = set()
+    noting, notes = fx.GraphModule(module, graph), WeightNotes()
     for number, (node, parameters) in enumerate(_calls_with_weights(module, inputs).items()):
-        result.add_submodule(f"_deferred.{number}", _Note(deferred, parameters))
-        call = copies[node]
-        with graph.inserting_after(call):
-            note = graph.call_module(f"_deferred.{number}", (call,))
-        call.replace_all_uses_with(note, note.__ne__)
-        waiting.update(parameters)
-    result.recompile()
-    return result, frozenset(waiting)
+        name = f"_notes.{number}"
+        noting.add_submodule(name, _Note(notes, parameters))
+        with graph.inserting_after(copies[node]):
+            note = graph.call_module(name, (copies[node],))
+        copies[node].replace_all_uses_with(note, note.__ne__)
+        notes.parameters.update(parameters)
+    noting.recompile()
+    return noting, notes
 
 
 def _calls_with_weights(
-    module: fx.GraphModule, inputs: int
+    module: fx.GraphModule, inputs: Collection[str]
 ) -> dict[fx.Node, tuple[nn.Parameter, ...]]:
     """Return calls behind the inputs of a stage, with the parameters that each alone reads."""
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    behind = set(placeholders[:inputs])
+    behind = {
+        node for node in module.graph.nodes if node.op == "placeholder" and node.name in inputs
+    }
     alone: dict[fx.Node, tuple[nn.Parameter, ...]] = {}
     calls: dict[fx.Node, tuple[nn.Parameter, ...]] = {}
     for node in module.graph.nodes:

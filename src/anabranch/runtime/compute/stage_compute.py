@@ -11,7 +11,7 @@ messages. Those of parameters accumulate in ``.grad`` over the micro-batches, in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.programs import StageCall, StagePrograms
+from anabranch.runtime.compute.split_backward import CallWithWeights
 from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.runtime.numerics.offload import Offload
 from anabranch.runtime.numerics.precision import LossScale
@@ -131,7 +132,13 @@ class Compute(Protocol):
         ...
 
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
-        """Compute the gradients of what entered from those of what left."""
+        """Compute the gradients of what entered from those of what left; in a stage with split
+        backwards those of weights may follow.
+        """
+        ...
+
+    def weight_gradients(self, key: Key) -> None:
+        """Compute the second half of a backward, if there is one."""
         ...
 
 
@@ -158,6 +165,7 @@ class _ActivationStash:
     aliases: list[Tensor]
     outputs: list[tuple[Port, Tensor]]
     loss: Tensor | None
+    calls: list[CallWithWeights]
 
 
 class StageCompute:
@@ -176,7 +184,9 @@ class StageCompute:
         *,
         seed: int = 0,
         loss_scale: LossScale | None = None,
+        split: Collection[int] = (),
     ) -> None:
+        self._split = split
         self._layout, self._graph, self._parameters = layout, graph, parameters
         self._prepared, self._place, self._seed = prepared, prepared.place, seed
         self._offload = Offload(parameters.values(), self._place)
@@ -189,6 +199,7 @@ class StageCompute:
         self._outcome = Outcome()
         self._step_key: Tensor | None = None
         self._stash: dict[Key, _ActivationStash] = {}
+        self._second_halves: dict[Key, list[CallWithWeights]] = {}
         return self._outcome
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -213,7 +224,7 @@ class StageCompute:
         if self._train:
             kept = [] if piece.recompute else outputs
             self._stash[key] = _ActivationStash(
-                inputs, aliases, kept, None if piece.recompute else loss
+                inputs, aliases, kept, None if piece.recompute else loss, _noted(piece)
             )
         made = {port.value: out.detach() for port, out in outputs}
         if self._train:
@@ -223,7 +234,8 @@ class StageCompute:
     def _piece(self, key: Key) -> _Slice:
         if key not in self._pieces:
             start, stop = self._layout.slice(*key)
-            runnable = self._prepared.runnable(key[0], stop - start)
+            split = key[0] in self._split
+            runnable = self._prepared.runnable(key[0], stop - start, split=split)
             self._pieces[key] = _Slice(
                 runnable,
                 start,
@@ -293,7 +305,15 @@ class StageCompute:
             tensors.append(stash.loss)
             scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
             gradients.append(torch.full_like(stash.loss, piece.weights["loss"] * scale))
-        if tensors:
+        if tensors and stash.calls:
+            waiting = {p for call in stash.calls for p in call.parameters}
+            inputs = [leaf for _, leaf in stash.leaves] + stash.aliases
+            inputs += [p for p in piece.runnable.program.module.parameters() if p not in waiting]
+            torch.autograd.backward(
+                tensors, gradients, retain_graph=True, inputs=[t for t in inputs if t.requires_grad]
+            )
+            self._second_halves[key] = stash.calls
+        elif tensors:
             torch.autograd.backward(tensors, gradients)
         for use, alias in zip(piece.runnable.program.tied, stash.aliases, strict=True):
             if alias.grad is not None:
@@ -301,11 +321,21 @@ class StageCompute:
         leaves = dict(stash.leaves)
         return {port: _gradient(leaves[port]) for port in piece.returned}
 
+    def weight_gradients(self, key: Key) -> None:
+        for call in self._second_halves.pop(key, ()):
+            call.add_gradients()
+
     def _recompute(self, piece: _Slice, key: Key, stash: _ActivationStash) -> _ActivationStash:
         """The forward once more, for its autograd graph."""
         results = self._call(piece, key, [leaf for _, leaf in stash.leaves], stash.aliases)
         outputs, loss = _outputs_and_loss(piece.runnable.program, results)
-        return _ActivationStash(stash.leaves, stash.aliases, outputs, loss)
+        return _ActivationStash(stash.leaves, stash.aliases, outputs, loss, _noted(piece))
+
+
+def _noted(piece: _Slice) -> list[CallWithWeights]:
+    """Return the calls of the forward that ran last whose weights can wait."""
+    notes = piece.runnable.notes
+    return [] if notes is None else notes.take()
 
 
 def _outputs_and_loss(
