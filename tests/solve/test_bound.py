@@ -43,12 +43,13 @@ def test_gradients_are_summed_while_the_last_backward_runs():
 
 def test_a_device_is_idle_until_its_first_micro_batch_comes():
     """Of two operators that allow one device each, the second waits for a forward of the first, and
-    so does the step for the way back: 8 samples of 2 s, and 2 s for both ways of one.
+    so does the step for the way back: 8 samples of 2 s, 1 s to it, and .5 s for the way back, where
+    gradients of inputs alone go first.
     """
     cost = cost_model(
         chain(2), [1, 1], [1, 1], cluster(2, bandwidth=1.0), parameter_bytes=10**6, value_bytes=0
     )
-    assert step_bound(cost, 8) == pytest.approx(18.0, rel=1e-3)
+    assert step_bound(cost, 8) == pytest.approx(17.5, rel=1e-3)
 
 
 @given(priced_stage_graphs())

@@ -196,7 +196,7 @@ def test_the_limit_on_replicas_reaches_the_planner(propose):
         ({"planner": "nobody"}, "unknown planner 'nobody'; there are test"),
         (
             {"schedule": "2f2b"},
-            "unknown schedule '2f2b'; there are 1f1b, 1f1b-deep, gpipe and auto",
+            "unknown schedule '2f2b'; there are 1f1b, 1f1b-deep, gpipe, 1f1b-split",
         ),
         ({"batch_size": 0}, "batch size is 0"),
         ({"microbatch_size": 0}, "micro-batch size is 0"),

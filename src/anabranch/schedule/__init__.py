@@ -23,9 +23,10 @@ SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
     "zb-h1": ZeroBubble,
     "zb-h2": lambda: ZeroBubble(memory=2),
 }
-"""Name -> rule. ``1f1b`` has the smallest warm-up, ``1f1b-deep`` twice as much per stage edge. The
-last four split backwards, see ``zero_bubble``.
-"""
+"""Name -> rule. ``1f1b`` has the smallest warm-up, ``1f1b-deep`` twice as much per stage edge."""
+
+SPLIT_BACKWARDS = frozenset({"1f1b-split", "1f1b-deep-split", "zb-h1", "zb-h2"})
+"""Schedules with gradients of inputs before those of weights, see ``zero_bubble``."""
 
 
 def rule_named(name: str) -> ScheduleRule:

@@ -27,8 +27,8 @@ from typing import ClassVar, TypeVar
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.plans.whole_batch import fitted
-from anabranch.schedule import asynchronous, compute_order, rule_named
-from anabranch.schedule.schedule import Schedule
+from anabranch.schedule import SPLIT_BACKWARDS, asynchronous, compute_order, rule_named
+from anabranch.schedule.schedule import Kind, Schedule
 from anabranch.simulator import stream
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import ModelCosts, StepCosts
@@ -118,7 +118,8 @@ class ShortestStep:
         """A lower bound of the seconds, however the stages run, no closer than it takes to be more
         than ``enough``; an error if they have no price.
         """
-        return least_step_s(costs.graph, costs, enough)
+        split = not SPLIT_BACKWARDS.isdisjoint(self.schedules)
+        return least_step_s(costs.graph, costs, enough, split=split)
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         """Seconds; whether they are sure, or enough to know that they are more than ``best_s``; and
@@ -236,8 +237,10 @@ def _work(graph: StageGraph) -> int:
     )
 
 
-def least_step_s(graph: StageGraph, costs: StepCosts, enough: float = math.inf) -> float:
-    """A lower bound of the step under any schedule, in seconds.
+def least_step_s(
+    graph: StageGraph, costs: StepCosts, enough: float = math.inf, *, split: bool = False
+) -> float:
+    """A lower bound of the step under any schedule, in seconds; ``split``: of split backwards.
 
     The busiest stage works through its micro-batches. Before its first forward lies at least one
     forward of each stage on the way to it, and after its last backward one backward of each stage
@@ -246,6 +249,7 @@ def least_step_s(graph: StageGraph, costs: StepCosts, enough: float = math.inf) 
     the bound is more than ``enough`` without.
     """
     count = len(graph)
+    returned = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
     busy, first, last = [0.0] * count, [0.0] * count, [0.0] * count
     sizes: list[set[int]] = []
     for s, stage in enumerate(graph.stages):
@@ -256,7 +260,7 @@ def least_step_s(graph: StageGraph, costs: StepCosts, enough: float = math.inf) 
         busy[s] = max(final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices)
         # Of several slices, the bound must not assume which one a neighbour waits for.
         first[s] = min(seconds[n][0] for n in seconds if n)
-        last[s] = min(seconds[n][1] for n in seconds if n)
+        last[s] = min(costs.pass_s(s, returned, n) for n in seconds if n)
         sizes.append({z for _, z in slices})
 
     def longest(behind: Sequence[float]) -> float:

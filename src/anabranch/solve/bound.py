@@ -78,7 +78,8 @@ class _Relaxation:
         """Price the operators of a model."""
         samples, forward_s, backward_s = _least_seconds(cost, batch_size)
         before_s = _path_before(forward_s[0], cost.graph.edges)
-        behind_s = _path_before(backward_s[0], _edges_of_gradients(cost))
+        # Gradients of inputs alone go back where backwards are split.
+        behind_s = _path_before(backward_s[0] / 2, _edges_of_gradients(cost))
         held = cost.own_parameter_bytes
         update_s = cost.update.byte_s * held.trainable
         shape = cost.cluster.num_devices, len(cost.graph)
