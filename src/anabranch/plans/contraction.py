@@ -157,4 +157,12 @@ def _cost(costs: Sequence[OpCost], mask: int) -> OpCost:
         tuple(map(sum, zip(*(cost.backward_s for cost in chosen), strict=True))),
         sum(cost.kept_bytes for cost in chosen),
         int(working),
+        _second_halves_s(chosen),
     )
+
+
+def _second_halves_s(chosen: Sequence[OpCost]) -> tuple[float, ...]:
+    """Return the seconds of gradients of weights of several operators, if any of them are known."""
+    if not any(cost.weight_s for cost in chosen):
+        return ()
+    return tuple(map(sum, zip(*(cost.second_half_s for cost in chosen), strict=True)))
