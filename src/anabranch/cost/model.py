@@ -126,21 +126,11 @@ class CostModel:
         """
         if not samples:
             return 0.0
-        waiting = self._on_the_way_back(mask)
+        waiting = self.graph.way_back(mask)
         for readers, _ in self.tied:
             if (readers & mask).bit_count() > 1:
                 waiting &= ~readers
         return float(self.op_weight_s(samples)[list(bits(waiting))].sum())
-
-    def _on_the_way_back(self, mask: int) -> int:
-        """Return the operators of a set through which gradients go back to the inputs of it."""
-        way = 0
-        for op in bits(mask):
-            read = (self.graph.values[i] for i in self.read[op])
-            makers = [value.producer for value in read if value.grad]
-            if any(way >> maker & 1 or not mask >> maker & 1 for maker in makers):
-                way |= 1 << op
-        return way
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:

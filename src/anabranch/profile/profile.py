@@ -24,8 +24,8 @@ class OpCost:
             autograd saves inside it, and those of its own outputs that anyone saves. What it saves
             of another operator's output belongs to that operator.
         working_bytes: bytes per sample that one of its passes takes besides, while it runs.
-        weight_s: seconds of its backward that gradients of its weights take, which can wait until
-            those of its inputs are sent; empty where unknown, for which half is taken.
+        weight_s: seconds of its backward that gradients of its weights alone need, which can wait
+            until those of its inputs are sent; empty where unknown, for which half is taken.
     """
 
     forward_s: tuple[float, ...]
