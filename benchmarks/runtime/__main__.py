@@ -21,6 +21,7 @@ from benchmarks.planners.common import Row
 from benchmarks.runtime import (
     checks,
     emulated,
+    halves,
     memory,
     messages,
     profile,
@@ -37,6 +38,7 @@ SECTIONS: dict[str, Section] = {
     "transformer": (transformer.rows, transformer.show),
     "towers": (towers.rows, towers.show),
     "memory": (memory.rows, memory.show),
+    "halves": (halves.rows, halves.show),
     "emulated": (emulated.rows, emulated.show),
     "profile": (profile.rows, profile.show),
     "checks": (checks.rows, checks.show),

@@ -114,7 +114,11 @@ def plans_by_hand(captured: Captured) -> dict[str, Plan]:
     """A row of two stages under two schedules, and data parallelism."""
     size = BATCH // MICROBATCHES
     in_a_row = ours.plan_of(
-        captured, _half, [[0], [1]], microbatches=MICROBATCHES, microbatch_size=size
+        captured,
+        lambda name: half(name, LAYERS),
+        [[0], [1]],
+        microbatches=MICROBATCHES,
+        microbatch_size=size,
     )
     alike = ours.plan_of(captured, lambda _: 0, [[0, 1]], microbatches=1, microbatch_size=BATCH)
     return {
@@ -124,10 +128,11 @@ def plans_by_hand(captured: Captured) -> dict[str, Plan]:
     }
 
 
-def _half(name: str) -> int:
+def half(name: str, layers: int) -> int:
+    """The stage of an operator, where the first of two has half of the layers."""
     words = name.split(".")
     if "layers" in words:
-        return int(int(words[words.index("layers") + 1]) >= LAYERS // 2)
+        return int(int(words[words.index("layers") + 1]) >= layers // 2)
     return int("embedding" not in name and "position" not in name and words[-1] != "add")
 
 

