@@ -56,9 +56,9 @@ def with_weights(*seconds: tuple[float, ...]) -> CostModel:
 
 
 def test_gradients_of_weights_wait_on_the_way_back():
-    """b and c send gradients to a, d to c alone. Nobody waits for a stage that begins with a; all of
-    one that begins behind it are on the way. Seconds of 3 samples are half way between those of 2
-    and 4, and half of a backward where they are unknown.
+    """b and c send gradients to a, d to c alone. So nobody waits for a stage that begins with a; in
+    one that begins behind it all are on the way. Seconds of 3 samples are half way between those of
+    2 and 4, and half of a backward where they are unknown.
     """
     cost = with_weights((0.5, 1.0, 2.0), (1.0, 2.0, 4.0), (), (0.0, 1.0, 2.0))
     assert cost.weight_s(0b1111, 2) == cost.weight_s(0b0011, 2) == 0.0
