@@ -52,11 +52,15 @@ def profiles(draw: st.DrawFn) -> Profile:
     graph = draw(op_graphs())
     samples = tuple(sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=3))))
     times = st.tuples(*[SECONDS] * len(samples))
-    costs = tuple(OpCost(draw(times), draw(times), draw(st.integers(0, 2**40))) for _ in graph.ops)
+    costs = []
+    for _ in graph.ops:
+        forward, backward = draw(times), draw(times)
+        waiting = draw(st.sampled_from([(), (0.0,) * len(samples), backward]))
+        costs.append(OpCost(forward, backward, draw(st.integers(0, 2**40)), weight_s=waiting))
     return Profile(
         graph,
         samples,
-        costs,
+        tuple(costs),
         device=draw(st.sampled_from(["cpu", "v100"])),
         source=draw(st.sampled_from(["measured", "estimated", "imported"])),
         proportional=len(samples) == 1 and draw(st.booleans()),
@@ -264,6 +268,7 @@ def planning_profiles(
     for _ in range(n):
         launch, sample = draw(st.integers(0, 2)), draw(st.integers(1, 3))
         times = tuple(float(launch + sample * b) for b in samples)
-        costs.append(OpCost(times, tuple(2 * t for t in times), draw(sizes)))
+        waiting = draw(st.sampled_from([(), tuple(0.5 * t for t in times)]))
+        costs.append(OpCost(times, tuple(2 * t for t in times), draw(sizes), weight_s=waiting))
     graph = OpGraph(ops, values, parameters, name="drawn")
     return Profile(graph, samples, tuple(costs), device="cpu", source="measured")

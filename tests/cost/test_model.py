@@ -47,6 +47,38 @@ def test_measured_sample_counts_are_taken_as_they_are():
     assert cost_model().stage_s(0b11, 2) == (4.5, 9.0)
 
 
+def with_weights(*seconds: tuple[float, ...]) -> CostModel:
+    """The model above, with these seconds of gradients of weights."""
+    cost = cost_model()
+    known = zip(cost.profile.costs, seconds, strict=True)
+    costs = tuple(replace(op, weight_s=weight_s) for op, weight_s in known)
+    return replace(cost, profile=replace(cost.profile, costs=costs))
+
+
+def test_gradients_of_weights_wait_on_the_way_back():
+    """b and c send gradients to a, d to c alone. Nobody waits for a stage that begins with a; of one
+    that begins behind it all are on the way. Seconds of 3 samples are half way between those of 2
+    and 4, and half of a backward where they are unknown.
+    """
+    cost = with_weights((0.5, 1.0, 2.0), (1.0, 2.0, 4.0), (), (0.0, 1.0, 2.0))
+    assert cost.weight_s(0b1111, 2) == cost.weight_s(0b0011, 2) == 0.0
+    assert cost.weight_s(0b0010, 3) == 3.0
+    assert cost.weight_s(0b0100, 2) == 4.5
+    assert cost.weight_s(0b1110, 2) == 2.0 + 4.5 + 1.0
+    assert cost.weight_s(0b1110, 0) == 0.0
+
+
+def test_parameters_that_two_operators_of_a_stage_read_do_not_wait():
+    """Autograd adds up both uses in one order: b and e share a weight, behind a."""
+    ops = Op("a", ("v",)), Op("b", ("w",)), Op("e", ("w",))
+    graph = OpGraph(ops, (Value(0, (1,), 4), Value(1, (2,), 4)), PARAMETERS[:2])
+    costs = (OpCost((1.0,), (2.0,), 0, weight_s=(1.5,)),) * 3
+    profile = Profile(graph, (1,), costs, device="cpu", source="measured")
+    cost = CostModel(profile, Cluster.preset("summit:1x2"))
+    assert cost.weight_s(0b110, 1) == 0.0
+    assert cost.weight_s(0b010, 1) == cost.weight_s(0b100, 1) == 1.5
+
+
 def test_interpolates_linearly():
     """At 3 samples a takes the mean of 1.5 s and 3.5 s; at 2.5 a quarter of the way."""
     assert cost_model().stage_s(0b1, 3)[0] == 2.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -38,6 +39,16 @@ def test_profile_by_eye(tmp_path: Path) -> None:
         device="cpu",
         source="measured",
     )
+
+
+def test_gradients_of_weights_are_written_where_they_are_known(tmp_path: Path) -> None:
+    """One key of an operator; a file without it is as it was before."""
+    document = copy.deepcopy(PROFILE)
+    document["operators"][0]["weight_s"] = [0.0005, 0.0015]
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    profile = load_profile(tmp_path / "p.json")
+    assert [cost.weight_s for cost in profile.costs] == [(0.0005, 0.0015), ()]
+    assert profile_to_dict(profile) == document
 
 
 def test_costs_of_tensor_parallelism_are_not_read(tmp_path: Path) -> None:

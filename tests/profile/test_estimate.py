@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from anabranch.graph.capture import Captured, capture
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.estimate import estimate
+from anabranch.profile.kernel_trace import KernelTrace
+from anabranch.profile.kernels import Recorder
 from anabranch.profile.measure import measure
 from anabranch.profile.profile import Profile
 from tests.profile.tiny import MODELS, Layer, captured_towers
@@ -77,6 +79,31 @@ def test_layer_of_bert_on_a_v100() -> None:
     assert 0.5 < last.backward_s[0] / 13.4e-3 < 1.0
 
 
+def test_gradients_of_weights_are_what_a_backward_of_inputs_leaves_out() -> None:
+    """Of a BERT-large layer: autograd itself says which kernels nobody else needs, but for those of
+    the norms, which compute both at once; a first layer, before which nobody waits, needs all.
+    """
+    with torch.device("meta"):
+        captured = capture(Bert(), {"x": torch.empty(2, 384, 1024)}, granularity="block")
+        x = torch.empty(6, 384, 1024, requires_grad=True)
+    first, last, *_ = estimate(captured, "v100", (6,)).costs
+    layer = captured.module.layers[1]
+    for parameter in layer.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    seconds = []
+    for wanted in ([x, *layer.parameters()], [x]):
+        result = layer(x)
+        with Recorder() as recorder:
+            torch.autograd.backward(result, torch.empty_like(result), inputs=wanted)
+        count = len(recorder.kernels)
+        trace = KernelTrace(tuple(recorder.kernels), (1,) * count, (0,) * count, (0,), (0,))
+        sheet = DATA_SHEETS["v100"]
+        seconds.append(trace.seconds(trace.nbytes, trace.products, sheet, "float32")[1, 0])
+    assert last.weight_s[0] == pytest.approx(seconds[0] - seconds[1], rel=0.02)
+    assert 0.4 < last.weight_s[0] / last.backward_s[0] < 0.5
+    assert first.weight_s == first.backward_s
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_kept_bytes_are_what_autograd_keeps(name: str) -> None:
     """Against counting on the CPU: within 15 % in all, without dropout (a float mask there)."""
@@ -112,6 +139,8 @@ def test_convolutions_of_vgg_on_a_v100() -> None:
     cost = estimate(captured, "v100", (32,)).costs[captured.graph.index["conv"]]
     assert 0.5 < cost.forward_s[0] / 5.0e-3 < 1.5
     assert 0.5 < cost.backward_s[0] / 10.0e-3 < 1.5
+    # Its two products are of one size; a sum over all pixels is the bias's.
+    assert 0.4 < cost.weight_s[0] / cost.backward_s[0] < 0.6
 
 
 def test_traces_at_every_count_agree_with_the_line(
@@ -126,6 +155,7 @@ def test_traces_at_every_count_agree_with_the_line(
     for a, b in zip(line.costs, traced.costs, strict=True):
         assert a.forward_s == pytest.approx(b.forward_s)
         assert a.backward_s == pytest.approx(b.backward_s)
+        assert b.weight_s == ()  # which kernels are gradients of weights is not known
 
 
 def test_any_sample_count_from_two(towers: Captured) -> None:

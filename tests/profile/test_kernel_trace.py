@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.graph.opgraph import Op, OpGraph
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.kernel_trace import Kernel, KernelTrace, TracedModel, checked_counts
 
@@ -57,3 +57,44 @@ def test_counts_ascend() -> None:
     assert checked_counts("v100", (4, 1, 4), "float32") == [1, 4]
     with pytest.raises(ValueError, match=r"cannot estimate at \[0, 1\] samples"):
         checked_counts("v100", (1, 0), "float32")
+
+
+def test_gradients_of_weights_are_told_by_how_their_sizes_grow() -> None:
+    """[n, 8] x [8, 4]: one product over the samples, and what it is added to. The other product has
+    as many rows as there are samples, and no copy is a gradient of weights.
+    """
+
+    def backward(n: int) -> KernelTrace:
+        kernels = (
+            Kernel("copy_", 1e6 * n, (), "float32"),
+            Kernel("mm", 0, ((n, 8, 4, 1),), "float32"),
+            Kernel("mm", 0, ((8, 4, n, 1),), "float32"),
+            Kernel("sum", 16 * n + 16, (), "float32"),
+            Kernel("sum", 16 * n + 4 * n, (), "float32"),
+            Kernel("add_", 384, (), "float32"),
+        )
+        return KernelTrace(kernels, (1,) * 6, (1,) * 6, (0, 0), (0, 0))
+
+    ops = Op("before"), Op("linear", ("weight",))
+    graph = OpGraph(ops, (Value(0, (1,), 32),), (Parameter("weight", 128),))
+    waiting = TracedModel(graph, backward(2), backward(4)).waiting
+    assert waiting.kernels.tolist() == [0, 0, 0, 1, 0, 1]
+    assert waiting.products.tolist() == [0, 1]
+    cost = TracedModel(graph, backward(2), backward(4)).profile("v100", (2,), "float32").costs[1]
+    product_s = float(SHEET.matmul_s(8, 4, 2, 1, "float32"))
+    small_s = 432 / SHEET.effective_bandwidth
+    assert cost.weight_s == pytest.approx([product_s + small_s + 3 * SHEET.launch_s], rel=0.01)
+
+
+def test_without_weights_all_are_gradients_of_inputs() -> None:
+    """The same product of two values, or of parameters that are not trained."""
+    kernel = (
+        Kernel("mm", 0, ((8, 4, 2, 1),), "float32"),
+        Kernel("mm", 0, ((8, 4, 4, 1),), "float32"),
+    )
+    few, many = (KernelTrace((k,), (1,), (0,), (0,), (0,)) for k in kernel)
+    frozen = OpGraph((Op("a", ("w",)),), (), (Parameter("w", 4, trainable=False),))
+    for graph in (frozen, OpGraph((Op("a"),), ())):
+        (cost,) = TracedModel(graph, few, many).profile("v100", (2,), "float32").costs
+        assert cost.weight_s == (0.0,)
+        assert cost.backward_s[0] > 0

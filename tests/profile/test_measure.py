@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.errors import CaptureError, ProfileError
 from anabranch.graph.capture import Captured, capture
@@ -55,6 +57,41 @@ def test_kept_bytes_by_hand() -> None:
     profile = measure(captured, (1, 4), repeats=0)
     assert sum(cost.kept_bytes for cost in profile.costs) == 80
     assert profile.costs[captured.graph.index["a"]].kept_bytes == 40
+
+
+class _OperationClock(TorchDispatchMode):
+    """A clock that goes on by a second with every operation of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seconds += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_weights_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in operations. Of b's backward only the product with the weight is left for its
+    input, and a transpose; a is first, so all of its backward is for its weights; exp has none.
+    """
+    torch.manual_seed(0)
+    captured = capture(Stages(), {"x": torch.randn(2, 10)}, granularity="operator")
+    clock = _OperationClock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+    with clock:
+        profile = measure(captured, (2, 4), repeats=3, budget_s=1e9)
+    costs = dict(zip(captured.graph.index, profile.costs, strict=True))
+    assert [s - w for s, w in zip(costs["b"].backward_s, costs["b"].weight_s, strict=True)] == [
+        2,
+        2,
+    ]
+    assert costs["b"].weight_s[0] > 4
+    assert costs["a"].weight_s == costs["a"].backward_s
+    assert costs["exp"].weight_s == (0, 0)
+    assert costs["exp"].backward_s[0] > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,14 +1,18 @@
 """What the simulator is told about stages, beyond the formulas of the cost model."""
 
+from dataclasses import replace
+
 import pytest
 
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, Value
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
+from anabranch.schedule.schedule import Kind
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.stage_costs import StageCosts
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
+from tests.simulator.test_overheads import machine
 
 
 def test_times_of_other_sample_counts_are_in_proportion_to_the_nearest():
@@ -117,6 +121,28 @@ def test_values_without_a_batch_dimension_go_whole():
 def test_frozen_parameters_are_not_summed():
     """Two replicas of nothing trainable."""
     assert list(unbatched().all_reduces()) == []
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_halves_of_a_backward_are_priced_apart(recompute):
+    """3 of 4 s are gradients of weights, and each pass takes .25 s besides: 1.25 s to the gradients
+    of inputs, after another forward of 1 s with recomputation, and 3.25 s behind them. A stage that
+    begins the model has nobody who waits for gradients of inputs.
+    """
+    machines = machine(2, pass_s=0.25)
+    cost = cost_model(chain(2), [1, 1], [4, 4], machines)
+    known = tuple(replace(op, weight_s=(3.0,)) for op in cost.profile.costs)
+    cost = replace(cost, profile=replace(cost.profile, costs=known))
+    graph = stage_graph(chain(2), [(0,), (1,)], 4)
+    stages = tuple(replace(stage, recompute=recompute) for stage in graph.stages)
+    costs = ModelCosts(replace(graph, stages=stages), cost)
+    assert costs.pass_s(1, Kind.INPUT_GRADIENT, 1) == pytest.approx(1.25 + recompute)
+    assert costs.pass_s(1, Kind.WEIGHT_GRADIENT, 1) == pytest.approx(3.25)
+    assert costs.pass_s(1, Kind.BACKWARD, 1) == 4.25 + recompute
+    assert costs.weight_share(0, 1) == 0.0
+    assert costs.pass_s(1, Kind.WEIGHT_GRADIENT, 0) == 0.0
+    slow = replace(costs, slower={1: 2.0})
+    assert slow.pass_s(1, Kind.WEIGHT_GRADIENT, 1) == pytest.approx(6.5)
 
 
 def test_recomputing_stages_hold_what_enters():

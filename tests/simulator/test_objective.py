@@ -112,6 +112,15 @@ def test_tight_on_equal_chains(schedule):
     assert least == simulate(graph, cost, schedule).step_s == (6 + 3) * 3
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_gradients_of_weights_are_computed_while_others_go_back(stages: int):
+    """A chain whose memory holds every micro-batch works without a bubble, and meets the bound."""
+    cost = cost_model(chain(stages), [1] * stages, [2] * stages, cluster(stages))
+    graph = stage_graph(chain(stages), [(i,) for i in range(stages)], 8)
+    least = least_step_s(graph, ModelCosts(graph, cost), split=True)
+    assert least == simulate(graph, cost, "zb-h2").step_s
+
+
 def test_includes_the_all_reduce():
     """4 s + 4 s of compute, 2 s of ring."""
     cost = cost_model((), [4], [4], cluster(2, bandwidth=4), parameter_bytes=8)

@@ -79,9 +79,18 @@ class CostModel:
         Raises:
             ProfileError: outside the measured range.
         """
-        return _on_grid(*self._interpolate(samples))
+        return _on_grid(*self._interpolate(self.profile.seconds, samples))
 
-    def _interpolate(self, samples: float) -> Floats:
+    @remembered
+    def op_weight_s(self, samples: float) -> Floats:
+        """Seconds of every operator's backward that gradients of its weights take.
+
+        Raises:
+            ProfileError: outside the measured range.
+        """
+        return self._interpolate(self.profile.weight_seconds, samples)
+
+    def _interpolate(self, seconds: Floats, samples: float) -> Floats:
         measured = self.profile.samples
         if not self.covers(samples):
             raise ProfileError(
@@ -90,12 +99,11 @@ class CostModel:
                 f"size and a number of replicas that give between {measured[0]} and "
                 f"{measured[-1]} samples"
             )
-        ways = self.profile.seconds
         if self.profile.proportional or len(measured) == 1:
-            return ways[:, :, 0] * (samples / measured[0])
+            return seconds[..., 0] * (samples / measured[0])
         row, share = row_below(samples, measured)
-        seconds: Floats = between(ways[:, :, row], ways[:, :, row + 1], share)
-        return seconds
+        result: Floats = between(seconds[..., row], seconds[..., row + 1], share)
+        return result
 
     @remembered
     def stage_s(self, mask: int, samples: float, *, recompute: bool = False) -> tuple[float, float]:
@@ -107,6 +115,22 @@ class CostModel:
         ops = list(bits(mask))
         forward, backward = (float(seconds[ops].sum()) for seconds in self.op_seconds(samples))
         return forward, backward + forward * recompute
+
+    @remembered
+    def weight_s(self, mask: int, samples: float) -> float:
+        """Seconds of the backward of a set of operators that can wait until gradients of its inputs
+        are sent; 0 for no samples.
+
+        Gradients of weights wait if they are computed on the way to those inputs, and by a single
+        operator of the set.
+        """
+        if not samples:
+            return 0.0
+        waiting = self.graph.way_back(mask)
+        for readers, _ in self.tied:
+            if (readers & mask).bit_count() > 1:
+                waiting &= ~readers
+        return float(self.op_weight_s(samples)[list(bits(waiting))].sum())
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:

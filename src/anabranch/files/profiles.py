@@ -56,6 +56,7 @@ class _Operator(Strict):
     whole_batch: bool = False
     forward_s: list[Seconds]
     backward_s: list[Seconds]
+    weight_s: list[Seconds] = Field(default_factory=list)
     kept_bytes_per_sample: Size
     working_bytes_per_sample: Size = 0
 
@@ -154,6 +155,7 @@ def _from_operator(op: Op, cost: OpCost) -> dict[str, Any]:
         **_if_any(whole_batch=op.whole_batch),
         "forward_s": list(cost.forward_s),
         "backward_s": list(cost.backward_s),
+        **_if_any(weight_s=list(cost.weight_s)),
         "kept_bytes_per_sample": cost.kept_bytes,
         **_if_any(working_bytes_per_sample=cost.working_bytes),  # published profiles do not say
     }
@@ -170,6 +172,7 @@ def _to_profile(file: _ProfileFile) -> Profile:
                 tuple(op.backward_s),
                 op.kept_bytes_per_sample,
                 op.working_bytes_per_sample,
+                tuple(op.weight_s),
             )
             for op in file.operators
         ),

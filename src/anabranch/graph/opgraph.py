@@ -173,6 +173,22 @@ class OpGraph:
         """Per operator, the bit mask of the operators whose values it reads."""
         return self._neighbours((b, a) for a, b in self.edges)
 
+    @cached_property
+    def gradient_targets(self) -> tuple[int, ...]:
+        """Per operator, the bit mask of the operators to which it sends gradients."""
+        values = (v for v in self.values if v.grad and v.producer != BATCH)
+        return self._neighbours((c, v.producer) for v in values for c in v.consumers)
+
+    def way_back(self, mask: int) -> int:
+        """Return the operators of a set through which gradients go back to the inputs of the set;
+        none if no operator outside waits for any.
+        """
+        way = 0
+        for op in bits(mask):
+            if self.gradient_targets[op] & (way | ~mask):
+                way |= 1 << op
+        return way
+
     def _neighbours(self, pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
         masks = [0] * len(self.ops)
         for a, b in pairs:

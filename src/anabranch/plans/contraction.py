@@ -128,7 +128,7 @@ def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
             rewrites=graph.rewrites,
             rewritable=graph.rewritable,
         ),
-        costs=tuple(_cost(profile.costs, mask) for mask in masks),
+        costs=tuple(_cost(profile, mask) for mask in masks),
     )
 
 
@@ -145,8 +145,8 @@ def _op(graph: OpGraph, mask: int) -> Op:
     )
 
 
-def _cost(costs: Sequence[OpCost], mask: int) -> OpCost:
-    chosen = [costs[i] for i in bits(mask)]
+def _cost(profile: Profile, mask: int) -> OpCost:
+    chosen = [profile.costs[i] for i in bits(mask)]
     if len(chosen) == 1:
         return chosen[0]
     working = 0.0
@@ -157,4 +157,17 @@ def _cost(costs: Sequence[OpCost], mask: int) -> OpCost:
         tuple(map(sum, zip(*(cost.backward_s for cost in chosen), strict=True))),
         sum(cost.kept_bytes for cost in chosen),
         int(working),
+        _weight_s(profile, mask),
     )
+
+
+def _weight_s(profile: Profile, mask: int) -> tuple[float, ...]:
+    """Return the seconds of gradients of weights that can wait, if those of any member are known.
+
+    An operator that nobody outside waits for computes them on its way.
+    """
+    if not any(profile.costs[i].weight_s for i in bits(mask)):
+        return ()
+    waiting = profile.graph.way_back(mask) or mask
+    seconds = (profile.costs[i].second_half_s for i in bits(waiting))
+    return tuple(map(sum, zip(*seconds, strict=True)))

@@ -3,12 +3,19 @@
 Nothing here runs the model: sizes of a kernel are affine functions of the samples, so two counts
 give every other, and the data sheet turns sizes into seconds (``data_sheets``). ``estimate`` makes
 the traces.
+
+Of the kernels of a backward, gradients of weights are by how their sizes grow: a matrix product
+over the samples, m x n numbers whatever these are and k with them, as the second product of a
+convolution; a sum over the samples, which leaves something that does not grow; what is added to a
+gradient that is there; and the gradient of a table. All others belong to gradients of inputs, of an
+operator that sends any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -95,23 +102,47 @@ class KernelTrace:
         return np.array(products, dtype=np.float64).reshape(-1, 4)
 
     def seconds(
-        self, nbytes: Floats, products: Floats, sheet: DataSheet, precision: Precision
+        self,
+        nbytes: Floats,
+        products: Floats,
+        sheet: DataSheet,
+        precision: Precision,
+        waiting: Waiting | None = None,
     ) -> Floats:
-        """Forward and backward seconds per operator of these kernels in other sizes; shape (2,
-        operators).
+        """Forward and backward seconds per operator of these kernels in other sizes, and of the
+        latter those that can wait if they are known; shape (2 or 3, operators).
         """
         owner = np.repeat(np.arange(len(self.kernels)), [len(k.products) for k in self.kernels])
         formats = np.array([_number_format(self.kernels[i], precision) for i in owner])
-        compute = np.zeros(len(self.kernels))
+        compute, second = np.zeros((2, len(self.kernels)))
         for number_format in set(formats.tolist()):
             chosen = formats == number_format
             m, n, k, batch = products[chosen].T
-            np.add.at(compute, owner[chosen], sheet.matmul_s(m, n, k, batch, number_format))
+            product_s = sheet.matmul_s(m, n, k, batch, number_format)
+            np.add.at(compute, owner[chosen], product_s)
+            if waiting is not None:
+                np.add.at(second, owner[chosen], product_s * waiting.products[chosen])
         launches = np.array([k.launches for k in self.kernels], dtype=np.float64)
         result = np.zeros((2, len(self.kept)))
         kernel_s = sheet.kernel_s(nbytes, compute, launches)
-        np.add.at(result, (np.array(self.passes), np.array(self.ops)), kernel_s)
-        return result
+        ops = np.array(self.ops)
+        np.add.at(result, (np.array(self.passes), ops), kernel_s)
+        if waiting is None:
+            return result
+        shares = np.where(compute > 0, second / np.where(compute > 0, compute, 1), waiting.kernels)
+        weight_s = np.zeros(len(self.kept))
+        np.add.at(weight_s, ops, kernel_s * shares * np.array(self.passes))
+        return np.stack([*result, np.minimum(weight_s, result[1])])
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Kernels that compute gradients of weights, as shares: of those without matrix products, and
+    of each product.
+    """
+
+    kernels: Floats
+    products: Floats
 
 
 @dataclass(frozen=True)
@@ -138,6 +169,25 @@ class TracedModel:
         """True if the same kernels run for both sample counts, from which any other follows."""
         return self.few.is_like(self.many)
 
+    @cached_property
+    def waiting(self) -> Waiting:
+        """Kernels of gradients of weights, by their sizes at both sample counts."""
+        few, ops = self.few, list(self.few.ops)
+        weights = {p.name for p in self.graph.parameters if p.trainable}
+        trains = np.array([not weights.isdisjoint(op.parameters) for op in self.graph.ops])
+        sends = np.array([targets > 0 for targets in self.graph.gradient_targets])
+        inside = trains[ops] & np.array(few.passes, dtype=np.bool_)
+        slope = (self.many.nbytes - few.nbytes) / (MANY - FEW)
+        names = np.array([kernel.name for kernel in few.kernels])
+        kernels = ~sends[ops] | (np.char.find(names, "embedding") >= 0)
+        kernels |= (names == "sum") & (few.nbytes > FEW * slope)
+        kernels |= (names == "add_") & (slope == 0)
+        larger = self.many.products - few.products
+        products = (larger[:, 2] > 0) & (larger[:, [0, 1, 3]] == 0).all(axis=1)
+        owner = np.repeat(np.arange(len(ops)), [len(k.products) for k in few.kernels])
+        products |= ~sends[ops][owner]
+        return Waiting(1.0 * (kernels & inside), 1.0 * (products & inside[owner]))
+
     def profile(self, device: str, samples: Sequence[int], precision: Precision) -> Profile:
         """The profile of an affine model, as ``estimate`` returns it.
 
@@ -153,13 +203,15 @@ class TracedModel:
         for count in counts:
             t = (count - FEW) / (MANY - FEW)
             sizes = np.maximum(nbytes + t * more_bytes, 0), np.maximum(products + t * larger, 0)
-            seconds.append(self.few.seconds(*sizes, sheet, precision))
+            seconds.append(self.few.seconds(*sizes, sheet, precision, self.waiting))
         return self.with_seconds(counts, seconds, device, precision)
 
     def with_seconds(
         self, counts: Sequence[int], seconds: Sequence[Floats], device: str, precision: Precision
     ) -> Profile:
-        """A profile of forward and backward seconds per operator, for each sample count."""
+        """A profile of seconds per operator, as ``KernelTrace.seconds`` has them, for each sample
+        count.
+        """
         kept = bytes_per_sample(self.few.kept, self.many.kept, (FEW, MANY))
         working = bytes_per_sample(self.few.working, self.many.working, (FEW, MANY))
         costs = tuple(
@@ -168,6 +220,7 @@ class TracedModel:
                 tuple(float(s[1, op]) for s in seconds),
                 kept[op],
                 working[op],
+                tuple(float(s[2, op]) for s in seconds if len(s) > 2),
             )
             for op in range(len(self.graph))
         )

@@ -11,6 +11,9 @@ The sample counts take turns, so that a busy moment of the machine hits them ali
 over the repeats drops it. A turn starts with an untimed step that fills the caches. Operators that
 are alike pool their repeats: less noise, and what is symmetrical stays so.
 
+What gradients of weights take of a backward is measured as well: each turn ends with a step whose
+backward computes only the gradients of what operators read from each other, and takes as much less.
+
 A stage is called once, here each operator is. A call is timed as well, of an operator that does
 nothing, and taken off. So is what a hook takes, for each value that has one: a loss has two, and
 between them nothing happens.
@@ -152,6 +155,8 @@ class _Bench:
         )
         self.forward_s: list[list[float]] = [[] for _ in self.programs]
         self.backward_s: list[list[float]] = [[] for _ in self.programs]
+        self.weight_shares: list[list[float]] = [[] for _ in self.programs]
+        """Per turn, the share of backwards that gradients of weights take."""
         self.call_s: list[float] = []
         self.hook_s: list[float] = []
         self.hooks = [0] * len(self.programs)
@@ -171,33 +176,53 @@ class _Bench:
         self.kept, self.working = nbytes.kept, nbytes.working
 
     def turn(self, repeats: int) -> None:
-        """One untimed step, then timed ones."""
+        """One untimed step, then timed ones, then one without gradients of weights."""
         for repeat in range(-1, repeats):
-            self.clock.start(len(self.programs) + 1)
-            self._step()
-            forward, backward = self.clock.stop()
+            forward, backward = self._timed_step()
             if repeat >= 0:
                 self.call_s.append(forward.pop())
                 self.hook_s.append(backward.pop())
                 for op in range(len(self.programs)):
                     self.forward_s[op].append(forward[op])
                     self.backward_s[op].append(backward[op])
+        if repeats:
+            _, inputs = self._timed_step(inputs_alone=True)
+            for op, shares in enumerate(self.weight_shares):
+                whole = statistics.median(self.backward_s[op][-repeats:])
+                shares.append(1 - inputs[op] / whole if whole else 0.0)
 
-    def cost(self, alike: Sequence[int]) -> tuple[float, float]:
-        """Forward and backward seconds of operators that are alike."""
-        forward = statistics.median(s for op in alike for s in self.forward_s[op])
-        backward = statistics.median(s for op in alike for s in self.backward_s[op])
+    def cost(self, alike: Sequence[int]) -> tuple[float, float, float]:
+        """Seconds of operators that are alike: forward, backward, and of that the gradients of
+        weights.
+        """
+        forward, backward, share = (
+            statistics.median(s for op in alike for s in figures[op])
+            for figures in (self.forward_s, self.backward_s, self.weight_shares)
+        )
         hooks_s = statistics.median(self.hook_s) * self.hooks[alike[0]]
-        return max(0.0, forward - statistics.median(self.call_s)), max(0.0, backward - hooks_s)
+        forward = max(0.0, forward - statistics.median(self.call_s))
+        whole = max(0.0, backward - hooks_s)
+        return forward, whole, min(max(0.0, backward * share), whole)
+
+    def _timed_step(self, *, inputs_alone: bool = False) -> tuple[list[float], list[float]]:
+        self.clock.start(len(self.programs) + 1)
+        self._step(inputs_alone=inputs_alone)
+        return self.clock.stop()
 
     def _call(self, op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result: Sequence[Tensor] = self.modules[op].forward(*inputs)
         return result
 
-    def _step(self) -> None:
-        """A forward and a backward, timed by operator."""
+    def _step(self, *, inputs_alone: bool) -> None:
+        """A forward and a backward, timed by operator.
+
+        Args:
+            inputs_alone: without gradients of weights: back to the results of those operators that
+                read nothing through which gradients go back.
+        """
         values: dict[int, Tensor] = {}
         losses: list[Tensor] = []
+        first: list[Tensor] = []
         with self.clock.forward(len(self.programs)):
             _NOTHING.forward()
         for op, program in enumerate(self.programs):
@@ -214,11 +239,15 @@ class _Bench:
             # A parameter's comes while another operator goes back.
             hooked = [(op, root) for root in roots if not root.is_leaf]
             self.hooks[op] = len(hooked)
+            if not any(tensor.requires_grad for tensor in inputs):
+                first += [root for root in roots if root.requires_grad]
             if program.has_loss:  # between the two of a loss nothing happens
                 hooked = [*((len(self.programs), loss) for loss in losses[-1:]), *hooked]
             for arrives, root in hooked:
                 root.register_hook(partial(self.clock.arrive, arrives))  # type: ignore[no-untyped-call]
-        if losses:
+        if losses and inputs_alone:
+            torch.autograd.grad(losses, first, allow_unused=True)
+        elif losses:
             torch.autograd.backward(losses)
         self.clock.leave()
 
@@ -250,7 +279,7 @@ def _take_turns(
         benches.append(make(n))
         start = time.perf_counter()
         benches[-1].turn(1)
-        step_s = (time.perf_counter() - start) / 2
+        step_s = (time.perf_counter() - start) / 3
         benches[-1].count_bytes()
         progress(len(benches), len(counts) * (1 + turns))
     for turn in range(turns):
@@ -276,9 +305,15 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
         key = _likeness(captured, step, first.batch) if pool else str(i)
         groups.setdefault(key, []).append(i)
     costs: dict[int, OpCost] = {}
+    weights = {parameter.name for parameter in captured.graph.parameters if parameter.trainable}
     for alike in groups.values():
-        forward, backward = zip(*(bench.cost(alike) for bench in benches), strict=True)
-        costs |= {i: OpCost(forward, backward, kept[i], working[i]) for i in alike}
+        ways = zip(*(bench.cost(alike) for bench in benches), strict=True)
+        forward, backward, waiting = ways
+        if weights.isdisjoint(captured.graph.ops[alike[0]].parameters):
+            waiting = (0.0,) * len(benches)
+        elif not captured.graph.gradient_targets[alike[0]]:
+            waiting = backward
+        costs |= {i: OpCost(forward, backward, kept[i], working[i], waiting) for i in alike}
     return Profile(
         captured.graph,
         tuple(b.samples for b in benches),

@@ -24,12 +24,20 @@ class OpCost:
             autograd saves inside it, and those of its own outputs that anyone saves. What it saves
             of another operator's output belongs to that operator.
         working_bytes: bytes per sample that one of its passes takes besides, while it runs.
+        weight_s: seconds of its backward that gradients of its weights alone need, which can wait
+            until those of its inputs are sent; empty where unknown, for which half is taken.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     kept_bytes: int
     working_bytes: int = 0
+    weight_s: tuple[float, ...] = ()
+
+    @property
+    def second_half_s(self) -> tuple[float, ...]:
+        """Seconds of gradients of weights, half of a backward where nothing is known."""
+        return self.weight_s or tuple(seconds / 2 for seconds in self.backward_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,17 @@ class Profile:
                 raise ValueError(
                     f"operator {op.name} lacks a time for one of {self.samples} samples"
                 )
+            if len(cost.weight_s) not in (0, len(self.samples)):
+                raise ValueError(
+                    f"operator {op.name} has {len(cost.weight_s)} times of gradients of weights "
+                    f"for {self.samples} samples"
+                )
+            for seconds, whole in zip(cost.weight_s, cost.backward_s, strict=False):
+                if not 0 <= seconds <= whole:
+                    raise ValueError(
+                        f"gradients of weights of operator {op.name} take {seconds} s of the "
+                        f"{whole} s of its backward"
+                    )
             for seconds in (*cost.forward_s, *cost.backward_s):
                 if not (seconds >= 0 and math.isfinite(seconds)):
                     raise ValueError(f"operator {op.name} has a time of {seconds} s")
@@ -121,14 +140,27 @@ class Profile:
         ways = [[c.forward_s for c in self.costs], [c.backward_s for c in self.costs]]
         return np.array(ways, dtype=np.float64)
 
+    @cached_property
+    def weight_seconds(self) -> NDArray[np.float64]:
+        """Seconds of backwards that gradients of weights take: [operator, sample count]."""
+        return np.array([cost.second_half_s for cost in self.costs], dtype=np.float64)
+
     def scaled(self, factors: Any) -> Profile:
         """The profile with seconds so many times as long; factors as ``seconds``, or what
         broadcasts to it.
         """
         ways = (self.seconds * factors).tolist()
+        backward_factors = np.broadcast_to(factors, self.seconds.shape)[1]
+        weights = (self.weight_seconds * backward_factors).tolist()
         costs = tuple(
-            replace(cost, forward_s=tuple(forward), backward_s=tuple(backward))
-            for cost, forward, backward in zip(self.costs, *ways, strict=True)
+            replace(
+                cost,
+                forward_s=tuple(forward),
+                backward_s=tuple(backward),
+                # Rounding may not make a part longer than the whole.
+                weight_s=tuple(map(min, weight, backward)) if cost.weight_s else (),
+            )
+            for cost, forward, backward, weight in zip(self.costs, *ways, weights, strict=True)
         )
         return replace(self, costs=costs)
 

@@ -192,6 +192,16 @@ class ModelCosts(StepCosts):
         times = self._slower[stage] if self.slower else 1.0
         return forward_s * times, backward_s * times
 
+    def weight_share(self, stage: int, samples: int) -> float:
+        return self._stages[stage].weight_share(samples)
+
+    def pass_s(self, stage: int, kind: Kind, samples: int) -> float:
+        """A second half takes as long besides its operators as any pass."""
+        seconds = super().pass_s(stage, kind, samples)
+        if kind is Kind.WEIGHT_GRADIENT and samples:
+            seconds += self.cost.calibration.pass_s * (self._slower[stage] if self.slower else 1.0)
+        return seconds
+
     @cached_property
     def _slower(self) -> tuple[float, ...]:
         stages = self.graph.stages

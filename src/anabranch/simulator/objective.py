@@ -245,12 +245,14 @@ def least_step_s(
     The busiest stage works through its micro-batches. Before its first forward lies at least one
     forward of each stage on the way to it, and after its last backward one backward of each stage
     on the way back and what is left of the all-reduce of that stage, before the
-    update and after it. Messages are left out, and all-reduces, which take longest to price, where
-    the bound is more than ``enough`` without.
+    update and after it. Gradients of weights may be computed meanwhile where backwards are split:
+    of all stages but those without predecessors. Messages are left out, and all-reduces, which take
+    longest to price, where the bound is more than ``enough`` without.
     """
     count = len(graph)
-    returned = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
-    busy, first, last = [0.0] * count, [0.0] * count, [0.0] * count
+    busy, first = [0.0] * count, [0.0] * count
+    # Seconds until the last gradients of inputs, of the last ones, and of those of weights behind.
+    returned, last, rest = [0.0] * count, [0.0] * count, [0.0] * count
     sizes: list[set[int]] = []
     for s, stage in enumerate(graph.stages):
         final = graph.num_microbatches(s) - 1
@@ -258,19 +260,25 @@ def least_step_s(
         slices = {(b - a, d - c) for (a, b), (c, d) in zip(*cut, strict=True)}
         seconds = {n: costs.compute_s(s, n) for pair in slices for n in pair}
         busy[s] = max(final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices)
+        half = Kind.INPUT_GRADIENT if split and graph.predecessors[s] else Kind.BACKWARD
+        back = {n: costs.pass_s(s, half, n) for n in seconds}
+        ways = {n: seconds[n][0] + back[n] for n in seconds}
+        returned[s] = max(final * ways[n] + ways[z] for n, z in slices)
         # Of several slices, the bound must not assume which one a neighbour waits for.
         first[s] = min(seconds[n][0] for n in seconds if n)
-        last[s] = min(costs.pass_s(s, returned, n) for n in seconds if n)
+        last[s] = min(back[n] for n in seconds if n)
+        rest[s] = min(seconds[n][1] - back[n] for n in seconds if n)
         sizes.append({z for _, z in slices})
 
     def longest(behind: Sequence[float]) -> float:
-        head, tail = [0.0] * count, [*behind]
+        head, tail = [0.0] * count, [0.0] * count
         for x, y in graph.edges:
             if costs.message_edges.goes_forward((x, y)):
                 head[y] = max(head[y], head[x] + first[x])
             if costs.message_edges.comes_back((x, y)):
-                tail[y] = max(tail[y], tail[x] + last[x])
-        return max(head[s] + busy[s] + tail[s] for s in range(count))
+                tail[y] = max(tail[y], last[x] + max(rest[x] + behind[x], tail[x]))
+        ends = zip(head, busy, behind, returned, tail, strict=True)
+        return max(h + max(b + after, r + t) for h, b, after, r, t in ends)
 
     behind = [costs.update_s(s) for s in range(count)]
     if (least_s := longest(behind)) > enough:

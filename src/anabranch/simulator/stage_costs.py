@@ -58,6 +58,14 @@ class StageCosts:
         forward, backward = self.cost.stage_s(self.mask, samples, recompute=stage.recompute)
         return forward + besides_s, backward + besides_s
 
+    @remembered
+    def weight_share(self, samples: int) -> float:
+        """Share of a backward that gradients of weights take where it is split; a recomputed
+        forward belongs to the first half.
+        """
+        backward_s = self.compute_s(samples)[1]
+        return self.cost.weight_s(self.mask, samples) / backward_s if backward_s else 0.0
+
     def gradient_share(self, samples: int, operator: int) -> float:
         """Share of a backward after which an operator has been passed: from the last operator to
         the first; a recomputed forward comes before them.

@@ -14,13 +14,19 @@ least any mean of both, and since stages share the D devices::
 
     sum over o of  min over r of  r * mean(busy(o, r), summed(o, r))  <=  D * T
 
-Before a stage's first forward its inputs have come the longest way from the beginning, and after
-its last backward their gradients go back. What of this way lies in the stage itself is in ``busy``
-already, as one micro-batch; without that, ``idle(o)`` seconds are left to the operators before o::
+Before a stage's first forward its inputs have come the longest way from the beginning. What of this
+way lies in the stage itself is in ``busy`` already, as one forward; without that, ``before(o)``
+seconds are left to the operators before o::
 
-    sum over o of  min over r of  r * (mean - one micro-batch) / (T - idle(o))  <=  D
+    sum over o of  min over r of  r * (mean - one forward) / (T - before(o))  <=  D
 
-Only those r count that operator o allows: ``idle`` and its own seconds fit in T. The least T for
+After the gradients of a stage's last inputs these go back the same way, while gradients of weights
+may still be computed where backwards are split. With i, what gradients of inputs take of b, the
+same holds for these in place of ``busy``, and with the way back in place of the forwards alone::
+
+    returned(o, r)   min over n of  x / n * (f(n) + i(n))
+
+Only those r count that operator o allows: the way and its own seconds fit in T. The least T for
 which all of this holds is the bound. It holds for plans with one stage on each device; messages
 are left out of it, since any two operators may share a device.
 """
@@ -60,12 +66,13 @@ class _Relaxation:
 
     Attributes:
         least: the shortest step that an operator allows; infinite for too many replicas.
-        first_s: forward of the smallest slice, and ``last_s`` its backward.
+        first_s: forward of the smallest slice, and ``last_s`` its gradients of inputs.
         idle_s: of the forwards before it and of the backwards behind its own, on the longest path;
             ``idle_before_s`` of the forwards alone.
     """
 
     busy: Floats
+    returned: Floats
     summed: Floats
     least: Floats
     first_s: Floats
@@ -76,14 +83,17 @@ class _Relaxation:
     @staticmethod
     def of(cost: CostModel, batch_size: int) -> _Relaxation:
         """Price the operators of a model."""
-        samples, forward_s, backward_s = _least_seconds(cost, batch_size)
+        samples, forward_s, backward_s, inputs_s = _least_seconds(cost, batch_size)
         before_s = _path_before(forward_s[0], cost.graph.edges)
-        # Gradients of inputs alone go back where backwards are split.
-        behind_s = _path_before(backward_s[0] / 2, _edges_of_gradients(cost))
+        way_back = _edges_of_gradients(cost)
+        # Where the way ends nobody waits for gradients of inputs, and no backward is split.
+        ends = np.setdiff1d(np.arange(len(cost.graph)), [consumer for _, consumer in way_back])
+        inputs_s[:, ends] = backward_s[:, ends]
+        behind_s = _path_before(inputs_s[0], way_back)
         held = cost.own_parameter_bytes
         update_s = cost.update.byte_s * held.trainable
         shape = cost.cluster.num_devices, len(cost.graph)
-        busy, summed, least = (np.full(shape, np.inf) for _ in range(3))
+        busy, returned, summed, least = (np.full(shape, np.inf) for _ in range(4))
         for replicas in range(1, min(shape[0], batch_size) + 1):
             fitting = samples <= max(-(-batch_size // replicas), samples[0])
             passes = batch_size / replicas / samples[fitting, None]
@@ -91,10 +101,12 @@ class _Relaxation:
             ring_s = transfer_s(held.summed, *cost.ring_price((0, replicas - 1), replicas))
             row = replicas - 1
             busy[row] = compute_s.min(axis=0) + update_s / replicas
+            returned[row] = (passes * (forward_s + inputs_s)[fitting]).min(axis=0)
             summed[row] = np.maximum(compute_s - backward_s[fitting], 0.0).min(axis=0) + ring_s
-            least[row] = before_s + np.maximum(busy[row] + behind_s, summed[row])
-        first_s, last_s = forward_s[0], backward_s[0]
-        return _Relaxation(busy, summed, least, first_s, last_s, before_s + behind_s, before_s)
+            own_s = np.maximum(busy[row], summed[row])
+            least[row] = before_s + np.maximum(own_s, returned[row] + behind_s)
+        first_s, last_s, idle_s = forward_s[0], inputs_s[0], before_s + behind_s
+        return _Relaxation(busy, returned, summed, least, first_s, last_s, idle_s, before_s)
 
     def fits(self, step_s: float) -> bool:
         """Return whether the devices may be enough for a step of this length."""
@@ -110,20 +122,26 @@ class _Relaxation:
             used: Floats = np.where(possible, replicas * mean, np.inf).min(axis=0)
             return used
 
-        busy, summed = (np.where(possible, s, 0.0) for s in (self.busy, self.summed))
-        rest = taken(
-            np.maximum(busy - self.first_s - self.last_s, 0.0),
-            np.maximum(summed - self.first_s, 0.0),
+        busy, returned, summed = (
+            np.where(possible, s, 0.0) for s in (self.busy, self.returned, self.summed)
         )
-        left_s = step_s - share * self.idle_s - (1 - share) * self.idle_before_s
-        if left_s.min() <= 0:
-            return np.inf
-        return max(float(taken(busy, summed).sum()) / step_s, float((rest / left_s).sum()))
+        needed = float(taken(busy, summed).sum()) / step_s
+        rest_summed = np.maximum(summed - self.first_s, 0.0)
+        for rest, idle_s in (
+            (busy - self.first_s, self.idle_before_s),
+            (returned - self.first_s - self.last_s, self.idle_s),
+        ):
+            left_s = step_s - share * idle_s - (1 - share) * self.idle_before_s
+            if left_s.min() <= 0:
+                return np.inf
+            rest_s = taken(np.maximum(rest, 0.0), rest_summed)
+            needed = max(needed, float((rest_s / left_s).sum()))
+        return needed
 
 
-def _least_seconds(cost: CostModel, batch_size: int) -> tuple[Floats, Floats, Floats]:
-    """Return sample counts up to a batch, and [count, operator] the seconds of forward and backward
-    for so many samples or more. Between the counts seconds are linear.
+def _least_seconds(cost: CostModel, batch_size: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return sample counts up to a batch, and [count, operator] the seconds of forward, backward
+    and gradients of inputs for so many samples or more. Between the counts seconds are linear.
     """
     if cost.profile.proportional:
         counts = [1, batch_size]
@@ -131,9 +149,13 @@ def _least_seconds(cost: CostModel, batch_size: int) -> tuple[Floats, Floats, Fl
         counts = [n for n in cost.profile.samples if n <= batch_size]
         if not counts or (counts[-1] < batch_size and cost.covers(batch_size)):
             counts.append(max(batch_size, cost.profile.samples[0]))
-    seconds = np.array([cost.op_seconds(n) for n in counts])
-    seconds = np.minimum.accumulate(seconds[::-1], axis=0)[::-1]
-    return np.array(counts, np.float64), seconds[:, 0], seconds[:, 1]
+    ways = np.array([cost.op_seconds(n) for n in counts])
+    inputs_s = np.maximum(ways[:, 1] - [cost.op_weight_s(n) for n in counts], 0.0)
+    seconds = np.concatenate([ways, inputs_s[:, None]], axis=1)
+    forward_s, backward_s, inputs_s = np.moveaxis(
+        np.minimum.accumulate(seconds[::-1], axis=0)[::-1], 1, 0
+    )
+    return np.array(counts, np.float64), forward_s, backward_s, inputs_s
 
 
 def _edges_of_gradients(cost: CostModel) -> set[tuple[int, int]]:
