@@ -69,7 +69,7 @@ def rows(*, samples: int = SAMPLES, turns: int = 3) -> list[Row]:
 def _rows(policies: tuple[str, ...], times: int, samples: int, turns: int) -> list[Row]:
     """One row per side, with ``bare`` first, for stages that take so many times as long."""
     seconds_of = times * FORWARD_S, times * BACKWARD_S
-    module, example = Line(STAGES, *seconds_of), torch.zeros(2, WIDTH)
+    module, example = Line(Wait(*seconds_of) for _ in range(STAGES)), torch.zeros(2, WIDTH)
     captured = ours.captured_model(module, example)
     plans = {name: _plan(captured, MICROBATCHES) for name in SYNC}
     plans = {name: ours.under(plan, name) for name, plan in plans.items()}

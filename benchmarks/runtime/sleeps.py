@@ -7,7 +7,7 @@ ideal than that at the time. Predictions rest on it, as those of a plan rest on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from anabranch.cluster import Cluster
 from anabranch.plans.plan import Plan
-from anabranch.schedule import rule_named
+from anabranch.schedule import SPLIT_BACKWARDS, rule_named
 from anabranch.simulator.costs import Route, StageTimes
 from anabranch.simulator.run import step_seconds
 from benchmarks.planners.common import Row, table
 from benchmarks.runtime import ours, theirs
 from benchmarks.runtime.ops import SplitWait, Wait
-from benchmarks.runtime.race import Step, medians, race
+from benchmarks.runtime.race import Side, Step, medians, race
 
 BARE = "bare loop"
-OURS = ("gpipe", "1f1b", "1f1b-deep")
+OURS = ("gpipe", "1f1b", "1f1b-deep", "1f1b-split", "zb-h1", "zb-h2")
 WIDTH = 1024
 """Numbers per sample: a message has 4 KB."""
 
@@ -38,9 +38,9 @@ CASES = (
 class Line(nn.Module):
     """Stages in a row; the loss is the mean of what comes out."""
 
-    def __init__(self, count: int, forward_s: float, backward_s: float) -> None:
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(Wait(forward_s, backward_s) for _ in range(count))
+        self.stages = nn.ModuleList(stages)
 
     def forward(self, x: Tensor) -> Tensor:
         """[samples, width] -> scalar."""
@@ -89,16 +89,18 @@ def rows(cases: tuple[tuple[int, int, float, float], ...] = CASES) -> list[Row]:
 
 def _case(ranks: int, microbatches: int, forward_s: float, backward_s: float) -> list[Row]:
     batch, example = torch.zeros(microbatches, WIDTH), torch.zeros(2, WIDTH)
-    module = Line(ranks, forward_s, backward_s)
-    captured = ours.captured_model(module, example)
-    first = ours.plan_of(
-        captured, numbered(ranks), [[d] for d in range(ranks)], microbatches=microbatches
-    )
-    plans = {name: ours.under(first, name) for name in OURS}
-    sides = {
-        f"ours {name}": ours.our_side(captured, example, plan, batch)
-        for name, plan in plans.items()
-    }
+    plans: dict[str, Plan] = {}
+    sides: dict[str, Side] = {}
+    for splits, stage in ((False, Wait), (True, SplitWait)):
+        module = Line(stage(forward_s, backward_s) for _ in range(ranks))
+        captured = ours.captured_model(module, example)
+        first = ours.plan_of(
+            captured, numbered(ranks), [[d] for d in range(ranks)], microbatches=microbatches
+        )
+        for name in OURS:
+            if (name in SPLIT_BACKWARDS) == splits:
+                plans[name] = ours.under(first, name)
+                sides[f"ours {name}"] = ours.our_side(captured, example, plans[name], batch)
     for name in theirs.SCHEDULES:
         sides[f"torch {name}"] = theirs.their_side(
             name,

@@ -229,6 +229,7 @@ def test_contract_of_the_plan_document() -> None:
         "device_peak_bytes": [7],
         "period_s": None,
         "exposed_sums": None,
+        "bound_s": None,
         "digest": document["predicted"]["digest"],
     }
     assert len(document["predicted"]["digest"]) == 16

@@ -6,6 +6,7 @@ import pytest
 
 from anabranch import planner as planners
 from anabranch.plans.stages import StageGraph
+from anabranch.solve import search
 from tests.solve.helpers import Proposals
 
 
@@ -18,3 +19,9 @@ def propose(monkeypatch):
         monkeypatch.setattr(planners, "PLANNERS", table, raising=False)
 
     return register
+
+
+@pytest.fixture(autouse=True)
+def whole_backwards(monkeypatch):
+    """Searches stay with 1F1B, whose numbers can be read by eye; see ``test_splitting``."""
+    monkeypatch.setattr(search, "split_backwards", lambda judge, cost: None)

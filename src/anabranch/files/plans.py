@@ -145,6 +145,7 @@ class _PredictionEntry(Strict):
     device_peak_bytes: list[Size]
     period_s: Seconds | None = None
     exposed_sums: Annotated[float, Field(ge=-1e-6, le=1)] | None = None
+    bound_s: Seconds | None = None
     digest: str = ""
 
 

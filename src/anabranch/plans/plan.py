@@ -30,6 +30,8 @@ class Prediction:
             a part of the bubble; None if not known.
         period_s: seconds of a synchronous step among others in a row, each device beginning the
             next when it has ended one; None where that was not simulated.
+        bound_s: seconds that a step of any plan takes at least, with one stage on each device; None
+            where that is not known.
     """
 
     step_s: float
@@ -38,6 +40,7 @@ class Prediction:
     device_peak_bytes: tuple[int, ...]
     period_s: float | None = None
     exposed_sums: float | None = None
+    bound_s: float | None = None
 
 
 NOT_PREDICTED = "not predicted"
@@ -53,6 +56,17 @@ _SPARSE = (
     f"sparse gradients of tables: to train with {TAKE_ROWS}; AdamW, the default of a Workload, "
     "takes none"
 )
+
+
+def bound_text(predicted: Prediction) -> tuple[str, ...]:
+    """Return a line that compares a step with the bound of any plan, if that is known."""
+    if not predicted.bound_s:
+        return ()
+    factor = predicted.step_s / predicted.bound_s
+    return (
+        f"within {factor:.2f}x of the best possible: no plan takes less than "
+        f"{time_text(predicted.bound_s)}",
+    )
 
 
 LONGER_IN_A_ROW = (
@@ -226,6 +240,7 @@ class Plan:
             f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
             f"batch {graph.batch_size}",
             said,
+            *(bound_text(predicted) if predicted is not None else ()),
             self.costs,
             *(["replicas share the optimizer's state"] if is_shared else []),
             *([_SPARSE] if self.sparse_embeddings else []),

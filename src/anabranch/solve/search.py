@@ -22,7 +22,7 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.simulator.judge import Judge
-from anabranch.simulator.objective import ShortestStep
+from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.simulator.stage_costs import stage_costs
 from anabranch.solve.asynchronous_search import AsynchronousSearch
 from anabranch.solve.improvement import SearchBudget
@@ -32,6 +32,7 @@ from anabranch.solve.planner_options import check_arguments, planner_with
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes
 from anabranch.solve.simulation import AUTO, checked_run, figures_of
+from anabranch.solve.splitting import split_backwards
 from anabranch.weights import OptimizerFacts
 
 BUDGET = SearchBudget()
@@ -75,7 +76,8 @@ def plan(
         microbatch_size: only this size; by default every power of two that the profile covers.
             Asynchronous mini-batches are one micro-batch, but for policy ``2bw``.
         schedule: key of ``schedule.SCHEDULES``; ``auto``: per proposal the faster of 1F1B with
-            minimal and with deep warm-up, the minimal one where both take equally long;
+            minimal and with deep warm-up, the minimal one where both take equally long, and of the
+            best of all the one with split backwards that saves most, if that is enough;
             ``published``: what the planner's paper runs its plans with.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter.
         max_replicas: most replicas of one stage.
@@ -185,6 +187,10 @@ class _StepSearch:
             near = partial(improving.near, shared=cost.shard_optimizer)
             phases.run("improve_s", lambda: improve_on(judge, near, BUDGET))
         best = judge.winner(self.name)
+        if self.schedules == AUTO and phases.stop is None:
+            split: list[ScheduledProposal | None] = []
+            phases.run("simulate_s", lambda: split.append(split_backwards(judge, cost)))
+            best = next(filter(None, split), best)
         if improving is not None and (origin := improving.origin(best.proposal)):
             notes.append(origin)
         notes += phases.notes(len(proposals))

@@ -28,6 +28,7 @@ from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.staleness import Staleness, staleness
+from anabranch.solve.bound import step_bound
 from anabranch.solve.policy_choice import check_mode, recommended
 from anabranch.timeline import Timeline
 from anabranch.weights import (
@@ -101,7 +102,8 @@ def foreseen(
         graph, name = scheduled(plan_, prices_of(plan_, profile, machines), schedule)
         plan_ = replace(plan_, stage_graph=graph, schedule=name)
     predicted = simulate(plan_, profile, machines)
-    figures = figures_of(predicted, plan_.stage_graph, prices_of(plan_, profile, machines))
+    costs = prices_of(plan_, profile, machines)
+    figures = figures_of(predicted, plan_.stage_graph, costs, plan_.mode)
     return plan_.predicting(figures, machines), predicted
 
 
@@ -126,8 +128,12 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
     return graph, name
 
 
-def figures_of(timeline: Timeline, graph: StageGraph, cost: CostModel) -> Prediction:
+def figures_of(
+    timeline: Timeline, graph: StageGraph, cost: CostModel, mode: str = "sync"
+) -> Prediction:
     """The figures of a plan by its timeline."""
+    lanes = sum(stage.replicas for stage in graph.stages)
+    is_bounded = mode == "sync" and lanes == len(graph.devices)  # one stage on each device
     return Prediction(
         step_s=timeline.step_s,
         bottleneck_s_per_sample=bottleneck_s_per_sample(graph, cost),
@@ -135,6 +141,7 @@ def figures_of(timeline: Timeline, graph: StageGraph, cost: CostModel) -> Predic
         device_peak_bytes=tuple(timeline.peak_bytes[device] for device in timeline.devices),
         period_s=timeline.period_s,
         exposed_sums=timeline.exposed_sums,
+        bound_s=step_bound(cost, graph.batch_size) if is_bounded else None,
     )
 
 

@@ -123,9 +123,12 @@ def _calls_with_weights(
     for node in module.graph.nodes:
         sources = node.all_input_nodes
         read = tuple(parameter for source in sources for parameter in alone.get(source, ()))
-        if node.op == "get_attr" and len(node.users) == 1:
+        if node.op == "get_attr":
             value = attrgetter(str(node.target))(module)
-            alone[node] = (value,) if isinstance(value, nn.Parameter) else ()
+            if not isinstance(value, nn.Parameter):
+                alone[node] = ()
+            elif len(node.users) == 1:
+                alone[node] = (value,)
         elif node.op == "call_function" and behind.intersection(sources):
             behind.add(node)
             if read and isinstance(node.meta.get("val"), Tensor):

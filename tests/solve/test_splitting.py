@@ -1,0 +1,56 @@
+"""Split backwards at the end of a search: where they pay, and fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from anabranch.schedule import SPLIT_BACKWARDS
+from anabranch.solve import search
+from anabranch.solve.splitting import split_backwards
+from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
+from tests.solve.helpers import found, two_stages
+
+
+@pytest.fixture(autouse=True)
+def whole_backwards(monkeypatch):
+    """Not here."""
+    monkeypatch.setattr(search, "split_backwards", split_backwards)
+
+
+def test_few_micro_batches(propose):
+    """Two stages of 1 + 1 s, 4 micro-batches: (M + 1)(F + B) = 10 s under 1F1B; the way back takes
+    half of B where weights wait, and nothing of it is in the drain: M (F + B) + F = 9 s.
+    """
+    cost, graph = two_stages(4)
+    propose(graph)
+    best = found(cost, 4)
+    assert best.schedule in SPLIT_BACKWARDS
+    assert best.predicted.step_s == pytest.approx(9.0)
+    assert found(cost, 4, schedule="1f1b").predicted.step_s == pytest.approx(10.0)
+
+
+def test_many_micro_batches_gain_too_little(propose):
+    """Of 100 micro-batches the drain is half a percent."""
+    cost, graph = two_stages(100)
+    propose(graph)
+    assert found(cost, 100).schedule == "1f1b"
+
+
+def test_memory_is_that_of_the_simulated_step(propose):
+    """Eight stages, 16 micro-batches: with twice the memory (H2) the step is 55 s. A device that
+    holds eight micro-batches, as the first one does under 1F1B, allows 57 s (H1).
+    """
+    graph = stage_graph(chain(8), [(i,) for i in range(8)], 16)
+
+    def scheduled(nbytes: int) -> tuple[str, float, int]:
+        machines = cluster(8, memory_bytes=nbytes)
+        cost = cost_model(chain(8), [1] * 8, [2] * 8, machines, kept_bytes=100)
+        propose(graph)
+        best = found(cost, 16, optimizer_factor=0.0)
+        return best.schedule, best.predicted.step_s, max(best.predicted.device_peak_bytes)
+
+    schedule, step_s, peak = scheduled(10**6)
+    assert (schedule, step_s) == ("zb-h2", pytest.approx(55.0))
+    assert peak > 800
+    _, step_s, peak = scheduled(800)
+    assert (step_s, peak) == (pytest.approx(57.0), 800)
