@@ -104,7 +104,7 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
     kinds = {s.action.kind for p in layout.panels for s in p.timeline.spans}
     entries = [("f", "forward"), ("b", "backward")]
     if Kind.WEIGHT_GRADIENT in kinds:
-        entries = [("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")]
+        entries = [("f", "forward"), ("b", "backward, input gradient"), ("w", "weight gradient")]
     entries.append(("lane", "waiting"))
     has_sums = any(panel.sum_height for panel in layout.panels)
     if has_sums:
