@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
+from anabranch.graph.opgraph import Op, OpGraph
 from anabranch.planner.exhaustive import Exhaustive
+from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import simulate
@@ -50,6 +52,14 @@ def test_a_device_is_idle_until_its_first_micro_batch_comes():
         chain(2), [1, 1], [1, 1], cluster(2, bandwidth=1.0), parameter_bytes=10**6, value_bytes=0
     )
     assert step_bound(cost, 8) == pytest.approx(17.0, rel=1e-3)
+
+
+def test_a_slice_may_have_samples_between_those_measured():
+    """Two replicas with 3 of 6 samples each: 4 + 8 s, half way between those of 2 and 4."""
+    seconds = [2.0, 3.0, 5.0, 9.0]
+    costs = (OpCost(tuple(seconds), tuple(2 * s for s in seconds), 0),)
+    profile = Profile(OpGraph((Op("a"),), ()), (1, 2, 4, 8), costs, "v100", "measured")
+    assert step_bound(CostModel(profile, cluster(2)), 6) == pytest.approx(12.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

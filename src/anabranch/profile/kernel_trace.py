@@ -186,7 +186,8 @@ class TracedModel:
         products = (larger[:, 2] > 0) & (larger[:, [0, 1, 3]] == 0).all(axis=1)
         owner = np.repeat(np.arange(len(ops)), [len(k.products) for k in few.kernels])
         products |= ~sends[ops][owner]
-        return Waiting(1.0 * (kernels & inside), 1.0 * (products & inside[owner]))
+        products &= inside[owner]
+        return Waiting((kernels & inside).astype(np.float64), products.astype(np.float64))
 
     def profile(self, device: str, samples: Sequence[int], precision: Precision) -> Profile:
         """The profile of an affine model, as ``estimate`` returns it.

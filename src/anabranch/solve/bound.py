@@ -141,14 +141,16 @@ class _Relaxation:
 
 def _least_seconds(cost: CostModel, batch_size: int) -> tuple[Floats, Floats, Floats, Floats]:
     """Return sample counts up to a batch, and [count, operator] the seconds of forward, backward
-    and gradients of inputs for so many samples or more. Between the counts seconds are linear.
+    and gradients of inputs for so many samples or more. Between the counts seconds are linear, and
+    the most that a replica can have of a batch is among them.
     """
     if cost.profile.proportional:
         counts = [1, batch_size]
     else:
-        counts = [n for n in cost.profile.samples if n <= batch_size]
-        if not counts or (counts[-1] < batch_size and cost.covers(batch_size)):
-            counts.append(max(batch_size, cost.profile.samples[0]))
+        measured, most = cost.profile.samples, min(cost.cluster.num_devices, batch_size)
+        whole = {-(-batch_size // replicas) for replicas in range(1, most + 1)}
+        within = {n for n in measured if n <= batch_size} | {n for n in whole if cost.covers(n)}
+        counts = sorted(within or {measured[0]})
     ways = np.array([cost.op_seconds(n) for n in counts])
     inputs_s = np.maximum(ways[:, 1] - [cost.op_weight_s(n) for n in counts], 0.0)
     seconds = np.concatenate([ways, inputs_s[:, None]], axis=1)
