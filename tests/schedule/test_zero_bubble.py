@@ -98,7 +98,26 @@ def test_it_is_never_longer_than_1f1b(graph):
 
 
 def test_too_few_in_flight_is_refused():
-    """Counts of a plan file that rise along an edge."""
-    graph = row(2, 4)
-    with pytest.raises(InvalidScheduleError, match="warm-up rises"):
-        ZeroBubble().order(with_in_flight(graph, (1, 3)))
+    """A micro-batch of the second stage needs two of the first, which may hold one."""
+    graph = stage_graph(chain(2), [(0,), (1,)], 4, [1, 2])
+    with pytest.raises(InvalidScheduleError, match="may hold too few micro-batches"):
+        ZeroBubble().order(with_in_flight(graph, (1, 2)))
+    with pytest.raises(InvalidScheduleError, match="may hold too few micro-batches"):
+        ZeroBubble().order(graph)  # in_flight is 0
+
+
+def test_counts_may_rise_along_an_edge():
+    """What stages hold at most follows from the list, and the list from what they may hold."""
+    graph = stage_graph(chain(3), [(i,) for i in range(3)], 8, [1, 2, 1])
+    filled = ZeroBubble(2).warm_up(graph)
+    again = with_in_flight(graph, (stage.in_flight for stage in filled.stages))
+    assert str(ZeroBubble(2).order(again)) == str(ZeroBubble(2).order(filled))
+
+
+def test_shorter_gradients_of_weights_fit_into_smaller_gaps():
+    """Of a backward of 2, weights take a fifth: .4 beside 1.6, and gaps are filled by it."""
+    graph = row(3, 4)
+    stages = tuple(replace(stage, weight_share=0.2) for stage in graph.stages)
+    filled = ZeroBubble().warm_up(replace(graph, stages=stages))
+    check(lower(ZeroBubble().order(filled), filled), filled)
+    assert str(ZeroBubble().order(filled)) != str(ZeroBubble().order(ZeroBubble().warm_up(graph)))

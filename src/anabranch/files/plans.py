@@ -134,6 +134,7 @@ class _StageEntry(Strict):
     k: Samples = 1
     in_flight: Annotated[int, Field(ge=0, le=2**40)] | None = None
     recompute: bool = False
+    weight_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     tensor: Annotated[int, Field(ge=1, le=MOST_DEVICES)] = 1
 
 

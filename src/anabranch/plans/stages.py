@@ -25,6 +25,8 @@ class Stage:
         in_flight: micro-batches between forward and backward at most (the warm-up of the schedule);
             0 until a schedule rule has decided.
         recompute: keep only what enters the stage and run the forward again in the backward.
+        weight_share: share of a backward that gradients of weights take, by which lists of split
+            backwards are scheduled.
     """
 
     operators: tuple[str, ...]
@@ -33,12 +35,15 @@ class Stage:
     k: int = 1
     in_flight: int = 0
     recompute: bool = False
+    weight_share: float = 0.5
 
     def __post_init__(self) -> None:
         if not self.operators:
             raise ValueError("a stage needs at least one operator")
         if not self.devices or len(set(self.devices)) != len(self.devices):
             raise ValueError(f"a stage needs devices, each once; it has {self.devices}")
+        if not 0 <= self.weight_share <= 1:
+            raise ValueError(f"weight_share {self.weight_share} is no share of a backward")
         if self.microbatch_size < 1 or self.k < 1 or self.in_flight < 0:
             raise ValueError(
                 f"micro-batch size {self.microbatch_size}, k {self.k} and in flight "

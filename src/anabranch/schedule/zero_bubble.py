@@ -16,7 +16,8 @@ is what the step waits for, then forwards, then the rest; W only into a gap that
 where memory holds no further micro-batch. Nobody waits for the gradients of a first stage's inputs,
 so its backward stays whole.
 
-Stages are taken to be balanced: a pass lasts as long as its micro-batch has samples.
+Stages are taken to be balanced: a forward lasts as long as its micro-batch has samples, a backward
+twice as long, of which gradients of weights take the stage's ``weight_share``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from anabranch.errors import InvalidScheduleError
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import Room
-from anabranch.schedule.kfkb import KFKB, require_in_flight
+from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.schedule import Action, Kind, Order, Schedule
 
 _URGENCY = {Kind.INPUT_GRADIENT: 0, Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.WEIGHT_GRADIENT: 3}
@@ -39,8 +40,8 @@ _URGENCY = {Kind.INPUT_GRADIENT: 0, Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.WEIG
 Pass = tuple[float, int, int, int, Kind]
 """When a pass can start, its urgency, its first sample, its stage, and its kind."""
 
-_LENGTH = {Kind.INPUT_GRADIENT: 1, Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.WEIGHT_GRADIENT: 1}
-"""Passes of a stage in units of its forward."""
+BACKWARD = 2.0
+"""Seconds of a backward in times of its forward."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,6 @@ class ZeroBubble:
 
     def order(self, graph: StageGraph) -> Schedule:
         """Return the order in which computes start."""
-        require_in_flight(graph)
         lists = _scheduled(graph).lists
         return Schedule({device: Order(actions) for device, actions in lists.items()})
 
@@ -175,7 +175,7 @@ class _ListScheduler:
         if self.done[s] == len(self.ends[s][Kind.INPUT_GRADIENT]):
             return min(passes, default=None)
         # There is a gradient of weights to compute.
-        size = self.graph.stages[s].microbatch_size
+        size = self.graph.stages[s].microbatch_size * self.length(s, Kind.WEIGHT_GRADIENT)
         others = [p for t in self.beside[s] for p in self.ready(t)]
         gap = min((ready - free for ready, *_ in others), default=size)
         if gap < size:
@@ -201,6 +201,13 @@ class _ListScheduler:
                 kind = Kind.INPUT_GRADIENT if graph.predecessors[s] else Kind.BACKWARD
                 yield max(there, forwards[n]), *self.key(s, kind, n)
 
+    def length(self, s: int, kind: Kind) -> float:
+        """Return the length of a pass for each of its samples."""
+        if kind is Kind.FORWARD:
+            return 1.0
+        share = self.graph.stages[s].weight_share if kind is not Kind.BACKWARD else 0.0
+        return BACKWARD * (share if kind is Kind.WEIGHT_GRADIENT else 1.0 - share)
+
     def when(self, stages: Iterable[int], kind: Kind, samples: int) -> float | None:
         """Return when stages have done so many samples; None if that is not known yet."""
         last = 0.0
@@ -221,7 +228,7 @@ class _ListScheduler:
         kept = Kind.INPUT_GRADIENT if kind is Kind.BACKWARD else kind
         microbatch = len(self.ends[s][kept]) if kept in self.ends[s] else self.done[s]
         first, last = self.graph.interval(s, microbatch)
-        end = start + (last - first) * _LENGTH[kind]
+        end = start + (last - first) * self.length(s, kind)
         if kept in self.ends[s]:
             self.ends[s][kept].append(end)
         self.done[s] += kind.ends_backward

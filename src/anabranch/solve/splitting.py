@@ -6,8 +6,12 @@ schedules with split backwards at the end: which stages are best hardly depends 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from anabranch.cost import CostModel
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SPLIT_BACKWARDS
+from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.solve.simulation import checked_run
@@ -31,7 +35,7 @@ def split_backwards(judge: Judge, cost: CostModel) -> ScheduledProposal | None:
     where none saves enough.
     """
     limit = judge.best_s * (1 - LEAST_GAIN)
-    proposals = judge.ranked(NEAR)[:MOST]
+    proposals = {_with_shares(proposal, cost): proposal for proposal in judge.ranked(NEAR)[:MOST]}
     shorter: list[tuple[float, int, ScheduledProposal]] = []
     for number, schedule in enumerate(sorted(SPLIT_BACKWARDS)):
         own = Judge(ShortestStep(cost, (schedule,)))
@@ -46,5 +50,15 @@ def split_backwards(judge: Judge, cost: CostModel) -> ScheduledProposal | None:
         # Passes whose weights wait hold more than the formula of memory knows.
         timeline = checked_run(best.graph, best.schedule, cost, messages=False)
         if max(timeline.peak_bytes.values()) <= cost.cluster.memory_bytes:
-            return best
+            return replace(best, proposal=proposals[best.proposal])
     return None
+
+
+def _with_shares(graph: StageGraph, cost: CostModel) -> StageGraph:
+    """The stages with the shares of their backwards that gradients of weights take."""
+    costs = ModelCosts(graph, cost)
+    shares = [costs.weight_share(s, max(graph.slice_sizes(s))) for s in range(len(graph))]
+    stages = zip(graph.stages, shares, strict=True)
+    return replace(
+        graph, stages=tuple(replace(stage, weight_share=round(share, 3)) for stage, share in stages)
+    )
