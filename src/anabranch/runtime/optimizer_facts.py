@@ -66,9 +66,17 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
     alone, so that it takes sparse gradients; hooks on its steps are unknown.
     """
     optimizer = _stand_in(workload, names)
+    return type(optimizer) in BY_ELEMENT and not _has_hooks(optimizer)
+
+
+def is_unknown(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer may do more than those of ``torch.optim`` do by parameter."""
+    return not type(optimizer).__module__.startswith("torch.optim") or _has_hooks(optimizer)
+
+
+def _has_hooks(optimizer: Optimizer | None) -> bool:
     hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    has_hooks = any(getattr(optimizer, name, None) for name in hooks)
-    return type(optimizer) in BY_ELEMENT and not has_hooks
+    return any(getattr(optimizer, name, None) for name in hooks)
 
 
 def _stand_in(workload: Workload, names: Collection[str] | None = None) -> Optimizer | None:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import TrainingError
+from anabranch.graph.loss_kinds import told_stateful
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
-from anabranch.runtime.data_feed import DataFeed, leaves_of
+from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -178,8 +179,16 @@ class Session:
             )
         for name, part in self.captured.slices.items():
             part.requires_grad_(self.captured.module.get_parameter(whole_name(name)).requires_grad)
+        if changed := self.captured.programs.exporter.reads.changed():
+            raise TrainingError(
+                f"{', '.join(changed[:3])} has changed since the model was captured; the forward "
+                "reads it in Python, so the captured model keeps the value that it had: hold it in "
+                "a buffer (register_buffer) and change that in place (fill_), or pass it in the "
+                "batch, as a tensor with an entry per sample"
+            )
         read = self.workers.leaves
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
+        self.captured.for_batch(leaves).programs.require_alike(samples_of(leaves))
         self._begin_batch(batch)
         return leaves
 
@@ -198,6 +207,10 @@ class Session:
         require_same_batch(self.mesh, self.batch_digest)
         self.state.require_values()
         if self._check_gradients:
+            stateful, stages = self.captured.graph.stateful, enumerate(self.graph.stages)
+            sliced = any(p.replicas > 1 or self.graph.num_microbatches(s) > 1 for s, p in stages)
+            if self.mesh.rank == 0 and stateful and sliced:
+                warnings.warn(told_stateful(stateful), stacklevel=5)
             # Of the other buckets the declared examples; what is said is of the batch at hand.
             batches = {self.captured.for_batch(leaves): (batch, leaves)}
             for example in self._examples:
@@ -210,6 +223,7 @@ class Session:
                 for bucket, some in batches.items()
             ]
             self.gradient_verdict = verdicts[0]
+            self.captured.programs.exporter.reads.accept()
         self.state.forget_others()
 
     def _reads(self) -> Collection[str] | None:

@@ -25,7 +25,8 @@ from torch import Tensor
 from anabranch import launch
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.loss_kinds import told_normalised
+from anabranch.graph.changed_state import seen_writes
+from anabranch.graph.loss_kinds import told_normalised, told_stateful
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
@@ -127,11 +128,12 @@ def verify(
     slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
     is_random = any(draws_random(program.module, dropout) for program in programs)
+    writes = seen_writes(captured.programs.example)
     by_sample = is_random and dropout == "sample"
     options = ComputeOptions(dropout=dropout)
     seed = torch.initial_seed()
     against = _against(captured, batch, slices, by_sample=by_sample)
-    has_whole = not (is_random or captured.graph.normalised)
+    has_whole = not (is_random or captured.graph.normalised or captured.graph.stateful)
     alone = _one_after_the_other(plan)
     if against == CAPTURED:
         alone = _on_one_device(captured, plan, slices[0][1])
@@ -165,7 +167,7 @@ def verify(
         with NoDropout() if dropout == "off" else nullcontext():
             expected = reference(module, batch, calls, captured.weights)
             whole = reference(module, batch, [(0, size)]) if has_whole else None
-            notes = require_repeatable(module, batch, whole.loss) if whole else ()
+            notes = require_repeatable(module, batch, whole.loss, writes) if whole else ()
         return _fetched(expected), whole and _fetched(whole), notes
 
     on_captured = against in (CAPTURED, SAME_STAGES)
@@ -183,6 +185,8 @@ def verify(
     error, worst_name = _error(gradients, others)
     if captured.graph.normalised:
         notes += (told_normalised(captured.graph.normalised),)
+    if captured.graph.stateful:
+        notes += (told_stateful(captured.graph.stateful),)
     return VerifyResult(
         loss,
         expected.loss,
