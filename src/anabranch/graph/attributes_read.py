@@ -79,8 +79,8 @@ class AttributesRead:
                 continue
             what = f"{path}.{name}" if path else name
             plain = isinstance(now, _PLAIN) and isinstance(kept, _PLAIN)
-            values = f" (was {kept!r}, now {now!r})" if plain else ""
-            texts.append(what + textwrap.shorten(values, 80) if values else what)
+            values = textwrap.shorten(f"(was {kept!r}, now {now!r})", 80) if plain else ""
+            texts.append(f"{what} {values}".rstrip())
         return texts
 
     def accept(self) -> None:

@@ -163,12 +163,16 @@ class Session:
         shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
         require_memory(plan, self.mesh, own, 0 if shares else others, self.place)
 
-    def leaves(self, batch: Batch) -> dict[str, Tensor]:
+    def leaves(self, batch: Batch, *, is_step: bool = True) -> dict[str, Tensor]:
         """The tensors of a batch by their names.
+
+        Args:
+            is_step: for a step of training, rather than a comparison of gradients.
 
         Raises:
             DataError: if it is not built as the example.
-            TrainingError: if a parameter is trained now that was frozen at the start.
+            TrainingError: if a parameter is trained now that was frozen at the start, or an
+                attribute that the forward reads has changed.
         """
         if thawed := [name for name, p in self.frozen.items() if p.requires_grad]:
             raise TrainingError(
@@ -179,7 +183,7 @@ class Session:
             )
         for name, part in self.captured.slices.items():
             part.requires_grad_(self.captured.module.get_parameter(whole_name(name)).requires_grad)
-        if changed := self.captured.programs.exporter.reads.changed():
+        if is_step and (changed := self.captured.programs.exporter.reads.changed()):
             raise TrainingError(
                 f"{', '.join(changed[:3])} has changed since the model was captured; the forward "
                 "reads it in Python, so the captured model keeps the value that it had: hold it in "
