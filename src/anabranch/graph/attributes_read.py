@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_OWN = frozenset(vars(nn.Module()))
+_OWN = frozenset((*vars(nn.Module()), *vars(nn.Module)))
 """Attributes of every module, such as its mode."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
@@ -36,7 +36,7 @@ class AttributesRead:
     def __init__(self, module: nn.Module, traced: nn.Module) -> None:
         self._module, self._traced = module, traced
         self._changes: set[tuple[str, str]] = set()
-        self._kept: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._kept: dict[tuple[str, str], tuple[nn.Module, Any, Any]] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -62,17 +62,16 @@ class AttributesRead:
             if _snapshot(getattr(self._traced.get_submodule(path), name, _NOTHING)) != before:
                 self._changes.add((path, name))
             elif (path, name) not in self._kept:
-                value = getattr(self._module.get_submodule(path), name, _NOTHING)
-                self._kept[path, name] = value, _snapshot(value)
+                self._keep(path, name, self._module.get_submodule(path))
         for changed in self._changes & self._kept.keys():
             del self._kept[changed]
 
     def changed(self) -> list[str]:
         """Attributes that are other ones than when the forward was traced, as text."""
         texts, same = [], set[int]()
-        for (path, name), (kept, before) in self._kept.items():
-            now = getattr(self._module.get_submodule(path) if path else self._module, name, None)
-            if now is kept and (isinstance(now, _PLAIN) or id(now) in same):
+        for (path, name), (part, kept, before) in self._kept.items():
+            now = getattr(part, name, _NOTHING)
+            if now is kept and (type(now) in _PLAIN or id(now) in same):
                 continue
             if _snapshot(now) == before:
                 same.add(id(now))
@@ -85,9 +84,12 @@ class AttributesRead:
 
     def accept(self) -> None:
         """Take the attributes as they are now: what a call of the forward has changed."""
-        for path, name in self._kept:
-            value = getattr(self._module.get_submodule(path), name, _NOTHING)
-            self._kept[path, name] = value, _snapshot(value)
+        for (path, name), (part, _, _) in list(self._kept.items()):
+            self._keep(path, name, part)
+
+    def _keep(self, path: str, name: str, part: nn.Module) -> None:
+        value = getattr(part, name, _NOTHING)
+        self._kept[path, name] = part, value, _snapshot(value)
 
 
 def _is_value(part: nn.Module, name: str, value: Any) -> bool:

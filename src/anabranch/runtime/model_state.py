@@ -7,7 +7,6 @@ model.
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +28,7 @@ from anabranch.runtime.data_parallel.gradients import same_start, share_first
 from anabranch.runtime.data_parallel.shards import replace_parameters
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.optimizer_facts import TakenGradients, is_unknown, taken_gradients
+from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.runtime.placement import move
 from anabranch.workload import Workload
 
@@ -134,16 +133,6 @@ class ModelState:
         if not wholes:
             return None
         optimizer = workload.make_optimizer(list(wholes.items()))
-        updaters = {r for name in self._holders.parameters for r in self._holders.updaters(name)}
-        if self._mesh.size > 1 and self._mesh.rank == min(updaters) and is_unknown(optimizer):
-            warnings.warn(
-                f"{type(optimizer).__name__} is no optimizer of torch.optim, or has hooks on its "
-                "steps: each rank has one of the parameters of its own stages, so what it computes "
-                "over several parameters, such as a norm of them all, is of those alone; what is "
-                "by parameter is as in one process, and Workload(clip_norm=...) clips by the norm "
-                "over all stages",
-                stacklevel=2,
-            )
         replace_parameters(optimizer, parts)
         return optimizer
 

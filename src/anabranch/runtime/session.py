@@ -39,6 +39,7 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.optimizer_facts import unlike_torchs
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch, Workload
@@ -95,6 +96,7 @@ class Session:
         }
         # The self-check needs the whole model on one rank.
         self._check_gradients = check_gradients and not meta_names(module)
+        self._tells = check_gradients and predecessor is None
         self.gradient_verdict = "not compared: nobody asked for it"
         if predecessor is not None:
             self.gradient_verdict = predecessor.gradient_verdict
@@ -210,11 +212,9 @@ class Session:
         self._is_prepared = True
         require_same_batch(self.mesh, self.batch_digest)
         self.state.require_values()
+        if self._tells:
+            self._tell()
         if self._check_gradients:
-            stateful, stages = self.captured.graph.stateful, enumerate(self.graph.stages)
-            sliced = any(p.replicas > 1 or self.graph.num_microbatches(s) > 1 for s, p in stages)
-            if self.mesh.rank == 0 and stateful and sliced:
-                warnings.warn(told_stateful(stateful), stacklevel=5)
             # Of the other buckets the declared examples; what is said is of the batch at hand.
             batches = {self.captured.for_batch(leaves): (batch, leaves)}
             for example in self._examples:
@@ -229,6 +229,19 @@ class Session:
             self.gradient_verdict = verdicts[0]
             self.captured.programs.exporter.reads.accept()
         self.state.forget_others()
+
+    def _tell(self) -> None:
+        """Say once what is not as in one process."""
+        stateful, stages = self.captured.graph.stateful, enumerate(self.graph.stages)
+        sliced = any(p.replicas > 1 or self.graph.num_microbatches(s) > 1 for s, p in stages)
+        if self.mesh.rank == 0 and stateful and sliced:
+            warnings.warn(told_stateful(stateful), stacklevel=6)
+        names, optimizer = self.holders.parameters, self.state.optimizer
+        if optimizer is None or self.mesh.size == 1 or not (unlike := unlike_torchs(optimizer)):
+            return
+        updaters = {rank for name in names for rank in self.holders.updaters(name)}
+        if self.mesh.rank == min(updaters):
+            warnings.warn(unlike, stacklevel=6)
 
     def _reads(self) -> Collection[str] | None:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""
