@@ -14,7 +14,7 @@ from anabranch.runtime.reference import reference
 from anabranch.verification import even_plan, verify
 from anabranch.verification.even import workable
 from anabranch.workload import Workload
-from tests.runtime.small import TwoBranch, batch, built, plan
+from tests.runtime.small import Built, TwoBranch, batch, built, plan
 
 LIMIT_S = 60.0
 
@@ -231,3 +231,51 @@ def test_an_even_cut_has_micro_batches_that_the_model_takes(samples: int, size: 
     chosen = workable(captured, even_plan(captured.graph, 2, samples))
     assert [stage.microbatch_size for stage in chosen.stage_graph.stages] == [size, size]
     assert verify(workload, 2, captured=captured, timeout=LIMIT_S).bitwise
+
+
+class TwoNorms(nn.Module):
+    """Two batch normalisations, in two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.second, self.last_norm, self.head = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.last_norm(self.second(self.norm(self.first(x)).tanh()))
+        return self.head(hidden).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas"), [([2, 4], [1, 1]), ([4, 2], [1, 1]), ([4, 4], [2, 1]), ([4, 4], [1, 2])]
+)
+def test_batch_normalisation_has_the_micro_batches_of_its_stage(
+    sizes: list[int], replicas: list[int]
+) -> None:
+    """Those of the loss's stage are other ones; training by such a plan is right."""
+    workload = Workload(TwoNorms(), torch.randn(8, 4))
+    model = Built(capture(workload.module, workload.example), workload)
+    chosen = plan(model, 2, batch_size=8, microbatch_size=sizes, replicas=replicas)
+    result = verify(workload, chosen, captured=model.captured, timeout=60.0)
+    assert result.is_good, result.summary()
+
+
+class Coarse(nn.Module):
+    """Weights of 8 bits, which micro-batches round at other places than the whole batch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x.bfloat16()).tanh()).square().mean()
+
+
+def test_a_rounding_step_of_half_precision_is_no_coupled_loss() -> None:
+    torch.manual_seed(1)
+    result = verify(Workload(Coarse(), torch.randn(8, 4)), 2, timeout=60.0)
+    assert (result.whole_batch_error or 0.0) > 1e-4
+    assert result.is_good, result.why()

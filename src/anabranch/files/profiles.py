@@ -84,6 +84,7 @@ class _ProfileFile(Strict):
     granularity: Granularity
     loss_kind: LossKind | None = None
     normalised: list[Text] = Field(default_factory=list)
+    stateful: list[Text] = Field(default_factory=list)
     rewrites: list[Text] = Field(default_factory=list)
     rewritable: list[Text] = Field(default_factory=list)
     device: Text
@@ -118,6 +119,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         **_if_any(
             loss_kind=graph.loss_kind,
             normalised=list(graph.normalised),
+            stateful=list(graph.stateful),
             rewrites=list(graph.rewrites),
         ),
         "device": profile.device,
@@ -207,6 +209,7 @@ def _to_graph(file: _ProfileFile) -> OpGraph:
         granularity=file.granularity,
         loss_kind=file.loss_kind,
         normalised=tuple(file.normalised),
+        stateful=tuple(file.stateful),
         rewrites=tuple(file.rewrites),
         rewritable=tuple(file.rewritable),
     )

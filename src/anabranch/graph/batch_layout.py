@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,6 +94,18 @@ class BatchLayout:
             )
         return tensors
 
+    def changed_values(self, batch: Batch) -> list[str]:
+        """Entries of a batch that are not tensors and differ from those of the example, as text."""
+        if len(self.positions) == len(self.leaves):
+            return []
+        paths, _ = pytree.tree_flatten_with_path(batch)
+        pairs = zip(paths, self.leaves, strict=True)
+        return [
+            f"{leaf_name(path)} is {_shown(leaf)}, but in the workload's example {_shown(kept)}"
+            for (path, leaf), kept in pairs
+            if not isinstance(kept, torch.Tensor) and not _same_value(leaf, kept)
+        ]
+
     @property
     def samples(self) -> int:
         """Number of samples of the example."""
@@ -120,6 +133,25 @@ class BatchLayout:
             else:
                 result.append(leaf.detach()[rows.to(leaf.device)].to(device))
         return result
+
+
+def _same_value(value: Any, kept: Any) -> bool:
+    if value is kept:
+        return True
+    try:
+        both_nan = value != value and kept != kept
+        return both_nan or (type(value) is type(kept) and bool(_all(value == kept)))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _all(equal: Any) -> Any:
+    """The comparison of two arrays as one truth."""
+    return equal.all() if hasattr(equal, "all") else equal
+
+
+def _shown(value: Any) -> str:
+    return textwrap.shorten(repr(value), 60)
 
 
 def _packed(sizes: Mapping[str, tuple[int, ...]]) -> str:

@@ -23,6 +23,7 @@ from torch import fx, nn
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
+from anabranch.graph.changed_state import changed_state
 from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import FlatProgram, frame, schema_name
 from anabranch.graph.flows import Assumption, Flow, above, loss_kind
@@ -279,6 +280,7 @@ def _captured(
         rewrites=tuple(map(str, exporter.rewrites)),
         rewritable=applicable(program),
         normalised=tuple(dict.fromkeys(frame(node) for node in flow.normalised)),
+        stateful=_stateful(program, grouping, coupled) if training else (),
     )
     return Captured(
         slices={} if first is None else first.slices,
@@ -330,6 +332,15 @@ def _couplings(
         for node in calls
         if owner_of.get(node, FREE) != FREE
     )
+
+
+def _stateful(
+    program: FlatProgram, grouping: Grouping, coupled: Collection[str]
+) -> tuple[str, ...]:
+    """Buffers and frozen parameters that change once per micro-batch."""
+    pairs = zip(program.calls, grouping.owners, strict=True)
+    whole = {call for call, owner in pairs if owner != FREE and grouping.names[owner] in coupled}
+    return changed_state(program, whole)
 
 
 def _unused(module: nn.Module, program: FlatProgram) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -28,6 +28,8 @@ from torch.distributions import Distribution
 from torch.utils import checkpoint
 
 from anabranch.errors import CaptureError, shadowed
+from anabranch.graph.attributes_read import AttributesRead
+from anabranch.graph.data_attribute import data_as_detached
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.raising_guards import without_raising_guards
 
@@ -35,12 +37,17 @@ _SYMBOLS = "fx.experimental.symbolic_shapes"
 
 
 class ReturnsLoss(nn.Module):
-    """The user's module with flat inputs and ``{"loss": scalar, **scalar metrics}`` as output."""
+    """The user's module with flat inputs and ``{"loss": scalar, **scalar metrics}`` as output.
+
+    Attributes:
+        pairs: not empty if the module has returned a pair, numerator and denominator of its loss.
+    """
 
     def __init__(self, module: nn.Module, rebuild: Any) -> None:
         super().__init__()
         self.module = module
         self._rebuild = rebuild
+        self.pairs: set[str] = set()
 
     def forward(self, *leaves: torch.Tensor) -> dict[str, torch.Tensor]:
         """Call the user's module on the batch that these leaves make."""
@@ -48,7 +55,10 @@ class ReturnsLoss(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return scalars(self.module(*args, **kwargs))
         before = {(owner, name): b for owner, name, b in _buffers(self.module)}
-        result = scalars(self.module(*args, **kwargs))
+        output = self.module(*args, **kwargs)
+        if _is_fraction(output) and "loss" not in _fields(output):
+            self.pairs.add("loss")
+        result = scalars(output)
         for owner, name, now in _buffers(self.module):
             # Tracing forgets an assignment, self.count = self.count + 1, but not a copy.
             buffer = before.get((owner, name))
@@ -125,21 +135,32 @@ def _is_fraction(value: Any) -> bool:
 
 
 def _entries(output: Any) -> dict[str, Any]:
-    if isinstance(output, torch.Tensor) or _is_fraction(output):
+    fields = _fields(output)
+    if isinstance(output, torch.Tensor) or (_is_fraction(output) and "loss" not in fields):
         return {"loss": output}
     if hasattr(output, "items"):
         return {str(name): value for name, value in output.items()}
-    if hasattr(output, "_asdict"):
-        return dict(output._asdict())
-    return dict(getattr(output, "__dict__", {}))
+    return fields or dict(getattr(output, "__dict__", {}))
+
+
+def _fields(output: Any) -> dict[str, Any]:
+    """Fields of a named tuple; none for anything else."""
+    return dict(output._asdict()) if hasattr(output, "_asdict") else {}
 
 
 def export(
-    module: ReturnsLoss, leaves: list[torch.Tensor], *, dynamic: bool, works_with: int | None = None
+    module: ReturnsLoss,
+    leaves: list[torch.Tensor],
+    reads: AttributesRead | None = None,
+    *,
+    dynamic: bool,
+    works_with: int | None = None,
 ) -> torch.export.ExportedProgram:
     """Export with a symbolic or fixed number of samples; CaptureError has cause and remedy, which
-    is about the number where the module ``works_with`` another one.
+    is about the number where the module ``works_with`` another one. Attributes that the forward
+    reads are noted in ``reads``.
     """
+    reads = reads or AttributesRead(module, module)
     failure: Exception | None = None
     for strict in (False,) if dynamic else (False, True):
         shapes = (tuple({0: torch.export.Dim.AUTO} for _ in leaves),) if dynamic else None
@@ -149,9 +170,12 @@ def export(
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_quiet())
                 if strict:
-                    _try_functions(module, leaves)
+                    with reads.recording():
+                        _try_functions(module, leaves)
                 else:
                     stack.enter_context(_watched(checkpoints))
+                    stack.enter_context(data_as_detached(_refuse_data))
+                    stack.enter_context(reads.recording())
                     stack.enter_context(without_raising_guards(checks))
                 exported = torch.export.export(
                     module, tuple(leaves), dynamic_shapes=shapes, strict=strict
@@ -259,6 +283,13 @@ def _watched(checkpoints: set[str]) -> Iterator[None]:
     ]
     with with_attributes(patches):
         yield
+
+
+def _refuse_data() -> NoReturn:
+    raise CaptureError(
+        f"{user_frame(traceback.extract_stack())} assigns to the .data of a tensor, which tracing "
+        "loses: keep the value in a buffer (register_buffer) and change that in place (copy_)"
+    )
 
 
 def _try_functions(module: ReturnsLoss, leaves: list[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from anabranch.errors import CaptureError
+from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.export import ReturnsLoss, export, user_line
 from anabranch.graph.flat_program import (
@@ -22,8 +23,10 @@ from anabranch.graph.flat_program import (
     FlatProgram,
     PlaceholderSource,
     frame,
+    is_renorm,
+    upstream,
 )
-from anabranch.graph.lowering import RefusedError, batch_sizes, lower
+from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
 from anabranch.graph.number_metrics import numbers_as_tensors
 from anabranch.graph.rewrites import Rewrite, rewrite
@@ -40,6 +43,8 @@ class Exporter:
         outputs: names of the loss and the metrics, once there is a program.
         rewrites: of every program; with their sites, once there is one.
         refusals: for each rewrite, why other sites were left as they are.
+        apart: numbers of samples that the module was exported for by themselves.
+        reads: attributes that its forward reads in Python.
     """
 
     def __init__(
@@ -51,7 +56,9 @@ class Exporter:
         rewrites: Sequence[Rewrite] = (),
     ) -> None:
         # A module without values stays one here, whatever values it is given later.
-        self.module = module = on_meta(module) if device.type == "meta" else module
+        user, module = module, on_meta(module) if device.type == "meta" else module
+        self.module = module
+        self.reads = AttributesRead(user, module)
         self.layout = layout
         self.training = training
         self.device = device
@@ -68,6 +75,7 @@ class Exporter:
         }
         self._fixed: dict[int, torch.export.ExportedProgram] = {}
         self._dynamic: torch.export.ExportedProgram | None = None
+        self.apart: set[int] = set()
 
     def program(self, samples: int, device: torch.device | None = None) -> FlatProgram:
         """The flat program for a number of samples; it constructs its tensors on the device.
@@ -80,6 +88,7 @@ class Exporter:
         if self._dynamic is not None:
             with suppress(RefusedError):
                 return self._lowered(self._dynamic, samples, device)
+        self.apart.add(samples)
         if samples not in self._fixed:
             self._fixed[samples] = self._run(samples, dynamic=False, works_with=self.samples)
         return self._lowered(self._fixed[samples], samples, device)
@@ -103,7 +112,16 @@ class Exporter:
         leaves = self.layout.resized(samples, self.device)
         mode, place = in_mode(self.module, self.training), on_one_device(self.module, self.device)
         with mode, in_one_process(), place:
-            return export(self._wrapped, leaves, dynamic=dynamic, works_with=works_with)
+            return export(self._wrapped, leaves, self.reads, dynamic=dynamic, works_with=works_with)
+
+    def is_general(self, samples: int) -> bool:
+        """True if the export for any number of samples has these as well."""
+        if self._dynamic is None:
+            return False
+        with suppress(RefusedError):
+            require_samples(self._dynamic, samples)
+            return True
+        return False
 
     def _lowered(
         self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
@@ -137,10 +155,37 @@ class Exporter:
                 "batch, which may find it changed or not: work on a copy of it (clone), or take "
                 "the operation that returns a new tensor"
             )
+        self._require_denominator(program)
+        for node, source in program.writes_to(PARAMETER):
+            if self._tensors[source].requires_grad and not is_renorm(node):
+                raise CaptureError(
+                    f"{type(self.module).__name__} changes {source.name}, a parameter that is "
+                    f"trained, in place ({node.target}, {place_of(self.module, node)}); forwards "
+                    "of several micro-batches come before the backward of the first: compute what "
+                    "the parameter is to be as a new tensor, such as weight.clamp(...), or change "
+                    "it between the steps"
+                )
         program = counted_means(program)
         self.rewrites, refusals = rewrite(program, self.rewrites)
         self.refusals = self.refusals or refusals
         return program
+
+    def _require_denominator(self, program: FlatProgram) -> None:
+        """Refuse a pair of two scalars of which the second is no denominator."""
+        loss = program.outputs[0]
+        if not self._wrapped.pairs or len(loss.all_input_nodes) != 2:
+            return
+        kinds = {
+            program.sources[node].kind
+            for node in upstream(loss.all_input_nodes[1:])
+            if node in program.sources
+        }
+        if PARAMETER in kinds:
+            raise CaptureError(
+                f"{type(self.module).__name__} returns two scalars, which are taken as numerator "
+                "and denominator of a loss, but the second depends on parameters, as an accuracy "
+                'does; return {"loss": ..., "accuracy": ...} for a loss and a metric'
+            )
 
 
 def place_of(module: nn.Module, node: fx.Node) -> str:

@@ -141,6 +141,13 @@ def trains_norm(node: fx.Node) -> bool:
     return len(node.args) > 5 and bool(node.args[5])
 
 
+def is_renorm(node: fx.Node) -> bool:
+    """True for a call that cuts rows of a table to a norm (``max_norm``), the same rows to the same
+    values however often it is called.
+    """
+    return schema_name(node) == "aten::embedding_renorm_"
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """Arguments that the call changes in place."""
     schema = getattr(node.target, "_schema", None)

@@ -69,6 +69,7 @@ def _inseparable(traits: CallTraits) -> list[list[int]]:
         if not traits.free[node] and not traits.sendable(node):
             readers = [traits.position[user] for user in node.users if user in traits.position]
             sets.append([traits.position[node], *readers])
+    placed = {node.meta.get("storage") for node in traits.program.sources}
     sharing: dict[int, list[int]] = defaultdict(list)
     last_write: dict[int, int] = {}
     for i, node in enumerate(traits.calls):
@@ -81,7 +82,7 @@ def _inseparable(traits: CallTraits) -> list[list[int]]:
     for storage, calls in sharing.items():
         # Those who read after the last write see the final value, wherever they are, if it is made
         # by a call.
-        owned = traits.calls[calls[0]].meta.get("storage") == storage
+        owned = storage not in placed
         last = last_write[storage]
         sets.append([i for i in calls if i <= last or not owned])
     return sets

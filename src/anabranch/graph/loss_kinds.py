@@ -21,12 +21,25 @@ SENTENCES: dict[LossKind, str] = {
 """Explanation of each kind of loss, after "the loss is"."""
 
 
-def told(kind: LossKind | None, normalised: Sequence[str]) -> list[str]:
-    """Sentences on a loss that is no mean over samples, and on modules that take statistics of a
-    micro-batch; none where nothing is to be said.
+def told(
+    kind: LossKind | None, normalised: Sequence[str], stateful: Sequence[str] = ()
+) -> list[str]:
+    """Sentences on a loss that is no mean over samples, on modules that take statistics of a
+    micro-batch, and on state that the forward changes; none where nothing is to be said.
     """
     said = [] if kind in (None, "mean") else [f"the loss is {SENTENCES[kind]}"]
-    return [*said, told_normalised(normalised)] if normalised else said
+    said += [told_normalised(normalised)] if normalised else []
+    return [*said, told_stateful(stateful)] if stateful else said
+
+
+def told_stateful(names: Sequence[str]) -> str:
+    """A sentence on buffers and frozen parameters that the forward changes."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"the forward changes {', '.join(names[:3])}{more}: once per micro-batch and replica, as "
+        "with gradient accumulation, not once per batch; one micro-batch without replicas, or a "
+        "change between the steps, is as in one process"
+    )
 
 
 def told_normalised(modules: Sequence[str]) -> str:

@@ -73,7 +73,7 @@ def lower(
         RefusedError: if the export fixed its batch size to another number.
         CaptureError: if the module needs something that is neither a tensor nor a constant.
     """
-    _require_samples(exported, samples)
+    require_samples(exported, samples)
     builder = _Builder(device)
     kinds = torch.export.graph_signature.InputKind
     named = {kinds.PARAMETER: PARAMETER, kinds.BUFFER: BUFFER}
@@ -98,7 +98,7 @@ def lower(
         return builder.finish(samples, outputs)
 
 
-def _require_samples(exported: torch.export.ExportedProgram, samples: int) -> None:
+def require_samples(exported: torch.export.ExportedProgram, samples: int) -> None:
     """Raise RefusedError if a program is not for that many samples."""
     known: dict[Any, int] = {}
     guards: list[Any] = []

@@ -105,7 +105,8 @@ class OpGraph:
     """Operators in topological order, the values between them, and the parameters they share.
 
     ``loss_kind`` is None where nothing is known of the loss; ``normalised`` are the modules that
-    take statistics over the samples of a micro-batch while training, as batch normalisation does.
+    take statistics over the samples of a micro-batch while training, as batch normalisation does;
+    ``stateful`` are other buffers and frozen parameters that a forward in training changes.
     ``rewrites`` are those of the program (``graph.rewrites``), with their sites; ``rewritable``
     are names of others that it has sites for.
 
@@ -121,6 +122,7 @@ class OpGraph:
     granularity: str = field(default="layer", compare=False)
     loss_kind: LossKind | None = field(default=None, compare=False)
     normalised: tuple[str, ...] = field(default=(), compare=False)
+    stateful: tuple[str, ...] = field(default=(), compare=False)
     rewrites: tuple[str, ...] = field(default=(), compare=False)
     rewritable: tuple[str, ...] = field(default=(), compare=False)
 

@@ -18,6 +18,7 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of, only_frozen
+from anabranch.graph.same_numbers import jump
 from anabranch.graph.whole_batch import WholeBatch
 
 Signature = list[tuple[str, str]]
@@ -47,6 +48,7 @@ class Programs:
         self.signature = signature
         self.exporter = exporter
         self._whole_batch = whole_batch
+        self._alike: set[int] = set()
         self._made = {(program.samples, exporter.device): program for program in made}
 
     @property
@@ -90,8 +92,45 @@ class Programs:
                 program = self.exporter.program(samples, place)
                 here, there = f"{self.samples} samples", f"{samples} samples"
                 require_same_calls(self.module, self.signature, program, known=here, unknown=there)
+                self._require_same_numbers(program)
                 self._made[samples, place] = self._whole_batch.put_in(program)
         return self._made[samples, place]
+
+    def require_alike(self, samples: int) -> None:
+        """Raise CaptureError if the module does something else with a whole batch of so many
+        samples than with slices of it. Where it does not run with so many, only slices are
+        computed.
+        """
+        if samples in self._alike or self.exporter.is_general(samples):
+            return
+        self._alike.add(samples)
+        with only_frozen(self.module, self.frozen):
+            try:
+                program = self.exporter.program(samples, self.exporter.device)
+            except CaptureError:
+                return
+            here, there = f"{self.samples} samples", f"{samples} samples"
+            require_same_calls(self.module, self.signature, program, known=here, unknown=there)
+            self._require_same_numbers(program)
+
+    def _require_same_numbers(self, program: FlatProgram) -> None:
+        if not self.exporter.apart:
+            return
+        with only_frozen(self.module, self.frozen):
+            first, twice = (
+                self.exporter.program(count * self.samples, self.exporter.device)
+                for count in (1, 2)
+            )
+        if (found := jump(first, twice, program)) is not None:
+            call, known, number = found
+            raise CaptureError(
+                f"{type(self.module).__name__} computes with {number!r} for {program.samples} "
+                f"samples where it has {known!r} for {self.samples} or {2 * self.samples} "
+                f"({call.target}, {place_of(self.module, call)}), so a batch and its micro-batches "
+                "would have other losses: leave out the branch on the number of samples there, or "
+                "decide before the forward and pass the number in the batch, as a tensor with an "
+                "entry per sample"
+            )
 
     def owners(self, program: FlatProgram) -> dict[fx.Node, int]:
         """Per call of a program, the index of its operator, or ``FREE`` for calls to copy."""

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from anabranch.errors import TrainingError
+from anabranch.errors import InvalidPlanError, TrainingError
 from anabranch.graph.capture import Captured
+from anabranch.graph.changed_state import changed_by_samples
 from anabranch.graph.slices import whole_name
 from anabranch.graph.split import Split
 from anabranch.plans.plan import Plan
@@ -87,6 +88,7 @@ def assign(
         for parameter in module.parameters():
             if any(parameter.stride()):
                 parameter.data = parameter.data.contiguous()
+    _require_single(captured, holders)
     trainable = {name: p for name, p in captured.parameters().items() if p.requires_grad}
     _require_slices_updated(job, trainable)
     if shard_optimizer:
@@ -103,6 +105,18 @@ def assign(
         }
         holders = holders.sharded(like, cut=cut)
     return Assignment(job, plan, captured, parts, holders, compute, home, place)
+
+
+def _require_single(captured: Captured, holders: Holders) -> None:
+    """Raise InvalidPlanError where several ranks hold a parameter that the batch changes."""
+    for name in changed_by_samples(captured.programs.example):
+        if len(ranks := holders.parameters.get(name, ())) > 1:
+            raise InvalidPlanError(
+                f"ranks {', '.join(map(str, ranks))} hold copies of {name}, which the forward "
+                "changes by the samples that it is given, as Embedding(max_norm) does, so the "
+                "copies would drift apart: plan without replicas (--max-replicas 1), or leave out "
+                "max_norm"
+            )
 
 
 def _require_slices_updated(workload: Workload, names: Collection[str]) -> None:

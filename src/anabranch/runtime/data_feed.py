@@ -172,12 +172,21 @@ def leaves_of(
 
     Raises:
         DataError: if the batch is built otherwise than the workload's example, or has tensors of
-            other types, or of other sizes besides the number of samples.
+            other types, or of other sizes besides the number of samples, or has another value
+            that is no tensor.
     """
     try:
         leaves = captured.layout.flatten(batch)
     except ValueError as error:
         raise DataError(f"{which}: {error}" if which else str(error)) from error
+    if changed := captured.for_batch(leaves).layout.changed_values(batch):
+        raise DataError(
+            f"{which or 'a batch'} differs from the workload's example in what is no tensor: "
+            f"{'; '.join(changed[:3])}. Such a value is fixed when the model is captured: give it "
+            "as a tensor with an entry per sample, such as torch.full((samples,), value), of which "
+            "the forward takes the mean, or leave it out of the batch if the forward does not "
+            "need it"
+        )
     sizes = {name: leaf.shape[0] if leaf.dim() else 0 for name, leaf in leaves.items()}
     if len(set(sizes.values())) > 1 or 0 in sizes.values():
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -66,9 +66,27 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
     alone, so that it takes sparse gradients; hooks on its steps are unknown.
     """
     optimizer = _stand_in(workload, names)
+    return type(optimizer) in BY_ELEMENT and not _has_hooks(optimizer)
+
+
+def unlike_torchs(optimizer: Optimizer) -> str:
+    """Return a sentence on an optimizer that may compute over several parameters, which those of
+    ``torch.optim`` do not; nothing for these.
+    """
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    if is_torchs and not _has_hooks(optimizer):
+        return ""
+    return (
+        f"{type(optimizer).__name__} {'has hooks' if is_torchs else 'is not of torch.optim'}: each "
+        "rank has one for the parameters of its own stages, so what it computes over several, such "
+        "as a norm of them all, is of those alone; what it does by parameter is as in one process, "
+        "and Workload(clip_norm=...) clips by the norm over all stages"
+    )
+
+
+def _has_hooks(optimizer: Optimizer | None) -> bool:
     hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    has_hooks = any(getattr(optimizer, name, None) for name in hooks)
-    return type(optimizer) in BY_ELEMENT and not has_hooks
+    return any(getattr(optimizer, name, None) for name in hooks)
 
 
 def _stand_in(workload: Workload, names: Collection[str] | None = None) -> Optimizer | None:

@@ -333,7 +333,7 @@ class Pipeline(BasePipeline):
         Raises:
             TrainingError: if an update is still to come for earlier batches (``accumulate``).
         """
-        leaves = self._session.leaves(batch)
+        leaves = self._session.leaves(batch, is_step=False)
         with self._session.failing():
             self._steps.settle()
             self._steps.refuse_between("gradients of one batch")

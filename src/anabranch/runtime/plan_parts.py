@@ -44,6 +44,7 @@ def prepare(captured: Captured, graph: StageGraph, workload: Workload | None = N
     for alike in [captured] if workload is None else buckets_of(captured, workload):
         for samples in sorted({size for s in range(len(graph)) for size in graph.slice_sizes(s)}):
             alike.programs.at(samples)
+        alike.programs.require_alike(graph.batch_size)
         if workload is not None and workload.eval_data is not None:
             alike.evaluation()
 

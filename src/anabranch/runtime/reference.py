@@ -11,7 +11,7 @@ order, each loss weighted by its samples, unless it is a sum::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from anabranch.graph.export import scalars
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.stage_compute import unchanged_buffers
+from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.numerics.no_dropout import without_dropout
 from anabranch.runtime.placement import start_of
 from anabranch.workload import Batch
@@ -102,22 +103,37 @@ def reference(
     return Reference(loss, metrics, gradients)
 
 
-def require_repeatable(module: nn.Module, batch: Batch, first: float) -> tuple[str, ...]:
+def require_repeatable(
+    module: nn.Module, batch: Batch, first: float, writes: Collection[str] | None = None
+) -> tuple[str, ...]:
     """Accept a module whose loss of a batch is that of its first call, but for rounding.
 
     A captured program does the same at every step. A counter, a schedule or random numbers in
     Python are fixed in it when the model is captured, and training goes on as if nothing were
     wrong.
 
+    Args:
+        first: the loss of the first call.
+        writes: names of all buffers and parameters that the captured program changes.
+
     Returns:
         A warning of attributes that the forward sets, if it does.
 
     Raises:
-        TrainingError: naming these attributes.
+        TrainingError: naming these attributes; or tensors that change unseen.
     """
     before = _plain_attributes(module)
+    tensors = {} if writes is None else _unwritten(module, writes)
     with unchanged_buffers(module), in_mode(module, training=True):
+        digests = {name: copies_digest([tensor]) for name, tensor in tensors.items()}
         second = float(call(module, _moved(batch, start_of(module)))["loss"].detach())
+        lost = [n for n, tensor in tensors.items() if copies_digest([tensor]) != digests[n]]
+    if lost:
+        raise TrainingError(
+            f"the forward of {type(module).__name__} changes {', '.join(lost[:3])} in a way that "
+            "tracing does not see, such as by numpy, so in the captured model it would stay as it "
+            "was: change a buffer in place with torch operations (copy_, add_)"
+        )
     changed = [
         f"{name} ({before[name]!r}, then {value!r})"
         for name, value in _plain_attributes(module).items()
@@ -140,6 +156,12 @@ def require_repeatable(module: nn.Module, batch: Batch, first: float) -> tuple[s
         "the captured model it stays as it was, so if later steps depend on it, keep it in a "
         "buffer",
     )
+
+
+def _unwritten(module: nn.Module, writes: Collection[str]) -> dict[str, Tensor]:
+    """Buffers and parameters that the captured program does not change."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor for name, tensor in named if name not in writes and tensor.numel()}
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, object]:

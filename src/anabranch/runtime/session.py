@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import TrainingError
+from anabranch.graph.loss_kinds import told_stateful
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
-from anabranch.runtime.data_feed import DataFeed, leaves_of
+from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
 from anabranch.runtime.evaluation import Evaluation
 from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -38,6 +39,7 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.optimizer_facts import unlike_torchs
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch, Workload
@@ -94,6 +96,7 @@ class Session:
         }
         # The self-check needs the whole model on one rank.
         self._check_gradients = check_gradients and not meta_names(module)
+        self._tells = check_gradients and predecessor is None
         self.gradient_verdict = "not compared: nobody asked for it"
         if predecessor is not None:
             self.gradient_verdict = predecessor.gradient_verdict
@@ -162,12 +165,16 @@ class Session:
         shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
         require_memory(plan, self.mesh, own, 0 if shares else others, self.place)
 
-    def leaves(self, batch: Batch) -> dict[str, Tensor]:
+    def leaves(self, batch: Batch, *, is_step: bool = True) -> dict[str, Tensor]:
         """The tensors of a batch by their names.
+
+        Args:
+            is_step: for a step of training, rather than a comparison of gradients.
 
         Raises:
             DataError: if it is not built as the example.
-            TrainingError: if a parameter is trained now that was frozen at the start.
+            TrainingError: if a parameter is trained now that was frozen at the start, or an
+                attribute that the forward reads has changed.
         """
         if thawed := [name for name, p in self.frozen.items() if p.requires_grad]:
             raise TrainingError(
@@ -178,8 +185,16 @@ class Session:
             )
         for name, part in self.captured.slices.items():
             part.requires_grad_(self.captured.module.get_parameter(whole_name(name)).requires_grad)
+        if is_step and (changed := self.captured.programs.exporter.reads.changed()):
+            raise TrainingError(
+                f"{', '.join(changed[:3])} has changed since the model was captured; the forward "
+                "reads it in Python, so the captured model keeps the value that it had: hold it in "
+                "a buffer (register_buffer) and change that in place (fill_), or pass it in the "
+                "batch, as a tensor with an entry per sample"
+            )
         read = self.workers.leaves
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
+        self.captured.for_batch(leaves).programs.require_alike(samples_of(leaves))
         self._begin_batch(batch)
         return leaves
 
@@ -197,6 +212,8 @@ class Session:
         self._is_prepared = True
         require_same_batch(self.mesh, self.batch_digest)
         self.state.require_values()
+        if self._tells:
+            self._tell()
         if self._check_gradients:
             # Of the other buckets the declared examples; what is said is of the batch at hand.
             batches = {self.captured.for_batch(leaves): (batch, leaves)}
@@ -210,7 +227,21 @@ class Session:
                 for bucket, some in batches.items()
             ]
             self.gradient_verdict = verdicts[0]
+            self.captured.programs.exporter.reads.accept()
         self.state.forget_others()
+
+    def _tell(self) -> None:
+        """Say once what is not as in one process."""
+        stateful, stages = self.captured.graph.stateful, enumerate(self.graph.stages)
+        sliced = any(p.replicas > 1 or self.graph.num_microbatches(s) > 1 for s, p in stages)
+        if self.mesh.rank == 0 and stateful and sliced:
+            warnings.warn(told_stateful(stateful), stacklevel=6)
+        names, optimizer = self.holders.parameters, self.state.optimizer
+        if optimizer is None or self.mesh.size == 1 or not (unlike := unlike_torchs(optimizer)):
+            return
+        updaters = {rank for name in names for rank in self.holders.updaters(name)}
+        if self.mesh.rank == min(updaters):
+            warnings.warn(unlike, stacklevel=6)
 
     def _reads(self) -> Collection[str] | None:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""

@@ -14,7 +14,7 @@ from torch import nn
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised
+from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised, told_stateful
 from anabranch.graph.opgraph import Granularity, bits
 from anabranch.graph.split import split
 from anabranch.plans.check import stage_bytes
@@ -200,6 +200,8 @@ def _of_graph(captured: Captured) -> list[str]:
         )
     if captured.graph.normalised:
         findings.append(told_normalised(captured.graph.normalised))
+    if captured.graph.stateful:
+        findings.append(told_stateful(captured.graph.stateful))
     whole = split(captured, [[op.name for op in captured.graph.ops]])
     if is_random(whole.program(0, captured.programs.samples).module):
         findings.append(

@@ -33,6 +33,8 @@ class VerifyResult:
             None where that has to differ, by batch normalisation or random numbers.
         against: what the one process ran.
         notes: what else was found, one sentence each.
+        tolerance: largest difference that is rounding in the type of the parameters.
+        stateful: buffers and frozen parameters that the forward changes.
     """
 
     loss: float
@@ -48,6 +50,8 @@ class VerifyResult:
     whole_batch_error: float | None = None
     against: str = SLICES
     notes: tuple[str, ...] = ()
+    tolerance: float = ROUNDING
+    stateful: tuple[str, ...] = ()
 
     @property
     def by_sample(self) -> bool:
@@ -57,19 +61,26 @@ class VerifyResult:
     @property
     def is_good(self) -> bool:
         """True if all differences are rounding."""
-        return self.max_gradient_error < ROUNDING and (self.whole_batch_error or 0.0) < ROUNDING
+        errors = self.max_gradient_error, self.whole_batch_error or 0.0
+        return all(error < self.tolerance for error in errors)
 
     def why(self) -> str:
         """Explain a comparison that is not good."""
         if self.is_random:
             return "nothing is verified: the model draws random numbers; try --dropout sample"
-        if self.max_gradient_error < ROUNDING:
+        if self.max_gradient_error < self.tolerance:
             return (
                 "micro-batches change what is trained: the pipeline has the gradients of its "
                 f"micro-batches, which differ from those of the whole batch by "
                 f"{self.whole_batch_error:.3g}, although the graph says that the loss is a "
                 f"{self.loss_kind} over the samples; train with one micro-batch of the whole batch "
                 "(--microbatch-size), and see which operation computes across samples"
+            )
+        if self.stateful:
+            return (
+                f"the gradients differ by more than rounding: the forward changes "
+                f"{', '.join(self.stateful[:3])}, each replica its own copy; plan without replicas "
+                "(--max-replicas 1), or change it between the steps"
             )
         return "the gradients differ by more than rounding"
 

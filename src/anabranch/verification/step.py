@@ -25,7 +25,8 @@ from torch import Tensor
 from anabranch import launch
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured, capture
-from anabranch.graph.loss_kinds import told_normalised
+from anabranch.graph.changed_state import seen_writes
+from anabranch.graph.loss_kinds import told_normalised, told_stateful
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
@@ -38,6 +39,7 @@ from anabranch.runtime.numerics.no_dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import claim, own_device
 from anabranch.runtime.reference import (
+    ROUNDING,
     Reference,
     draws_random,
     largest_distance,
@@ -46,9 +48,12 @@ from anabranch.runtime.reference import (
     require_repeatable,
 )
 from anabranch.schedule import rule_named
-from anabranch.verification.even import even_plan, in_several, workable
+from anabranch.verification.even import even_plan, in_several, with_sizes, workable
 from anabranch.verification.result import CAPTURED, SAME_STAGES, SLICES, WHOLE, VerifyResult
 from anabranch.workload import Batch, Workload
+
+_STEPS = 4
+"""Rounding steps of a gradient's type that micro-batches may be apart."""
 
 _NOISE = 1e-3
 """Share of the largest gradient that smaller gradients count as when they are compared."""
@@ -127,12 +132,17 @@ def verify(
     slices = _slices(plan.stage_graph, [program.has_loss for program in programs].index(True))
     module = workload.module
     is_random = any(draws_random(program.module, dropout) for program in programs)
+    writes = seen_writes(captured.programs.example)
     by_sample = is_random and dropout == "sample"
     options = ComputeOptions(dropout=dropout)
     seed = torch.initial_seed()
-    against = _against(captured, batch, slices, by_sample=by_sample)
-    has_whole = not (is_random or captured.graph.normalised)
-    alone = _one_after_the_other(plan)
+    stages = range(len(plan.stage_graph))
+    has_one_slicing = all(_slices(plan.stage_graph, stage) == slices for stage in stages)
+    against = _against(
+        captured, batch, slices, by_sample=by_sample, has_one_slicing=has_one_slicing
+    )
+    has_whole = not (is_random or captured.graph.normalised or captured.graph.stateful)
+    alone = _one_after_the_other(captured, plan)
     if against == CAPTURED:
         alone = _on_one_device(captured, plan, slices[0][1])
 
@@ -165,7 +175,7 @@ def verify(
         with NoDropout() if dropout == "off" else nullcontext():
             expected = reference(module, batch, calls, captured.weights)
             whole = reference(module, batch, [(0, size)]) if has_whole else None
-            notes = require_repeatable(module, batch, whole.loss) if whole else ()
+            notes = require_repeatable(module, batch, whole.loss, writes) if whole else ()
         return _fetched(expected), whole and _fetched(whole), notes
 
     on_captured = against in (CAPTURED, SAME_STAGES)
@@ -183,6 +193,8 @@ def verify(
     error, worst_name = _error(gradients, others)
     if captured.graph.normalised:
         notes += (told_normalised(captured.graph.normalised),)
+    if captured.graph.stateful:
+        notes += (told_stateful(captured.graph.stateful),)
     return VerifyResult(
         loss,
         expected.loss,
@@ -197,7 +209,17 @@ def verify(
         whole_batch_error=_error(gradients, _alike(whole, gradients))[0] if whole else None,
         against=against,
         notes=notes,
+        tolerance=_tolerance(captured),
+        stateful=captured.graph.stateful,
     )
+
+
+def _tolerance(captured: Captured) -> float:
+    """The largest difference that is rounding in the coarsest type of the parameters, some steps of
+    which add up over the micro-batches.
+    """
+    types = {p.dtype for p in captured.parameters().values() if p.requires_grad}
+    return max([ROUNDING, *(_STEPS * torch.finfo(t).eps for t in types)])
 
 
 def _alike(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:
@@ -207,11 +229,18 @@ def _alike(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _against(
-    captured: Captured, batch: Batch, slices: list[tuple[int, int]], *, by_sample: bool
+    captured: Captured,
+    batch: Batch,
+    slices: list[tuple[int, int]],
+    *,
+    by_sample: bool,
+    has_one_slicing: bool,
 ) -> str:
     """Choose what one process runs to have the same numbers."""
     if by_sample:
         return CAPTURED
+    if captured.graph.normalised and not has_one_slicing:
+        return SAME_STAGES
     if slices == [(0, num_samples(batch))] and not captured.graph.normalised:
         return WHOLE if captured.graph.loss_kind == "coupled" else SLICES
     tensors = captured.layout.flatten(batch)
@@ -231,11 +260,18 @@ def _require_signal(expected: Reference) -> None:
         )
 
 
-def _one_after_the_other(plan: Plan) -> Plan:
-    """The same stages on one device, without replicas."""
+def _one_after_the_other(captured: Captured, plan: Plan) -> Plan:
+    """The same stages on one device; where batch normalisation has the samples of a replica, with
+    micro-batches of so many, if replicas have equal parts of them.
+    """
     graph = plan.stage_graph
     stages = tuple(replace(stage, devices=graph.devices[:1]) for stage in graph.stages)
-    return replace(plan, stage_graph=replace(graph, stages=stages))
+    alone = replace(plan, stage_graph=replace(graph, stages=stages))
+    parted = [(s, stage) for s, stage in enumerate(graph.stages) if stage.replicas > 1]
+    if not captured.graph.normalised or any(p.microbatch_size % p.replicas for _, p in parted):
+        return alone
+    sizes = {s: stage.microbatch_size // stage.replicas for s, stage in parted}
+    return with_sizes(captured, alone, sizes) if sizes else alone
 
 
 def _on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:

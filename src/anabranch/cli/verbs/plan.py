@@ -202,12 +202,13 @@ def plan(
             document["explanation"] = why.to_dict()
         document["loss_kind"] = costs.graph.loss_kind
         document["normalised"] = list(costs.graph.normalised)
+        document["stateful"] = list(costs.graph.stateful)
         if best.mode == "async":
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(best, optimizer))
         return
     say(best.summary())
-    for sentence in told(costs.graph.loss_kind, costs.graph.normalised):
+    for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
         say(sentence)
     if best.mode == "async":
         print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))

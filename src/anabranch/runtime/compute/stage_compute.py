@@ -11,7 +11,7 @@ messages. Those of parameters accumulate in ``.grad`` over the micro-batches, in
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -355,16 +355,24 @@ def _gradient(leaf: Tensor) -> Tensor:
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Put buffers back that change inside, when no autograd graph is alive any more."""
     # Memory that several elements share cannot be written to inside either.
-    buffers = [b for b in module.buffers() if not any(n > 1 and not s for n, s in _strided(b))]
-    before = [buffer.clone() for buffer in buffers]
+    with unchanged(
+        [b for b in module.buffers() if not any(n > 1 and not s for n, s in _strided(b))]
+    ):
+        yield
+
+
+@contextmanager
+def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put tensors back that change inside, when no autograd graph is alive any more."""
+    before = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     finally:
         # All of them, without a look at the device: versions do not show every change (not that of
         # running means), and must not change, because autograd may have saved the buffer.
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
 
 
 def _strided(tensor: Tensor) -> Iterator[tuple[int, int]]:

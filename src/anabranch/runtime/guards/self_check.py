@@ -20,11 +20,12 @@ from torch import Tensor
 
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
+from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.module_state import on_one_device
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.compute.stage_compute import unchanged_buffers
+from anabranch.runtime.compute.stage_compute import unchanged, unchanged_buffers
 from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
@@ -91,7 +92,7 @@ def compare_with_eager(
     }
     for parameter in parameters.values():
         parameter.grad = None
-    with unchanged_buffers(module):
+    with unchanged_buffers(module), unchanged(_frozen_state(captured)):
         outcome = worker.run(first, 0)
     # In exact mode uses of tied parameters come back one by one.
     for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
@@ -110,14 +111,16 @@ def compare_with_eager(
         parameter.grad = None
     mesh.all_reduce(digests)
 
+    writes = seen_writes(captured.programs.example)
+
     def eager(slices: list[tuple[int, int]], *, is_first: bool = False) -> Tensor:
         expected = torch.zeros_like(digests)
         if mesh.rank == 0:
             some = take(batch, 0, size)
-            with on_one_device(module, home), NoDropout():
+            with on_one_device(module, home), NoDropout(), unchanged(_frozen_state(captured)):
                 result = reference(module, some, slices, captured.weights)
                 if is_first:
-                    for note in require_repeatable(module, some, result.loss):
+                    for note in require_repeatable(module, some, result.loss, writes):
                         warnings.warn(note, stacklevel=6)
             gradients = in_slices(result.gradients, names, view_named)
             for i, name in enumerate(names):
@@ -150,9 +153,17 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
     """
     available = num_samples(leaves)
     size = max(1, min(s.microbatch_size // s.replicas for s in steps.stage_graph.stages))
-    if steps.captured.graph.normalised or available < 2 * size:
+    graph = steps.captured.graph
+    if graph.normalised or graph.stateful or available < 2 * size:
         return [(0, min(available, max(size, 2)))]
     return [(0, size), (size, 2 * size)]
+
+
+def _frozen_state(captured: Captured) -> list[Tensor]:
+    """Parameters that the forward changes and whose values are here."""
+    named = dict(captured.module.named_parameters())
+    held = [named[name] for name in captured.graph.stateful if name in named]
+    return [tensor for tensor in held if any(tensor.stride()) or not tensor.dim()]
 
 
 def _worker(steps: WorkerCache, cuts: list[tuple[int, int]]) -> Worker:

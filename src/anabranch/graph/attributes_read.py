@@ -1,0 +1,118 @@
+"""Attributes of modules that a forward reads in Python, and that a captured program keeps.
+
+``loss * self.weight`` with a number is fixed when the model is captured, so a loop that changes the
+number trains something else. While a forward is traced, reads of attributes that are no parameters,
+buffers or modules are noted; before each step they are compared, most of them by identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_OWN = frozenset((*vars(nn.Module()), *vars(nn.Module)))
+"""Attributes of every module, such as its mode."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_NOTHING = object()
+_LONGEST = 64
+"""Entries of a list that are compared."""
+
+
+class AttributesRead:
+    """Attributes that the forward of a module reads and does not change itself.
+
+    Args:
+        module: the user's.
+        traced: the module whose forward is traced, the same or a copy.
+    """
+
+    def __init__(self, module: nn.Module, traced: nn.Module) -> None:
+        self._module, self._traced = module, traced
+        self._changes: set[tuple[str, str]] = set()
+        self._kept: dict[tuple[str, str], tuple[nn.Module, Any, Any]] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, reads of attributes of the traced module's parts are noted."""
+        paths = {id(vars(part)): path for path, part in self._traced.named_modules()}
+        first: dict[tuple[str, str], Any] = {}
+
+        def read(part: Any, name: str) -> Any:
+            value = object.__getattribute__(part, name)
+            if name not in _OWN and not name.startswith("__"):
+                path = paths.get(id(object.__getattribute__(part, "__dict__")))
+                if path is not None and (path, name) not in first and _is_value(part, name, value):
+                    first[path, name] = _snapshot(value)
+            return value
+
+        modules: Any = nn.Module
+        modules.__getattribute__ = read
+        try:
+            yield
+        finally:
+            del modules.__getattribute__  # inherited
+        for (path, name), before in first.items():
+            if _snapshot(getattr(self._traced.get_submodule(path), name, _NOTHING)) != before:
+                self._changes.add((path, name))
+            elif (path, name) not in self._kept:
+                self._keep(path, name, self._module.get_submodule(path))
+        for changed in self._changes & self._kept.keys():
+            del self._kept[changed]
+
+    def changed(self) -> list[str]:
+        """Attributes that are other ones than when the forward was traced, as text."""
+        texts, same = [], set[int]()
+        for (path, name), (part, kept, before) in self._kept.items():
+            now = getattr(part, name, _NOTHING)
+            if now is kept and (type(now) in _PLAIN or id(now) in same):
+                continue
+            if _snapshot(now) == before:
+                same.add(id(now))
+                continue
+            what = f"{path}.{name}" if path else name
+            plain = isinstance(now, _PLAIN) and isinstance(kept, _PLAIN)
+            values = textwrap.shorten(f"(was {kept!r}, now {now!r})", 80) if plain else ""
+            texts.append(f"{what} {values}".rstrip())
+        return texts
+
+    def accept(self) -> None:
+        """Take the attributes as they are now: what a call of the forward has changed."""
+        for (path, name), (part, _, _) in list(self._kept.items()):
+            self._keep(path, name, part)
+
+    def _keep(self, path: str, name: str, part: nn.Module) -> None:
+        value = getattr(part, name, _NOTHING)
+        self._kept[path, name] = part, value, _snapshot(value)
+
+
+def _is_value(part: nn.Module, name: str, value: Any) -> bool:
+    """True for what is kept in a module or its class, neither method nor part of the model."""
+    if isinstance(value, nn.Module | nn.Parameter) or callable(value):
+        return False
+    kept = object.__getattribute__(part, "__dict__").get(name, _NOTHING)
+    return kept is value or inspect.getattr_static(type(part), name, _NOTHING) is value
+
+
+def _snapshot(value: Any, depth: int = 0) -> Any:
+    """What two equal values have in common: identity and version of tensors, entries of lists."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if depth > 2:
+        return type(value).__name__
+    if isinstance(value, list | tuple):
+        return len(value), tuple(_snapshot(entry, depth + 1) for entry in value[:_LONGEST])
+    if isinstance(value, dict):
+        keys = list(value)[:_LONGEST]
+        return len(value), tuple((str(key), _snapshot(value[key], depth + 1)) for key in keys)
+    held = getattr(value, "__dict__", {}) if not isinstance(value, nn.Module) else {}
+    plain = tuple((n, v) for n, v in held.items() if isinstance(v, _PLAIN))
+    return type(value).__name__, plain

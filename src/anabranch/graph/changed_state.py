@@ -1,0 +1,69 @@
+"""Buffers and frozen parameters that a forward changes, once per micro-batch.
+
+Running means of batch normalisation are told apart (``normalised``); tables that are cut to a norm
+(``max_norm``) come out the same however often they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import fx
+
+from anabranch.graph.call_traits import base_name
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    BUFFER,
+    PARAMETER,
+    FlatProgram,
+    PlaceholderSource,
+    frame,
+    is_renorm,
+    trains_norm,
+    upstream,
+)
+from anabranch.graph.operations import BATCH_NORMS
+
+
+def changed_state(program: FlatProgram, whole: Collection[fx.Node]) -> tuple[str, ...]:
+    """Names of buffers and parameters that a program changes other than by batch normalisation;
+    calls that have the ``whole`` batch do so once.
+    """
+    norms = {frame(n) for n in program.calls if base_name(n) in BATCH_NORMS and trains_norm(n)}
+    return tuple(
+        dict.fromkeys(
+            source.name
+            for call, source in _writes(program)
+            if source.name.rpartition(".")[0] not in norms
+            and call not in whole
+            and not is_renorm(call)
+        )
+    )
+
+
+def seen_writes(program: FlatProgram) -> frozenset[str] | None:
+    """Names of all buffers and parameters that a program changes; None where it has regions, such
+    as those of autocast, whose writes are not known.
+    """
+    return None if program.regions else frozenset(source.name for _, source in _writes(program))
+
+
+def changed_by_samples(program: FlatProgram) -> tuple[str, ...]:
+    """Names of parameters that a program changes by what is in the batch."""
+    return tuple(
+        dict.fromkeys(
+            source.name
+            for call, source in _writes(program)
+            if source.kind == PARAMETER
+            and any(
+                program.sources[node].kind == BATCH_LEAF
+                for node in upstream([call])
+                if node in program.sources
+            )
+        )
+    )
+
+
+def _writes(program: FlatProgram) -> Iterator[tuple[fx.Node, PlaceholderSource]]:
+    for kind in (BUFFER, PARAMETER):
+        yield from program.writes_to(kind)
