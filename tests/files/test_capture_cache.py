@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from anabranch.cli.source import ModelSource
 from anabranch.files import capture_cache
 from anabranch.files.capture_cache import KeptCapture, estimated, load_capture, save_capture
 from anabranch.graph import capture as capturing
@@ -207,6 +208,27 @@ def test_a_file_that_a_model_reads_is_its_own(own: Counted, tmp_path: Path) -> N
     scale.write_text("3")
     own()
     assert own.captures == 2
+
+
+def test_a_file_that_is_read_at_import_belongs_to_every_capture(
+    own: Counted, tmp_path: Path
+) -> None:
+    """``plan --rewrite auto`` captures a model twice, and imports its module once; without a flush
+    the module is imported before its capture begins.
+    """
+    scale = tmp_path / "scale.txt"
+    scale.write_text("2")
+    reading = f"import pathlib\nSCALE = int(pathlib.Path({str(scale)!r}).read_text())\n" + MODEL
+    (tmp_path / "own_kept.py").write_text(reading.replace("RELU", ".repeat(1, SCALE)[:, :8]"))
+    ModelSource("own_kept:make").workload()
+    own()
+    own(granularity="operator")
+    assert own.captures == 2
+    scale.write_text("3")
+    del sys.modules["own_kept"]
+    own()
+    own(granularity="operator")
+    assert own.captures == 4
 
 
 def test_generated_code_is_not_kept(own: Counted, tmp_path: Path, cache: Path) -> None:

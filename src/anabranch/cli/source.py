@@ -116,6 +116,7 @@ class ModelSource:
 
     def workload(self, *, meta: bool = False) -> Workload:
         """The workload; ``meta`` builds it without memory for its parameters, for planning."""
+        from anabranch.files.capture_cache import files_read
         from anabranch.models.names import resolve
 
         if self.model.endswith(".toml"):
@@ -128,7 +129,8 @@ class ModelSource:
                 f"{self.model} is a profile; this needs the model itself, "
                 "by name or package.module:function"
             )
-        return usage(resolve, self.model, preset=self.preset, options=self.options, meta=meta)
+        with files_read():  # a kept capture depends on them
+            return usage(resolve, self.model, preset=self.preset, options=self.options, meta=meta)
 
     def profile(
         self, device: str, batch_size: int, samples: tuple[int, ...] | None = None

@@ -92,7 +92,7 @@ def estimated(
     from anabranch.graph.capture import capture
     from anabranch.profile.estimate import estimate, trace
 
-    with _files_read() as read:
+    with files_read() as read:
         workload = build()
         with warnings.catch_warnings(record=True) as caught:
             captured = capture(
@@ -212,21 +212,33 @@ def _hash(name: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@contextmanager
-def _files_read() -> Iterator[set[str]]:
-    """Inside, the paths of files that are opened for reading."""
-    names: set[str] = set()
-    is_over = False
+_read: set[str] = set()
+_listeners = 0
 
+
+@contextmanager
+def files_read() -> Iterator[set[str]]:
+    """Hear which files are opened for reading.
+
+    The set has those of earlier uses as well: a module of the user's that is imported by now does
+    not read its files again.
+    """
+    global _listeners
+    _listen()
+    _listeners += 1
+    try:
+        yield _read
+    finally:
+        _listeners -= 1
+
+
+@cache
+def _listen() -> None:
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
-        if is_over or event != "open":
+        if not _listeners or event != "open":
             return
         name, _, flags = arguments
         if isinstance(name, str | bytes) and not flags & (os.O_WRONLY | os.O_RDWR):
-            names.add(os.path.abspath(os.fsdecode(name)))
+            _read.add(os.path.abspath(os.fsdecode(name)))
 
     sys.addaudithook(hear)  # which stays for good: a hook cannot be taken away
-    try:
-        yield names
-    finally:
-        is_over = True

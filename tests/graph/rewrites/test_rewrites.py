@@ -161,6 +161,7 @@ def rewritten(module: nn.Module, batch: Batch, *texts: str) -> Captured:
         whole = module.get_parameter(whole_name(name)).grad
         assert (gradient is None) == (whole is None)
         if gradient is not None and whole is not None:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
             torch.testing.assert_close(gradient, view_named(name, whole), rtol=1e-10, atol=1e-13)
     return captured
 
@@ -221,6 +222,32 @@ def test_built_in_models_keep_their_gradients(model: object, text: str) -> None:
             rewritten(workload.module, batch, text)
     else:
         rewritten(workload.module, batch, text)
+
+
+def test_an_input_without_features_has_no_product() -> None:
+    """As of a branch that is switched off."""
+
+    class Off(Towers):
+        def forward(self, x: Tensor) -> Tensor:
+            joined = torch.cat([self.a(x), x[:, :0], self.b(x)], -1)
+            return self.join(joined).square().mean()
+
+    captured = rewritten(Off(nn.Linear, F.relu), features(6), "join-split")
+    cut = [name for name in captured.parameters() if name.startswith("join.weight")]
+    assert cut == ["join.weight[1:0:3]", "join.weight[1:3:8]"]
+
+
+def test_sparse_gradients_are_compared_with_slices_of_the_whole_one() -> None:
+    """They have no views."""
+    module = nn.Sequential(nn.Embedding(6, 4, sparse=True), Mean()).double()
+    rewritten(module, torch.tensor([[0, 1], [3, 3], [5, 0], [2, 2]]), "table-split")
+
+
+class Mean(nn.Module):
+    """The loss of what comes before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
 
 
 def test_rewrites_follow_each_other() -> None:

@@ -167,9 +167,11 @@ def _matmul(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int
     """A matrix product by its last dimension, its rows, or those of a batch of products."""
     (first, a), (second, b) = list(arguments(node).items())[:2]
     dims = len(_shape(node))
-    if dim == dims - 1 and len(_shape(b)) > 1:
+    if min(len(_shape(a)), len(_shape(b))) < 2:
+        raise NotSliceableError("a product with a vector has other dimensions than both")
+    if dim == dims - 1:
         return values.call(node, {second: values.at(b, -1, start, stop)})
-    if dim == dims - 2 and len(_shape(b)) > 1:
+    if dim == dims - 2:
         return values.call(node, {first: values.at(a, -2, start, stop)})
     changed = {
         name: _broadcast(values, value, node, dim, start, stop)
@@ -299,7 +301,9 @@ _RULES: dict[str, Rule] = {
 
 
 def concatenated_widths(node: fx.Node, dim: int) -> list[int]:
-    """Widths of what is concatenated along a dimension of a value, behind elementwise calls."""
+    """Widths of what is concatenated along a dimension of a value, behind elementwise calls; none of
+    them is zero.
+    """
     if node.op == "call_function" and base_name(node) in _ELEMENTWISE:
         widest = [n for n in node.all_input_nodes if _shape(n) == _shape(node)]
         return concatenated_widths(widest[0], dim) if len(widest) == 1 else []
@@ -308,4 +312,4 @@ def concatenated_widths(node: fx.Node, dim: int) -> list[int]:
     given = arguments(node)
     if given["dim"] % len(_shape(node)) != dim % len(_shape(node)):
         return []
-    return [_shape(part)[dim] for part in given["tensors"]]
+    return [width for part in given["tensors"] if (width := _shape(part)[dim])]
