@@ -140,10 +140,7 @@ def _edges(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
 
 def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) -> list[str]:
     total = cost.cluster.num_devices
-    holders: dict[int, list[int]] = {}
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            holders.setdefault(device, []).append(s)
+    holders = _holders(graph)
     problems = [
         f"C3: device {device} holds the stages {', '.join(map(str, stages))}"
         for device, stages in sorted(holders.items())
@@ -159,6 +156,15 @@ def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) ->
     if unused and not idle:
         problems.append(f"C3: {len(unused)} of {total} devices hold no stage: {_some(unused)}")
     return problems
+
+
+def _holders(graph: StageGraph) -> dict[int, list[int]]:
+    """Return the stages of each device."""
+    holders: dict[int, list[int]] = {}
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            holders.setdefault(device, []).append(s)
+    return holders
 
 
 def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
@@ -224,8 +230,7 @@ def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
         for s, stage in enumerate(graph.stages)
     ]
     problems = []
-    for device in graph.devices:
-        held = [s for s, stage in enumerate(graph.stages) if device in stage.devices]
+    for device, held in sorted(_holders(graph).items()):
         need = sum(needs[s] for s in held)
         if len(held) > 1 and need > limit >= max(needs[s] for s in held):
             problems.append(

@@ -21,7 +21,13 @@ from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import asynchronous, checked_order, compute_order, rule_named, schedule_of
+from anabranch.schedule import (
+    asynchronous,
+    checked_order,
+    compute_order,
+    require_schedule,
+    rule_named,
+)
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
@@ -328,7 +334,7 @@ def check_plan(
                 problems.append(str(error))
     whole = asynchronous.repeated(graph, stream.shown(graph)) if is_async else graph
     try:
-        schedule_of(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
+        require_schedule(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
     except (InvalidScheduleError, ValueError) as error:
         problems.append(str(error))
     return problems
