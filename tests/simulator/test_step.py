@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.cost.buckets import BUCKET_BYTES
+from anabranch.cost.buckets import BUCKET_BYTES, MOST_PIECES
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES, asynchronous
 from anabranch.schedule.lower import lower
@@ -157,6 +157,16 @@ def test_the_longest_all_reduce_that_a_search_meets_is_few_events():
     assert len(work.pieces) < 100
     assert work.nbytes == count * BUCKET_BYTES
     assert work.pieces[0].nbytes == work.pieces[-1].nbytes == BUCKET_BYTES
+
+
+def test_a_parameter_of_a_petabyte_is_few_events():
+    """2^50 bytes, final at once, are no 30 million buckets."""
+    machines = cluster(2, bandwidth=1e9, memory_bytes=2**60)
+    cost = cost_model((), [1.0], [1.0], machines, parameter_bytes=2**50)
+    graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 2)
+    (work,) = ModelCosts(graph, cost).all_reduces()
+    assert len(work.pieces) == MOST_PIECES
+    assert work.nbytes == 2**50
 
 
 @pytest.mark.parametrize(("bandwidth", "period_s"), [(1.0, 7.0), (1 / 3, 13.0)])

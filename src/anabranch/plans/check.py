@@ -19,7 +19,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.plan import memory_text
-from anabranch.plans.stages import StageGraph, slice_sizes
+from anabranch.plans.stages import MOST_MICROBATCHES, StageGraph, slice_sizes
 from anabranch.plans.whole_batch import fitted, sliced_batches
 
 _NAMED = 5
@@ -46,6 +46,8 @@ def check(
         shared: a device may hold several stages, as in plans made by hand.
         idle: a device may hold no stage, likewise.
     """
+    if problems := too_many_microbatches(graph):
+        return problems
     problems = _operators(graph, cost)
     devices = _devices(graph, cost, shared=shared, idle=idle)
     if problems:
@@ -169,6 +171,17 @@ def _holders(graph: StageGraph) -> dict[int, list[int]]:
 
 def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
     return [*unfit_sizes(graph), *(p for s in range(len(graph)) for p in _unpriced(graph, cost, s))]
+
+
+def too_many_microbatches(graph: StageGraph) -> list[str]:
+    """Find stages with so many micro-batches that nothing can be listed or simulated."""
+    return [
+        f"stage {s} has {graph.num_microbatches(s)} micro-batches of {stage.microbatch_size} "
+        f"samples; a stage has {MOST_MICROBATCHES} at most: take a larger micro-batch or a smaller "
+        "batch"
+        for s, stage in enumerate(graph.stages)
+        if graph.num_microbatches(s) > MOST_MICROBATCHES
+    ]
 
 
 def unfit_sizes(graph: StageGraph) -> list[str]:

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+MOST_MICROBATCHES = 2**13
+"""Micro-batches of one stage in a step: thousands make no step faster, and each takes memory and
+time wherever a plan is searched, read or simulated.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

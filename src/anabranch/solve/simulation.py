@@ -15,7 +15,7 @@ from anabranch.errors import (
 )
 from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.check import check as check_stages
-from anabranch.plans.check import unfit_sizes
+from anabranch.plans.check import too_many_microbatches, unfit_sizes
 from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import prices_of
@@ -118,6 +118,7 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
         schedule: as for ``simulate``, and so are the errors.
     """
     graph, name = plan_.stage_graph, schedule or plan_.schedule
+    _require_few(graph)
     if name == "published" and plan_.planner not in planners.PLANNERS:
         raise ValueError(f"planner {plan_.planner!r} is unknown here, and so is its schedule")
     if name in ("auto", "published"):
@@ -204,6 +205,7 @@ def simulate_async(
         PolicyError: if there is no such policy, or it is not defined for such a plan or optimizer.
     """
     check_mode("async", policy)
+    _require_few(plan_.stage_graph)
     require_asynchronous(plan_, policy)
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     name = policy or plan_.policy or "auto"
@@ -279,6 +281,11 @@ def _require_suits(
         )
 
 
+def _require_few(graph: StageGraph) -> None:
+    if problems := too_many_microbatches(graph):
+        raise InvalidPlanError("; ".join(problems))
+
+
 def synchronous(plan_: Plan) -> Plan:
     """The same stages with a flush after every batch; a synchronous plan as it is."""
     if plan_.mode == "sync":
@@ -314,6 +321,8 @@ def check_plan(
     if (profile is None) != (cluster is None):
         raise ValueError("conditions C1-C4 and memory need both a profile and a cluster")
     graph, is_async = plan_.stage_graph, plan_.mode == "async"
+    if problems := too_many_microbatches(graph):
+        return problems
     edges, problems = EVERY_EDGE, unfit_sizes(graph) if profile is None else []
     versions: tuple[int, ...] = ()
     if is_async:
