@@ -184,7 +184,7 @@ def test_refuses_extreme_numbers(name, batch_size, microbatch_size, said):
 def test_refuses_a_cluster_of_a_hundred_thousand(name):
     """A table of its pairs of devices has 149 GiB."""
     cost = cost_model(shapes.towers("small", 1, 1, layers=1, top=1), 10**5)
-    with pytest.raises(InfeasiblePlanError, match=r"searched for 8192|at most 8 devices"):
+    with pytest.raises(InfeasiblePlanError, match=r"searched for 8192|64 devices"):
         propose(name, cost, batch_size=10**5)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from anabranch.cost.buckets import BUCKET_BYTES, MOST_PIECES
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES, asynchronous
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
@@ -244,6 +245,34 @@ def test_the_order_with_messages_takes_as_long():
     computes = tuple(span for span in whole.spans if span.action.kind.is_compute)
     bare = run(warm, rule.order(warm), cost, period=True, messages=False)
     assert bare == replace(whole, spans=computes)
+
+
+@given(priced_stage_graphs(), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_an_update_without_a_price_is_one_of_no_time(example, shard):
+    """All-gathers come behind the update, for which all devices have agreed, whatever it costs:
+    where it had no price, they began with the sums of their own stage.
+    """
+    graph, cost, schedule = example
+    order = SCHEDULES[schedule]().order(graph)
+    free, quick = (
+        replace(cost, shard_optimizer=shard, profile=replace(cost.profile, update=update))
+        for update in (UpdateCost(0.0, 0.0, 0.0), UpdateCost(1e-15, 0.0, 0.0))
+    )
+    assert step_seconds(graph, order, free) == pytest.approx(step_seconds(graph, order, quick))
+
+
+def test_an_all_gather_waits_for_the_sums_of_all():
+    """Stage 1 has summed at 3.5, stage 0, which computes until 4, at 4.5: only then do they agree,
+    update and send each other what they have updated, although an update has no price.
+    """
+    machines = cluster(4, bandwidth=BUCKET_BYTES, memory_bytes=10**12)
+    cost = cost_model(chain(2), [1.0] * 2, [1.0] * 2, machines, parameter_bytes=BUCKET_BYTES)
+    stages = (Stage(("op0",), (0, 1), 2), Stage(("op1",), (2, 3), 2))
+    graph = SCHEDULES["1f1b"]().warm_up(StageGraph(stages, ((0, 1),), 2))
+    timeline = run(graph, SCHEDULES["1f1b"]().order(graph), replace(cost, shard_optimizer=True))
+    gathers = {s.device: (s.start, s.end) for s in timeline.overheads if s.what == "gather"}
+    assert gathers == dict.fromkeys(range(4), (4.5, 5.0))
 
 
 def test_gathers_share_ports_as_sums_do():

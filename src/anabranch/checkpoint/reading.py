@@ -45,7 +45,7 @@ class Checkpoint(SavedState):
         where = self.folder / MANIFEST
         if not where.is_file():
             raise FileFormatError(
-                f"{self.folder} is no checkpoint: the file {where} does not exist, nor does a folder "
+                f"{self.folder} is no checkpoint: {where} does not exist, nor does a folder "
                 f"step-N with one{self._way_on()}"
             )
         self.manifest = manifest = read_document(where, SCHEMA, Manifest)
