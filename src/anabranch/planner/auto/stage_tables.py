@@ -243,6 +243,8 @@ def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], stat
             numbers.receive_slots,
             stage.tables,
             stage.rows,
+            numbers.all_temporary,
+            numbers.largest_temporary,
         )
         free = numbers.memory - resident - backward
         if stage.least * flight > free or resident + sums > numbers.memory:
