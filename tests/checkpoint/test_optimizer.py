@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,17 @@ def test_milestones_are_met_after_a_resume(tmp_path: Path):
         (("optimizer", "groups", 0, "options", "betas"), [0.5], r"option betas is \[0.5\]"),
         (("optimizer", "groups", 0, "options", "betas"), 0.5, "option betas is 0.5"),
         (("optimizer", "groups", 0, "options", "amsgrad"), 3, "option amsgrad is 3"),
+        (("optimizer", "groups", 0, "options", "lr"), None, "option lr is null"),
+        (("optimizer", "groups", 0, "options", "betas"), [7.0, 0.9], "Invalid beta parameter"),
+        (("optimizer", "groups", 0, "options", "betas"), [None, 0.9], "does not take the saved"),
+        (("optimizer", "groups", 0, "options", "eps"), -1.0, "Invalid epsilon value: -1.0"),
+        (("optimizer", "groups", 0, "options", "weight_decay"), -2, "Invalid weight_decay value"),
+        (("optimizer", "groups", 0, "options", "spell"), 1.0, "Adam has no option spell here"),
+        (("position",), 2**61, "position is 2305843009213693952"),
+        (("step",), 2**61, "step is 2305843009213693952"),
+        (("epoch",), 2**61, "epoch is 2305843009213693952"),
+        (("batch_size",), 2**61, "batch_size is 2305843009213693952"),
+        (("scheduler", "last_epoch"), None, "scheduler.last_epoch is null"),
         (("scheduler", "last_epoch"), "3", 'scheduler.last_epoch is "3"'),
         (("scheduler", "get_lr"), 1.0, "scheduler.get_lr is unknown here"),
         (("scheduler", "milestones"), {"soon": 1}, "keys that are no numbers"),
@@ -95,6 +107,21 @@ def test_values_of_another_kind_are_refused(
     file.write_text(json.dumps(sealed(manifest)))
     with pytest.raises(FileFormatError, match=said):
         second.load(tmp_path / "c")
+
+
+def test_an_optimizer_of_ones_own_need_not_be_made_again(tmp_path: Path):
+    """Its constructor may take what no checkpoint has; its options are compared by type alone."""
+
+    class Own(torch.optim.SGD):
+        def __init__(self, parameters: Any, secret: object) -> None:
+            super().__init__(parameters, lr=0.5 if secret else 0.25)
+
+    first, second = Trained(), Trained()
+    for each in (first, second):
+        each.optimizer = Own([each.weight], secret=each is first)
+        each.scheduler = rates.MultiStepLR(each.optimizer, (2, 4))
+    second.load(first.save(tmp_path / "c"))
+    assert second.rate == 0.5
 
 
 def test_a_field_that_is_missing_is_refused(tmp_path: Path):
@@ -123,3 +150,13 @@ def test_an_option_that_json_lacks_is_refused_when_saving(tmp_path: Path):
     trained.optimizer.param_groups[0]["hook"] = print
     with pytest.raises(TrainingError, match="as option 'hook'"):
         trained.save(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.safetensors"])
+def test_a_pipe_in_a_checkpoint_is_refused(tmp_path: Path, name: str):
+    """Reading it would wait for ever."""
+    folder = Trained().save(tmp_path / "c")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(FileFormatError, match=f"{name} (is missing|does not exist)"):
+        Checkpoint(folder)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.cost.memory import DeviceMemory, deal
+from anabranch.cost.memory import DeviceMemory, deal, memory_terms
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
 from anabranch.graph.opgraph import Op, OpGraph
 from anabranch.profile.profile import OpCost, Profile
@@ -188,3 +188,14 @@ def test_everything_is_dealt_out_once(nbytes: list[int], replicas: int, cut: boo
         for replica, size in parts:
             held[replica] += size
     assert max(held) <= 1.12 * -(-sum(nbytes) // replicas) or not cut
+
+
+def test_an_update_with_temporaries_counts_where_it_takes_more_than_a_backward():
+    """Ten bytes of parameters, the largest of six: 30 with gradients and one state, and then the
+    temporaries; a micro-batch in flight is less.
+    """
+    common = (10.0, 10.0, 10.0, 6.0, 1.0, 0.0, 2.0, 0.0, 0.0, 1, 0, 1, 1.0, 0)
+    assert DeviceMemory(*memory_terms(*common)).peak(1) == 33
+    assert DeviceMemory(*memory_terms(*common, all_temporary=1.0)).peak(1) == 40
+    assert DeviceMemory(*memory_terms(*common, largest_temporary=2.0)).peak(1) == 42
+    assert DeviceMemory(*memory_terms(*common, largest_temporary=2.0)).peak(9) == 57

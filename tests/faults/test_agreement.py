@@ -30,6 +30,26 @@ def test_another_batch_in_the_first_step_is_refused(samples: int) -> None:
         run(model, plan(model, 3), work)
 
 
+@pytest.mark.parametrize("check", ["sampled", "full"])
+def test_one_value_that_differs_is_refused_where_all_are_compared(check: str) -> None:
+    """Of 32 values of a tensor it is none, and the losses are those of other data, silently."""
+    model = built("TwoBranch")
+    same, other = batch(64), batch(64)
+    name = max(same, key=lambda key: same[key].numel())
+    assert same[name].is_floating_point() and same[name].numel() > 64
+    other[name].view(-1)[1] += 0.5
+
+    def work(pipe: Pipeline) -> float:
+        return pipe.step(other if dist.get_rank() == 1 else same)
+
+    chosen = plan(model, 2)
+    if check == "full":
+        with pytest.raises(DataError, match=r"^rank 1 has another batch than the others"):
+            run(model, chosen, work, check_batches=check)
+    else:
+        run(model, chosen, work, check_batches=check)
+
+
 @pytest.mark.parametrize("barrier", [True, False])
 def test_another_batch_in_any_step_is_refused(barrier: bool) -> None:
     """By the digests in the totals."""

@@ -16,6 +16,7 @@ from anabranch.files import (
     load_profile,
     save_cluster,
 )
+from anabranch.files.jsonfile import read_regular
 from tests.files.documents import (
     CLUSTER,
     KINDS,
@@ -139,3 +140,11 @@ def test_save_follows_links_and_spares_devices(tmp_path: Path) -> None:
     assert load_cluster(real) == load_cluster(link)
     save_cluster(Cluster.preset("local:1"), os.devnull)
     assert not Path(os.devnull).is_file()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
+def test_only_a_regular_file_is_read_whole(tmp_path, make):
+    """A pipe would never begin, /dev/zero never end."""
+    make(tmp_path / "odd")
+    with pytest.raises(OSError, match=r"no regular file|directory"):
+        read_regular(tmp_path / "odd")

@@ -166,6 +166,29 @@ def test_refuses_wrong_arguments(name, batch_size, microbatch_size):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("batch_size", "microbatch_size", "said"),
+    [
+        (2**32, 2**31, "a batch of 1073741824 at most"),
+        (2**24, 1, "cut the batch of 16777216 into 16777216; a stage has 8192 at most"),
+    ],
+)
+def test_refuses_extreme_numbers(name, batch_size, microbatch_size, said):
+    """Files allow them. What counts them would overflow, or list millions."""
+    cost = cost_model(shapes.towers("small", 1, 1, layers=1, top=1), 2)
+    with pytest.raises(ValueError, match=said):
+        propose(name, cost, batch_size=batch_size, microbatch_size=microbatch_size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_refuses_a_cluster_of_a_hundred_thousand(name):
+    """A table of its pairs of devices has 149 GiB."""
+    cost = cost_model(shapes.towers("small", 1, 1, layers=1, top=1), 10**5)
+    with pytest.raises(InfeasiblePlanError, match=r"searched for 8192|64 devices"):
+        propose(name, cost, batch_size=10**5)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_says_what_memory_would_do(name):
     """A model that fits nowhere: the paragraph has a number of GiB."""
     cost = cost_model(shapes.towers("small", 2, 0, layers=2, top=1), 2, memory=10**6)

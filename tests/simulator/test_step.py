@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.cost.buckets import BUCKET_BYTES
+from anabranch.cost.buckets import BUCKET_BYTES, MOST_PIECES
 from anabranch.plans.stages import Stage, StageGraph
+from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES, asynchronous
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
@@ -159,6 +160,16 @@ def test_the_longest_all_reduce_that_a_search_meets_is_few_events():
     assert work.pieces[0].nbytes == work.pieces[-1].nbytes == BUCKET_BYTES
 
 
+def test_a_parameter_of_a_petabyte_is_few_events():
+    """2^50 bytes, final at once, are no 30 million buckets."""
+    machines = cluster(2, bandwidth=1e9, memory_bytes=2**60)
+    cost = cost_model((), [1.0], [1.0], machines, parameter_bytes=2**50)
+    graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 2)
+    (work,) = ModelCosts(graph, cost).all_reduces()
+    assert len(work.pieces) == MOST_PIECES
+    assert work.nbytes == 2**50
+
+
 @pytest.mark.parametrize(("bandwidth", "period_s"), [(1.0, 7.0), (1 / 3, 13.0)])
 def test_without_a_flush_sums_begin_in_every_last_backward(bandwidth, period_s):
     """A mini-batch is one micro-batch of 3 + 3 s; of its sums 1 s is left, or 7 s if they are slow:
@@ -234,6 +245,34 @@ def test_the_order_with_messages_takes_as_long():
     computes = tuple(span for span in whole.spans if span.action.kind.is_compute)
     bare = run(warm, rule.order(warm), cost, period=True, messages=False)
     assert bare == replace(whole, spans=computes)
+
+
+@given(priced_stage_graphs(), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_an_update_without_a_price_is_one_of_no_time(example, shard):
+    """All-gathers come behind the update, for which all devices have agreed, whatever it costs:
+    where it had no price, they began with the sums of their own stage.
+    """
+    graph, cost, schedule = example
+    order = SCHEDULES[schedule]().order(graph)
+    free, quick = (
+        replace(cost, shard_optimizer=shard, profile=replace(cost.profile, update=update))
+        for update in (UpdateCost(0.0, 0.0, 0.0), UpdateCost(1e-15, 0.0, 0.0))
+    )
+    assert step_seconds(graph, order, free) == pytest.approx(step_seconds(graph, order, quick))
+
+
+def test_an_all_gather_waits_for_the_sums_of_all():
+    """Stage 1 has summed at 3.5, stage 0, which computes until 4, at 4.5: only then do they agree,
+    update and send each other what they have updated, although an update has no price.
+    """
+    machines = cluster(4, bandwidth=BUCKET_BYTES, memory_bytes=10**12)
+    cost = cost_model(chain(2), [1.0] * 2, [1.0] * 2, machines, parameter_bytes=BUCKET_BYTES)
+    stages = (Stage(("op0",), (0, 1), 2), Stage(("op1",), (2, 3), 2))
+    graph = SCHEDULES["1f1b"]().warm_up(StageGraph(stages, ((0, 1),), 2))
+    timeline = run(graph, SCHEDULES["1f1b"]().order(graph), replace(cost, shard_optimizer=True))
+    gathers = {s.device: (s.start, s.end) for s in timeline.overheads if s.what == "gather"}
+    assert gathers == dict.fromkeys(range(4), (4.5, 5.0))
 
 
 def test_gathers_share_ports_as_sums_do():

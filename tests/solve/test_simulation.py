@@ -48,6 +48,17 @@ def test_simulating_an_invalid_plan():
         simulate(a_plan(other), cost.profile, cost.cluster)
 
 
+@pytest.mark.parametrize("schedule", [None, "auto", "gpipe"])
+def test_simulating_millions_of_microbatches(schedule):
+    """2^24 of them: a sentence at once, not lists of them."""
+    cost, graph = two_stages(8)
+    stages = tuple(replace(stage, microbatch_size=1) for stage in graph.stages)
+    huge = a_plan(replace(graph, stages=stages, batch_size=2**24))
+    with pytest.raises(InvalidPlanError, match="16777216 micro-batches of 1 samples"):
+        simulate(huge, cost.profile, cost.cluster, schedule=schedule)
+    assert len(check_plan(huge)) == len(check_plan(huge, cost.profile, cost.cluster)) == 2
+
+
 def test_simulating_on_a_smaller_cluster():
     """A plan is for at least as many devices as it names."""
     cost, graph = two_stages(8)

@@ -50,7 +50,7 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
             "calibrate it again, and plan anew"
         )
     file = cache_file()
-    if not file.exists():
+    if not file.is_file():
         return cluster, (
             f"{cluster.name} is not calibrated, so predictions leave out what ranks cost each "
             f"other on this machine; {COMMAND} measures that once"

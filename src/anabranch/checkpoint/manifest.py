@@ -23,6 +23,8 @@ Option = Scalar | list[Scalar]
 """What a parameter group may have as an option, such as ``lr`` and ``betas``."""
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
+_Position = Annotated[int, Field(ge=0, le=2**40)]
+"""Steps, epochs, batches or samples: a million steps a second for twelve days."""
 _FileName = Annotated[str, Field(pattern=r"^rank-\d{1,6}\.safetensors$")]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -66,9 +68,9 @@ class Manifest(Strict):
 
     schema_: Literal["anabranch.checkpoint/1"] = Field(alias="schema")
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-    step: _Count
-    epoch: _Count
-    position: _Count
+    step: _Position
+    epoch: _Position
+    position: _Position
     seed: _Count
     files: dict[_FileName, _Count]
     checksums: dict[_FileName, _Checksum]
@@ -78,9 +80,9 @@ class Manifest(Strict):
     optimizer: OptimizerState | None
     scheduler: dict[str, Any] | None
     loss_scale: Annotated[float, Field(gt=0)] | None = None
-    loss_streak: _Count = 0
+    loss_streak: _Position = 0
     data: dict[str, Any] | None = None
-    batch_size: _Count = 0
+    batch_size: _Position = 0
     pretrained: list[Pretrained] = Field(default_factory=list)
     checksum: _Checksum
 

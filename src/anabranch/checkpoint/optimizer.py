@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, cast
@@ -104,15 +105,61 @@ def restore_optimizer(
                 state[index] = entries
         if group["params"]:
             mine = options[whole_name(names[id(group["params"][0])])]
-            described.update(
-                {
-                    key: _in_type(value, described[key], f"{where}: optimizer option {key}")
-                    if key in described
-                    else value
-                    for key, value in mine.items()
-                }
-            )
+            described.update(_options(optimizer, group, mine, where))
     optimizer.load_state_dict({"state": state, "param_groups": document["param_groups"]})
+
+
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+"""Options that schedulers of torch add to those of an optimizer."""
+
+
+def _options(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """The saved options of a parameter group in the types of the optimizer that resumes.
+
+    Raises:
+        FileFormatError: for an option that the optimizer lacks or whose value it does not take.
+    """
+    unknown = sorted(saved.keys() - group.keys() - _OF_SCHEDULERS)
+    if unknown:
+        raise FileFormatError(
+            f"{where}: {type(optimizer).__name__} has no option {unknown[0]} here; resume with the "
+            "workload, and the version of torch, that wrote it"
+        )
+    options = {
+        key: _in_type(value, group.get(key), f"{where}: optimizer option {key}")
+        for key, value in saved.items()
+    }
+    now = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+    if _refusal(optimizer, group["params"][0], now) is None:
+        refusal = _refusal(optimizer, group["params"][0], now | options)
+        if refusal is not None:
+            raise FileFormatError(
+                f"{where}: {type(optimizer).__name__} does not take the saved optimizer options: "
+                f"{refusal}; take an earlier checkpoint"
+            )
+    return options
+
+
+def _refusal(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, options: Mapping[str, Any]
+) -> Exception | None:
+    """What the optimizer's constructor raises for options; those that it has no name for are left
+    out."""
+    kind = type(optimizer)
+    known = inspect.signature(kind.__init__).parameters
+    alike = torch.nn.Parameter(
+        torch.zeros(1, 1, dtype=parameter.dtype, device=parameter.device),
+        requires_grad=parameter.requires_grad,
+    )
+    try:
+        kind([alike], **{key: value for key, value in options.items() if key in known})
+    except Exception as error:  # of whoever wrote the optimizer
+        return error
+    return None
 
 
 def laid_out(values: Tensor, parameter: Tensor) -> Tensor:
@@ -158,8 +205,11 @@ def _with_own_groups(
     return result
 
 
-def _in_type(saved: Any, now: Any, where: str) -> Any:
+def _in_type(saved: Any, now: Any, where: str, *, may_lack: bool = False) -> Any:
     """A saved value in the type that is used now: JSON has no tuples, tensors or keys but strings.
+
+    Args:
+        may_lack: None may stand in place of a number.
 
     Raises:
         FileFormatError: if it is of another kind.
@@ -167,14 +217,15 @@ def _in_type(saved: Any, now: Any, where: str) -> Any:
     if isinstance(now, Mapping) and isinstance(saved, dict):
         return _mapping_in_type(saved, now, where)
     if isinstance(now, tuple) and isinstance(saved, list) and len(saved) == len(now):
-        return tuple(_in_type(s, n, where) for s, n in zip(saved, now, strict=True))
+        return tuple(_in_type(s, n, where, may_lack=True) for s, n in zip(saved, now, strict=True))
     if isinstance(now, list) and isinstance(saved, list):
         # With an entry per parameter group, of which this rank may have other ones.
         like = now if len(now) == len(saved) else [now[0] if now else None] * len(saved)
-        return [_in_type(s, n, where) for s, n in zip(saved, like, strict=True)]
+        return [_in_type(s, n, where, may_lack=True) for s, n in zip(saved, like, strict=True)]
     if isinstance(now, Tensor) and isinstance(saved, bool | int | float):
         return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
-    if saved is None or now is None or _kind(saved) is _kind(now):
+    is_number = type(now) in (int, float)
+    if now is None or _kind(saved) is _kind(now) or (saved is None and (may_lack or not is_number)):
         return saved
     raise FileFormatError(
         f"{where} is {shown(saved)}, where this training has {now!r}; resume with the workload "

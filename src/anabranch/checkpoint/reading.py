@@ -40,10 +40,10 @@ class Checkpoint(SavedState):
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise FileFormatError(f"{self.folder} is no checkpoint: there is no such folder")
-        if not (self.folder / MANIFEST).exists():
+        if not (self.folder / MANIFEST).is_file():
             self.folder = newest(self.folder) or self.folder
         where = self.folder / MANIFEST
-        if not where.exists():
+        if not where.is_file():
             raise FileFormatError(
                 f"{self.folder} is no checkpoint: {where} does not exist, nor does a folder "
                 f"step-N with one{self._way_on()}"

@@ -69,6 +69,7 @@ def train_job(
             save=training.save,
             save_every=saves,
             check_gradients=training.check_gradients,
+            check_batches=training.check_batches,
             evaluate_every=training.evaluate_every,
             callbacks=(TrainingProgress(predicted_s, is_async=is_async), *logs),
             device=job.device,

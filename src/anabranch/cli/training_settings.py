@@ -153,6 +153,10 @@ class TrainingSettings:
             "gain repays the change. Nothing is started again.",
         ),
     ] = False
+    check_batches: Annotated[
+        Literal["sampled", "full"],
+        typer.Option(help="Values of every batch that ranks compare: 32 of each tensor, or all."),
+    ] = "sampled"
     check_gradients: Annotated[
         bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
     ] = True

@@ -17,6 +17,9 @@ PIECE_SHARE = 0.125
 after it, whichever are fewer: less makes more events, more is coarser.
 """
 
+MOST_PIECES = 1024
+"""Pieces of one gradient at most: those of a single parameter of 25 GiB."""
+
 Gradient = TypeVar("Gradient")
 
 
@@ -48,6 +51,11 @@ def piece_bytes(before: float, left: float) -> float:
     first sum begins and what is left after the last backward.
     """
     return max(BUCKET_BYTES, min(before, left) * PIECE_SHARE)
+
+
+def piece_count(nbytes: float, size: float) -> int:
+    """Pieces of about ``size`` bytes into which gradients are cut, at least one."""
+    return max(1, min(MOST_PIECES, round(nbytes / size)))
 
 
 def turn(holders: tuple[int, ...], stages: Sequence[int]) -> tuple[tuple[int, ...], int]:

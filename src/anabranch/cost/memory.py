@@ -12,13 +12,16 @@
              what has been added up on the way to its own, and the next one; on the first two
              replicas, whose own are among the first terms, one. Of rows those of all replicas, and
              what they add up to
-    peak     fixed + in flight * flight     or, if that is more, with the sums instead of a backward
+    update   temporaries of the optimizer, when nothing is in flight and all is summed: a share of
+             what is updated, and of its largest parameter, as measured with the profile
+    peak     fixed + in flight * flight     or, if that is more, with the sums or the update instead
+             of a backward
 
 The versions of the trainable weights include the current one, whose place on top is taken by the
 gradients, which lie in the buckets of their all-reduce. What enters is held until the backward;
-receives of each kind are posted ahead. The optimizer updates in place, as the fused ones do, which
-are the default; others need some more in an update (``torch.optim`` with ``foreach``: as much as
-the trainable parameters), mostly less than what is in flight before.
+receives of each kind are posted ahead. Without a measurement the optimizer is taken to update in
+place, as the fused ones do; others need some more (``torch.optim`` with ``foreach``: as much as the
+trainable parameters), mostly less than what is in flight before.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class DeviceMemory:
         resident: whatever is in flight.
         flight: of each micro-batch between its forward and its backward.
         backward: on top during a backward.
-        sums: on top while gradients are summed, with nothing in flight.
+        sums: on top while gradients are summed, or in the update if that takes more, with nothing
+            in flight.
     """
 
     resident: Number
@@ -99,6 +103,8 @@ def memory_terms(
     receive_slots: Number,
     tables: Number = 0.0,
     rows: Number = 0.0,
+    all_temporary: float = 0.0,
+    largest_temporary: float = 0.0,
 ) -> tuple[Number, Number, Number, Number]:
     """The fields of ``DeviceMemory``, of plain numbers; planners also compile it.
 
@@ -108,6 +114,7 @@ def memory_terms(
         entering: bytes of a micro-batch, and so is what is ``returning`` and ``kept``.
         passing: bytes of a pass besides.
         terms: of other replicas that are at hand while a bucket is summed; 0 for a single replica.
+        all_temporary: see ``UpdateCost``, and so for ``largest_temporary``.
     """
     state = parameters + trainable * versions + updated * optimizer_factor
     ahead = receive_slots * (entering + returning)
@@ -118,7 +125,11 @@ def memory_terms(
         state - tables + rows / replicas + ahead,
         entering + (kept - inside),
         inside + passing,
-        np.maximum(bucket * terms, rows * _COPIES * (terms > 0)),
+        np.maximum(
+            np.maximum(bucket * terms, rows * _COPIES * (terms > 0)),
+            (dense + rows / replicas) * all_temporary
+            + np.minimum(updated, largest_gradient) * largest_temporary,
+        ),
     )
 
 

@@ -356,6 +356,8 @@ class CostModel:
                 self.receive_slots,
                 weights.tables,
                 weights.rows,
+                self.update.all_temporary,
+                self.update.largest_temporary,
             )
         )
 

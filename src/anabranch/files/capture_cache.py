@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from anabranch.errors import CaptureError
 from anabranch.files.cache_folder import private_folder
-from anabranch.files.jsonfile import write_whole
+from anabranch.files.jsonfile import read_regular, write_whole
 from anabranch.graph.opgraph import Granularity
 from anabranch.profile.kernel_trace import TracedModel, checked_counts
 from anabranch.profile.profile import Profile
@@ -134,9 +134,9 @@ def save_capture(kept: KeptCapture, path: Path) -> None:
 
 def load_capture(path: Path) -> KeptCapture:
     """Read a captured model; raises ValueError if the file is none, was renamed, or has other bytes
-    than were written.
+    than were written, and OSError if there is no regular file.
     """
-    checksum, _, document = path.read_bytes().partition(b"\n")
+    checksum, _, document = read_regular(path).partition(b"\n")
     if checksum != _checksum(path, document):
         raise ValueError(f"the checksum in {path} is another one than that of what it holds")
     return _format().validate_json(document)
@@ -205,11 +205,8 @@ def _own(names: Iterable[str]) -> set[str]:
 
 
 def _hash(name: str) -> str:
-    """Hash of a file's bytes; OSError if it is none."""
-    if not os.path.isfile(name):
-        raise FileNotFoundError(name)
-    with open(name, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hash of a file's bytes; OSError if it is no regular file."""
+    return hashlib.sha256(read_regular(Path(name))).hexdigest()
 
 
 _read: set[str] = set()

@@ -166,6 +166,18 @@ def read_text(path: Path) -> str:
         ) from None
 
 
+def read_regular(path: Path) -> bytes:
+    """The bytes of a file; raises OSError for a pipe, a device or whatever else may never end."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    with open(path, "rb", opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no regular file")
+        return file.read()
+
+
 def parse(text: str, where: str) -> Any:
     """Text as a JSON document; raises FileFormatError if it is none, or has a key twice."""
     if not text.strip():

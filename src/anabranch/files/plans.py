@@ -29,7 +29,7 @@ from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.model_size import ModelSize
 from anabranch.plans.plan import CHANGED, Mode, Plan, Prediction
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import MOST_MICROBATCHES, Stage, StageGraph
 from anabranch.schedule import asynchronous, rule_named
 from anabranch.weights import POLICIES
 
@@ -213,12 +213,6 @@ def _to_plan(file: _PlanFile) -> Plan:
     }
     not_of_plans = {"schema_", "batch_size", "depth", "shape", "stages", "edges"}
     return Plan(**core_fields(file, leave_out=not_of_plans) | changed)
-
-
-MOST_MICROBATCHES = 2**13
-"""Micro-batches of one stage in a step: thousands make no step faster, and each takes memory and
-time wherever the plan is read.
-"""
 
 
 def _to_graph(file: _PlanFile) -> StageGraph:

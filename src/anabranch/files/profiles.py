@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -76,6 +76,8 @@ class _Update(Strict):
     fixed_s: Seconds
     tensor_s: Seconds
     byte_s: Seconds
+    all_temporary: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    largest_temporary: Annotated[float, Field(ge=0, le=1e6)] = 0.0
 
 
 class _ProfileFile(Strict):
@@ -133,7 +135,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         "values": values,
         **_if_any(
             rewritable=list(graph.rewritable),
-            update=update and document_fields(update, _Update),
+            update=update and _from_update(update),
             read_sample_s=profile.read_sample_s,
         ),
     }
@@ -141,6 +143,11 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 
 def _if_any(**fields: Any) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value}
+
+
+def _from_update(update: UpdateCost) -> dict[str, Any]:
+    fields = document_fields(update, _Update)
+    return {key: value for key, value in fields.items() if value or key.endswith("_s")}
 
 
 def _from_parameter(parameter: Parameter) -> dict[str, Any]:

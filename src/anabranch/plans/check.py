@@ -19,7 +19,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.plan import memory_text
-from anabranch.plans.stages import StageGraph, slice_sizes
+from anabranch.plans.stages import MOST_MICROBATCHES, StageGraph, slice_sizes
 from anabranch.plans.whole_batch import fitted, sliced_batches
 
 _NAMED = 5
@@ -46,6 +46,8 @@ def check(
         shared: a device may hold several stages, as in plans made by hand.
         idle: a device may hold no stage, likewise.
     """
+    if problems := too_many_microbatches(graph):
+        return problems
     problems = _operators(graph, cost)
     devices = _devices(graph, cost, shared=shared, idle=idle)
     if problems:
@@ -140,10 +142,7 @@ def _edges(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
 
 def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) -> list[str]:
     total = cost.cluster.num_devices
-    holders: dict[int, list[int]] = {}
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            holders.setdefault(device, []).append(s)
+    holders = _holders(graph)
     problems = [
         f"C3: device {device} holds the stages {', '.join(map(str, stages))}"
         for device, stages in sorted(holders.items())
@@ -161,8 +160,28 @@ def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) ->
     return problems
 
 
+def _holders(graph: StageGraph) -> dict[int, list[int]]:
+    """Return the stages of each device."""
+    holders: dict[int, list[int]] = {}
+    for s, stage in enumerate(graph.stages):
+        for device in stage.devices:
+            holders.setdefault(device, []).append(s)
+    return holders
+
+
 def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
     return [*unfit_sizes(graph), *(p for s in range(len(graph)) for p in _unpriced(graph, cost, s))]
+
+
+def too_many_microbatches(graph: StageGraph) -> list[str]:
+    """Find stages with so many micro-batches that nothing can be listed or simulated."""
+    return [
+        f"stage {s} has {graph.num_microbatches(s)} micro-batches of {stage.microbatch_size} "
+        f"samples; a stage has {MOST_MICROBATCHES} at most: take a larger micro-batch or a smaller "
+        "batch"
+        for s, stage in enumerate(graph.stages)
+        if graph.num_microbatches(s) > MOST_MICROBATCHES
+    ]
 
 
 def unfit_sizes(graph: StageGraph) -> list[str]:
@@ -224,8 +243,7 @@ def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
         for s, stage in enumerate(graph.stages)
     ]
     problems = []
-    for device in graph.devices:
-        held = [s for s, stage in enumerate(graph.stages) if device in stage.devices]
+    for device, held in sorted(_holders(graph).items()):
         need = sum(needs[s] for s in held)
         if len(held) > 1 and need > limit >= max(needs[s] for s in held):
             problems.append(

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+MOST_MICROBATCHES = 2**13
+"""Micro-batches of one stage in a step: thousands make no step faster, and each takes memory and
+time wherever a plan is searched, read or simulated.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -86,12 +91,12 @@ class StageGraph:
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
         """Predecessors of each stage."""
-        return tuple(tuple(x for x, y in self.edges if y == s) for s in range(len(self)))
+        return _neighbours(len(self), ((y, x) for x, y in self.edges))
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """Successors of each stage."""
-        return tuple(tuple(y for x, y in self.edges if x == s) for s in range(len(self)))
+        return _neighbours(len(self), self.edges)
 
     @cached_property
     def height(self) -> tuple[int, ...]:
@@ -141,6 +146,14 @@ class StageGraph:
         size, replicas = self.stages[stage].microbatch_size, self.stages[stage].replicas
         sizes = {min(size, self.batch_size), self.batch_size % size or size}
         return {samples for size in sizes for samples in slice_sizes(size, replicas)}
+
+
+def _neighbours(count: int, edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the ends of the edges that begin at each stage, in the order of the edges."""
+    result: list[list[int]] = [[] for _ in range(count)]
+    for stage, neighbour in edges:
+        result[stage].append(neighbour)
+    return tuple(map(tuple, result))
 
 
 def slice_sizes(microbatch_size: int, replicas: int) -> tuple[int, int]:

@@ -42,19 +42,30 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """Seconds of an update of a device's trainable parameters, clipping included.
+    """Seconds of an update of a device's trainable parameters, clipping included, and the memory
+    that it takes besides.
 
     ``fixed_s`` of each update, ``tensor_s`` for each parameter, ``byte_s`` for each of their bytes.
+
+    Attributes:
+        all_temporary: bytes that are alive at once only in an update, per byte of all parameters.
+        largest_temporary: likewise, per byte of the largest one; an optimizer that goes from
+            parameter to parameter has these alone.
     """
 
     fixed_s: float
     tensor_s: float
     byte_s: float
+    all_temporary: float = 0.0
+    largest_temporary: float = 0.0
 
     def __post_init__(self) -> None:
         for seconds in (self.fixed_s, self.tensor_s, self.byte_s):
             if not (seconds >= 0 and math.isfinite(seconds)):
                 raise ValueError(f"an update has a time of {seconds} s")
+        for share in (self.all_temporary, self.largest_temporary):
+            if not (share >= 0 and math.isfinite(share)):
+                raise ValueError(f"an update takes {share} bytes per byte of its parameters")
 
     def seconds(self, tensors: float, nbytes: float) -> float:
         """Seconds for a number of parameters with these bytes in all; none for no parameters."""

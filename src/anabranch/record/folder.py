@@ -79,7 +79,7 @@ def save_run(run: Run, folder: Path) -> None:
 def load_run(folder: Path) -> Run:
     """Read what ``save_run`` wrote; raises FileFormatError, which names file, key and value."""
     path = folder / "run.json"
-    if not path.exists():
+    if not path.is_file():
         from anabranch.checkpoint.manifest import MANIFEST
         from anabranch.checkpoint.series import newest
 

@@ -32,6 +32,7 @@ from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.guards.position import POSITION
+from anabranch.runtime.guards.same_batch import BatchCheck
 from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
@@ -75,6 +76,9 @@ class Pipeline(BasePipeline):
             the user's own module in one process.
         check_memory: before anything is allocated, compare the predicted peaks of all ranks with
             the memory of the plan's cluster and with what is free here.
+        check_batches: what ranks compare of every batch: names, types, sizes and, ``sampled``, 32
+            values of each tensor on the CPU, or, ``full``, all values, which takes a pass through
+            the batch (and a copy from the GPU of what is there).
         check_copies: after every so many steps, compare the copies of parameters that several ranks
             hold, bit for bit; 0 for never. Reads each parameter once.
         timeout: seconds until a silent rank counts as lost; more than the longest step takes.
@@ -105,6 +109,7 @@ class Pipeline(BasePipeline):
         shard_optimizer: bool | None = None,
         check_gradients: bool = True,
         check_memory: bool = True,
+        check_batches: BatchCheck = "sampled",
         check_copies: int = 100,
         timeout: float = 600.0,
         stall_timeout: float | None = None,
@@ -124,6 +129,7 @@ class Pipeline(BasePipeline):
         self._options: dict[str, Any] = {
             "compute": compute,
             "exact": exact,
+            "check_batches": check_batches,
             "timeout": timeout,
             "stall_timeout": stall_timeout,
             "device": device,
@@ -145,6 +151,7 @@ class Pipeline(BasePipeline):
                 "exact": self._exact,
                 "check_memory": self._check_memory,
                 "check_copies": self._check_copies,
+                "check_batches": self._options["check_batches"],
                 "clip_norm": clip_norm,
                 "shard_optimizer": shards,
                 "check_gradients": check_gradients,

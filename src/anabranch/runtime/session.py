@@ -11,7 +11,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from anabranch.runtime.guards.memory_budget import require_memory
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import (
     RECENT_BATCHES,
+    BatchCheck,
     batch_digest,
     require_same_batch,
     require_same_copies,
@@ -69,6 +70,7 @@ class Session:
         *,
         check_gradients: bool,
         check_memory: bool,
+        check_batches: BatchCheck = "sampled",
         timeout: float,
         stall_timeout: float | None,
         further: Collection[Channel] = (),
@@ -76,6 +78,9 @@ class Session:
         predecessor: Session | None = None,
         **options: Any,
     ) -> None:
+        if check_batches not in get_args(BatchCheck):
+            raise ValueError(f"check_batches is {check_batches!r}; it is 'sampled' or 'full'")
+        self._every_value = check_batches == "full"
         POSITION.begin(-1, Phase.START_UP)
         assignment = assign(
             workload,
@@ -201,7 +206,8 @@ class Session:
     def _begin_batch(self, batch: Batch) -> None:
         """Let others know which batch is the next here."""
         if self.mesh.size > 1:
-            self.batch_digest = batch_digest(self.captured.layout.flatten(batch))
+            leaves = self.captured.layout.flatten(batch)
+            self.batch_digest = batch_digest(leaves, every_value=self._every_value)
             RECENT_BATCHES.note(self._run_id, self._num_batches, self.batch_digest)
             self._num_batches += 1
 

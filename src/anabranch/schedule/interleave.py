@@ -14,7 +14,9 @@ earlier samples, then stages further down.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
@@ -34,32 +36,47 @@ def interleave(
     free = dict.fromkeys(graph.devices, 0.0)
     lists: dict[int, list[Action]] = {device: [] for device in graph.devices}
     position = {(s, d): 0 for s, stage in enumerate(graph.stages) for d in stage.devices}
+    waiting: dict[Compute, list[tuple[int, int]]] = defaultdict(list)
 
-    def choices() -> Iterator[tuple[float, bool, int, int, int, Action]]:
-        """Next actions that can start: when, the keys that break ties, and the action."""
-        for (stage, device), at in position.items():
-            if at < len(orders[stage]):
-                action = orders[stage][at]
-                awaited = needed.get(compute_of(action, device), ())
-                awaited = awaited if action.kind.has_messages else ()
-                if all(compute in done for compute in awaited):
-                    start = max([free[device], *(done[compute] for compute in awaited)])
-                    first = graph.interval(stage, action.microbatch)[0]
-                    yield start, action.kind.is_forward, first, -stage, device, action
+    def choices(lanes: Iterable[tuple[int, int]]) -> Iterator[tuple[float, bool, int, int, int]]:
+        """Next actions that can start: when, the keys that break ties, and the device."""
+        for stage, device in lanes:
+            if position[stage, device] == len(orders[stage]):
+                continue
+            action = orders[stage][position[stage, device]]
+            key = compute_of(action, device)
+            awaited = needed.get(key, ()) if action.kind.has_messages else ()
+            missing = next((compute for compute in awaited if compute not in done), None)
+            if missing is not None:
+                waiting[missing].append((stage, device))
+                continue
+            start = max([free[device], *(done[compute] for compute in awaited)])
+            first = graph.interval(stage, action.microbatch)[0]
+            yield start, action.kind.is_forward, first, -stage, device
 
-    for _ in range(sum(len(orders[s]) for s, _ in position)):
-        best = min(choices(), key=lambda choice: choice[:5], default=None)
-        if best is None:
-            raise InvalidScheduleError(
-                "the stages' orders wait for each other; in-flight counts must not rise along a "
-                "stage edge"
-            )
-        *_, device, action = best
+    # A device that has become busy since makes a start later, never earlier.
+    ready = list(choices(position))
+    heapify(ready)
+    while ready:
+        start, forward, first, stage, device = heappop(ready)
+        if start < free[device]:
+            heappush(ready, (free[device], forward, first, stage, device))
+            continue
+        action = orders[-stage][position[-stage, device]]
         replica = graph.stages[action.stage].devices.index(device)
         begun, ended = graph.slice(action.stage, action.microbatch, replica)
-        free[device] = best[0] + (ended - begun) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
-        if action.kind.has_messages:
-            done[compute_of(action, device)] = free[device]
+        free[device] = start + (ended - begun) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
         lists[device].append(action)
         position[action.stage, device] += 1
+        lanes = [(action.stage, device)]
+        if action.kind.has_messages:
+            done[compute_of(action, device)] = free[device]
+            lanes += waiting.pop(compute_of(action, device), ())
+        for choice in choices(lanes):
+            heappush(ready, choice)
+    if any(at < len(orders[stage]) for (stage, _), at in position.items()):
+        raise InvalidScheduleError(
+            "the stages' orders wait for each other; in-flight counts must not rise along a "
+            "stage edge"
+        )
     return {device: tuple(actions) for device, actions in lists.items()}

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from anabranch.cost import CostModel
-from anabranch.cost.buckets import cut_into_buckets, piece_bytes
+from anabranch.cost.buckets import cut_into_buckets, piece_bytes, piece_count
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.overheads import all_gather_work_s, all_reduce_work_s
 from anabranch.cost.sparse import ring_bytes
@@ -152,7 +152,7 @@ def _pieces(buckets: Sequence[Piece]) -> tuple[Piece, ...]:
             seconds = last.seconds + bucket.seconds
             pieces.append(Piece(last.nbytes + bucket.nbytes, seconds, final))
         else:
-            count = max(round(bucket.nbytes / size), 1)
+            count = piece_count(bucket.nbytes, size)
             seconds = bucket.seconds / count
             parts = split_evenly(0, bucket.nbytes, count)
             pieces += [Piece(stop - start, seconds, bucket.final) for start, stop in parts]

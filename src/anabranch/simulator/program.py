@@ -95,7 +95,9 @@ def compile_schedule(
     before, behind = list[int](), list[int]()
     if updates == 1 and lost.step_s:
         before.append(units.overhead(lost.step_s))
-    if updates == 1 and (any(lost.agreement) or any(map(costs.update_s, range(len(graph))))):
+    works = costs.all_reduces()
+    priced = any(lost.agreement) or any(map(costs.update_s, range(len(graph))))
+    if updates == 1 and (priced or any(work.gather_s for work in works)):
         behind += units.agreement()
     # Replicas share one list; those with slices of the same size do the same.
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -118,7 +120,7 @@ def compile_schedule(
             where = np.array([index[device] for device in members])[:, None]
             lists.put(where, place(np.concatenate(at), phase), ~(first_unit + unit))
     # What the first stages read is needed first.
-    for work in reversed(costs.all_reduces()):
+    for work in reversed(works):
         for device in work.devices if work.gather_s else ():
             numbers = np.array(units.gathers(work))
             behind_all = place(np.full_like(numbers, len(orders[device])), UPDATE)

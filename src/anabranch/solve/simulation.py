@@ -15,13 +15,19 @@ from anabranch.errors import (
 )
 from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.check import check as check_stages
-from anabranch.plans.check import unfit_sizes
+from anabranch.plans.check import too_many_microbatches, unfit_sizes
 from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import asynchronous, checked_order, compute_order, rule_named, schedule_of
+from anabranch.schedule import (
+    asynchronous,
+    checked_order,
+    compute_order,
+    require_schedule,
+    rule_named,
+)
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
@@ -114,6 +120,7 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
         schedule: as for ``simulate``, and so are the errors.
     """
     graph, name = plan_.stage_graph, schedule or plan_.schedule
+    _require_few(graph)
     if name == "published" and plan_.planner not in planners.PLANNERS:
         raise ValueError(f"planner {plan_.planner!r} is unknown here, and so is its schedule")
     if name in ("auto", "published"):
@@ -205,6 +212,7 @@ def simulate_async(
         PolicyError: if there is no such policy, or it is not defined for such a plan or optimizer.
     """
     check_mode("async", policy)
+    _require_few(plan_.stage_graph)
     require_asynchronous(plan_, policy)
     cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
     name = policy or plan_.policy or "auto"
@@ -280,6 +288,11 @@ def _require_suits(
         )
 
 
+def _require_few(graph: StageGraph) -> None:
+    if problems := too_many_microbatches(graph):
+        raise InvalidPlanError("; ".join(problems))
+
+
 def synchronous(plan_: Plan) -> Plan:
     """The same stages with a flush after every batch; a synchronous plan as it is."""
     if plan_.mode == "sync":
@@ -315,6 +328,8 @@ def check_plan(
     if (profile is None) != (cluster is None):
         raise ValueError("conditions C1-C4 and memory need both a profile and a cluster")
     graph, is_async = plan_.stage_graph, plan_.mode == "async"
+    if problems := too_many_microbatches(graph):
+        return problems
     edges, problems = EVERY_EDGE, unfit_sizes(graph) if profile is None else []
     versions: tuple[int, ...] = ()
     if is_async:
@@ -335,7 +350,7 @@ def check_plan(
                 problems.append(str(error))
     whole = asynchronous.repeated(graph, stream.shown(graph)) if is_async else graph
     try:
-        schedule_of(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
+        require_schedule(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
     except (InvalidScheduleError, ValueError) as error:
         problems.append(str(error))
     return problems

@@ -44,6 +44,18 @@ def test_every_type_has_a_digest():
         assert batch_digest({"x": leaf}) == batch_digest({"x": leaf.clone()})
 
 
+def test_one_value_in_thousands_is_seen_where_all_are_compared():
+    """32 values of each tensor stand for it otherwise."""
+    one = torch.arange(10_000.0).view(100, 100)
+    other = one.clone()
+    other[37, 61] += 1e-3
+    assert batch_digest({"x": one}) == batch_digest({"x": other})
+    full = [batch_digest({"x": leaf}, every_value=True) for leaf in (one, other, one.clone())]
+    assert full[0] == full[2] != full[1]
+    for leaf in (torch.tensor(True), torch.zeros(0), X.bfloat16(), X.t(), X > 3):
+        assert batch_digest({"x": leaf}, every_value=True)
+
+
 def test_sums_tell_whether_all_are_alike():
     """By Cauchy and Schwarz: n times the squares is the square of the sum for equal ones alone."""
     largest = 2**20 - 1

@@ -79,3 +79,25 @@ class Failing(torch.optim.SGD):
 
     def step(self, closure=None):
         raise RuntimeError("by hand")
+
+
+@pytest.mark.parametrize(
+    ("make", "of_all", "of_largest"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1), 0, 0),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True), 0, 0),
+        (lambda p: torch.optim.Adam(p, fused=True), 0, 0),
+        (lambda p: torch.optim.Adam(p, foreach=True), 1, 0),
+        (lambda p: torch.optim.Adam(p, foreach=False), 0, 3),
+        (lambda p: torch.optim.RMSprop(p, foreach=False), 0, 2),
+    ],
+    ids=["sgd", "momentum", "fused", "foreach", "one by one", "rmsprop"],
+)
+def test_temporaries_of_an_update(make, of_all, of_largest):
+    """Adam's denominators: of all parameters at once, or of one after the other, whose own and the
+    one before are alive with the root that they are made from. In place there are none.
+    """
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6)))
+    cost = measure_update(Workload(module, (torch.zeros(2, 64),), optimizer=make))
+    assert cost.all_temporary == pytest.approx(of_all, abs=0.01)
+    assert cost.largest_temporary == pytest.approx(of_largest, abs=0.05)

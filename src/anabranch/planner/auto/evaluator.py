@@ -68,6 +68,7 @@ class Evaluator:
             *(calibration.message_s, calibration.message_byte_s),
             computed_at_once(cluster) if len(paces) else 0.0,
             *(versions or (0.0, 0.0)),
+            *(cost.update.all_temporary, cost.update.largest_temporary),
         )
         links = [cluster.level_link(level) for level in range(len(cluster.levels))]
         levels = [

@@ -61,6 +61,8 @@ class Numbers:
     cores: float  # devices alone that compute as much as all at best; 0: none slows another
     versions_in_flight: float  # of the weights, per micro-batch in flight
     more_versions: float  # besides
+    all_temporary: float  # of an update: bytes per byte that is updated
+    largest_temporary: float  # likewise per byte of the largest parameter
 
 
 class StageRecord:

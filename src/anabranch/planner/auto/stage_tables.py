@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compiled import Floats, Table
-from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes
+from anabranch.cost.buckets import BUCKET_BYTES, piece_bytes, piece_count
 from anabranch.cost.communication import all_reduce_s, ring_price, transfer_s
 from anabranch.cost.interpolation import between, row_below
 from anabranch.cost.memory import MOST_TERMS, memory_terms
@@ -243,6 +243,8 @@ def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], stat
             numbers.receive_slots,
             stage.tables,
             stage.rows,
+            numbers.all_temporary,
+            numbers.largest_temporary,
         )
         free = numbers.memory - resident - backward
         if stage.least * flight > free or resident + sums > numbers.memory:
@@ -406,7 +408,7 @@ def _cut_piece(
     byte_s, latency_s = _ring(stage, levels)
     latency_s *= max(1.0, stage.buckets)
     piece, sum_s = pieces[stage.pieces], transfer_s(stage.waiting, byte_s, latency_s) * half
-    piece.parts = max(1, round(stage.waiting / _piece(stage)))
+    piece.parts = piece_count(stage.waiting, _piece(stage))
     piece.final, piece.seconds = stage.final, sum_s / piece.parts
     stage.pieces += 1
     stage.summed = max(stage.summed, stage.final) + sum_s

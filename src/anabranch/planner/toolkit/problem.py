@@ -11,6 +11,13 @@ from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.series_parallel import Node, decompose, operators
 from anabranch.planner.toolkit.assemble import Assembler
 from anabranch.planner.toolkit.prices import MicrobatchPrices
+from anabranch.plans.stages import MOST_MICROBATCHES
+
+MOST_DEVICES = 2**13
+"""Devices that are planned for at most: tables of their pairs take a gigabyte."""
+
+MOST_SAMPLES = 2**30
+"""Samples of a batch that is planned at most: they are counted in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,22 @@ class Problem:
         if microbatch_size is not None and not 1 <= microbatch_size <= batch_size:
             raise ValueError(
                 f"a micro-batch of {microbatch_size} samples does not fit a batch of {batch_size}"
+            )
+        if batch_size > MOST_SAMPLES:
+            raise ValueError(
+                f"the batch has {batch_size} samples; a batch of {MOST_SAMPLES} at most is planned"
+            )
+        if microbatch_size is not None and -(-batch_size // microbatch_size) > MOST_MICROBATCHES:
+            raise ValueError(
+                f"micro-batches of {microbatch_size} samples cut the batch of {batch_size} into "
+                f"{-(-batch_size // microbatch_size)}; a stage has {MOST_MICROBATCHES} at most: "
+                "name a larger micro-batch or a smaller batch"
+            )
+        if total > MOST_DEVICES:
+            raise InfeasiblePlanError(
+                f"{cost.cluster.name} has {total} devices; plans are searched for {MOST_DEVICES} "
+                "at most: plan for a part of the cluster, which several jobs or replicas of the "
+                "whole pipeline can share"
             )
         powers = replace(self, any_degree=False)
         if not any(powers.prices(size).degrees for size in self.sizes):
@@ -94,11 +117,14 @@ class Problem:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Micro-batch sizes to try, ascending: powers of two and the batch, if none is given."""
+        """Micro-batch sizes to try, ascending: powers of two and the batch, if none is given, but
+        none that makes too many micro-batches.
+        """
         if self.microbatch_size:
             return (self.microbatch_size,)
         powers = {1 << i for i in range(self.batch_size.bit_length())}
-        return tuple(sorted(powers | {self.batch_size}))
+        sizes = sorted(powers | {self.batch_size})
+        return tuple(b for b in sizes if -(-self.batch_size // b) <= MOST_MICROBATCHES)
 
     def prices(self, microbatch_size: int, devices: int | None = None) -> MicrobatchPrices:
         """Prices at one micro-batch size.

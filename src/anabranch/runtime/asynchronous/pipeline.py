@@ -45,6 +45,7 @@ from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.guards.same_batch import BatchCheck
 from anabranch.runtime.messages import channels
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Run
@@ -75,7 +76,7 @@ class AsyncPipeline(BasePipeline):
             mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw``.
         policy: a weight policy or its name; ``auto`` asks ``weights.recommend``. By default the
             plan's, or ``auto``.
-        captured: see ``Pipeline``; so are ``check_gradients``, ``timeout`` and
+        captured: see ``Pipeline``; so are ``check_gradients``, ``check_batches``, ``timeout`` and
             ``stall_timeout``.
         round_robin: the replicas of a stage take mini-batches in turn, each of them whole, instead
             of splitting every one (PipeDream's 1F1B-RR). A stage with R replicas makes one update
@@ -112,6 +113,7 @@ class AsyncPipeline(BasePipeline):
         clip_stage_norm: float | None = None,
         check_gradients: bool = True,
         check_memory: bool = True,
+        check_batches: BatchCheck = "sampled",
         timeout: float = 600.0,
         stall_timeout: float | None = None,
         device: torch.device | str | None = None,
@@ -130,12 +132,14 @@ class AsyncPipeline(BasePipeline):
                 "round_robin": round_robin,
                 "check_gradients": check_gradients,
                 "check_memory": check_memory,
+                "check_batches": check_batches,
                 "clip_stage_norm": clip_stage_norm,
             },
             compute=compute,
             exact=False,
             check_gradients=check_gradients,
             check_memory=check_memory and plan.mode == "async" and not order.round_robin,
+            check_batches=check_batches,
             timeout=timeout,
             stall_timeout=stall_timeout,
             device=device,

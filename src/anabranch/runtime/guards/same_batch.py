@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 DIGEST_BITS = 20
 """Squares of digests, summed over thousands of ranks, are still whole numbers of a float64."""
+
+BatchCheck = Literal["sampled", "full"]
+"""Values of a batch that are compared between ranks: some of each tensor on the CPU, or all."""
 
 _SAMPLED = 32
 """Values of each tensor of a batch that its digest has, evenly spread."""
@@ -46,16 +49,21 @@ _WAIT_S = 0.4
 """Seconds that the watch waits for more ranks to begin a batch of which two have different ones."""
 
 
-def batch_digest(leaves: Mapping[str, Tensor]) -> bytes:
+def batch_digest(leaves: Mapping[str, Tensor], *, every_value: bool = False) -> bytes:
     """16 bytes from names, types, sizes and some values of a batch; values on a GPU are left out,
     because looking at them would wait for it. Where a rank reads only columns of a batch, its
     sample numbers stand for the values.
+
+    Args:
+        every_value: the digest has all values, also those on a GPU.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in leaves.items():
         digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)};".encode())
         if (samples := samples_digest(leaf)) is not None:
             digest.update(samples)
+        elif every_value:
+            digest.update(_all_values(leaf.detach().cpu()))
         elif leaf.device.type == "cpu" and leaf.numel():
             digest.update(_some_values(leaf.detach()))
     return digest.digest()
@@ -65,6 +73,10 @@ def _some_values(leaf: Tensor) -> bytes:
     flat = leaf.view(-1) if leaf.is_contiguous() else leaf[0].flatten()
     some = flat[:: max(flat.numel() // _SAMPLED, 1)].contiguous()
     return bytes(some.view(torch.uint8).numpy())
+
+
+def _all_values(leaf: Tensor) -> memoryview:
+    return memoryview(leaf.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def small_digest(digest: bytes) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from torch import nn
 
 from anabranch.errors import naming_place
 from anabranch.profile.profile import UpdateCost
+from anabranch.profile.storages import Storages
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.gradients import clip, gradients_of
+from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.numerics.nonfinite import bad_names
 from anabranch.workload import Workload
 
@@ -28,6 +31,9 @@ _MOST_BYTES = 2**28
 
 _CACHE_BYTES = 2**25
 """More than the caches of a processor core hold."""
+
+_LEAST_SHARE = 0.01
+"""Temporaries per byte of parameters below which an update is said to take none."""
 
 _REPEATS, _BUDGET_S = 9, 2.0
 """Updates that are timed, and the seconds after which fewer are."""
@@ -65,26 +71,60 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
         part = chosen[:count]
         rows.append((1.0, float(count), float(sum(p.nbytes for _, p in part))))
         seconds.append(_seconds(workload, part, place))
-    return fit(rows, seconds)
+    return replace(fit(rows, seconds), **_temporary(workload, chosen, place))
+
+
+def _temporary(
+    workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
+) -> dict[str, float]:
+    """What updates take in memory besides, as the fields of ``UpdateCost``.
+
+    Those of the two largest parameters and of all of them tell apart what grows with all and what
+    is of one after the other, of which the one before may still be alive.
+    """
+    largest = named[-1][1].nbytes
+    few, total = (sum(p.nbytes for _, p in part) for part in (named[-2:], named))
+    of_few = _temporary_bytes(workload, named[-2:], place)
+    of_all = max(_temporary_bytes(workload, named, place), of_few) if total > few else of_few
+    share = _noted((of_all - of_few) / max(total - few, 1))
+    return {
+        "all_temporary": share,
+        "largest_temporary": _noted(max(0.0, of_few - share * few) / largest),
+    }
+
+
+def _noted(share: float) -> float:
+    """A share without what norms and counts of steps take."""
+    return share if share >= _LEAST_SHARE else 0.0
+
+
+def _temporary_bytes(
+    workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
+) -> int:
+    """Bytes that an update takes besides parameters, gradients and the optimizer's state."""
+    copies, optimizer = _copies(workload, named, place)
+    _give_gradients(copies, optimizer)
+    _update(copies, optimizer, workload.clip_norm)  # which makes the state
+    held = [*copies.values(), *gradients_of(copies).values()]
+    for state in optimizer.state.values():
+        held += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    memory = PeakMemory(place, held)
+    is_cuda = place.type == "cuda"
+    before = torch.cuda.memory_allocated(place) if is_cuda else Storages(held, ()).now
+    with memory.measuring():
+        _update(copies, optimizer, workload.clip_norm)
+    return max(0, memory.peak_bytes - before)
 
 
 def _seconds(
     workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
 ) -> float:
-    copies = {}
-    for name, parameter in named:
-        values = torch.full_like(parameter, 1e-3, device=place, memory_format=torch.preserve_format)
-        copies[name] = nn.Parameter(values)
-    optimizer = workload.make_optimizer(list(copies.items()))
+    copies, optimizer = _copies(workload, named, place)
     other = torch.zeros(_CACHE_BYTES // 4, device=place)
     taken: list[float] = []
     deadline = time.perf_counter() + _BUDGET_S
     for repeat in range(-2, _REPEATS):
-        for parameter in copies.values():
-            gradient = torch.full_like(parameter, 1e-3)
-            # The one that takes rows of tables alone.
-            is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
-            parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
+        _give_gradients(copies, optimizer)
         other.add_(1)  # the passes of a step leave nothing of the optimizer's state in the cache
         _synchronize(place)
         begun = time.perf_counter()
@@ -95,6 +135,24 @@ def _seconds(
             if time.perf_counter() > deadline:
                 break
     return statistics.median(taken)
+
+
+def _copies(
+    workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
+) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    copies = {}
+    for name, parameter in named:
+        values = torch.full_like(parameter, 1e-3, device=place, memory_format=torch.preserve_format)
+        copies[name] = nn.Parameter(values)
+    return copies, workload.make_optimizer(list(copies.items()))
+
+
+def _give_gradients(copies: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    # The one that takes rows of tables alone.
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    for parameter in copies.values():
+        gradient = torch.full_like(parameter, 1e-3)
+        parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
 
 
 def _update(
