@@ -114,6 +114,7 @@ class AsyncPipeline(BasePipeline):
         check_memory: bool = True,
         timeout: float = 600.0,
         stall_timeout: float | None = None,
+        patience: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
@@ -138,6 +139,7 @@ class AsyncPipeline(BasePipeline):
             check_memory=check_memory and plan.mode == "async" and not order.round_robin,
             timeout=timeout,
             stall_timeout=stall_timeout,
+            patience=patience,
             device=device,
             further=channels(order.graph),
         )
@@ -240,7 +242,7 @@ class AsyncPipeline(BasePipeline):
         with self._session.failing():
             self._stream.drain()
             self._outcomes.tell()
-            with POSITION.doing(Phase.SUMS):
+            with POSITION.doing(Phase.TOTALS):
                 self._outcomes.settle()
                 self._measure()
             POSITION.leave()
@@ -291,7 +293,7 @@ class AsyncPipeline(BasePipeline):
                 yield loss
 
     def _read(self, number: int, tally: StepTotals) -> float:
-        with self._session.failing(), POSITION.doing(Phase.SUMS):
+        with self._session.failing(), POSITION.doing(Phase.TOTALS):
             tally.read()
         self.metrics, loss = tally.metrics, tally.loss
         warning = self._divergence.note(loss)
