@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice, product
@@ -31,6 +30,8 @@ from anabranch.models import build
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.stage_compute import StageCompute
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.model_state import ModelState
+from anabranch.runtime.plan_parts import prepare
 from anabranch.training import train
 from anabranch.workload import Batch, Workload
 
@@ -107,6 +108,7 @@ class Fault:
         before(StageCompute, "backward", lambda *_: "backward")
         before(StageCompute, "forward", self._forward)
         before(Mesh, "start_all_reduce", lambda *_: "all-reduce")
+        before(ModelState, "part", lambda *_: "save")
         write = saving.write_part
 
         def slowly(*args: Any) -> Any:
@@ -116,7 +118,7 @@ class Fault:
         saving.write_part = slowly
 
     def _forward(self, compute: Any, *_: Any) -> str:
-        if not compute.trains:
+        if not compute._train:
             return "evaluation"
         return "first step" if self.place == "first step" else "module"
 
@@ -131,6 +133,7 @@ def case_of(planner: str) -> tuple[Workload, Any, Plan]:
     plan = anabranch.plan(
         profile, Cluster.preset(f"local:{RANKS}"), 12, planner=planner, max_replicas=replicas
     )
+    prepare(captured, plan.stage_graph, workload)
     return workload, captured, plan
 
 
@@ -156,10 +159,6 @@ def blamed(place: str, how: str, rank: int, planner: str = "sequential") -> tupl
                 fault.strike("optimizer")
                 return super().step(closure)
 
-            def state_dict(self) -> dict[str, Any]:
-                fault.strike("save")
-                return super().state_dict()
-
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
             fault.strike("start-up")
             return Struck(parameters, lr=1e-3)
@@ -175,16 +174,17 @@ def blamed(place: str, how: str, rank: int, planner: str = "sequential") -> tupl
                 check_gradients=False,
             )
 
-        told, ended = "nobody", time.monotonic()
-        with suppress(KeyError):
-            try:
-                launch.run(
-                    run, RANKS, stall_timeout=TIMEOUT_S, patience=TIMEOUT_S, timeout=TIMEOUT_S + 20
-                )
-            except StageFailedError as error:
-                told, ended = str(error), time.monotonic()
-        struck = float(fault.marker.read_text()) if fault.marker.exists() else ended
-        return told, ended - struck
+        told = "nobody"
+        try:
+            launch.run(
+                run, RANKS, stall_timeout=TIMEOUT_S, patience=TIMEOUT_S, timeout=TIMEOUT_S + 20
+            )
+        except StageFailedError as error:
+            told = str(error)
+        ended = time.monotonic()
+        if not fault.marker.exists():
+            return f"never held up, but {told}", 0.0
+        return told, ended - float(fault.marker.read_text())
 
 
 def blame(count: int, first: int = 0) -> dict[str, Any]:

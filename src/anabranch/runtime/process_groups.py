@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
+from anabranch.runtime.attempts import begin_attempt
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import guarded
 
@@ -80,8 +81,13 @@ def join(timeout: float = 1800.0) -> None:
                 "torchrun, which listen to this host alone",
                 stacklevel=2,
             )
+    limit = timedelta(seconds=timeout)
     with POSITION.waiting():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        shared, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        store, restarts = begin_attempt(shared, rank, size, timeout)
+        # All ranks have the same count now; those of torchrun's agents may differ.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def listens_to_all(port: int, tables: Collection[str] = _TCP_TABLES) -> bool:
