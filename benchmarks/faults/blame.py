@@ -35,7 +35,7 @@ from anabranch.runtime.plan_parts import prepare
 from anabranch.training import train
 from anabranch.workload import Batch, Workload
 
-RANKS, STEPS, TIMEOUT_S = 3, 6, 1.0
+RANKS, STEPS, TIMEOUT_S = 3, 6, 2.0
 
 PLACES = (
     "start-up",

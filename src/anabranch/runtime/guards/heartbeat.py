@@ -128,9 +128,7 @@ class Watch:
             message += f"; {self._folded(others)}"
         message += f". A rank may be silent for {self._timeout_s:g} s (--timeout)"
         if self._patience_s > self._timeout_s:
-            message += (
-                f", in start-up, evaluation and while it saves for {self._patience_s:g} s"
-            )
+            message += f", in start-up, evaluation and while it saves for {self._patience_s:g} s"
         return message
 
     def _limit_s(self, rank: int) -> float:
