@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from anabranch.runtime.attempts import begin_attempt
 from anabranch.runtime.guards.position import POSITION
@@ -83,7 +84,7 @@ def join(timeout: float = 1800.0) -> None:
             )
     limit = timedelta(seconds=timeout)
     with POSITION.waiting():
-        shared, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        shared, rank, size = next(rendezvous("env://", timeout=limit))
         store, restarts = begin_attempt(shared, rank, size, timeout)
         # All ranks have the same count now; those of torchrun's agents may differ.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)

@@ -128,7 +128,7 @@ class Position:
         """
         ints = self._ints
         before = ints[_PHASE]
-        if before < _WAITING:
+        if before < _WAITING and before != Phase.SUMS:
             ints[_PHASE] = Phase.SUMS if before == Phase.TOTALS else before + _WAITING
             ints[_TIME] = time.monotonic_ns()
         yield
