@@ -153,7 +153,7 @@ class AsyncPipeline(BasePipeline):
         self._stage = next(s for s, stage in stages if self._mesh.device in stage.devices)
         metrics = session.captured.metrics
         self._outcomes = MinibatchTotals(self._mesh, metrics, self._why, self._spoil)
-        with session.failing():
+        with session.failing(), POSITION.doing(Phase.START_UP):
             self._stream = Stream(
                 session,
                 order,

@@ -158,7 +158,8 @@ def describe_position(ints: Sequence[int]) -> str:
     parts = [_PHASES[phase]] if phase is not Phase.STEP else []
     if stage >= 0:
         action = f"{_ACTIONS[_KINDS[number]]} of stage {stage}"
-        parts = [action, f"micro-batch {microbatch}", *parts]
+        parts = [action, f"micro-batch {microbatch}"]
+        parts += [_PHASES[phase]] if phase is Phase.EVALUATION else []
     if ints[_PHASE] >= _WAITING:
         parts.append("waiting for other ranks")
     if step >= 0:
