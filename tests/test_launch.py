@@ -255,15 +255,15 @@ pipe.step(bad)
 """
 
 
-def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
-    """Losses are the same on both ranks; then one fails, says why, once, and the exit code is 1."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+def under_torchrun(text: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script on two ranks of one host."""
+    script = folder / "train.py"
+    script.write_text(text)
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
     environment |= {"OMP_NUM_THREADS": "1"}
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(
+    command = ["torch.distributed.run", *options, "--nproc-per-node", "2", str(script)]
+    return subprocess.run(
         [sys.executable, "-m", *command],
         env=environment,
         capture_output=True,
@@ -271,6 +271,11 @@ def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
         timeout=120,
         check=False,
     )
+
+
+def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
+    """Losses are the same on both ranks; then one fails, says why, once, and the exit code is 1."""
+    done = under_torchrun(SCRIPT, tmp_path, "--standalone")
     losses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("loss")]
     assert len(losses) == 4
     assert len(set(losses)) == 2
@@ -279,3 +284,29 @@ def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
     cause = [line for line in done.stderr.splitlines() if "StageFailedError: rank" in line]
     assert len(cause) == 1
     assert "in the forward of stage 0, micro-batch 2, step 2: IndexError" in cause[0]
+
+
+KILLED = r"""
+import os, signal
+from tests.runtime.small import batch, built, plan
+from anabranch.cli.restarts import is_restarted
+from anabranch.runtime.pipeline import Pipeline
+
+model = built("TwoBranch")
+pipe = Pipeline(model.workload, plan(model, 2), captured=model.captured, timeout=30)
+pipe.step(batch(16))
+if not is_restarted() and pipe.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+os.write(1, f"loss {pipe.step(batch(16))}\n".encode())
+"""
+
+
+def test_ranks_that_torchrun_starts_again_train(tmp_path: Path) -> None:
+    """The store keeps what the killed ranks wrote, their addresses and the failure: whoever read
+    them ended, or waited for ever.
+    """
+    done = under_torchrun(KILLED, tmp_path, "--standalone", "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    losses = [line for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert len(losses) == 2
+    assert len(set(losses)) == 1

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.faults import checkpoints, hosts, processes, schedules, unequal
+from benchmarks.faults import blame, checkpoints, hosts, processes, schedules, unequal
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "damage": checkpoints.damage,
@@ -18,13 +18,14 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "kills": processes.kills,
     "hangs": processes.hangs,
     "alive": processes.alive,
+    "blame": blame.blame,
     "schedules": schedules.schedules,
     "cut": hosts.cut,
     "unequal": unequal.unequal,
 }
 """Name -> what measures it, for a number of drawn cases: figures by name."""
 
-DRAWN = ("kills", "hangs", "alive", "schedules")
+DRAWN = ("kills", "hangs", "alive", "blame", "schedules")
 """Those that can begin with another case than the first, to be run in pieces."""
 
 

@@ -45,6 +45,7 @@ from anabranch.runtime.guards.agreement import version
 from anabranch.runtime.guards.failure import Failure
 from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch, place_text, share
 from anabranch.runtime.guards.interrupt import INTERRUPT, handling
+from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.process_groups import LOOPBACK
 from anabranch.runtime.transport import guarded
 
@@ -69,6 +70,7 @@ def run(
     *args: Any,
     timeout: float | None = None,
     stall_timeout: float | None = None,
+    patience: float | None = None,
     on_interrupt: Callable[[], None] | None = None,
 ) -> list[Result]:
     """Call a function on local ranks, each a process with one thread for computing.
@@ -83,6 +85,8 @@ def run(
         timeout: seconds for the whole call; by default there is no limit.
         stall_timeout: seconds after which a run in which no rank goes on is ended, with the rank
             that holds it up; see ``runtime.guards.heartbeat``. By default nobody watches.
+        patience: likewise, seconds that start-up, the first step, an evaluation or a save may take;
+            by default 600, or ``stall_timeout`` if that is more.
         on_interrupt: for functions that end early when ``runtime.guards.interrupt`` says so, such
             as ``train.train``: the first Ctrl-C, or SIGTERM, only tells the ranks, and calls this;
             the second ends them. By default the first does, Ctrl-C with a KeyboardInterrupt.
@@ -104,7 +108,7 @@ def run(
         ranks = _Ranks(pages, flag)
         try:
             ranks.start(function, args, num_ranks, store)
-            return ranks.collect(timeout, stall_timeout)
+            return ranks.collect(timeout, stall_timeout, patience)
         finally:
             ranks.stop()
 
@@ -178,10 +182,12 @@ class _Ranks:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def collect(self, timeout: float | None, stall_timeout: float | None) -> list[Any]:
+    def collect(
+        self, timeout: float | None, stall_timeout: float | None, patience: float | None
+    ) -> list[Any]:
         deadline = None if timeout is None else time.monotonic() + timeout
         pending = set(range(len(self._processes)))
-        watch = Watch(len(pending), stall_timeout)
+        watch = Watch(len(pending), stall_timeout, patience)
         while pending:
             limit = min(_LOOK_S, stall_timeout / 4) if stall_timeout else _LOOK_S
             if deadline is not None:
@@ -297,9 +303,11 @@ def _main(
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     share(page)
+    POSITION.begin(-1, Phase.START_UP)
     INTERRUPT.share(flag)
     try:
         _connect(rank, num_ranks, store)
+        POSITION.leave()
         reply = pickle.dumps((function(*args),))
     except BaseException as error:
         _say(pipe, pickle.dumps(Failure.of(error, rank)))
@@ -325,17 +333,18 @@ def _leave_to_parent(number: signal.Signals) -> None:
 
 def _connect(rank: int, num_ranks: int, store: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    guarded(
-        lambda: dist.init_process_group(
-            "gloo",
-            store=FileStore(str(store), num_ranks),
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(minutes=10),
+    with POSITION.waiting():
+        guarded(
+            lambda: dist.init_process_group(
+                "gloo",
+                store=FileStore(str(store), num_ranks),
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(minutes=10),
+            )
         )
-    )
-    # A rank that is done, and gone, before the others have met would look to them like a failure.
-    guarded(dist.barrier)
+        # A rank that is done, and gone, before the others have met would look like a failure.
+        guarded(dist.barrier)
 
 
 def _say(pipe: Connection, reply: bytes) -> None:

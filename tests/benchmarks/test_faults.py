@@ -16,6 +16,7 @@ EXPECTED: dict[str, tuple[int, dict[str, Any]]] = {
     "kills": (1, {"restarted and reached the last step": 1, "rank and phase named": 1}),
     "hangs": (1, {"rank named first": 1}),
     "alive": (1, {"went on to their end": 1, "false alarms": []}),
+    "blame": (1, {"held up": 1, "named right": 1, "wrong": []}),
     "schedules": (20, {"drawn": 20, "deadlocks among them": 0}),
     "cut": (1, {"cuts": 1}),
     "unequal": (1, {}),

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.dist
 TIMEOUT_S = 0.6
 
 
-def hangs(work: Callable[[Pipeline], Any], **options: Any) -> str:
+def hangs(work: Callable[[Pipeline], Any], patience: float | None = None, **options: Any) -> str:
     """What is told of two ranks that train, of which one does not go on."""
     model = built("TwoBranch")
     workload = with_options(model, **{"optimizer": sgd, **options})
@@ -34,7 +35,7 @@ def hangs(work: Callable[[Pipeline], Any], **options: Any) -> str:
 
     began = time.monotonic()
     with pytest.raises(StageFailedError) as caught:
-        launch.run(rank, 2, stall_timeout=TIMEOUT_S, timeout=30.0)
+        launch.run(rank, 2, stall_timeout=TIMEOUT_S, patience=patience, timeout=30.0)
     assert "the ranks did not finish" not in str(caught.value)
     assert time.monotonic() - began < 30.0
     return str(caught.value)
@@ -101,6 +102,68 @@ def test_a_loader_that_blocks_is_named() -> None:
     told = hangs(work, data=data)
     assert told.startswith("rank 1 has not gone on for")
     assert "reading data; waiting: rank 0" in told
+
+
+PATIENCE_S = 3.0
+"""More than a first step or an evaluation takes on a busy machine."""
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_sleeps_in_the_first_step_is_named(number: int) -> None:
+    """Within the user's patience; it was 600 s."""
+
+    def work(pipe: Pipeline) -> None:
+        if on_rank(number):
+            compute = pipe._session.workers.worker(16).compute
+            compute.forward = lambda *arguments: time.sleep(3600)
+        pipe.step(batch(16))
+
+    told = hangs(work, PATIENCE_S)
+    assert told.startswith(f"rank {number} has not gone on for")
+    assert f"in the forward of stage {number}, micro-batch 0, step 0" in told
+    assert f"waiting: rank {1 - number}" in told
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_sleeps_before_an_all_reduce_is_named(number: int) -> None:
+    """The other one waits for its sums."""
+
+    def work(pipe: Pipeline) -> None:
+        pipe.step(batch(16))
+        if on_rank(number):
+            pipe._mesh.start_all_reduce = lambda *arguments: time.sleep(3600)
+        pipe.step(batch(16))
+
+    told = hangs(work)
+    assert told.startswith(f"rank {number} has not gone on for")
+    assert f"waiting: rank {1 - number}" in told
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_sleeps_over_held_out_data_or_a_save_is_named(
+    number: int, tmp_path: Path
+) -> None:
+    """Not as one that reads the data of training, and not the rank that waits for it."""
+
+    def held_out(batch_size: int) -> list[Batch]:
+        if on_rank(number):
+            time.sleep(3600)
+        return [batch(batch_size)]
+
+    def evaluates(pipe: Pipeline) -> None:
+        pipe.step(batch(16))
+        pipe.evaluate()
+
+    def saves(pipe: Pipeline) -> None:
+        pipe.step(batch(16))
+        if on_rank(number):
+            pipe._state.part = lambda *arguments, **options: time.sleep(3600)
+        pipe.save(tmp_path / "checkpoint")
+
+    for work, doing in ((evaluates, "reading held-out data"), (saves, "saving a checkpoint")):
+        told = hangs(work, PATIENCE_S, eval_data=held_out)
+        assert told.startswith(f"rank {number} has not gone on for")
+        assert f"{doing}; waiting: rank {1 - number}" in told
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from anabranch.checkpoint.series import keep_newest
@@ -50,6 +50,7 @@ class Saving:
         self._target, self._rank, self._keep, self._timeout = target, rank, keep, timeout
         description = part.described()
         self._good, self._given_up = threading.Event(), threading.Event()
+        self._is_written, self._is_complete = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._lock = begin(target) if rank == 0 else None
         self._thread = threading.Thread(
@@ -68,8 +69,15 @@ class Saving:
         if self._error is not None and not self._given_up.is_set():
             raise self._error
 
-    def wait(self) -> None:
-        """Wait until this rank's part is written, on the first rank all; raises TrainingError."""
+    def wait(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Wait until this rank's part is written, on the first rank all; raises TrainingError.
+
+        Args:
+            waiting: entered while this rank's part is written and those of others are not.
+        """
+        self._is_written.wait()
+        with waiting():
+            self._is_complete.wait()
         self._thread.join()
         self.check()
 
@@ -82,9 +90,11 @@ class Saving:
             if self._rank != 0:
                 self._wait_for(self._target.partial.is_dir)
             write_part(self._target, self._rank, part, description)
+            self._is_written.set()
             if self._lock is not None:
                 self._wait_for(self._all_parts)
                 self._wait_for(self._good.is_set, limited=False)
+                self._is_complete.set()
                 finish(self._target, self._lock)
                 self._lock = None
                 if self._keep is not None:
@@ -96,6 +106,9 @@ class Saving:
             elif self._rank != 0:
                 with suppress(OSError):  # the first rank need not wait in vain
                     self._target.description(self._rank).with_suffix(".failed").touch()
+        finally:
+            self._is_written.set()
+            self._is_complete.set()
 
     def _all_parts(self) -> bool:
         target = self._target

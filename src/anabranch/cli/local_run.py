@@ -41,6 +41,7 @@ def train_job(
     from anabranch import launch
     from anabranch.calibration.machine import OtherLoad
     from anabranch.runtime.asynchronous.requirements import round_robin_of
+    from anabranch.runtime.compute.options import PLAIN
     from anabranch.runtime.guards.heartbeat import PATIENCE_S, default_timeout_s
     from anabranch.runtime.guards.interrupt import listening
     from anabranch.runtime.plan_parts import prepare
@@ -48,6 +49,8 @@ def train_job(
 
     plan, saves, logs = job.plan, training.saves(), training.loggers()
     timeout_s = training.timeout or default_timeout_s(predicted_s)
+    # What the user says holds for first steps as well, unless they compile.
+    patience_s = None if options.get("compute", PLAIN).backend else training.timeout
     assert plan is not None
     # Once here rather than in every rank: forked ranks inherit it.
     prepare(job.captured, plan.stage_graph, job.workload)
@@ -75,6 +78,7 @@ def train_job(
             device=job.device,
             timeout=max(timeout_s, PATIENCE_S) + PATIENCE_S,  # who watches is sooner
             stall_timeout=timeout_s,
+            patience=patience_s,
             **options,
         )
 
@@ -82,7 +86,13 @@ def train_job(
         with listening():
             return rank()
     devices, load = len(plan.stage_graph.devices), OtherLoad()
-    run = launch.run(rank, devices, stall_timeout=timeout_s, on_interrupt=on_interrupt)[0]
+    run = launch.run(
+        rank,
+        devices,
+        stall_timeout=timeout_s,
+        patience=patience_s,
+        on_interrupt=on_interrupt,
+    )[0]
     return replace(run, others_share=load.share())
 
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 def is_restarted() -> bool:
     """True if torchrun has started the ranks again."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from anabranch.runtime.process_groups import join
+
+        join()  # which tells all ranks the same
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

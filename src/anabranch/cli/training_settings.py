@@ -134,7 +134,8 @@ class TrainingSettings:
             min=0.1,
             metavar="SECONDS",
             help="End training in which no rank goes on for so long, with the rank that holds it "
-            "up [default: 60, or 100 predicted steps if that is more].",
+            "up [default: 60, or 100 predicted steps if that is more; 600 in start-up, the first "
+            "step, evaluations and saves].",
         ),
     ] = None
     max_restarts: Annotated[

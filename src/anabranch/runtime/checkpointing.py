@@ -76,7 +76,7 @@ class Checkpointing:
             if wait:
                 self._mesh.barrier()  # the first rank has made the folder, and not failed
                 saving.confirm()
-                saving.wait()
+                saving.wait(POSITION.waiting)
                 self._mesh.barrier()
                 self._saving = None
         return saving
@@ -92,7 +92,7 @@ class Checkpointing:
         saving, self._saving = self._saving, None
         if saving is not None:
             with self.failing(), POSITION.doing(Phase.SAVE):
-                saving.wait()
+                saving.wait(POSITION.waiting)
 
     def give_up(self) -> None:
         """Leave the checkpoint that is being written without a name."""

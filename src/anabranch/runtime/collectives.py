@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport import Receipt, Transport, guarded
 
 _CPU = torch.device("cpu")
@@ -45,12 +46,15 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Return the complete result; raises PeerLostError if another rank is gone."""
-        if self._work is not None:
-            guarded(self._work.wait)
-            self._work = None
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
+        if self._work is None and self._finish is None:
+            return self._result
+        with POSITION.waiting():
+            if self._work is not None:
+                guarded(self._work.wait)
+                self._work = None
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                finish()
         return self._result
 
 

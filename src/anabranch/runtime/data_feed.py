@@ -70,7 +70,7 @@ class DataFeed:
                 made, count = self._from_here(data), skip
             with POSITION.doing(Phase.DATA), self._naming(what):
                 loader = made()
-            for batch in self.read(loader, what):
+            for batch in self.read(loader, what, Phase.DATA):
                 count += 1
                 if count > skip:
                     self._fetched = count
@@ -131,7 +131,7 @@ class DataFeed:
                 data.batches, data.batch_size or self._batch_size, 0,
                 reads=lambda: reads, types=self.types,
             )  # fmt: skip
-        with self._naming(HELD_OUT):
+        with self._naming(HELD_OUT), POSITION.doing(Phase.HELD_OUT):
             return made()
 
     @contextmanager
@@ -146,12 +146,14 @@ class DataFeed:
             self.fail(named)
             raise named from error
 
-    def read(self, loader: Iterable[Batch], what: str = HELD_OUT) -> Iterator[Batch]:
+    def read(
+        self, loader: Iterable[Batch], what: str = HELD_OUT, phase: Phase = Phase.HELD_OUT
+    ) -> Iterator[Batch]:
         """A loader's batches; a ``LoaderError`` says at which batch it raised, and the line."""
         iterator = iter(loader)
         count = 0
         while True:
-            with self._naming(what, f" at batch {count}"), POSITION.doing(Phase.DATA):
+            with self._naming(what, f" at batch {count}"), POSITION.doing(phase):
                 batch: Any = next(iterator, _END)
             if batch is _END:
                 return

@@ -68,7 +68,7 @@ class Evaluation:
             before, samples = (outcome, size), samples + size
         if before is None:
             raise DataError("the held-out data has no batches")
-        with failing(), POSITION.doing(Phase.SUMS):
+        with failing(), POSITION.doing(Phase.TOTALS):
             add(*before)
             totals = (training.mesh.all_reduce(sums) / samples).tolist()
         return dict(zip(("loss", *names), totals, strict=True))

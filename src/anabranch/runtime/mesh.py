@@ -221,14 +221,17 @@ class Mesh:
         """Copy a tensor from one rank of a set to the others, in place."""
         if self.size > 1 and (ranks is None or len(ranks) > 1):
             group = self._groups[_ALL if ranks is None else ranks]
-            guarded(lambda: dist.broadcast(tensor, source, group=group))
+            work = guarded(lambda: dist.broadcast(tensor, source, group=group, async_op=True))
+            Pending(tensor, work).wait()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have one shape."""
         if self.size == 1:
             return [tensor]
         result = [torch.empty_like(tensor) for _ in range(self.size)]
-        guarded(lambda: dist.all_gather(result, tensor, group=self._groups[_ALL]))
+        group = self._groups[_ALL]
+        work = guarded(lambda: dist.all_gather(result, tensor, group=group, async_op=True))
+        Pending(tensor, work).wait()
         return result
 
     def barrier(self) -> None:

@@ -85,6 +85,8 @@ class Pipeline(BasePipeline):
         stall_timeout: under torchrun, seconds without progress after which the ranks end the run
             and name the one that holds it up; ``timeout`` by default. ``launch.run`` has an
             argument of that name for local ranks.
+        patience: likewise, seconds that start-up, the first step, an evaluation or a save may take;
+            by default 600, or ``stall_timeout`` if that is more.
         device: where this rank's stages are computed, by default where the model is. They are moved
             there, the rest of the model stays. ``cuda`` is the GPU of the number ``LOCAL_RANK``, in
             turn where ranks outnumber GPUs.
@@ -113,6 +115,7 @@ class Pipeline(BasePipeline):
         check_copies: int = 100,
         timeout: float = 600.0,
         stall_timeout: float | None = None,
+        patience: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if accumulate < 1:
@@ -132,6 +135,7 @@ class Pipeline(BasePipeline):
             "check_batches": check_batches,
             "timeout": timeout,
             "stall_timeout": stall_timeout,
+            "patience": patience,
             "device": device,
         }
         self._begin(
@@ -240,6 +244,7 @@ class Pipeline(BasePipeline):
         begun = time.perf_counter()
         leaves = self._session.leaves(batch)
         with self._session.failing():
+            POSITION.begin(self.step_number)
             self._steps.settle()
             self._session.prepare(batch, leaves)
             start = lead = 0.0

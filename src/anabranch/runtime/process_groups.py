@@ -23,7 +23,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
+from anabranch.runtime.attempts import begin_attempt
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import guarded
 
 _TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
@@ -79,7 +82,13 @@ def join(timeout: float = 1800.0) -> None:
                 "torchrun, which listen to this host alone",
                 stacklevel=2,
             )
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    with POSITION.waiting():
+        shared, rank, size = next(rendezvous("env://", timeout=limit))
+        store, restarts = begin_attempt(shared, rank, size, timeout)
+        # All ranks have the same count now; those of torchrun's agents may differ.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def listens_to_all(port: int, tables: Collection[str] = _TCP_TABLES) -> bool:
@@ -106,22 +115,24 @@ def new_group(
         prior: NCCL's kernels run on a stream of the pool of high priority.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if prior else None
-    group = guarded(
-        lambda: dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout),
-            backend=backend,
-            pg_options=options,
+    with POSITION.waiting():
+        group = guarded(
+            lambda: dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=timeout),
+                backend=backend,
+                pg_options=options,
+            )
         )
-    )
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def connect(group: dist.ProcessGroup, place: torch.device) -> None:
     """Use a group once, and wait for it."""
     element = torch.zeros(1, device=place)
-    guarded(lambda: dist.all_reduce(element, group=group))
-    element.item()
+    with POSITION.waiting():
+        guarded(lambda: dist.all_reduce(element, group=group))
+        element.item()
 
 
 def run_store() -> Store:

@@ -73,6 +73,7 @@ class Session:
         check_batches: BatchCheck = "sampled",
         timeout: float,
         stall_timeout: float | None,
+        patience: float | None = None,
         further: Collection[Channel] = (),
         shard_optimizer: bool = False,
         predecessor: Session | None = None,
@@ -111,7 +112,10 @@ class Session:
         self.graph = graph = plan.stage_graph
         self.mesh = Mesh(graph.devices, self.holders.sets, place=self.place, timeout=timeout)
         self._watch = watch_ranks(
-            self.mesh.rank, self.mesh.size, timeout if stall_timeout is None else stall_timeout
+            self.mesh.rank,
+            self.mesh.size,
+            timeout if stall_timeout is None else stall_timeout,
+            patience,
         )
         if self.mesh.rank == 0 and (said := plan.other_model(self.captured.graph)):
             warnings.warn(said, stacklevel=2)
@@ -286,11 +290,11 @@ class Session:
 
     def evaluate(self, loader: Iterable[Batch] | None) -> dict[str, float]:
         """Means over held-out batches; nothing may be under way."""
-        with self.failing():
-            self.state.require_values()
-            self.state.share_buffers()
-            reads = self._evaluation.needed_leaves
         with POSITION.doing(Phase.EVALUATION):
+            with self.failing():
+                self.state.require_values()
+                self.state.share_buffers()
+                reads = self._evaluation.needed_leaves
             chosen = self.feed.held_out(reads) if loader is None else loader
             return self._evaluation.means(
                 self.feed.read(chosen), self.feed.step_number, self.failing

@@ -114,13 +114,13 @@ class StepRunner:
         self.updates.prepare(worker, samples, alone=alone)
         outcome = worker.run(leaves, self._number, watcher=self.updates.reducer)
         self.ran = worker, leaves, outcome
-        POSITION.begin(self._number, Phase.SUMS)
+        POSITION.begin(self._number, Phase.TOTALS)
         self.updates.finish(worker, outcome)
         return outcome
 
     def _agree(self, outcome: Outcome) -> float:
         """Wait for all ranks, then let the optimizer have the gradients; return the loss."""
-        POSITION.begin(self._number, Phase.SUMS)
+        POSITION.begin(self._number, Phase.TOTALS)
         scaled = self._workers.loss_scale is not None  # an overflow is no error then
         if not scaled and (self._clip_norm is None or not self.updates.is_last):
             self.updates.check(outcome)  # otherwise their norm tells
@@ -199,7 +199,7 @@ class StepRunner:
         """Wait for the totals of a step alone; return its loss."""
         with self._session.failing():
             try:
-                with POSITION.doing(Phase.SUMS):
+                with POSITION.doing(Phase.TOTALS):
                     totals.read()
             except NonFiniteError:
                 self.unread, self._is_bad = None, False

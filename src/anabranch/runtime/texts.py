@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from anabranch.runtime.collectives import Pending
 from anabranch.runtime.transport import guarded
 
 
@@ -32,7 +33,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
     """Return the bytes of all ranks, of one length that is not 0."""
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_place())
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    guarded(lambda: dist.all_gather(gathered, tensor))
+    Pending(tensor, guarded(lambda: dist.all_gather(gathered, tensor, async_op=True))).wait()
     return [tensor.cpu().numpy().tobytes() for tensor in gathered]
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from anabranch.graph.split import Port
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome
-from anabranch.runtime.guards.position import POSITION
+from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.measurement.clocks import Clock
 from anabranch.runtime.messages import TOKEN, Item, Layout, assemble
 from anabranch.runtime.transport import Receipt, Spec, Transport
@@ -91,10 +91,12 @@ class Worker:
         Without ``train`` there are no backwards, and the watcher is not called.
         """
         tasks = self._training if train else self._evaluation
+        phase = Phase.STEP if train else Phase.EVALUATION
+        POSITION.begin(step, phase)
         run = Run(self, self.compute, tasks, leaves, step, watcher if train else None, train=train)
         run.expect(Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
         run.execute(tasks.tasks)
-        POSITION.begin(step)
+        POSITION.begin(step, phase)
         return run.outcome
 
     def begin(self, leaves: Mapping[str, Tensor], number: int, watcher: Watcher) -> Run:

@@ -119,3 +119,38 @@ def test_who_waited_for_a_rank_that_has_ended_has_time_to_notice():
 def test_the_default_grows_with_the_predicted_step():
     assert default_timeout_s(0.001) == 60
     assert default_timeout_s(3.0) == 300
+
+
+def waiting(phase: Phase) -> list[int]:
+    """A rank that waits for others in a phase."""
+    position = Position()
+    position.settle()
+    position.begin(7, phase)
+    with position.waiting():
+        return [*position.numbers[:-1], 0]
+
+
+def test_who_waits_between_steps_or_in_an_update_is_a_victim():
+    """They were blamed in place of the rank that they wait for."""
+    told = found(waiting(Phase.OUTSIDE), waiting(Phase.UPDATE), at(FORWARD), now=9.0)
+    assert told.startswith("rank 2 has not gone on for 7.0 s: in the forward of stage 1")
+    assert "waiting: ranks 0, 1" in told
+    told = found(waiting(Phase.SAVE), at(Phase.OUTSIDE), now=9.0)
+    assert told.startswith("rank 1 has not gone on for 8.0 s: outside of the steps")
+
+
+def test_all_ranks_that_wait_between_steps_are_a_stall():
+    assert found(waiting(Phase.OUTSIDE), waiting(Phase.OUTSIDE), now=9.0).startswith("rank 0")
+
+
+@pytest.mark.parametrize("phase", [Phase.START_UP, Phase.EVALUATION, Phase.HELD_OUT, Phase.SAVE])
+def test_the_user_may_have_less_patience(phase: Phase):
+    """First steps and the like then have the limit of all others."""
+    for slow in (at(phase), at(FORWARD, 0, settled=False)):
+        watch = Watch(2, 5.0, patience=5.0)
+        watch.note(0, at(Phase.SUMS), 0.0)
+        watch.note(1, slow, 0.0)
+        assert problem(watch, 4.0) == ""
+        told = problem(watch, 6.0)
+        assert told.startswith("rank 1 has not gone on for 6.0 s")
+        assert told.endswith("A rank may be silent for 5 s (--timeout)")

@@ -65,3 +65,36 @@ def test_who_waits_for_others() -> None:
     assert waits(position.numbers)
     position.begin(5, Phase.UPDATE)
     assert not waits(position.numbers)
+
+
+def test_a_rank_waits_whatever_else_it_is_at() -> None:
+    """In phases, in actions and between steps; the sums of a step have a text of their own."""
+    position = Position()
+    for phase, text in (
+        (Phase.OUTSIDE, "waiting for other ranks, step 5"),
+        (Phase.UPDATE, "in the update, waiting for other ranks, step 5"),
+        (Phase.EVALUATION, "in the evaluation, waiting for other ranks, step 5"),
+        (Phase.TOTALS, "waiting for the sums of all ranks, step 5"),
+    ):
+        position.begin(5, phase)
+        assert not waits(position.numbers)
+        with position.waiting(), position.waiting():
+            assert waits(position.numbers)
+            assert str(position) == text
+        assert not waits(position.numbers)
+    position.begin(5)
+    position.enter(5, Action(1, Kind.FORWARD, 2))
+    with position.waiting():
+        assert waits(position.numbers)
+        assert str(position).endswith("micro-batch 2, waiting for other ranks, step 5")
+    assert str(position) == "in the forward of stage 1, micro-batch 2, step 5"
+
+
+def test_an_action_of_an_evaluation_says_so() -> None:
+    """It was told as one of training, and its data as that of training."""
+    position = Position()
+    position.begin(3, Phase.EVALUATION)
+    position.enter(3, Action(1, Kind.FORWARD, 2))
+    assert str(position) == ("in the forward of stage 1, micro-batch 2, in the evaluation, step 3")
+    position.begin(3, Phase.HELD_OUT)
+    assert str(position) == "reading held-out data, step 3"

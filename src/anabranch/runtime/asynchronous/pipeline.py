@@ -116,6 +116,7 @@ class AsyncPipeline(BasePipeline):
         check_batches: BatchCheck = "sampled",
         timeout: float = 600.0,
         stall_timeout: float | None = None,
+        patience: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
@@ -142,6 +143,7 @@ class AsyncPipeline(BasePipeline):
             check_batches=check_batches,
             timeout=timeout,
             stall_timeout=stall_timeout,
+            patience=patience,
             device=device,
             further=channels(order.graph),
         )
@@ -155,7 +157,7 @@ class AsyncPipeline(BasePipeline):
         self._stage = next(s for s, stage in stages if self._mesh.device in stage.devices)
         metrics = session.captured.metrics
         self._outcomes = MinibatchTotals(self._mesh, metrics, self._why, self._spoil)
-        with session.failing():
+        with session.failing(), POSITION.doing(Phase.START_UP):
             self._stream = Stream(
                 session,
                 order,
@@ -244,7 +246,7 @@ class AsyncPipeline(BasePipeline):
         with self._session.failing():
             self._stream.drain()
             self._outcomes.tell()
-            with POSITION.doing(Phase.SUMS):
+            with POSITION.doing(Phase.TOTALS):
                 self._outcomes.settle()
                 self._measure()
             POSITION.leave()
@@ -295,7 +297,7 @@ class AsyncPipeline(BasePipeline):
                 yield loss
 
     def _read(self, number: int, tally: StepTotals) -> float:
-        with self._session.failing(), POSITION.doing(Phase.SUMS):
+        with self._session.failing(), POSITION.doing(Phase.TOTALS):
             tally.read()
         self.metrics, loss = tally.metrics, tally.loss
         warning = self._divergence.note(loss)

@@ -34,7 +34,7 @@ from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
-from anabranch.runtime.guards.position import POSITION
+from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import Run, Worker
@@ -172,13 +172,15 @@ class Stream:
         else:
             version = self._versions.pop(unit)
             self.most_behind = max(self.most_behind, self.weights.version - version)
-            POSITION.begin(run.number, is_minibatch=True)
+            POSITION.begin(run.number, Phase.UPDATE, is_minibatch=True)
             self._reducer.take_all()
         minibatches = min(self._turns, self._count - unit * self._turns)
         # Each replica knows whether its own term was bad. If no term was, but the sum of them
         # overflowed, the last one answers for it.
         blame = self._turn == minibatches - 1 or not self._reducer.has_finite_terms
         self._learn(run, blame, minibatches)
+        if run is not None:
+            POSITION.begin(run.number, is_minibatch=True)
 
     def _learn(self, run: Run | None, blame: bool, minibatches: int) -> None:
         """Make an update from the sum of gradients of some mini-batches, if all numbers so far were

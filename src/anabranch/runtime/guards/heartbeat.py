@@ -10,7 +10,7 @@ holds up all others, which wait for it; that is a stall when nobody has gone on 
     rank 2   waiting for activations ...       13 s     a victim
 
 Ranks may take long without being held up: they compile in the first step, evaluate with other code,
-write large files. There the limit is ``PATIENCE_S`` at least.
+write large files. There the limit is ``PATIENCE_S`` at least, unless the user says otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PATIENCE_S = 600.0
 take at least.
 """
 
-_UNHURRIED = (Phase.START_UP, Phase.EVALUATION, Phase.SAVE, Phase.MOVE)
+_UNHURRIED = (Phase.START_UP, Phase.EVALUATION, Phase.HELD_OUT, Phase.SAVE, Phase.MOVE)
 
 
 def default_timeout_s(step_s: float) -> float:
@@ -71,10 +71,14 @@ class Watch:
 
     Args:
         stall_timeout: seconds without progress that end a run; None for no limit.
+        patience: seconds for what may take long, if that is more; by default ``PATIENCE_S``.
     """
 
-    def __init__(self, num_ranks: int, stall_timeout: float | None) -> None:
+    def __init__(
+        self, num_ranks: int, stall_timeout: float | None, patience: float | None = None
+    ) -> None:
         self._timeout_s = stall_timeout or float("inf")
+        self._patience_s = max(self._timeout_s, PATIENCE_S if patience is None else patience)
         self._positions: dict[int, tuple[list[int], float]] = {}
         self._batches = BatchWatch(num_ranks)
 
@@ -112,7 +116,8 @@ class Watch:
         if not stopped:
             if not quiet or any(q <= self._limit_s(rank) for rank, q in quiet.items()):
                 return ""
-            if all(phase_of(position) is Phase.OUTSIDE for position, _ in self._positions.values()):
+            positions = [position for position, _ in self._positions.values()]
+            if all(phase_of(p) is Phase.OUTSIDE and not waits(p) for p in positions):
                 return ""  # what the user does between steps is nobody's business
         first = stopped[0] if stopped else min(quiet, key=self._blame)
         why = "its process is stopped or does not answer, " if first in stopped else ""
@@ -121,15 +126,15 @@ class Watch:
         )
         if others := sorted(set(quiet) - {first}):
             message += f"; {self._folded(others)}"
-        return (
-            f"{message}. A rank may be silent for {self._timeout_s:g} s (--timeout), in start-up, "
-            f"evaluation and while it saves for {max(self._timeout_s, PATIENCE_S):g} s"
-        )
+        message += f". A rank may be silent for {self._timeout_s:g} s (--timeout)"
+        if self._patience_s > self._timeout_s:
+            message += f", in start-up, evaluation and while it saves for {self._patience_s:g} s"
+        return message
 
     def _limit_s(self, rank: int) -> float:
         position, _ = self._positions[rank]
         hurries = waits(position) or (is_settled(position) and phase_of(position) not in _UNHURRIED)
-        return self._timeout_s if hurries else max(self._timeout_s, PATIENCE_S)
+        return self._timeout_s if hurries else self._patience_s
 
     def _blame(self, rank: int) -> tuple[bool, float]:
         """Sort key: ranks that do not wait come first, then those that stopped first."""

@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 from anabranch.errors import DataError
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.process_groups import run_store
 
@@ -58,7 +59,7 @@ def await_all(mesh: Mesh, key: str, patience_s: float) -> None:
         return
     name = f"anabranch/part/{key}"
     # A rank that does not come has failed, of which others hear in another way.
-    with suppress(RuntimeError, ValueError):
+    with suppress(RuntimeError, ValueError), POSITION.waiting():
         store = run_store()
         if store.add(name, 1) == mesh.size:
             store.set(f"{name}/all", "")

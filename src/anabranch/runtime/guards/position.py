@@ -38,6 +38,9 @@ _WAITS = {_NUMBERS[kind] for kind in _KINDS if kind.is_receive}
 _MINIBATCH = 100
 """Added to what a rank does where steps are mini-batches without a flush."""
 
+_WAITING = 100
+"""Added to the phase of a rank that waits for another one."""
+
 
 class Phase(IntEnum):
     """Work of a rank besides the actions of its schedule."""
@@ -51,6 +54,8 @@ class Phase(IntEnum):
     SAVE = 6
     EVALUATION = 7
     MOVE = 8
+    TOTALS = 9
+    HELD_OUT = 10
 
 
 _PHASES = {
@@ -63,6 +68,8 @@ _PHASES = {
     Phase.SAVE: "saving a checkpoint",
     Phase.EVALUATION: "in the evaluation",
     Phase.MOVE: "changing to another plan",
+    Phase.TOTALS: "adding up gradients and losses",
+    Phase.HELD_OUT: "reading held-out data",
 }
 
 
@@ -114,6 +121,21 @@ class Position:
             self._ints[index] = before[index]
         self._ints[_TIME] = time.monotonic_ns()
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that this rank waits for others inside the block, whatever else it is at. It stays
+        noted after an error.
+        """
+        ints = self._ints
+        before = ints[_PHASE]
+        if before < _WAITING and before != Phase.SUMS:
+            ints[_PHASE] = Phase.SUMS if before == Phase.TOTALS else before + _WAITING
+            ints[_TIME] = time.monotonic_ns()
+        yield
+        if ints[_PHASE] != before:
+            ints[_PHASE] = before
+            ints[_TIME] = time.monotonic_ns()
+
     @property
     def stage(self) -> int:
         """Stage of the action under way; -1 for none."""
@@ -130,20 +152,25 @@ class Position:
 
 def describe_position(ints: Sequence[int]) -> str:
     """Text for the integers of a position, empty outside of steps and phases."""
-    step, stage, microbatch, kind, phase = ints[:_SETTLED]
+    step, stage, microbatch, kind, _ = ints[:_SETTLED]
     is_minibatch, number = divmod(kind, _MINIBATCH)
-    what = _PHASES[Phase(phase)]
-    if step < 0:
-        return what
-    when = f"{'mini-batch' if is_minibatch else 'step'} {step}"
-    if stage < 0:
-        return f"{what}, {when}" if what else f"in {when}"
-    return f"{_ACTIONS[_KINDS[number]]} of stage {stage}, micro-batch {microbatch}, {when}"
+    phase = phase_of(ints)
+    parts = [_PHASES[phase]] if phase is not Phase.STEP else []
+    if stage >= 0:
+        action = f"{_ACTIONS[_KINDS[number]]} of stage {stage}"
+        parts = [action, f"micro-batch {microbatch}"]
+        parts += [_PHASES[phase]] if phase is Phase.EVALUATION else []
+    if ints[_PHASE] >= _WAITING:
+        parts.append("waiting for other ranks")
+    if step >= 0:
+        when = f"{'mini-batch' if is_minibatch else 'step'} {step}"
+        parts.append(when if any(parts) else f"in {when}")
+    return ", ".join(filter(None, parts))
 
 
 def phase_of(ints: Sequence[int]) -> Phase:
     """The phase of a position."""
-    return Phase(ints[_PHASE])
+    return Phase(ints[_PHASE] % _WAITING)
 
 
 def is_settled(ints: Sequence[int]) -> bool:
@@ -153,9 +180,9 @@ def is_settled(ints: Sequence[int]) -> bool:
 
 def waits(ints: Sequence[int]) -> bool:
     """True if this rank waits for another one."""
-    if ints[_STAGE] >= 0:
-        return ints[_DOING] % _MINIBATCH in _WAITS
-    return ints[_PHASE] == Phase.SUMS
+    if ints[_PHASE] >= _WAITING or ints[_PHASE] == Phase.SUMS:
+        return True
+    return ints[_STAGE] >= 0 and ints[_DOING] % _MINIBATCH in _WAITS
 
 
 POSITION = Position()

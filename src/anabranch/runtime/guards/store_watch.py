@@ -37,13 +37,15 @@ _READERS = 2
 """Ranks that read the heartbeats of all, from rank 0 on."""
 
 
-def watch_ranks(rank: int, size: int, timeout_s: float) -> StoreWatch | None:
+def watch_ranks(
+    rank: int, size: int, timeout_s: float, patience_s: float | None = None
+) -> StoreWatch | None:
     """Watch under torchrun that the ranks go on; the parent of local ranks watches them itself."""
     if size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     store: Any = run_store()
     # Every store of torch has it; its stubs do not.
-    return StoreWatch(store.clone(), rank, size, timeout_s)
+    return StoreWatch(store.clone(), rank, size, timeout_s, patience_s=patience_s)
 
 
 class StoreWatch:
@@ -53,6 +55,7 @@ class StoreWatch:
         store: a connection of its own.
         timeout_s: seconds without progress of any rank, or without the store.
         end: ends the process, by default at once.
+        patience_s: see ``Watch``.
     """
 
     def __init__(
@@ -62,12 +65,14 @@ class StoreWatch:
         size: int,
         timeout_s: float,
         end: Callable[[], None] = lambda: os._exit(1),
+        *,
+        patience_s: float | None = None,
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._timeout_s, self._end = timeout_s, end
         self._interval_s = min(0.5, timeout_s / 4)
         store.set_timeout(timedelta(seconds=max(timeout_s / 2, 0.5)))
-        self._watch = Watch(size, timeout_s)
+        self._watch = Watch(size, timeout_s, patience_s)
         self._beats: dict[int, tuple[int, float]] = {}
         self._heartbeats: dict[int, list[int]] = {}
         self._closed = threading.Event()

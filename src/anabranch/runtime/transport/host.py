@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from anabranch.runtime.guards.failure import PeerLostError
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import Receipt, Spec, listed
 from anabranch.runtime.transport.log import Record
 from anabranch.runtime.transport.meeting import Meeting, Peer
@@ -144,12 +145,13 @@ class _PeerConnection:
         if awaited.data is not None:
             return
         deadline = time.monotonic() + self._timeout
-        while awaited.data is None:
-            reason = self._sleep()
-            # What was sent before the end still counts.
-            self._take_in()
-            if awaited.data is None and (reason or time.monotonic() >= deadline):
-                raise self._lost(reason or f"no message within {self._timeout:g} s")
+        with POSITION.waiting():
+            while awaited.data is None:
+                reason = self._sleep()
+                # What was sent before the end still counts.
+                self._take_in()
+                if awaited.data is None and (reason or time.monotonic() >= deadline):
+                    raise self._lost(reason or f"no message within {self._timeout:g} s")
 
     def _sleep(self) -> str:
         """Sleep until the peer has sent something; say why that will not happen any more."""

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.guards.failure import PeerLostError
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
 
 NUM_STREAMS = 32
@@ -171,11 +172,12 @@ class NcclTransport:
     def flush(self) -> None:
         self._otherwise.flush()
         deadline = time.monotonic() + self._timeout
-        while self._sends:
-            self._let_go()
-            if self._sends and time.monotonic() >= deadline:
-                raise PeerLostError(f"a message was not received within {self._timeout:g} s")
-            time.sleep(_POLL_S if self._sends else 0)
+        with POSITION.waiting():
+            while self._sends:
+                self._let_go()
+                if self._sends and time.monotonic() >= deadline:
+                    raise PeerLostError(f"a message was not received within {self._timeout:g} s")
+                time.sleep(_POLL_S if self._sends else 0)
 
     def _let_go(self) -> None:
         while self._sends and all(guarded(work.is_completed) for work in self._sends[0][0]):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import Receipt, Spec, guarded, lost
 from anabranch.runtime.transport.packing import (
     Packing,
@@ -128,7 +129,8 @@ class _Reaper:
         """Wait for all sends."""
         done = threading.Event()
         self._sends.put(done)
-        done.wait()
+        with POSITION.waiting():
+            done.wait()
         self.check()
 
     def stop(self) -> None:
@@ -162,7 +164,8 @@ class _Posted:
         self._device, self._timeout = device, timeout
 
     def wait(self) -> list[Tensor]:
-        for work, _ in self._works:
-            guarded(partial(work.wait, self._timeout))
+        with POSITION.waiting():
+            for work, _ in self._works:
+                guarded(partial(work.wait, self._timeout))
         self._works = ()
         return [tensor.to(self._device) for tensor in self._tensors]
