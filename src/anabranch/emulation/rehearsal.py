@@ -129,23 +129,23 @@ def rehearse(
     def rank() -> _RankMeasurement:
         return _measure(emulation, steps, fixed, timeout, watch)
 
-    found = launch.run(rank, len(emulation.devices))[0]
+    measured = launch.run(rank, len(emulation.devices))[0]
     run = Run(
         plan=plan,
         losses=(),
-        step_s=found.step_s,
+        step_s=measured.step_s,
         ideal_step_s=_ideal(emulation, profile),
-        timelines=(("predicted", predicted), ("emulated", found.timeline)),
+        timelines=(("predicted", predicted), ("emulated", measured.timeline)),
     )
     costs = emulation.costs
-    slower = _WithRuntime(costs.graph, costs.cost, runtime_s=found.runtime_s)
+    slower = _WithRuntime(costs.graph, costs.cost, runtime_s=measured.runtime_s)
     return Rehearsal(
         run,
-        found.device_step_s,
-        found.late_s,
-        found.runtime_s,
+        measured.device_step_s,
+        measured.late_s,
+        measured.runtime_s,
         step_seconds(costs.graph, emulation.schedule, slower),
-        found.time_scale,
+        measured.time_scale,
         links,
         emulation.message_bytes,
         emulation.num_messages,
@@ -188,14 +188,14 @@ def _measure(
     if time_scale is None:
         _slow_down(pipe)
     runtime_s = pipe.runtime_s
-    found: list[tuple[float, float, float, Timeline]] = []
+    results: list[tuple[float, float, float, Timeline]] = []
     for done in range(steps):
         seconds = pipe.step(record=True)
         assert pipe.timeline is not None
-        found.append((seconds, pipe.device_step_s, pipe.late_s, pipe.timeline))
+        results.append((seconds, pipe.device_step_s, pipe.late_s, pipe.timeline))
         if watch is not None and pipe.rank == 0:
             watch(done + 1, steps)
-    step_s, device_step_s, late_s, timelines = zip(*found, strict=True)
+    step_s, device_step_s, late_s, timelines = zip(*results, strict=True)
     middle = sorted(range(steps), key=step_s.__getitem__)[steps // 2]
     return _RankMeasurement(
         step_s, device_step_s, late_s, runtime_s, pipe.time_scale, timelines[middle]

@@ -118,7 +118,7 @@ def _joined(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _begin(name: str, dims: int) -> list[int]:
-    """Where a slice begins in each dimension of the whole."""
+    """Offset at which a slice begins in each dimension of the whole."""
     part = slice_named(name)
     if part is None:
         return [0] * dims

@@ -66,7 +66,7 @@ def paced(run: Callable[[int], Step], repetitions: Iterable[int], difference: in
         repetitions: of the first of three runs, to be tried one after the other.
         difference: repetitions that each of the three has more than the one before.
     """
-    found = None
+    pace = None
     with collector_paused():
         for least in repetitions:
             steps = [run(least + times * difference) for times in range(3)]
@@ -74,10 +74,10 @@ def paced(run: Callable[[int], Step], repetitions: Iterable[int], difference: in
             increases = increases[increases > 0]  # a replica without samples is done at once
             slowest = float(increases.max(initial=0.0))
             is_common = (slowest - increases <= TOLERANCE * steps[-1].end).all()
-            found = Paced(least, steps[-1], slowest, bool(is_common))
-            if found.is_common:
+            pace = Paced(least, steps[-1], slowest, bool(is_common))
+            if pace.is_common:
                 break
-    return found
+    return pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def estimate_step_s(
         short = replace(graph, batch_size=units * unit + left)
         return simulate(short, order_for(short), costs)
 
-    if (found := paced(run, lengths(), DIFFERENCE)) is None:
+    if (pace := paced(run, lengths(), DIFFERENCE)) is None:
         return None
-    missing = (total - found.repetitions) // DIFFERENCE - 2
-    return Estimate(found.longest.end + missing * found.more, found.is_common)
+    missing = (total - pace.repetitions) // DIFFERENCE - 2
+    return Estimate(pace.longest.end + missing * pace.more, pace.is_common)

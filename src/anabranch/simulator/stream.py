@@ -93,15 +93,15 @@ def steady(graph: StageGraph, costs: StepCosts) -> Steady:
         whole = repeated(graph, count)
         return simulate(whole, compute_order(whole, ORDER), costs, updates=count)
 
-    found = paced(run, (batches << times for times in range(MOST_STREAMS)), DIFFERENCE)
-    assert found is not None
-    period_s = found.more / DIFFERENCE
+    pace = paced(run, (batches << times for times in range(MOST_STREAMS)), DIFFERENCE)
+    assert pace is not None
+    period_s = pace.more / DIFFERENCE
     busy = sum(busy_s(graph, costs).values())
     available = period_s * len(graph.devices)
-    curves = memory_of(found.longest, graph, costs)
+    curves = memory_of(pace.longest, graph, costs)
     return Steady(
         period_s,
-        found.is_common,
+        pace.is_common,
         1 - busy / available if available else 0.0,
         tuple(max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)),
         sum(simulated),

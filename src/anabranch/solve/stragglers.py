@@ -83,7 +83,7 @@ def stragglers(
 
 
 def _slow(measured: _Seconds, expected: _Seconds, least: float) -> list[Straggler]:
-    """What takes more than so many times as long as the others; ``expected`` is of one step."""
+    """Those that take more than so many times as long as others; ``expected`` is of one step."""
     predicted_s = {key: statistics.median(seconds) for key, seconds in expected.items()}
     ratios = {
         key: statistics.median(seconds) / predicted_s[key]

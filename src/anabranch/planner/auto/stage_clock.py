@@ -14,7 +14,7 @@ from anabranch.compiled import Floats, Table, compiled
 from anabranch.planner.auto.stage_records import (
     EdgeRecord,
     Numbers,
-    Problem,
+    PricedModel,
     StagePiece,
     StageRecord,
     State,
@@ -341,7 +341,7 @@ def step_s(
     chained: bool,
     sharded: bool,
     limit: float,
-    problem: Problem,
+    problem: PricedModel,
     state: State,
 ) -> float:
     """Seconds of a step of so many stages, or of a period without a flush; infinity where there is

@@ -24,7 +24,7 @@ from anabranch.planner.auto.stage_records import (
     EdgeRecord,
     LevelRecord,
     Numbers,
-    Problem,
+    PricedModel,
     StagePiece,
     StageRecord,
     State,
@@ -63,7 +63,7 @@ def count_devices(
         stage.devices += 1
 
 
-def split_samples(problem: Problem, stages: Table[StageRecord]) -> bool:
+def split_samples(problem: PricedModel, stages: Table[StageRecord]) -> bool:
     """Replicas and their samples; whether all have some that the profile covers."""
     numbers, measured = problem.numbers[0], problem.measured
     for s in range(len(stages)):
@@ -88,7 +88,9 @@ def _operator_s(i: int, way: int, last: int, stage: StageRecord, op_seconds: Flo
     return float(between(low, high, stage.above[last]))
 
 
-def sum_operators(home: NDArray[np.int32], problem: Problem, stages: Table[StageRecord]) -> bool:
+def sum_operators(
+    home: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord]
+) -> bool:
     """Seconds and bytes of the stages; whether every stage has operators."""
     action_s = problem.numbers[0].action
     for i in range(len(home)):
@@ -142,7 +144,7 @@ def _add_edge(way: int, e: int, state: State) -> None:
 
 
 def join_stages(
-    home: NDArray[np.int32], problem: Problem, stages: Table[StageRecord], state: State
+    home: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord], state: State
 ) -> None:
     """Edges between stages and what flows along them."""
     state.num_edges[0] = 0
@@ -273,7 +275,7 @@ def message_bytes(edge: EdgeRecord, way: int, samples: int) -> float:
     return float(edge.per_sample[way] * samples + edge.fixed[way])
 
 
-def price_messages(problem: Problem, stages: Table[StageRecord], state: State) -> None:
+def price_messages(problem: PricedModel, stages: Table[StageRecord], state: State) -> None:
     """Seconds of the messages of each edge, and of the processors at both ends of it."""
     numbers = problem.numbers[0]
     for e in range(state.num_edges[0]):
@@ -346,7 +348,7 @@ def _route(edge: EdgeRecord, levels: Table[LevelRecord], state: State) -> None:
 def price_sums(
     home: NDArray[np.int32],
     sharded: bool,
-    problem: Problem,
+    problem: PricedModel,
     stages: Table[StageRecord],
     pieces: Sequence[Table[StagePiece]],
 ) -> None:

@@ -47,7 +47,7 @@ from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.messages import channels
 from anabranch.runtime.step_totals import StepTotals
-from anabranch.runtime.worker import Run
+from anabranch.runtime.worker import BatchRun
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy
 from anabranch.workload import Batch, Workload
@@ -277,7 +277,7 @@ class AsyncPipeline(BasePipeline):
         self._recent_s.append(time.perf_counter() - started)
         self._session.count()
 
-    def _note(self, run: Run) -> None:
+    def _note(self, run: BatchRun) -> None:
         """Note what came of a mini-batch that this rank has learned from."""
         self._outcomes.note(run.number, run.outcome)
         if self._recording is not None:
@@ -342,8 +342,8 @@ class AsyncPipeline(BasePipeline):
             return
         self._measured_at = self.step_number
         weights = self._stream.weights
-        mine = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
-        rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(mine))]
+        figures = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
+        rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(figures))]
         self.peak_versions = tuple(row[0] for row in rows)
         self.weight_bytes = tuple(row[1] for row in rows)
         self.version_difference = tuple(
