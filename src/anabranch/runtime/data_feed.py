@@ -222,14 +222,14 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
         return (
             f"{which} has the sizes of none of the workload's buckets: {'; '.join(differences)}. "
             "Pad it to the next of them (anabranch.pad_to_bucket), cut what is longer than all, "
-            "convert what is of another type, or give Workload a longer example and keep this one as a "
-            "bucket"
+            "convert what is of another type, or give Workload a longer example and keep this one "
+            "as a bucket"
         )
     return (
         f"{which} differs from the workload's example, for which the model was captured, in more "
         f"than the number of samples: {'; '.join(differences)}. Give Workload an example that the "
-        "loader has yielded, and let the loader yield all batches alike: pad what varies to one size, "
-        "or to one of some that Workload has as buckets; convert what is of another type"
+        "loader has yielded, and let the loader yield all batches alike: pad what varies to one "
+        "size, or to one of some that Workload has as buckets; convert what is of another type"
     )
 
 
