@@ -31,13 +31,11 @@ from anabranch.solve.phases import Phases, collect, to_its_end
 from anabranch.solve.planner_options import check_arguments, planner_with
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes
+from anabranch.solve.settings import SETTINGS
 from anabranch.solve.simulation import AUTO, checked_run, figures_of
 from anabranch.weights import OptimizerFacts
 
 BUDGET = SearchBudget()
-
-WORTH_SHARING = 0.001
-"""Share of the step that replicas which share the optimizer's state have to save."""
 
 
 def plan(
@@ -177,7 +175,7 @@ class _StepSearch:
         if may_share and phases.stop is None:
             shared = replace(cost, shard_optimizer=True)
             sharing = Judge(ShortestStep(shared, self.schedules))
-            sharing.best_s = limit = judge.best_s * (1 - WORTH_SHARING)
+            sharing.best_s = limit = judge.best_s * (1 - SETTINGS.worth_sharing)
             phases.run("simulate_s", lambda: _share(judge, sharing, improving, cost, shared))
             if sharing.best_s < limit:
                 judge, cost = sharing, shared

@@ -20,15 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anabranch.schedule.schedule import Action
+from anabranch.solve.settings import SETTINGS
 from anabranch.timeline import Span, Timeline
 
 DEVICE_TIMES, LINK_TIMES = 1.4, 3.0
 """Factors over the others from which a device, or a link, is called slow. Lower
 ones would find less and name whatever a busy machine does to one of its processes.
 """
-
-SHARE = 0.05
-"""Share of the step that a straggler costs at least."""
 
 
 _Seconds = dict[tuple[int, ...], list[float]]
@@ -78,7 +76,8 @@ def stragglers(
             for link, seconds in _awaited(timeline):
                 links[link].append(seconds)
         slow += _slow(links, _transfers(predicted), LINK_TIMES)
-    worst = (straggler for straggler in slow if straggler.seconds > SHARE * step_s)
+    least_s = SETTINGS.straggler_share * step_s
+    worst = (straggler for straggler in slow if straggler.seconds > least_s)
     return sorted(worst, key=lambda straggler: -straggler.seconds)
 
 

@@ -45,6 +45,7 @@ from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.messages import channels
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import BatchRun
@@ -220,7 +221,7 @@ class AsyncPipeline(BasePipeline):
         if self._session.transport is not None:
             self._session.transport.flush()
             # An error in the user's loop on one rank also ends here, and must not be held up.
-            patience_s = min(1.0 + 4 * max(self._recent_s, default=0.0), _PATIENCE_S)
+            patience_s = min(1.0 + 4 * max(self._recent_s, default=0.0), TIMEOUTS.loop_end_s)
             key = f"{self._number}/{self.step_number}/{next(self._parted)}"
             await_all(self._mesh, key, patience_s)
 
@@ -372,9 +373,6 @@ class AsyncPipeline(BasePipeline):
     def _take_over(self, saved: Checkpoint) -> None:
         self._stream.weights.load(saved)
 
-
-_PATIENCE_S = 10.0
-"""Seconds that a rank that leaves a loop waits for the others at most."""
 
 _NUMBERS = count()
 """Numbers of the pipelines of this process, which all ranks make in one order."""

@@ -10,7 +10,7 @@ holds up all others, which wait for it; that is a stall when nobody has gone on 
     rank 2   waiting for activations ...       13 s     a victim
 
 Ranks may take long without being held up: they compile in the first step, evaluate with other code,
-write large files. There the limit is ``PATIENCE_S`` at least.
+write large files. There the limit is ``TIMEOUTS.patience_s`` at least.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from anabranch.runtime.guards.position import (
     phase_of,
     waits,
 )
-from anabranch.runtime.guards.same_batch import RECENT_BATCHES, RECENT_INTS, BatchWatch
+from anabranch.runtime.guards.same_batch import DIGESTS, RECENT_BATCHES, BatchWatch
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 
-HEARTBEAT_INTS = POSITION_INTS + RECENT_INTS
+HEARTBEAT_INTS = POSITION_INTS + DIGESTS.recent_ints
 """Integers of one rank's heartbeat: first its position, then its last batches."""
 
 FLOOR_S, FACTOR = 60.0, 100.0
@@ -37,10 +38,6 @@ FLOOR_S, FACTOR = 60.0, 100.0
 that is more. Less would find hangs sooner and take slow data, or a busy machine, for one.
 """
 
-PATIENCE_S = 600.0
-"""Seconds that start-up, the first step, an evaluation, a save and a change to another plan may
-take at least.
-"""
 
 _UNHURRIED = (Phase.START_UP, Phase.EVALUATION, Phase.SAVE, Phase.MOVE)
 
@@ -123,13 +120,13 @@ class Watch:
             message += f"; {self._folded(others)}"
         return (
             f"{message}. A rank may be silent for {self._timeout_s:g} s (--timeout), in start-up, "
-            f"evaluation and while it saves for {max(self._timeout_s, PATIENCE_S):g} s"
+            f"evaluation and while it saves for {max(self._timeout_s, TIMEOUTS.patience_s):g} s"
         )
 
     def _limit_s(self, rank: int) -> float:
         position, _ = self._positions[rank]
         hurries = waits(position) or (is_settled(position) and phase_of(position) not in _UNHURRIED)
-        return self._timeout_s if hurries else max(self._timeout_s, PATIENCE_S)
+        return self._timeout_s if hurries else max(self._timeout_s, TIMEOUTS.patience_s)
 
     def _blame(self, rank: int) -> tuple[bool, float]:
         """Sort key: ranks that do not wait come first, then those that stopped first."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,11 +24,23 @@ from anabranch.runtime.data_parallel.gradients import clip, gradients_of
 from anabranch.runtime.numerics.nonfinite import bad_names
 from anabranch.workload import Workload
 
-_MOST_BYTES = 2**28
-"""Parameters that are updated for a measurement, at most; the largest ones stay out."""
 
-_CACHE_BYTES = 2**25
-"""More than the caches of a processor core hold."""
+@dataclass(frozen=True, slots=True)
+class UpdateSizes:
+    """Sizes of a measurement, in bytes.
+
+    Attributes:
+        parameters: parameters that are updated for a measurement, at most; the largest
+            ones stay out.
+        cache: more than the caches of a processor core hold.
+    """
+
+    parameters: int = 2**28
+    cache: int = 2**25
+
+
+_SIZES = UpdateSizes()
+
 
 _REPEATS, _BUDGET_S = 9, 2.0
 """Updates that are timed, and the seconds after which fewer are."""
@@ -53,7 +66,7 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
     named = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
     for name, parameter in sorted(named, key=lambda entry: entry[1].nbytes):
         total += parameter.nbytes
-        if chosen and total > _MOST_BYTES:
+        if chosen and total > _SIZES.parameters:
             break
         chosen.append((name, parameter))
     if not chosen:
@@ -76,7 +89,7 @@ def _seconds(
         values = torch.full_like(parameter, 1e-3, device=place, memory_format=torch.preserve_format)
         copies[name] = nn.Parameter(values)
     optimizer = workload.make_optimizer(list(copies.items()))
-    other = torch.zeros(_CACHE_BYTES // 4, device=place)
+    other = torch.zeros(_SIZES.cache // 4, device=place)
     taken: list[float] = []
     deadline = time.perf_counter() + _BUDGET_S
     for repeat in range(-2, _REPEATS):
