@@ -13,7 +13,7 @@ from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
-from anabranch import forked
+from anabranch.compiled import forked
 from anabranch.planner.auto.draft import Draft, both
 from anabranch.planner.auto.moves import MOVES, draw
 from anabranch.planner.auto.settings import SETTINGS, Settings
