@@ -109,7 +109,7 @@ class Judge:
         """Seconds of the proposals that fit: as simulated, or a lower bound."""
         return self._least_s | self._seconds
 
-    def ranked(self, factor: float) -> list[StageGraph]:
+    def ranked(self, factor: float = 2.0) -> list[StageGraph]:
         """Proposals whose seconds may be within a factor of the best, the shortest first, those
         that were simulated before the others.
         """

@@ -22,7 +22,6 @@ from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
 from anabranch.solve.phases import Phases, to_its_end
 from anabranch.solve.policy_choice import recommended
-from anabranch.solve.settings import SETTINGS
 from anabranch.solve.simulation import prediction
 from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
 from anabranch.weights import (
@@ -212,9 +211,7 @@ class AsynchronousSearch:
         planner = self._proposals.planner
         if not isinstance(planner, AsynchronousPlanner):
             return
-        starts = [
-            replace(graph, batch_size=self._batch_size) for graph in judge.ranked(SETTINGS.longer)
-        ]
+        starts = [replace(graph, batch_size=self._batch_size) for graph in judge.ranked()]
         held = versions_of_flight(policy, last_update=self._last_update)
         search = planner.without_flush(self._cost, self._sizes(policy), starts, held)
         allowed = judge.simulated + BUDGET.simulation

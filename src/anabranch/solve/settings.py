@@ -12,8 +12,6 @@ class Settings:
     Attributes:
         worth_sharing: share of the step that replicas which share the optimizer's state
             have to save.
-        longer: multiple of the best period up to which a proposal is a start of the
-            search.
         most_tried: pairs of a partition and a micro-batch size that are looked at; some
             twenty seconds.
         most_proposed: stage graphs that are proposed.
@@ -37,7 +35,6 @@ class Settings:
     """
 
     worth_sharing: float = 0.001
-    longer: float = 2.0
     most_tried: int = 150_000
     most_proposed: int = 24
     worth: float = 0.05

@@ -80,3 +80,17 @@ def with_sizes(captured: Captured, plan: Plan, sizes: Mapping[int, int]) -> Plan
     sized = rule_named(plan.schedule).warm_up(sized)
     prepare(captured, sized)
     return replace(plan, stage_graph=sized)
+
+
+def one_after_the_other(plan: Plan) -> Plan:
+    """The same stages on one device, without replicas."""
+    graph = plan.stage_graph
+    stages = tuple(replace(stage, devices=graph.devices[:1]) for stage in graph.stages)
+    return replace(plan, stage_graph=replace(graph, stages=stages))
+
+
+def on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
+    """The same batch through one stage of all operators, in micro-batches of a size."""
+    names = tuple(op.name for op in captured.graph.ops)
+    graph = StageGraph((Stage(names, (0,), size),), (), plan.stage_graph.batch_size)
+    return replace(plan, stage_graph=rule_named("1f1b").warm_up(graph), schedule="1f1b")

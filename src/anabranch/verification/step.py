@@ -28,7 +28,7 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.graph.loss_kinds import told_normalised
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.plan import Plan
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
@@ -45,8 +45,13 @@ from anabranch.runtime.reference import (
     reference,
     require_repeatable,
 )
-from anabranch.schedule import rule_named
-from anabranch.verification.even import even_plan, in_several, workable
+from anabranch.verification.even import (
+    even_plan,
+    in_several,
+    on_one_device,
+    one_after_the_other,
+    workable,
+)
 from anabranch.verification.result import CAPTURED, SAME_STAGES, SLICES, WHOLE, VerifyResult
 from anabranch.workload import Batch, Workload
 
@@ -132,9 +137,9 @@ def verify(
     seed = torch.initial_seed()
     against = _against(captured, batch, slices, by_sample=by_sample)
     has_whole = not (is_random or captured.graph.normalised)
-    alone = _one_after_the_other(plan)
+    alone = one_after_the_other(plan)
     if against == CAPTURED:
-        alone = _on_one_device(captured, plan, slices[0][1])
+        alone = on_one_device(captured, plan, slices[0][1])
 
     def one_rank(plan: Plan, *, check_memory: bool = True) -> tuple[float, dict[str, Tensor]]:
         """Loss, and the gradients of the parameters that this rank holds."""
@@ -229,20 +234,6 @@ def _require_signal(expected: Reference) -> None:
             "any pipeline would have; give a batch that the model has something to learn from "
             "(a contrastive loss needs two samples, a masked one a sample with a label)"
         )
-
-
-def _one_after_the_other(plan: Plan) -> Plan:
-    """The same stages on one device, without replicas."""
-    graph = plan.stage_graph
-    stages = tuple(replace(stage, devices=graph.devices[:1]) for stage in graph.stages)
-    return replace(plan, stage_graph=replace(graph, stages=stages))
-
-
-def _on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
-    """The same batch through one stage of all operators, in micro-batches of a size."""
-    names = tuple(op.name for op in captured.graph.ops)
-    graph = StageGraph((Stage(names, (0,), size),), (), plan.stage_graph.batch_size)
-    return replace(plan, stage_graph=rule_named("1f1b").warm_up(graph), schedule="1f1b")
 
 
 def _fetched(result: Reference) -> Reference:
