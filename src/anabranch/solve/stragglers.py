@@ -24,10 +24,8 @@ from anabranch.solve.settings import SETTINGS
 from anabranch.timeline import Span, Timeline
 
 DEVICE_TIMES, LINK_TIMES = 1.4, 3.0
-"""Factors over the others from which a device, or a link, is called slow. Lower
-ones would find less and name whatever a busy machine does to one of its processes.
-"""
-
+"""Factors over the others from which a device, or a link, is called slow. Lower ones would name
+whatever a busy machine does to one of its processes."""
 
 _Seconds = dict[tuple[int, ...], list[float]]
 """Device, or both ends of a link -> its times."""
