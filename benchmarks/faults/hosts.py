@@ -126,6 +126,8 @@ def cut(count: int) -> dict[str, Any]:
                 for run in runs:
                     run.kill()
                     run.wait()
+                    assert run.stderr is not None
+                    run.stderr.close()
     for number in (0, 1):
         found[f"host {number}, after the timeout, most s"] = round(max(late[number]), 1)
         found[f"host {number} says"] = said[number]
@@ -147,19 +149,20 @@ def _first_words(runs: list[subprocess.Popen[str]], began: float) -> Iterator[tu
     """When each host's rank first says why it ends, and the line."""
     import selectors
 
-    chosen = selectors.DefaultSelector()
-    for number, run in enumerate(runs):
-        assert run.stderr is not None
-        os.set_blocking(run.stderr.fileno(), False)
-        chosen.register(run.stderr, selectors.EVENT_READ, number)
     text: dict[int, str] = {0: "", 1: ""}
     when: dict[int, tuple[float, str]] = {}
-    while len(when) < 2 and time.monotonic() - began < 120.0:
-        for key, _ in chosen.select(0.2):
-            text[key.data] += os.read(key.fd, 65536).decode()
-        for number in text:
-            line = re.search(r"^(StageFailedError: .*|.*PeerLost.*)$", text[number], re.MULTILINE)
-            if line and number not in when:
-                when[number] = time.monotonic() - began, line[1]
+    with selectors.DefaultSelector() as chosen:
+        for number, run in enumerate(runs):
+            assert run.stderr is not None
+            os.set_blocking(run.stderr.fileno(), False)
+            chosen.register(run.stderr, selectors.EVENT_READ, number)
+        while len(when) < 2 and time.monotonic() - began < 120.0:
+            for key, _ in chosen.select(0.2):
+                text[key.data] += os.read(key.fd, 65536).decode()
+            for number in text:
+                words = r"^(StageFailedError: .*|.*PeerLost.*)$"
+                line = re.search(words, text[number], re.MULTILINE)
+                if line and number not in when:
+                    when[number] = time.monotonic() - began, line[1]
     for number in range(2):
         yield when.get(number, (float("inf"), f"nothing: {text[number][-500:]}"))

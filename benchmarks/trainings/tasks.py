@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.data.glyphs import SIDE, WORDS, load_glyphs
+from anabranch.data.glyphs import SIZES, load_glyphs
 from anabranch.models import build
 from anabranch.models.glyphs import PRESETS, GlyphSizes, Patches, Tower, Words
 from anabranch.models.workload_builders import dataset_workload, shuffled
@@ -136,9 +136,9 @@ class Retrieval(nn.Module):
 
     def __init__(self, sizes: GlyphSizes) -> None:
         super().__init__()
-        patches = (SIDE // sizes.patch) ** 2
+        patches = (SIZES.side // sizes.patch) ** 2
         self.image = Tower(Patches(sizes.patch, sizes.hidden), patches, sizes)
-        self.text = Tower(Words(sizes.buckets, sizes.hidden), WORDS, sizes)
+        self.text = Tower(Words(sizes.buckets, sizes.hidden), SIZES.words, sizes)
         self.log_scale = nn.Parameter(torch.tensor(1 / 0.07).log())
 
     def forward(self, image: Tensor, name: Tensor) -> dict[str, Tensor]:

@@ -46,6 +46,7 @@ from anabranch.runtime.guards.failure import Failure
 from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch, place_text, share
 from anabranch.runtime.guards.interrupt import INTERRUPT, handling
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.process_groups import LOOPBACK
 from anabranch.runtime.transport import guarded
 
@@ -53,15 +54,6 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
 Result = TypeVar("Result")
-
-_GRACE_S = 3.0
-"""How long a failure that is only a consequence waits for its cause to arrive."""
-
-_LOOK_S = 0.5
-"""Seconds between two looks at the ranks: whether they go on, and with the same batches."""
-
-_PR_SET_PDEATHSIG = 1
-"""Number of the request to ``prctl``, in Linux's header of that name."""
 
 
 def run(
@@ -189,7 +181,7 @@ class _Ranks:
         pending = set(range(len(self._processes)))
         watch = Watch(len(pending), stall_timeout, patience)
         while pending:
-            limit = min(_LOOK_S, stall_timeout / 4) if stall_timeout else _LOOK_S
+            limit = min(TIMEOUTS.look_s, stall_timeout / 4) if stall_timeout else TIMEOUTS.look_s
             if deadline is not None:
                 limit = min(limit, max(deadline - time.monotonic(), 0.0))
             pending -= self._hear(pending, limit)
@@ -237,7 +229,7 @@ class _Ranks:
 
     def _death(self, rank: int) -> Failure:
         process = self._processes[rank]
-        process.join(_GRACE_S)
+        process.join(TIMEOUTS.cause_s)
         code = process.exitcode
         how = (
             f"was killed by signal {-code} ({signal.Signals(-code).name})"
@@ -252,7 +244,7 @@ class _Ranks:
 
     def _cause(self, pending: set[int]) -> AnabranchError:
         """The failure to raise, once it is certain that no better one is on its way."""
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + TIMEOUTS.cause_s
         while pending and all(failure.is_consequence for failure in self._failures.values()):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -357,6 +349,7 @@ def _say(pipe: Connection, reply: bytes) -> None:
 def _die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies, however that happens."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        pr_set_pdeathsig = 1  # in Linux's header prctl.h
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)

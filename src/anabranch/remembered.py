@@ -27,7 +27,7 @@ def remembered(
         key = (args, *kwargs.items()) if kwargs else args
         if key not in known:
             known[key] = method(self, *args, **kwargs)
-        found: _Result = known[key]
-        return found
+        result: _Result = known[key]
+        return result
 
     return ask

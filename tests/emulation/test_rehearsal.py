@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.cost import CostModel
-from anabranch.emulation.rehearsal import LATE, MOST_TIME_SCALE, Rehearsal, _WithRuntime, rehearse
+from anabranch.emulation.rehearsal import REHEARSING, Rehearsal, _WithRuntime, rehearse
 from anabranch.errors import InvalidPlanError
 from anabranch.solve import simulate
 from tests.emulation.models import chain, job, machines
@@ -34,8 +34,8 @@ def test_a_rehearsal_has_prediction_and_emulation_side_by_side() -> None:
     assert min(found.run.step_s) >= found.run.ideal_step_s
     assert found.num_messages == 8
     assert found.message_bytes == 2 * 8 * 1000
-    assert found.keeps_up == (found.late <= LATE)
-    assert 1 <= found.time_scale <= MOST_TIME_SCALE
+    assert found.keeps_up == (found.late <= REHEARSING.late)
+    assert 1 <= found.time_scale <= REHEARSING.most_time_scale
     assert found.figures()["losses"] == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
@@ -16,52 +16,69 @@ from tests.graph.nets import one_stage
 Metric = Callable[[Tensor, Tensor, Tensor], float | Tensor]
 
 
-class Classifies(nn.Module):
-    """A loss, and a metric of what was guessed, the labels and the loss."""
+METRICS: list[Metric] = [
+    lambda found, y, loss: (found == y).float().mean().item(),
+    lambda found, y, loss: 100 * (found == y).float().mean().item(),
+    lambda found, y, loss: 1 + (found == y).sum().item() / len(y) - 0.5,
+    lambda found, y, loss: 1 - (found == y).sum().item() / len(y),
+    lambda found, y, loss: -loss.item(),
+    lambda found, y, loss: (found == y).sum().half().item() * 100_000,
+    lambda found, y, loss: (y - y).to(torch.uint8).sum(dtype=torch.uint8).item() - 5,
+    lambda found, y, loss: (found == y).sum().item(),
+    lambda found, y, loss: (found == y).sum(),
+    lambda found, y, loss: loss.tolist(),
+    lambda found, y, loss: float(loss),
+    lambda found, y, loss: int((found == y).sum()),
+    lambda found, y, loss: 0.07,
+    lambda found, y, loss: len(y),
+    lambda found, y, loss: (y > 0).sum(),
+    lambda found, y, loss: 2 * (y > 0).sum() - (y > 1).sum(),
+    lambda found, y, loss: (y > 0).float().mean(),
+    lambda found, y, loss: 1 - (y > 0).float().mean() / 2,
+]
+"""Of what was guessed, the labels and the loss."""
 
-    def __init__(self, metric: Metric) -> None:
+
+class Classifies(nn.Module):
+    """A loss, and some of the metrics, by their places."""
+
+    def __init__(self, places: Iterable[int]) -> None:
         super().__init__()
-        self.layer, self.metric = nn.Linear(4, 3), metric
+        self.layer, self.places = nn.Linear(4, 3), [*places]
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, float | Tensor]:
         scores = self.layer(x)
         loss = nn.functional.cross_entropy(scores, y)
-        return {"loss": loss, "metric": self.metric(scores.argmax(-1), y, loss)}
+        guessed = scores.argmax(-1)
+        return {"loss": loss} | {f"{i}": METRICS[i](guessed, y, loss) for i in self.places}
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        lambda found, y, loss: (found == y).float().mean().item(),
-        lambda found, y, loss: 100 * (found == y).float().mean().item(),
-        lambda found, y, loss: 1 + (found == y).sum().item() / len(y) - 0.5,
-        lambda found, y, loss: 1 - (found == y).sum().item() / len(y),
-        lambda found, y, loss: -loss.item(),
-        lambda found, y, loss: (found == y).sum().half().item() * 100_000,
-        lambda found, y, loss: (y - y).to(torch.uint8).sum(dtype=torch.uint8).item() - 5,
-        lambda found, y, loss: (found == y).sum().item(),
-        lambda found, y, loss: (found == y).sum(),
-        lambda found, y, loss: loss.tolist(),
-        lambda found, y, loss: float(loss),
-        lambda found, y, loss: int((found == y).sum()),
-        lambda found, y, loss: 0.07,
-        lambda found, y, loss: len(y),
-        lambda found, y, loss: (y > 0).sum(),
-        lambda found, y, loss: 2 * (y > 0).sum() - (y > 1).sum(),
-        lambda found, y, loss: (y > 0).float().mean(),
-        lambda found, y, loss: 1 - (y > 0).float().mean() / 2,
-    ],
-)
-def test_slices_have_the_number_of_the_batch(metric: Metric) -> None:
+@pytest.fixture(scope="module")
+def compared() -> Mapping[str, tuple[float, float]]:
+    """Every metric of the batch: from its slices by the weights of the capture, and as it is.
+
+    A few captures have all of them; each reads the number of the loss once, as torch wants it.
+    """
+    numbers: dict[str, tuple[float, float]] = {}
+    for first in range(4):
+        torch.manual_seed(0)
+        module = Classifies(range(first, len(METRICS), 4))
+        x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, 0, 0, 1, 2, 2])
+        captured = capture(module, (x, y))
+        stages = split(captured, one_stage(captured))
+        weights = captured.weights(4, 8)
+        parts = [run_stages(stages, (x[at : at + 4], y[at : at + 4]))[1] for at in (0, 4)]
+        whole = module(x, y)
+        for name in map(str, module.places):
+            found = sum(weights[name] * float(part[name]) for part in parts)
+            numbers[name] = found, float(whole[name])
+    return numbers
+
+
+@pytest.mark.parametrize("place", range(len(METRICS)))
+def test_slices_have_the_number_of_the_batch(
+    place: int, compared: Mapping[str, tuple[float, float]]
+) -> None:
     """By the weights of the capture, whether it is a mean, a sum, a count of labels or constant."""
-    torch.manual_seed(0)
-    module = Classifies(metric)
-    x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, 0, 0, 1, 2, 2])
-    captured = capture(module, (x, y))
-    stages = split(captured, one_stage(captured))
-    weight = captured.weights(4, 8)["metric"]
-    found = 0.0
-    for part in (slice(0, 4), slice(4, 8)):
-        _, metrics = run_stages(stages, (x[part], y[part]))
-        found += weight * float(metrics["metric"])
-    assert found == pytest.approx(float(module(x, y)["metric"]))
+    found, expected = compared[f"{place}"]
+    assert found == pytest.approx(expected)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch.profile.operator_bytes import OperatorBytes
-from anabranch.profile.storages import Watch
+from anabranch.profile.operator_bytes import BytesObserver
+from anabranch.profile.storages import TensorWatch
 
 
 def kept(at_hand: list[Tensor], *ops: Callable[[Tensor], Tensor], start: Tensor) -> list[int]:
     """Bytes that a chain of operators keeps, each cut from the one before as in a walk."""
-    result = OperatorBytes(len(ops), at_hand)
+    result = BytesObserver(len(ops), at_hand)
     x = start
     for i, op in enumerate(ops):
         with result.forward(i):
@@ -74,8 +74,8 @@ def test_a_forward_has_results_that_nobody_keeps() -> None:
     kept in the end is no work.
     """
     x = torch.ones(4, 10)
-    work = OperatorBytes(1, [x])
-    with Watch(work.see), work.forward(0):
+    work = BytesObserver(1, [x])
+    with TensorWatch(work.see), work.forward(0):
         y = x * 2 + 1
         y = y * 3
     assert work.working == [320]
@@ -88,10 +88,10 @@ def test_a_backward_has_gradients_of_activations() -> None:
     what is given back meanwhile makes room for the last.
     """
     x, gradient = torch.ones(4, 10, requires_grad=True), torch.ones(4, 10)
-    work = OperatorBytes(1, [x, gradient])
-    with Watch(work.see), work.forward(0):
+    work = BytesObserver(1, [x, gradient])
+    with TensorWatch(work.see), work.forward(0):
         y = x.tanh().tanh().tanh()
-    with Watch(work.see), work.backward(0, [gradient]):
+    with TensorWatch(work.see), work.backward(0, [gradient]):
         y.backward(gradient)
     assert work.kept == [480]
     assert work.working == [480]

@@ -4,15 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.report.lanes import (
-    MERGED_PIXELS,
-    medians,
-    messages,
-    rows,
-    runs,
-    shares,
-    typical,
-)
+from anabranch.report.lanes import medians, messages, rows, runs, shares, typical
+from anabranch.report.theme import PIXELS
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Timeline
 from tests.report.examples import STEP, TWO_TOWERS, timeline
@@ -82,7 +75,7 @@ def test_every_action_is_in_exactly_one_box(data, graph):
         found = list(runs(row.computes, pixel))
         assert [span for run in found for span in run] == row.computes
         widths = [max(span.end for span in run) - run[0].start for run in found if len(run) > 1]
-        assert all(width < MERGED_PIXELS * pixel for width in widths)
+        assert all(width < PIXELS.merged * pixel for width in widths)
         assert all(sum(shares(run).values()) == pytest.approx(1) for run in found)
 
 

@@ -33,12 +33,14 @@ def seconds(*arguments) -> float:
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_equal_chains_have_a_closed_form(schedule):
     """M(F + B) + (S - 1)(F + B), also for more micro-batches than anybody would simulate. The way
-    back takes half of B with split backwards, and nothing where weights wait for the gaps.
+    back takes half of B with split backwards, and nothing where weights wait for the gaps. These
+    have fewer, as their counts in flight come from a list of all passes.
     """
-    graph, times = free_chain(10**5, schedule)
+    microbatches = 10**3 if schedule.startswith("zb") else 10**5
+    graph, times = free_chain(microbatches, schedule)
     order = SCHEDULES[schedule]().order
     hop = 1 if schedule.startswith("zb") else 2 if schedule.endswith("split") else 3
-    assert seconds(graph, order, times) == pytest.approx(10**5 * 3 + 3 * hop, rel=1e-12)
+    assert seconds(graph, order, times) == pytest.approx(microbatches * 3 + 3 * hop, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))

@@ -11,6 +11,7 @@ from anabranch.profile.profile import OpCost, UpdateCost
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
+from anabranch.solve.settings import SETTINGS
 from anabranch.solve.what_ifs import what_ifs
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
@@ -106,7 +107,8 @@ def test_a_step_that_takes_long_to_simulate_is_not_changed_often(monkeypatch):
     everything, _ = relaxed(graph, cost)
     assert len(everything) == 3
     for most, count in ((7, 0), (15, 1), (16, 2), (100_000, len(everything))):
-        monkeypatch.setattr("anabranch.solve.what_ifs.MOST_COMPUTES", most)
+        settings = replace(SETTINGS, most_computes=most)
+        monkeypatch.setattr("anabranch.solve.what_ifs.SETTINGS", settings)
         assert len(relaxed(graph, cost)[0]) == count
 
 

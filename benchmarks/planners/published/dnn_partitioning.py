@@ -35,7 +35,6 @@ from pydantic import Field
 
 from anabranch.errors import FileFormatError
 from anabranch.files.imported_graph import (
-    LONGEST_S,
     Edge,
     ImportedGraph,
     ImportedNode,
@@ -45,12 +44,13 @@ from anabranch.files.imported_graph import (
     unique_names,
 )
 from anabranch.files.jsonfile import Strict, validate
+from anabranch.files.limits import LIMITS
 from anabranch.files.pipedream import images
 from anabranch.profile.profile import Profile
 from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has
 from benchmarks.planners.published.training_graph import TrainingNode, group
 
-_Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_S * 1000)]
+_Milliseconds = Annotated[float, Field(ge=0, le=LIMITS.seconds * 1000)]
 _Flag = bool | Annotated[int, Field(ge=0, le=1)]
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from anabranch.files.jsonfile import LARGEST_SIZE
+from anabranch.files.limits import LIMITS
 
-Bytes = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
+Bytes = Annotated[float, Field(ge=0, le=LIMITS.size)]
 Id = Annotated[int, Field(ge=0, le=2**53)]
 NodeName = Annotated[str, Field(max_length=1000)]
 

@@ -32,14 +32,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from anabranch.errors import FileFormatError
-from anabranch.files.imported_graph import (
-    LONGEST_S,
-    Edge,
-    ImportedGraph,
-    ImportedNode,
-    sources,
-)
+from anabranch.files.imported_graph import Edge, ImportedGraph, ImportedNode, sources
 from anabranch.files.jsonfile import Strict, validate
+from anabranch.files.limits import LIMITS
 from anabranch.profile.profile import Profile
 from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has
 
@@ -54,7 +49,7 @@ _Degree = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}$")]
 
 class _Variant(Strict):
     id: Literal["vanilla", "activation recomp"]
-    time: Annotated[float, Field(ge=0, le=LONGEST_S, alias="timePerSample")]
+    time: Annotated[float, Field(ge=0, le=LIMITS.seconds, alias="timePerSample")]
     parameter_bytes: Bytes = Field(alias="parameterSize")
     held_bytes: Bytes = Field(alias="memoryUsageA")
     fixed_bytes: Bytes = Field(alias="memoryUsageB")

@@ -104,11 +104,11 @@ def export(
 
 def _exported_names(names: Mapping[str, Sequence[str]], prefix: str) -> dict[str, str]:
     """First name -> name in the file, of the tensors that have one with the prefix."""
-    found = {
+    first_names = {
         first: next((name for name in several if name.startswith(prefix)), None)
         for first, several in names.items()
     }
-    return {first: n.removeprefix(prefix) for first, n in found.items() if n is not None}
+    return {first: n.removeprefix(prefix) for first, n in first_names.items() if n is not None}
 
 
 def _only_prefix(parts: Mapping[str, Pretrained], names: Mapping[str, Sequence[str]]) -> str:

@@ -30,11 +30,11 @@ def optimizer_part(
     scalars: dict[str, dict[str, Scalar]] = {}
     groups = []
     for group in optimizer.param_groups:
-        mine = {names[id(p)]: p for p in group["params"] if names[id(p)] in owned}
+        owned_here = {names[id(p)]: p for p in group["params"] if names[id(p)] in owned}
         options = {k: _option(k, v) for k, v in group.items() if k not in _NO_OPTIONS}
-        parameters = list(dict.fromkeys(map(whole_name, mine)))
+        parameters = list(dict.fromkeys(map(whole_name, owned_here)))
         groups.append({"options": options, "parameters": parameters})
-        for name, parameter in mine.items():
+        for name, parameter in owned_here.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{key}/{name}"] = value
@@ -56,15 +56,15 @@ _NO_OPTIONS = ("params", "param_names")
 
 
 def _option(key: str, value: Any) -> Option:
-    found = value.tolist() if isinstance(value, Tensor) else value
-    found = list(found) if isinstance(found, tuple) else found
-    numbers = found if isinstance(found, list) else [found]
+    plain = value.tolist() if isinstance(value, Tensor) else value
+    plain = list(plain) if isinstance(plain, tuple) else plain
+    numbers = plain if isinstance(plain, list) else [plain]
     if not all(isinstance(number, bool | int | float | str | None) for number in numbers):
         raise TrainingError(
             f"the optimizer has a {type(value).__name__} as option {key!r}; a checkpoint takes "
             "numbers, texts, and tuples of numbers"
         )
-    return cast(Option, found)
+    return cast(Option, plain)
 
 
 def restore_optimizer(
@@ -79,9 +79,9 @@ def restore_optimizer(
     where = checkpoint.where
     kind = type(optimizer).__name__
     if saved is None or saved.kind != kind:
-        found = "none" if saved is None else f"that of {saved.kind}"
+        saved_kind = "none" if saved is None else f"that of {saved.kind}"
         raise FileFormatError(
-            f"{where}: the training resumes with {kind}, but the optimizer state is {found}; "
+            f"{where}: the training resumes with {kind}, but the optimizer state is {saved_kind}; "
             "resume with the optimizer that wrote it"
         )
     options = {name: group.options for group in saved.groups for name in group.parameters}
@@ -104,8 +104,8 @@ def restore_optimizer(
             if entries := {**saved.scalars.get(whole, {}), **tensors}:
                 state[index] = entries
         if group["params"]:
-            mine = options[whole_name(names[id(group["params"][0])])]
-            described.update(_options(optimizer, group, mine, where))
+            saved_options = options[whole_name(names[id(group["params"][0])])]
+            described.update(_options(optimizer, group, saved_options, str(where)))
     optimizer.load_state_dict({"state": state, "param_groups": document["param_groups"]})
 
 
@@ -190,9 +190,9 @@ def restore_scheduler(
         "base_lrs": [g.get("initial_lr", g["lr"]) for g in optimizer.param_groups],
         "_last_lr": [g["lr"] for g in optimizer.param_groups],
     }
-    mine = _with_own_groups(saved, per_group)
+    state = _with_own_groups(saved, per_group)
     where = f"{checkpoint.where}: scheduler"
-    scheduler.load_state_dict(_in_type(mine, scheduler.state_dict(), where))
+    scheduler.load_state_dict(_in_type(state, scheduler.state_dict(), where))
 
 
 def _with_own_groups(

@@ -81,23 +81,24 @@ class PlainWeights:
         every = {name for several in names.values() for name in several}
         prefix = self._prefix(every)
         keys = {prefix + key: key for key in self._files}
-        found = {
+        key_of = {
             first: next((keys[name] for name in several if name in keys), None)
             for first, several in names.items()
         }
-        missing = [name for name, key in found.items() if key is None and name not in transient]
+        missing = [name for name, key in key_of.items() if key is None and name not in transient]
         unknown = sorted(keys[name] for name in keys.keys() - every)
         if missing or unknown:
-            told = [
+            differences = [
                 f"{what} {len(some)}, such as {some[0]}"
                 for what, some in (("lacks", missing), ("has in addition", unknown))
                 if some
             ]
             raise FileFormatError(
-                f"{self.path} and the model do not have the same tensors: it {' and '.join(told)}; "
-                "weights to start from are those of the whole model, by the names of its state_dict"
+                f"{self.path} and the model do not have the same tensors: it "
+                f"{' and '.join(differences)}; weights to start from are those of the whole model, "
+                "by the names of its state_dict"
             )
-        return {name: key for name, key in found.items() if key is not None}
+        return {name: key for name, key in key_of.items() if key is not None}
 
     def _prefix(self, names: Set[str]) -> str:
         """Return the prefix of the file's names in a model that holds its model as a part."""

@@ -39,9 +39,9 @@ def pretrained_in(module: nn.Module) -> list[Pretrained]:
     if isinstance(module, package.PreTrainedModel):
         return [_described(module)]
     return [
-        found.model_copy(update={"prefix": f"{name}.{found.prefix}"})
+        inner.model_copy(update={"prefix": f"{name}.{inner.prefix}"})
         for name, child in module.named_children()
-        for found in pretrained_in(child)
+        for inner in pretrained_in(child)
     ]
 
 

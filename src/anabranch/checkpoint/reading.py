@@ -97,14 +97,14 @@ class Checkpoint(SavedState):
             )
         try:
             with safe_open(path, framework="pt") as file:
-                told, keys = file.metadata() or {}, set(file.keys())
+                metadata, keys = file.metadata() or {}, set(file.keys())
         except (SafetensorError, OSError) as error:
             raise FileFormatError(f"{path} is damaged: {error}; take an earlier one") from error
-        if told.get("checkpoint") != self.manifest.id:
+        if metadata.get("checkpoint") != self.manifest.id:
             raise FileFormatError(
                 f"{path} is of another checkpoint than {self.where}: of step "
-                f"{told.get('step', '?')}, not {self.manifest.step}, or of another run; copy whole "
-                "folders, or take another checkpoint"
+                f"{metadata.get('step', '?')}, not {self.manifest.step}, or of another run; copy "
+                "whole folders, or take another checkpoint"
             )
         listed = {key for key, entry in self.manifest.tensors.items() if entry.file == name}
         if keys != listed:

@@ -24,7 +24,7 @@ BEST = "best"
 _EVALUATION, _SCHEMA = "evaluation.json", "anabranch.evaluation/1"
 
 
-class _Evaluation(Strict):
+class _EvaluationFile(Strict):
     schema_: Literal["anabranch.evaluation/1"] = Field(alias="schema")
     metrics: dict[str, float]
 
@@ -55,8 +55,8 @@ def checkpoints(series: Path) -> list[tuple[int, Path]]:
 
 def newest(series: Path) -> Path | None:
     """The checkpoint with the most steps; None if there is none yet."""
-    found = checkpoints(series)
-    return found[-1][1] if found else None
+    saved = checkpoints(series)
+    return saved[-1][1] if saved else None
 
 
 def keep_newest(series: Path, count: int) -> None:
@@ -90,7 +90,7 @@ def mark_best(folder: Path, metrics: Mapping[str, float]) -> None:
 def best_evaluation(series: Path) -> dict[str, float]:
     """Held-out means of the best checkpoint; empty if there is none, or they were lost."""
     with suppress(FileFormatError):
-        return read_document(series / BEST / _EVALUATION, _SCHEMA, _Evaluation).metrics
+        return read_document(series / BEST / _EVALUATION, _SCHEMA, _EvaluationFile).metrics
     return {}
 
 

@@ -73,7 +73,7 @@ class RankPart:
             "scheduler": self.scheduler,
             "aliases": dict(self.aliases),
             "transient": list(self.transient),
-            "pretrained": [found.model_dump() for found in self.pretrained],
+            "pretrained": [entry.model_dump() for entry in self.pretrained],
         }
         try:
             copied: dict[str, Any] = json.loads(json.dumps(description, allow_nan=False))
@@ -202,7 +202,7 @@ def write_part(target: Target, rank: int, part: RankPart, description: Mapping[s
     try:
         save_file(tensors, file, {"checkpoint": target.id, "step": str(target.progress.step)})
         sync(file)
-        told = {
+        written = {
             **description,
             "tensors": where,
             "bytes": file.stat().st_size,
@@ -210,7 +210,7 @@ def write_part(target: Target, rank: int, part: RankPart, description: Mapping[s
         }
         final = target.description(rank)
         incomplete = final.with_suffix(".tmp")
-        incomplete.write_text(json.dumps(told))
+        incomplete.write_text(json.dumps(written))
         incomplete.rename(final)
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"{file} cannot be written: {error}") from error
@@ -249,35 +249,35 @@ def abandon(target: Target, lock: int) -> None:
     _unlock(lock)
 
 
-def joined(told: Collection[Mapping[str, Any]]) -> dict[str, Any]:
+def joined(parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the parts of all ranks, as ``RankPart.described`` returns them."""
-    states = [part["optimizer"] for part in told if part["optimizer"] is not None]
+    states = [part["optimizer"] for part in parts if part["optimizer"] is not None]
     optimizer = None
     if states:
         optimizer = {
             "kind": states[0]["kind"],
             "groups": _merged([group for state in states for group in state["groups"]]),
-            "scalars": {name: told for s in states for name, told in s["scalars"].items()},
+            "scalars": {name: values for s in states for name, values in s["scalars"].items()},
         }
     return {
-        "aliases": {alias: name for part in told for alias, name in part["aliases"].items()},
-        "transient": [name for part in told for name in part["transient"]],
-        "pretrained": [found for part in told for found in part["pretrained"]],
+        "aliases": {alias: name for part in parts for alias, name in part["aliases"].items()},
+        "transient": [name for part in parts for name in part["transient"]],
+        "pretrained": [entry for part in parts for entry in part["pretrained"]],
         "optimizer": optimizer,
-        "scheduler": next((part["scheduler"] for part in told if part["scheduler"]), None),
+        "scheduler": next((part["scheduler"] for part in parts if part["scheduler"]), None),
     }
 
 
 def _manifest(target: Target, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    told = parts.values()
+    descriptions = parts.values()
     document = {
         "schema": SCHEMA,
         "id": target.id,
         **asdict(target.progress),
         "files": {name: part["bytes"] for name, part in parts.items()},
         "checksums": {name: part["checksum"] for name, part in parts.items()},
-        "tensors": {key: entry for part in told for key, entry in part["tensors"].items()},
-        **joined(told),
+        "tensors": {key: entry for part in descriptions for key, entry in part["tensors"].items()},
+        **joined(descriptions),
     }
     try:
         checked = Manifest.model_validate({**document, "checksum": "0" * 64})

@@ -42,8 +42,9 @@ def train_job(
     from anabranch.calibration.machine import OtherLoad
     from anabranch.runtime.asynchronous.requirements import round_robin_of
     from anabranch.runtime.compute.options import PLAIN
-    from anabranch.runtime.guards.heartbeat import PATIENCE_S, default_timeout_s
+    from anabranch.runtime.guards.heartbeat import default_timeout_s
     from anabranch.runtime.guards.interrupt import listening
+    from anabranch.runtime.guards.timeouts import TIMEOUTS
     from anabranch.runtime.plan_parts import prepare
     from anabranch.training import train, train_async
 
@@ -76,7 +77,8 @@ def train_job(
             evaluate_every=training.evaluate_every,
             callbacks=(TrainingProgress(predicted_s, is_async=is_async), *logs),
             device=job.device,
-            timeout=max(timeout_s, PATIENCE_S) + PATIENCE_S,  # who watches is sooner
+            # Who watches is sooner.
+            timeout=max(timeout_s, TIMEOUTS.patience_s) + TIMEOUTS.patience_s,
             stall_timeout=timeout_s,
             patience=patience_s,
             **options,

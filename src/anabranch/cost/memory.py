@@ -145,14 +145,14 @@ def deal(nbytes: Sequence[int], replicas: int, *, cut: bool = True) -> list[list
     """
     held, left = np.zeros((2, replicas)), sum(nbytes)
     dealt: list[list[tuple[int, int]]] = [[] for _ in nbytes]
-    part, small = -(-left // replicas), _SMALL * left / replicas
+    part, small = -(-left // replicas), _DEALING.small * left / replicas
     for i in sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True):
         to_come, is_small = nbytes[i], left <= small
         left -= to_come
         while to_come or not dealt[i]:
             replica = int(held[int(is_small)].argmin())
             room = part - int(held[0, replica])
-            fits = not cut or is_small or to_come <= room + _ABOVE * part
+            fits = not cut or is_small or to_come <= room + _DEALING.above * part
             piece = to_come if fits else room
             dealt[i].append((replica, piece))
             held[:, replica] += piece, 1
@@ -160,19 +160,26 @@ def deal(nbytes: Sequence[int], replicas: int, *, cut: bool = True) -> list[list
     return dealt
 
 
-_SMALL = 0.02
-"""Share of a replica's part that the smallest parameters have together, mostly biases, of which all
-replicas update as many: each takes some microseconds, whatever its size. Without, one of two has
-110 of the 143 parameters of ``glyphs`` (small), with it 72, and 1 % more bytes than half.
-"""
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """Tuned numbers of how parameters are dealt to replicas that share the optimizer's state.
+
+    Attributes:
+        small: share of a replica's part that the smallest parameters have together, mostly
+            biases, of which all replicas update as many: each takes some microseconds,
+            whatever its size. Without, one of two has 110 of the 143 parameters of
+            ``glyphs`` (small), with it 72, and 1 % more bytes than half.
+        above: share of its equal part that a replica may have above it before a parameter
+            is cut: a piece is a message more, and a parameter that is cut another one. Of
+            the built-in models (small) on 2, 4, 8 and 16 replicas .05 cuts something in 17
+            cases of 32, .1 in 12; the fullest has up to 1.06 and 1.11 parts.
+    """
+
+    small: float = 0.02
+    above: float = 0.1
 
 
-_ABOVE = 0.1
-"""Share of its equal part that a replica may have above it before a parameter is cut: a piece is a
-message more, and a parameter that is cut another one. Of the built-in models (small) on 2, 4, 8 and
-16 replicas .05 cuts something in 17 cases of 32, .1 in 12; the fullest has up to 1.06 and 1.11
-parts.
-"""
+_DEALING = Dealing()
 
 
 _COPIES = 2

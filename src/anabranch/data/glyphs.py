@@ -25,20 +25,30 @@ import torch
 from anabranch.errors import DataError
 
 FONT = "mpl-data/fonts/ttf/DejaVuSans.ttf"
-HELD_OUT_EVERY = 8
-"""One glyph in this many is held out."""
 
-SIDE = 32
-"""Points per side of a picture."""
 
-_POINTS = 24  # the largest size at which nearly every glyph fits
-_BASELINE = 0.72  # of the height, so that accents and descenders both have room
+@dataclass(frozen=True, slots=True)
+class GlyphSizes:
+    """Sizes of pictures and names.
 
-WORDS = 12
-"""Words of a name that are read; the longest name has 11."""
+    Attributes:
+        held_out_every: one glyph in this many is held out.
+        side: points per side of a picture.
+        points: size of the type: the largest at which nearly every glyph fits.
+        baseline: of the height, so that accents and descenders both have room.
+        words: words of a name that are read; the longest name has 11.
+        pieces: pieces of a word that are read.
+    """
 
-PIECES = 24
-"""Pieces of a word that are read."""
+    held_out_every: int = 8
+    side: int = 32
+    points: int = 24
+    baseline: float = 0.72
+    words: int = 12
+    pieces: int = 24
+
+
+SIZES = GlyphSizes()
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ def load_glyphs(buckets: int = 4096, seed: int = 0) -> Glyphs:
         )
     names, images = draw(Path(matplotlib.origin).parent / FONT)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
-    cut = len(names) // HELD_OUT_EVERY
+    cut = len(names) // SIZES.held_out_every
     return Glyphs(
         names=tuple(names),
         images=torch.from_numpy(images).float() / 255,
@@ -93,14 +103,14 @@ def draw(path: Path) -> tuple[list[str], np.ndarray[tuple[int, int, int], np.dty
     from matplotlib.ft2font import FT2Font
     from PIL import Image, ImageDraw, ImageFont
 
-    font = ImageFont.truetype(str(path), _POINTS, layout_engine=ImageFont.Layout.BASIC)
+    font = ImageFont.truetype(str(path), SIZES.points, layout_engine=ImageFont.Layout.BASIC)
     names, images = [], []
     for code in sorted(FT2Font(str(path)).get_charmap()):
         name = unicodedata.name(chr(code), "")
         if not name:
             continue
-        picture = Image.new("L", (SIDE, SIDE))
-        place = (SIDE / 2, SIDE * _BASELINE)
+        picture = Image.new("L", (SIZES.side, SIZES.side))
+        place = (SIZES.side / 2, SIZES.side * SIZES.baseline)
         ImageDraw.Draw(picture).text(place, chr(code), fill=255, font=font, anchor="ms")
         pixels = np.asarray(picture)
         if pixels.any():
@@ -111,8 +121,8 @@ def draw(path: Path) -> tuple[list[str], np.ndarray[tuple[int, int, int], np.dty
 
 def name_pieces(name: str, buckets: int) -> list[list[int]]:
     """A name as words, each as the numbers of its pieces, padded with 0."""
-    words = [word_pieces(word, buckets) for word in name.split()[:WORDS]]
-    return words + [[0] * PIECES] * (WORDS - len(words))
+    words = [word_pieces(word, buckets) for word in name.split()[: SIZES.words]]
+    return words + [[0] * SIZES.pieces] * (SIZES.words - len(words))
 
 
 def word_pieces(word: str, buckets: int) -> list[int]:
@@ -121,8 +131,8 @@ def word_pieces(word: str, buckets: int) -> list[int]:
     runs = [bounded[i : i + n] for n in (3, 2, 1) for i in range(len(bounded) - n + 1)]
     distinct = dict.fromkeys([bounded, *(run for run in runs if run not in "<>")])
     # crc32 and not hash(), which differs from process to process.
-    numbers = [1 + zlib.crc32(run.encode()) % (buckets - 1) for run in distinct][:PIECES]
-    return numbers + [0] * (PIECES - len(numbers))
+    numbers = [1 + zlib.crc32(run.encode()) % (buckets - 1) for run in distinct][: SIZES.pieces]
+    return numbers + [0] * (SIZES.pieces - len(numbers))
 
 
 def true_and_false_pairs(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

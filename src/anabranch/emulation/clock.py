@@ -20,8 +20,6 @@ import ctypes
 import sys
 import time
 
-_PR_SET_TIMERSLACK = 29
-
 
 class DeviceClock:
     """The time of one emulated device.
@@ -89,4 +87,5 @@ def sleep_precisely() -> None:
     """Ask Linux not to delay this thread's wake-ups, by up to 50 us, to join them with others."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+            pr_set_timerslack = 29  # in Linux's header prctl.h
+            ctypes.CDLL(None, use_errno=True).prctl(pr_set_timerslack, 1, 0, 0, 0)

@@ -72,16 +72,16 @@ class Emulation:
     def _channels(self) -> Counter[Channel]:
         """Channel -> messages in a step."""
         graph = self.plan.stage_graph
-        found: Counter[Channel] = Counter()
+        counts: Counter[Channel] = Counter()
         for rank, device in enumerate(self.devices):
             layout = self.layout(device)
             for action in executed(self.schedule, graph, device):
                 if action.kind.is_receive:
-                    found[graph.rank_of[action.peer], rank, layout.tag(action)] += 1
+                    counts[graph.rank_of[action.peer], rank, layout.tag(action)] += 1
                     items = layout.items(action)
                     self.message_bytes += sum(i.shape.numel() * i.dtype.itemsize for i in items)
-        self.num_messages = found.total()
-        return found
+        self.num_messages = counts.total()
+        return counts
 
     def price(self, source: int, target: int, nbytes: int) -> Price:
         """Price of so many bytes from one rank to another."""

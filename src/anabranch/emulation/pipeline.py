@@ -61,9 +61,9 @@ class EmulatedPipeline:
             self._worker = self._make_worker()
         graph, costs = emulation.plan.stage_graph, emulation.costs
         device = self._mesh.device
-        mine = (s for s, stage in enumerate(graph.stages) if device in stage.devices)
+        held_stages = (s for s, stage in enumerate(graph.stages) if device in stage.devices)
         gathers = (work.gather_s for work in costs.all_reduces() if device in work.devices)
-        self._update_s = sum(map(costs.update_s, mine)) + sum(gathers)
+        self._update_s = sum(map(costs.update_s, held_stages)) + sum(gathers)
         actions = executed(emulation.schedule, graph, device)
         self._passes = sum(action.kind.is_compute for action in actions)
         self.timeline: Timeline | None = None
@@ -123,8 +123,8 @@ class EmulatedPipeline:
         """Learn when the last rank was done; nobody looks at the board any more after this."""
         mesh, clock = self._mesh, self._clock
         runtime_s = clock.charged_s / self._passes
-        mine = [clock.now, end, clock.late_s, self._update_s, runtime_s]
-        everybody = torch.stack(mesh.all_gather(torch.tensor(mine, dtype=torch.float64)))
+        spent = [clock.now, end, clock.late_s, self._update_s, runtime_s]
+        everybody = torch.stack(mesh.all_gather(torch.tensor(spent, dtype=torch.float64)))
         self.device_step_s, seconds, self.late_s, update_s, _ = everybody.amax(0).tolist()
         self.runtime_s = float(everybody[:, -1].mean())
         # Updates begin together, when all ranks have agreed; there is nothing to wait for in them.
@@ -132,8 +132,8 @@ class EmulatedPipeline:
         if record:
             start = clock.origin
             stop = start + seconds * clock.scale
-            found = gather_timeline(self._worker, outcome, mesh, start, stop)
-            self.timeline = _rescaled(found, clock.scale)
+            timeline = gather_timeline(self._worker, outcome, mesh, start, stop)
+            self.timeline = _rescaled(timeline, clock.scale)
         return float(seconds)
 
     def close(self) -> None:

@@ -23,13 +23,25 @@ from anabranch.simulator.run import step_seconds
 from anabranch.solve import foreseen, ideal_step_s
 from anabranch.timeline import Timeline
 
-MOST_TIME_SCALE = 64.0
-MOST_STEP_S = 20.0
-"""Wall seconds of a step beyond which time is not scaled by itself."""
 
-LATE = 0.03
-"""Share of a step that a rank may be late at worst; by so much the step may be too long. With much
-more of it, ranks ask for links in another order than the devices would."""
+@dataclass(frozen=True, slots=True)
+class Rehearsing:
+    """Tuned numbers of a rehearsal.
+
+    Attributes:
+        most_time_scale: wall seconds per second of the devices, at most.
+        most_step_s: wall seconds of a step beyond which time is not scaled by itself.
+        late: share of a step that a rank may be late at worst; by so much the step may be
+            too long. With much more of it, ranks ask for links in another order than the
+            devices would.
+    """
+
+    most_time_scale: float = 64.0
+    most_step_s: float = 20.0
+    late: float = 0.03
+
+
+REHEARSING = Rehearsing()
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class Rehearsal:
     @property
     def keeps_up(self) -> bool:
         """Return True if the host was fast enough for this time scale."""
-        return self.late <= LATE
+        return self.late <= REHEARSING.late
 
     def figures(self) -> dict[str, Any]:
         """Return the figures that the command line prints."""
@@ -129,23 +141,23 @@ def rehearse(
     def rank() -> _RankMeasurement:
         return _measure(emulation, steps, fixed, timeout, watch)
 
-    found = launch.run(rank, len(emulation.devices))[0]
+    measured = launch.run(rank, len(emulation.devices))[0]
     run = Run(
         plan=plan,
         losses=(),
-        step_s=found.step_s,
+        step_s=measured.step_s,
         ideal_step_s=_ideal(emulation, profile),
-        timelines=(("predicted", predicted), ("emulated", found.timeline)),
+        timelines=(("predicted", predicted), ("emulated", measured.timeline)),
     )
     costs = emulation.costs
-    slower = _WithRuntime(costs.graph, costs.cost, runtime_s=found.runtime_s)
+    slower = _WithRuntime(costs.graph, costs.cost, runtime_s=measured.runtime_s)
     return Rehearsal(
         run,
-        found.device_step_s,
-        found.late_s,
-        found.runtime_s,
+        measured.device_step_s,
+        measured.late_s,
+        measured.runtime_s,
         step_seconds(costs.graph, emulation.schedule, slower),
-        found.time_scale,
+        measured.time_scale,
         links,
         emulation.message_bytes,
         emulation.num_messages,
@@ -188,14 +200,14 @@ def _measure(
     if time_scale is None:
         _slow_down(pipe)
     runtime_s = pipe.runtime_s
-    found: list[tuple[float, float, float, Timeline]] = []
+    results: list[tuple[float, float, float, Timeline]] = []
     for done in range(steps):
         seconds = pipe.step(record=True)
         assert pipe.timeline is not None
-        found.append((seconds, pipe.device_step_s, pipe.late_s, pipe.timeline))
+        results.append((seconds, pipe.device_step_s, pipe.late_s, pipe.timeline))
         if watch is not None and pipe.rank == 0:
             watch(done + 1, steps)
-    step_s, device_step_s, late_s, timelines = zip(*found, strict=True)
+    step_s, device_step_s, late_s, timelines = zip(*results, strict=True)
     middle = sorted(range(steps), key=step_s.__getitem__)[steps // 2]
     return _RankMeasurement(
         step_s, device_step_s, late_s, runtime_s, pipe.time_scale, timelines[middle]
@@ -208,9 +220,10 @@ def _slow_down(pipe: EmulatedPipeline) -> None:
         # Twice, because another process may have had the host for a moment.
         for _ in range(2):
             seconds = pipe.step()
-            if pipe.late_s <= 0.75 * LATE * seconds:
+            if pipe.late_s <= 0.75 * REHEARSING.late * seconds:
                 return
-        if pipe.time_scale >= MOST_TIME_SCALE or 2 * pipe.time_scale * seconds > MOST_STEP_S:
+        slower_s = 2 * pipe.time_scale * seconds
+        if pipe.time_scale >= REHEARSING.most_time_scale or slower_s > REHEARSING.most_step_s:
             return
         pipe.time_scale *= 2
 

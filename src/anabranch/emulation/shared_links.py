@@ -158,10 +158,10 @@ class SharedLinks:
     def _start_sums(self, until: float) -> None:
         """Start the sums that come before a time, in the order of their times."""
         while True:
-            found = [start for start in map(self._next_start, self._queues) if start[0] <= until]
-            if not found:
+            starts = [start for start in map(self._next_start, self._queues) if start[0] <= until]
+            if not starts:
                 return
-            at, queue = min(found)
+            at, queue = min(starts)
             started = self._started[queue]
             work = self._sums[self._queues[queue][int(started[0])]]
             started[:] = started[0] + 1, self._occupy(work.ports, at, work.seconds)

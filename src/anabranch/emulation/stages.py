@@ -45,5 +45,5 @@ class EmptyStages:
         )
 
     def _shape(self, value: int, samples: int) -> torch.Size:
-        told = self._model.values[value]
-        return torch.Size((samples, told.nbytes) if told.batched else (told.nbytes,))
+        spec = self._model.values[value]
+        return torch.Size((samples, spec.nbytes) if spec.batched else (spec.nbytes,))

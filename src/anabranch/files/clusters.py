@@ -10,14 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from anabranch.cluster import Calibration, Cluster, Level, Machine
-from anabranch.files.fields import MOST_DEVICES, FilePath, Seconds, Text, build, save
-from anabranch.files.jsonfile import (
-    LARGEST_SIZE,
-    Strict,
-    core_fields,
-    document_fields,
-    read_document,
-)
+from anabranch.files.fields import FilePath, Seconds, Text, build, save
+from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document
+from anabranch.files.limits import LIMITS
 
 CLUSTER = "anabranch.cluster/1"
 
@@ -70,14 +65,14 @@ def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
 
 class _LevelEntry(Strict):
     name: Text
-    size: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+    size: Annotated[int, Field(ge=1, le=LIMITS.devices)]
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
     latency_s: Seconds
 
 
 class _MachineEntry(Strict):
     processor: Text
-    cores: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+    cores: Annotated[int, Field(ge=1, le=LIMITS.devices)]
     torch: Text
 
 
@@ -125,8 +120,8 @@ class ClusterFile(Strict):
     schema_: Literal["anabranch.cluster/1"] = Field(alias="schema")
     name: Text
     device: Text
-    memory_bytes: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
-    cores: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
+    memory_bytes: Annotated[int, Field(ge=1, le=LIMITS.size)]
+    cores: Annotated[int, Field(ge=0, le=LIMITS.devices)] = 0
     levels: Annotated[list[_LevelEntry], Field(min_length=1, max_length=100)]
     calibration: Annotated[_CalibrationEntry | None, BeforeValidator(_from_former)] = None
 
@@ -141,9 +136,9 @@ def _exists(path: Path) -> bool:
 def to_cluster(file: ClusterFile) -> Cluster:
     """The cluster of a document; raises ValueError for more devices than any cluster has."""
     devices = math.prod(level.size for level in file.levels)
-    if devices > MOST_DEVICES:
+    if devices > LIMITS.devices:
         raise ValueError(
-            f"levels multiply to {devices} devices; at most {MOST_DEVICES} are allowed"
+            f"levels multiply to {devices} devices; at most {LIMITS.devices} are allowed"
         )
     levels = tuple(
         Level(level.name, level.size, level.bandwidth_bytes_per_s, level.latency_s)

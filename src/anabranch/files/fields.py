@@ -10,10 +10,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, ValidationError
 
 from anabranch.errors import FileFormatError
-from anabranch.files.jsonfile import LARGEST_SIZE, Strict, explain, write_document
-
-MOST_DEVICES = 10**6
-"""No cluster has a million devices; a product of level sizes quickly would."""
+from anabranch.files.jsonfile import Strict, explain, write_document
+from anabranch.files.limits import LIMITS
 
 FilePath = str | os.PathLike[str]
 
@@ -39,10 +37,10 @@ NameOrNone = Annotated[
     str, Field(max_length=1000), AfterValidator(lambda name: name and _check_name(name))
 ]
 """A name, or the empty text."""
-Size = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
+Size = Annotated[int, Field(ge=0, le=LIMITS.size)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Samples = Annotated[int, Field(ge=1, le=2**40)]
-Index = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
+Index = Annotated[int, Field(ge=0, lt=LIMITS.devices)]
 
 
 _File = TypeVar("_File", bound=Strict)

@@ -19,16 +19,10 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
-from anabranch.files.jsonfile import LARGEST_SIZE
+from anabranch.files.limits import LIMITS
 from anabranch.graph import digraph
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
-
-LONGEST_S = 1e9
-"""Seconds: thirty years. No operator takes longer."""
-MOST_SAMPLES = 2**40
-
-_LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +147,7 @@ def unique_names(labels: Mapping[str, str]) -> dict[str, str]:
 def _clean(label: str) -> str:
     # Conv2d(3, 64, kernel_size=(11, 11)) -> Conv2d; and what a name in our files may not have.
     text = re.sub(r"[^\w./+-]+", "_", label.partition("(")[0].strip())
-    return re.sub(r"\.{2,}", ".", text).strip("./")[:_LONGEST_NAME].rstrip("./")
+    return re.sub(r"\.{2,}", ".", text).strip("./")[: LIMITS.name].rstrip("./")
 
 
 def neighbours(edges: Iterable[Edge], *, back: bool = False) -> dict[str, list[str]]:
@@ -198,10 +192,10 @@ def _check_sizes(file: str, nodes: Sequence[ImportedNode]) -> None:
     for node in nodes:
         seconds = node.forward_s, node.backward_s
         nbytes = [node.kept_bytes, *(size for _, size in node.parameters)]
-        if max(seconds) > LONGEST_S or max(nbytes) > LARGEST_SIZE:
+        if max(seconds) > LIMITS.seconds or max(nbytes) > LIMITS.size:
             raise FileFormatError(
                 f"{file}: {node.where} makes an operator of {max(seconds):g} s and {max(nbytes):g} "
-                f"bytes; more than {LONGEST_S:g} s or {LARGEST_SIZE} bytes is a mistake"
+                f"bytes; more than {LIMITS.seconds:g} s or {LIMITS.size} bytes is a mistake"
             )
 
 

@@ -19,11 +19,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from anabranch.errors import FileFormatError
-
-LARGEST_FILE = 2**28
-"""Bytes. The profile of a model with 10,000 operators has about 5 MB."""
-LARGEST_SIZE = 2**60
-"""Bytes: an exbibyte. Whatever claims to have more in memory is a mistake."""
+from anabranch.files.limits import LIMITS
 
 _WIDTH = 100
 
@@ -147,16 +143,16 @@ def read_text(path: Path) -> str:
     """A file as text; raises FileFormatError if there is none, it is too large, or not UTF-8."""
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)
+            data = file.read(LIMITS.file_bytes + 1)
     except IsADirectoryError:
         raise FileFormatError(f"{path} is a folder; a file was expected") from None
     except FileNotFoundError:
         raise FileFormatError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise FileFormatError(f"{str(path)!r} cannot be read: {error}") from None
-    if len(data) > LARGEST_FILE:
+    if len(data) > LIMITS.file_bytes:
         raise FileFormatError(
-            f"{path} has more than {LARGEST_FILE} bytes, too many to be one of ours"
+            f"{path} has more than {LIMITS.file_bytes} bytes, too many to be one of ours"
         )
     try:
         return data.decode("utf-8-sig")

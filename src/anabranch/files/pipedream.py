@@ -33,15 +33,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from anabranch.errors import FileFormatError
-from anabranch.files.imported_graph import (
-    LONGEST_S,
-    MOST_SAMPLES,
-    Edge,
-    ImportedGraph,
-    ImportedNode,
-    sources,
-)
-from anabranch.files.jsonfile import LARGEST_SIZE, read_text, shown
+from anabranch.files.imported_graph import Edge, ImportedGraph, ImportedNode, sources
+from anabranch.files.jsonfile import read_text, shown
+from anabranch.files.limits import LIMITS
 from anabranch.profile.profile import Profile
 
 KNOWN = "anabranch reads its own profiles, and PipeDream's and DAPPLE's graph.txt"
@@ -75,8 +69,8 @@ def read_profile(path: str | os.PathLike[str], samples: int | None = None) -> Pr
         FileFormatError: for anything but such a profile, naming file, line and value.
         ValueError: if ``samples`` is not between 1 and 2**40.
     """
-    if samples is not None and not 1 <= samples <= MOST_SAMPLES:
-        raise ValueError(f"samples is {samples}; a mini-batch has between 1 and {MOST_SAMPLES}")
+    if samples is not None and not 1 <= samples <= LIMITS.samples:
+        raise ValueError(f"samples is {samples}; a mini-batch has between 1 and {LIMITS.samples}")
     path = Path(path)
     text = read_text(path)
     if " -- " not in text.lstrip().partition("\n")[0]:
@@ -85,9 +79,9 @@ def read_profile(path: str | os.PathLike[str], samples: int | None = None) -> Pr
     if not nodes:
         raise FileFormatError(f"{path} has edges, but no line about a node")
     size, unit = (samples, "") if samples else _mini_batch(nodes, outputs, path)
-    if size > MOST_SAMPLES:
+    if size > LIMITS.samples:
         raise FileFormatError(
-            f"{path} is for {size} samples; more than {MOST_SAMPLES} is a mistake"
+            f"{path} is for {size} samples; more than {LIMITS.samples} is a mistake"
         )
     first, nbytes = sources((node.key for node in nodes), edges), {}
     for node, output in zip(nodes, outputs, strict=True):
@@ -219,7 +213,7 @@ def _numbers(name: str, text: str, where: str) -> list[float]:
     if name == "activation_size" and text.startswith("[") and text.endswith("]"):
         items = [item.strip() for item in text[1:-1].split(";")]
     is_time = name.endswith("_time")
-    most, unit = (LONGEST_S * 1000, "milliseconds") if is_time else (LARGEST_SIZE, "bytes")
+    most, unit = (LIMITS.seconds * 1000, "milliseconds") if is_time else (LIMITS.size, "bytes")
     numbers = [float(item) if _NUMBER.fullmatch(item) else math.nan for item in items]
     for item, number in zip(items, numbers, strict=True):
         if not 0 <= number <= most:

@@ -36,20 +36,20 @@ def load_profile(path: FilePath) -> Profile:
     return build(path, _to_profile, read_document(path, PROFILE, _ProfileFile))
 
 
-class _Table(Strict):
+class _TableEntry(Strict):
     lookups: Size
     row_bytes: Size
     sparse: bool = False
 
 
-class _Parameter(Strict):
+class _ParameterEntry(Strict):
     name: Name
     nbytes: Size
     trainable: bool
-    table: _Table | None = None
+    table: _TableEntry | None = None
 
 
-class _Operator(Strict):
+class _OperatorEntry(Strict):
     name: Name
     kind: Text
     parameters: list[Name]
@@ -61,7 +61,7 @@ class _Operator(Strict):
     working_bytes_per_sample: Size = 0
 
 
-class _Value(Strict):
+class _ValueEntry(Strict):
     """A value by the names of the operators that make and read it."""
 
     name: NameOrNone
@@ -72,7 +72,7 @@ class _Value(Strict):
     grad: bool
 
 
-class _Update(Strict):
+class _UpdateEntry(Strict):
     fixed_s: Seconds
     tensor_s: Seconds
     byte_s: Seconds
@@ -93,11 +93,11 @@ class _ProfileFile(Strict):
     source: Literal["measured", "estimated", "imported"]
     proportional: bool
     samples: list[Samples]
-    parameters: list[_Parameter]
-    operators: list[_Operator]
-    values: list[_Value]
+    parameters: list[_ParameterEntry]
+    operators: list[_OperatorEntry]
+    values: list[_ValueEntry]
     sharded: list[Any] = Field(default_factory=list)  # costs of tensor parallelism, unread
-    update: _Update | None = None
+    update: _UpdateEntry | None = None
     read_sample_s: Seconds = 0.0
 
 
@@ -108,7 +108,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
     values = [
         document_fields(
             value,
-            _Value,
+            _ValueEntry,
             producer=None if value.producer == BATCH else names[value.producer],
             consumers=[names[consumer] for consumer in value.consumers],
         )
@@ -146,14 +146,14 @@ def _if_any(**fields: Any) -> dict[str, Any]:
 
 
 def _from_update(update: UpdateCost) -> dict[str, Any]:
-    fields = document_fields(update, _Update)
+    fields = document_fields(update, _UpdateEntry)
     return {key: value for key, value in fields.items() if value or key.endswith("_s")}
 
 
 def _from_parameter(parameter: Parameter) -> dict[str, Any]:
     table = parameter.table
     entry = {key: getattr(parameter, key) for key in ("name", "nbytes", "trainable")}
-    return entry | _if_any(table=table and document_fields(table, _Table))
+    return entry | _if_any(table=table and document_fields(table, _TableEntry))
 
 
 def _from_operator(op: Op, cost: OpCost) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _to_graph(file: _ProfileFile) -> OpGraph:
             raise ValueError(f'{where} is "{name}"; no operator has this name')
         return index[name]
 
-    def to_value(i: int, v: _Value) -> Value:
+    def to_value(i: int, v: _ValueEntry) -> Value:
         producer = BATCH if v.producer is None else find(v.producer, f"values[{i}].producer")
         readers = [find(c, f"values[{i}].consumers[{j}]") for j, c in enumerate(v.consumers)]
         return Value(producer, tuple(readers), v.nbytes, v.batched, v.grad, v.name)
@@ -222,7 +222,7 @@ def _to_graph(file: _ProfileFile) -> OpGraph:
     )
 
 
-def _to_parameter(entry: _Parameter) -> Parameter:
+def _to_parameter(entry: _ParameterEntry) -> Parameter:
     table = Table(**core_fields(entry.table)) if entry.table else None
     return Parameter(entry.name, entry.nbytes, entry.trainable, table)
 

@@ -74,7 +74,7 @@ def lower(
         CaptureError: if the module needs something that is neither a tensor nor a constant.
     """
     require_samples(exported, samples)
-    builder = _Builder(device)
+    builder = _ProgramBuilder(device)
     kinds = torch.export.graph_signature.InputKind
     named = {kinds.PARAMETER: PARAMETER, kinds.BUFFER: BUFFER}
     batch = iter(batch_names)
@@ -124,7 +124,7 @@ def batch_sizes(exported: torch.export.ExportedProgram) -> list[int | torch.SymI
     return [node.meta["val"].shape[0] for spec, node in pairs if spec.kind is user_input]
 
 
-class _Builder:
+class _ProgramBuilder:
     """A flat program under construction; ``env`` has what becomes of the nodes of the exported one:
     a node, a number or a module.
     """

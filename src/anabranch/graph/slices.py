@@ -35,7 +35,7 @@ class Slice:
         return f"{self.whole}[{self.dim}:{self.start}:{self.stop}]"
 
     def view(self, whole: Tensor) -> Tensor:
-        """The slice of the parameter, or of what has its shape; dense, as sparse ones have no views."""
+        """The slice of the parameter, or of what has its shape, as a dense tensor."""
         whole = whole.to_dense() if whole.is_sparse else whole
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
@@ -119,7 +119,7 @@ def _joined(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _begin(name: str, dims: int) -> list[int]:
-    """Where a slice begins in each dimension of the whole."""
+    """Offset at which a slice begins in each dimension of the whole."""
     part = slice_named(name)
     if part is None:
         return [0] * dims

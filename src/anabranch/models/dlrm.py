@@ -22,7 +22,7 @@ from torch import nn
 
 from anabranch.models.layers import FeedForward, of_answers
 from anabranch.models.sizes import Sizes
-from anabranch.models.synthetic_data import SIGNAL, Draw, prototypes, under_noise
+from anabranch.models.synthetic_data import SYNTHETIC, Draw, prototypes, under_noise
 from anabranch.models.workload_builders import synthetic_workload
 from anabranch.workload import Batch, Workload
 
@@ -131,7 +131,7 @@ def clicks(sizes: DLRMSizes) -> Draw:
         ]
         shape = (sizes.sparse_branches, samples, sizes.bag)
         rows = torch.randint(sizes.rows, shape, generator=generator)
-        telling = torch.rand(shape, generator=generator) < SIGNAL
+        telling = torch.rand(shape, generator=generator) < SYNTHETIC.signal
         rows = torch.where(telling, rows - rows % 2 + target[:, None], rows)
         rows = rows.clamp(max=sizes.rows - 1)
         return {"dense": dense, "sparse": list(rows), "target": target.float()}

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anabranch.data.glyphs import SIDE, WORDS, load_glyphs, true_and_false_pairs
+from anabranch.data.glyphs import SIZES, load_glyphs, true_and_false_pairs
 from anabranch.models.layers import TransformerLayer, of_answers
 from anabranch.models.sizes import Sizes
 from anabranch.models.synthetic_data import seeded
@@ -62,14 +62,14 @@ class Patches(nn.Module):
 
     def __init__(self, patch: int, hidden: int):
         super().__init__()
-        if SIDE % patch:
-            raise ValueError(f"patch={patch} does not divide the pictures' {SIDE} points")
+        if SIZES.side % patch:
+            raise ValueError(f"patch={patch} does not divide the pictures' {SIZES.side} points")
         self.patch = patch
         self.project = nn.Linear(patch * patch, hidden)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """[samples, 32, 32] -> [samples, patches, hidden]."""
-        across = SIDE // self.patch
+        across = SIZES.side // self.patch
         rows = torch.unflatten(image, 1, (across, self.patch))
         squares = torch.unflatten(rows, 3, (across, self.patch)).transpose(2, 3)
         tokens: torch.Tensor = self.project(squares.flatten(3).flatten(1, 2))
@@ -119,9 +119,9 @@ class GlyphNames(nn.Module):
 
     def __init__(self, sizes: GlyphSizes):
         super().__init__()
-        patches = (SIDE // sizes.patch) ** 2
+        patches = (SIZES.side // sizes.patch) ** 2
         self.image = Tower(Patches(sizes.patch, sizes.hidden), patches, sizes)
-        self.text = Tower(Words(sizes.buckets, sizes.hidden), WORDS, sizes)
+        self.text = Tower(Words(sizes.buckets, sizes.hidden), SIZES.words, sizes)
         self.head = nn.Linear(1, 1)
         with torch.no_grad():
             # Unrelated vectors have a cosine near 0, which should say no (as in SigLIP).

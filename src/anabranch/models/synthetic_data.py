@@ -6,18 +6,35 @@ Every batch is drawn from a seed of its own: ranks draw the same without talking
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from anabranch.workload import Batch
 
-STEPS_PER_EPOCH = 64
-EVAL_BATCHES = 8
-EVAL_EPOCH = -1
-"""Epoch of the held-out batches, which training does not come to."""
 
-SIGNAL = 0.3
-"""Standard deviation of the pattern against noise of 1: learned in dozens of steps, not in one."""
+@dataclass(frozen=True, slots=True)
+class SyntheticData:
+    """Sizes of data that is drawn.
+
+    Attributes:
+        steps_per_epoch: batches of an epoch.
+        eval_batches: held-out batches.
+        eval_epoch: epoch of the held-out batches, which training does not come to.
+        signal: standard deviation of the pattern against noise of 1: learned in dozens of
+            steps, not in one.
+        example_samples: samples of a workload's example.
+    """
+
+    steps_per_epoch: int = 64
+    eval_batches: int = 8
+    eval_epoch: int = -1
+    signal: float = 0.3
+    example_samples: int = 2
+
+
+SYNTHETIC = SyntheticData()
+
 
 Draw = Callable[[int, torch.Generator], Batch]
 """(samples, source of chance) -> one batch."""
@@ -53,7 +70,7 @@ def under_noise(
     """Normal noise of [samples, *shape] plus each sample's pattern, [samples, last of shape]."""
     samples = pattern.shape[0]
     signal = pattern.view(samples, *[1] * (len(shape) - 1), shape[-1])
-    return torch.randn(samples, *shape, generator=generator).add_(signal, alpha=SIGNAL)
+    return torch.randn(samples, *shape, generator=generator).add_(signal, alpha=SYNTHETIC.signal)
 
 
 def class_patterns(shapes: Sequence[tuple[int, ...]], classes: int, seed: int) -> Draw:

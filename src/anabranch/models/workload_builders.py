@@ -10,18 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from anabranch.models.synthetic_data import (
-    EVAL_BATCHES,
-    EVAL_EPOCH,
-    STEPS_PER_EPOCH,
-    Draw,
-    class_patterns,
-    seeded,
-    stream,
-)
+from anabranch.models.synthetic_data import SYNTHETIC, Draw, class_patterns, seeded, stream
 from anabranch.workload import Batch, NamedParameters, Workload, to_meta
-
-EXAMPLE_SAMPLES = 2
 
 Gather = Callable[[torch.Tensor], Batch]
 """Sample numbers -> the batch of these samples."""
@@ -43,12 +33,13 @@ def synthetic_workload(
         meta: on the meta device, without memory or values.
         chance: metric -> what guessing would give.
     """
-    example = draw(EXAMPLE_SAMPLES, seeded(sizes.seed))
+    example = draw(SYNTHETIC.example_samples, seeded(sizes.seed))
+    held_out = stream(draw, sizes.seed, SYNTHETIC.eval_batches)
     return Workload(
         module=_initialised(make, sizes.seed, meta=meta),
         example=to_meta(example) if meta else example,
-        data=stream(draw, sizes.seed, STEPS_PER_EPOCH),
-        eval_data=lambda samples: stream(draw, sizes.seed, EVAL_BATCHES)(samples, EVAL_EPOCH),
+        data=stream(draw, sizes.seed, SYNTHETIC.steps_per_epoch),
+        eval_data=lambda samples: held_out(samples, SYNTHETIC.eval_epoch),
         optimizer=partial(_adam, learning_rate=1e-3 if width < 512 else 1e-4),
         chance=chance,
         name=name,
@@ -98,7 +89,7 @@ def dataset_workload(
     def data(batch_size: int, epoch: int) -> Iterator[Batch]:
         return whole_batches(gather, epoch_rows(seeded(sizes.seed, epoch)), batch_size)
 
-    batch = gather(example[:EXAMPLE_SAMPLES])
+    batch = gather(example[: SYNTHETIC.example_samples])
     return Workload(
         module=_initialised(make, sizes.seed, meta=meta),
         example=to_meta(batch) if meta else batch,

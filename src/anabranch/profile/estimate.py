@@ -28,7 +28,7 @@ from anabranch.profile.kernel_trace import (
     checked_counts,
 )
 from anabranch.profile.kernels import MetaRun, Recorder
-from anabranch.profile.operator_bytes import OperatorBytes
+from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_runner import (
     example_batch,
     operator_programs,
@@ -93,7 +93,7 @@ def _kernels(captured: Captured, samples: int) -> KernelTrace:
             yield
         seen.extend((int(is_backward), op, kernel) for kernel in recorder.kernels)
 
-    nbytes = OperatorBytes(len(program), [*at_hand, *batch.values()], recorded)
+    nbytes = BytesObserver(len(program), [*at_hand, *batch.values()], recorded)
 
     def call(op: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
-from anabranch.profile.operator_bytes import OperatorBytes
+from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_clock import CudaOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (
     example_batch,
@@ -46,7 +46,7 @@ from anabranch.profile.operator_runner import (
     workable_counts,
 )
 from anabranch.profile.profile import OpCost, Profile, bytes_per_sample
-from anabranch.profile.storages import Watch
+from anabranch.profile.storages import TensorWatch
 
 Progress = Callable[[int, int], None]
 
@@ -170,8 +170,8 @@ class _Bench:
         tensors = [t for m in self.modules for t in m.state_dict(keep_vars=True).values()]
         gradients = [t.grad for t in tensors if t.grad is not None and not t.grad.is_sparse]
         at_hand = [*tensors, *gradients, *self.batch.values()]
-        nbytes = OperatorBytes(len(self.programs), at_hand)
-        with Watch(nbytes.see):
+        nbytes = BytesObserver(len(self.programs), at_hand)
+        with TensorWatch(nbytes.see):
             run_operators(self.programs, self.batch, self._call, nbytes)
         self.kept, self.working = nbytes.kept, nbytes.working
 

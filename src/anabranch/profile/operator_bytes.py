@@ -26,7 +26,7 @@ Around = Callable[[int, bool], AbstractContextManager[Any]]
 """Operator, whether it is its backward -> a context of that pass."""
 
 
-class OperatorBytes:
+class BytesObserver:
     """Observer of a step that adds up bytes by operator; see ``OpCost`` for the rules.
 
     Args:

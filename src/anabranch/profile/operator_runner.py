@@ -19,7 +19,7 @@ from torch import Tensor
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram, split
-from anabranch.profile.operator_bytes import OperatorBytes
+from anabranch.profile.operator_bytes import BytesObserver
 
 Call = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 
@@ -72,7 +72,7 @@ def example_batch(captured: Captured, samples: int, device: torch.device) -> dic
 
 
 def run_operators(
-    program: Sequence[StageProgram], batch: Mapping[str, Tensor], call: Call, nbytes: OperatorBytes
+    program: Sequence[StageProgram], batch: Mapping[str, Tensor], call: Call, nbytes: BytesObserver
 ) -> None:
     """Run all operators forward, then backward; ``call`` maps operator and inputs to outputs.
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TensorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows every tensor that an operation reads or makes."""
 
     def __init__(self, see: Callable[[Tensor], None]) -> None:

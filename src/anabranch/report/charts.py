@@ -8,22 +8,10 @@ from itertools import accumulate, groupby, pairwise
 from typing import TypeVar
 
 from anabranch.plans.plan import memory_text
-from anabranch.report.theme import (
-    MARGIN,
-    Drawing,
-    num,
-    rect,
-    significant,
-    text,
-    text_width,
-    ticks,
-)
+from anabranch.report.theme import PIXELS, Drawing, num, rect, significant, text, text_width, ticks
 from anabranch.timeline import Timeline
 
 _Y = TypeVar("_Y", int, float)
-
-TOP = 30.0
-"""Pixels above the rows of the memory chart, for its legend."""
 
 
 def memory_chart(
@@ -42,14 +30,14 @@ def memory_chart(
     most = max(peak for device_peaks in peaks for peak in device_peaks.values()) or 1
     row = 44.0 if len(devices) <= 8 else 30.0 if len(devices) <= 16 else 19.0
     label = min(12.0, row - 5)
-    left, right = MARGIN + 84, width - MARGIN - 190
+    left, right = PIXELS.margin + 84, width - PIXELS.margin - 190
     scale = (right - left) / (max(ends) or 1e-9)
-    bottom = TOP + row * len(devices)
+    bottom = PIXELS.legend + row * len(devices)
     drawing = Drawing(width, bottom + 30, "Memory of every device over the step")
     _legend(drawing, [title for title, _ in known], left)
     _time_axis(drawing, left, right, bottom, scale)
     for i, device in enumerate(devices):
-        base = TOP + row * (i + 1)
+        base = PIXELS.legend + row * (i + 1)
         middle = base - row / 2 + 2 + label * 0.36
         drawing.add(rect("lane", left, base - row + 4, right - left, row - 4, radius=2))
         drawing.add(text("right", left - 10, middle, label, f"device {device}"))
@@ -65,7 +53,7 @@ def memory_chart(
 def _time_axis(drawing: Drawing, left: float, right: float, bottom: float, scale: float) -> None:
     for time in ticks(0.0, (right - left) / scale * 1e3, round((right - left) / 100)):
         x = left + time / 1e3 * scale
-        drawing.add(f'<path class="rule" d="M{num(x)} {num(TOP)}V{num(bottom + 4)}"/>')
+        drawing.add(f'<path class="rule" d="M{num(x)} {num(PIXELS.legend)}V{num(bottom + 4)}"/>')
         drawing.add(text("muted num", x, bottom + 18, 11, significant(time)))
     drawing.add(text("muted right", left - 10, bottom + 18, 11, "time in ms"))
 
@@ -128,7 +116,7 @@ def curve_chart(
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low, high = (0.0 if 0 <= low < 0.4 * high else low - pad), high + pad
-    left, right, top, bottom = MARGIN + 50, width - MARGIN, 16.0, height - 34
+    left, right, top, bottom = PIXELS.margin + 50, width - PIXELS.margin, 16.0, height - 34
     last = max(len(values) - 1, 1)
 
     def x(step: float) -> float:

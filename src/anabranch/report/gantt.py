@@ -20,7 +20,7 @@ from itertools import groupby
 from anabranch.plans.plan import time_text
 from anabranch.report import lanes
 from anabranch.report.theme import (
-    MARGIN,
+    PIXELS,
     Drawing,
     escape,
     num,
@@ -96,7 +96,7 @@ def paint(layout: TimelineLayout) -> Drawing:
             f"{merged:,} of {total:,} actions are narrower than a pixel; "
             "neighbours are drawn together, each kind with its share of the height"
         )
-        drawing.add(text("muted note", MARGIN, layout.height - 8, 10.5, said))
+        drawing.add(text("muted note", PIXELS.margin, layout.height - 8, 10.5, said))
     return drawing
 
 
@@ -115,11 +115,11 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
         entries.append(("tail", "after the last action" if has_sums else "all-reduce and update"))
     if any(not kind.is_compute for kind in kinds):
         entries.append(("wires", "messages between devices"))
-    x, y = MARGIN, 22.0
+    x, y = PIXELS.margin, 22.0
     for css, label in entries:
         wide = 22 + text_width(label, STYLE.label_size)
-        if x > MARGIN and x + wide > layout.right:
-            x, y = MARGIN, y + 17
+        if x > PIXELS.margin and x + wide > layout.right:
+            x, y = PIXELS.margin, y + 17
         if css == "wires":
             drawing.add(f'<path class="wf" stroke-width="1.6" d="M{num(x)} {num(y + 3)}h16"/>')
             drawing.add(f'<path class="wb" stroke-width="1.6" d="M{num(x)} {num(y + 9)}h16"/>')
@@ -151,8 +151,9 @@ def _paint_frame(drawing: Drawing, layout: TimelineLayout, panel: Panel) -> None
     taken = time_text(timeline.step_s)
     length = f"{taken} shown" if layout.is_endless else f"step {taken}"
     facts = f"{length} \u00b7 bubble {timeline.bubble:.1%}"
+    place = f'x="{num(PIXELS.margin)}" y="{num(panel.heading)}"'
     drawing.add(
-        f'<text x="{num(MARGIN)}" y="{num(panel.heading)}" font-size="14"><tspan class="bold">'
+        f'<text {place} font-size="14"><tspan class="bold">'
         f'{escape(panel.title)}</tspan><tspan class="muted" dx="14">{facts}</tspan></text>'
     )
     every = 1 if panel.row_height >= 9 else 4
@@ -181,7 +182,7 @@ def _step_end(layout: TimelineLayout, panel: Panel) -> str:
 
 def _row_label(layout: TimelineLayout, panel: Panel, row: lanes.DeviceRow, top: float) -> list[str]:
     x, size, small = layout.left - 12, panel.label_size, STYLE.small_label_size
-    room, middle = x - MARGIN, top + panel.row_height / 2
+    room, middle = x - PIXELS.margin, top + panel.row_height / 2
     label = shorten(row.label, size, room)
     if not (panel.has_second_lines and (second := panel.operators(row))):
         return [text("right", x, middle + size * 0.36, size, label)]

@@ -17,6 +17,7 @@ from anabranch.report.theme import (
     DARK,
     FONT,
     LIGHT,
+    PIXELS,
     Drawing,
     escape,
     num,
@@ -45,12 +46,6 @@ class WeightVersions:
 NOT_MEASURED = WeightVersions()
 """Weight versions of a run with a flush, or of a plan alone."""
 
-
-WIDTH = 1236.0
-"""Pixels of the pictures: a page of 1280 without its margins."""
-
-NARROWEST = 760
-"""Pixels of the pictures on a phone, where they scroll instead of shrinking further."""
 
 BUTTONS = (
     ("back", "\u2190", "earlier"),
@@ -106,17 +101,17 @@ def page(
     if timelines:
         is_endless = plan.mode == "async"
         layout = timeline_layout.arrange(
-            timelines, graphs or plan.stage_graph, width=WIDTH, is_endless=is_endless
+            timelines, graphs or plan.stage_graph, width=PIXELS.width, is_endless=is_endless
         )
         what = "Some mini-batches" if is_endless else "One training step"
         parts.append(_timeline_section(what, layout))
         script = _script(layout)
     parts += [_text_table(table) for table in tables]
-    if memory := charts.memory_chart(timelines, width=WIDTH):
+    if memory := charts.memory_chart(timelines, width=PIXELS.width):
         parts.append(_section("Memory of every device", _picture(memory)))
     for name, values in (curves or {}).items():
         chart = charts.curve_chart(
-            name, list(values), width=WIDTH, unit=_unit(plan), before=steps_before
+            name, list(values), width=PIXELS.width, unit=_unit(plan), before=steps_before
         )
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
     parts.append(_section("Stages in detail", _table(plan, timelines, graphs, weights)))
@@ -242,7 +237,7 @@ def _section(heading: str, content: str) -> str:
 
 def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
     """Fit a picture to the page; on narrow pages it scrolls instead of becoming unreadable."""
-    least = NARROWEST if shrink is None else drawing.width * shrink
+    least = PIXELS.narrowest if shrink is None else drawing.width * shrink
     drawing.attributes += (
         f' style="width:{num(drawing.width)}px;max-width:100%;min-width:{num(least)}px"'
     )

@@ -22,14 +22,12 @@ from typing import TypeVar
 from anabranch.plans.plan import ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.report.names import branches
+from anabranch.report.theme import PIXELS
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
 _Key = TypeVar("_Key", bound=Hashable)
 TimedSpan = TypeVar("TimedSpan", Span, SumSpan, OverheadSpan)
-
-MERGED_PIXELS = 3
-"""Most pixels of a box of several actions; wider ones would hide bubbles."""
 
 
 UPDATES = {"update": "update", "gather": "sending what was updated"}
@@ -125,7 +123,7 @@ def runs(spans: Iterable[TimedSpan], pixel_s: float) -> Iterator[tuple[TimedSpan
         fits = (
             run
             and span.start - run[-1].end < pixel_s
-            and span.end - run[0].start < MERGED_PIXELS * pixel_s
+            and span.end - run[0].start < PIXELS.merged * pixel_s
         )
         if run and not (narrow and fits):
             yield tuple(run)

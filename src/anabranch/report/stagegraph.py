@@ -8,10 +8,7 @@ from itertools import pairwise
 from anabranch.plans.stages import StageGraph
 from anabranch.report import names
 from anabranch.report.layered import layered
-from anabranch.report.theme import MARGIN, Drawing, escape, num, rect, shorten, text
-
-SMALL = 11.0
-"""Type size in the boxes, in pixels."""
+from anabranch.report.theme import PIXELS, Drawing, escape, num, rect, shorten, text
 
 BOX_WIDTH, BOX_HEIGHT = 208.0, 98.0
 COLUMN_GAP, ROW_GAP = 54.0, 18.0
@@ -24,23 +21,23 @@ def draw(graph: StageGraph) -> Drawing:
     """Draw a stage graph, from left to right by longest distance from a source."""
     place = layered(len(graph), graph.edges, node_height=BOX_HEIGHT, gap=ROW_GAP)
     columns = max(place.layer) + 1
-    width = 2 * MARGIN + columns * BOX_WIDTH + (columns - 1) * COLUMN_GAP
+    width = 2 * PIXELS.margin + columns * BOX_WIDTH + (columns - 1) * COLUMN_GAP
     count = f"{len(graph)} stage{'s' if len(graph) > 1 else ''}"
     title = f"Stage graph: {count}, {graph.depth} on the longest path"
-    drawing = Drawing(width, place.height + 2 * MARGIN, title)
+    drawing = Drawing(width, place.height + 2 * PIXELS.margin, title)
     leaving, entering = _ports(graph, place.routes)
     for edge, heights in place.routes.items():
         levels = [heights[0] + leaving[edge], *heights[1:-1], heights[-1] + entering[edge]]
-        drawing.add(*_edge([MARGIN + y for y in levels], place.layer[edge[0]]))
+        drawing.add(*_edge([PIXELS.margin + y for y in levels], place.layer[edge[0]]))
     prefix = names.graph_prefix(graph)
     for s in range(len(graph)):
         x = _column(place.layer[s])
-        drawing.add(*_stage_box(graph, s, prefix, x, MARGIN + place.y[s] - BOX_HEIGHT / 2))
+        drawing.add(*_stage_box(graph, s, prefix, x, PIXELS.margin + place.y[s] - BOX_HEIGHT / 2))
     return drawing
 
 
 def _column(layer: int) -> float:
-    return MARGIN + layer * (BOX_WIDTH + COLUMN_GAP)
+    return PIXELS.margin + layer * (BOX_WIDTH + COLUMN_GAP)
 
 
 def _ports(
@@ -103,11 +100,33 @@ def _stage_box(graph: StageGraph, number: int, prefix: str, x: float, y: float) 
         rect("card", x, y, BOX_WIDTH, BOX_HEIGHT, radius=8, extra=' stroke-width="1.2"'),
         rect("f", x, y + 12, 3.5, BOX_HEIGHT - 24, radius=1.75),
         text("bold", x + 14, y + 21, 13, f"stage {number}"),
-        text("right", x + BOX_WIDTH - 12, y + 21, SMALL, shorten(devices, SMALL, room - head)),
+        text(
+            "right",
+            x + BOX_WIDTH - 12,
+            y + 21,
+            PIXELS.small_type,
+            shorten(devices, PIXELS.small_type, room - head),
+        ),
     ]
     middle = y + 46 if count == 1 else y + 39
     for i, line in enumerate(operators):
-        pieces.append(text("", x + 14, middle + 15 * i, SMALL, shorten(line, SMALL, room)))
+        pieces.append(
+            text(
+                "",
+                x + 14,
+                middle + 15 * i,
+                PIXELS.small_type,
+                shorten(line, PIXELS.small_type, room),
+            )
+        )
     for i, line in enumerate(facts):
-        pieces.append(text("muted", x + 14, y + 73 + 15 * i, SMALL, shorten(line, SMALL, room + 8)))
+        pieces.append(
+            text(
+                "muted",
+                x + 14,
+                y + 73 + 15 * i,
+                PIXELS.small_type,
+                shorten(line, PIXELS.small_type, room + 8),
+            )
+        )
     return [*pieces, "</g>"]

@@ -11,8 +11,30 @@ import math
 import re
 from dataclasses import dataclass, field
 
-MARGIN = 22.0
-"""Pixels between a picture and its edge."""
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """Sizes of pages and pictures, in pixels.
+
+    Attributes:
+        margin: between a picture and its edge.
+        small_type: type size in the boxes, in pixels.
+        merged: most pixels of a box of several actions; wider ones would hide bubbles.
+        width: pixels of the pictures: a page of 1280 without its margins.
+        narrowest: pixels of the pictures on a phone, where they scroll instead of
+            shrinking further.
+        legend: above the rows of the memory chart.
+    """
+
+    margin: float = 22.0
+    small_type: float = 11.0
+    merged: int = 3
+    width: float = 1236.0
+    narrowest: int = 760
+    legend: float = 30.0
+
+
+PIXELS = Pixels()
 
 FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from anabranch.plans.stages import StageGraph
 from anabranch.report import lanes, names
-from anabranch.report.theme import MARGIN, text_width
+from anabranch.report.theme import PIXELS, text_width
 from anabranch.timeline import Timeline
 
 
@@ -145,10 +145,10 @@ def arrange(
         panel = _panel(title, timeline, stages, rows, top, longest)
         panels.append(panel)
         top = panel.bottom + 26
-    left = MARGIN + min(_label_width(panels), 0.3 * width) + 12
+    left = PIXELS.margin + min(_label_width(panels), 0.3 * width) + 12
     horizon = max(max(t.step_s, t.makespan_s) for _, t in timelines) or 1e-9
     axis = panels[-1].bottom + 10
-    right, height = width - MARGIN - 6, axis + 44
+    right, height = width - PIXELS.margin - 6, axis + 44
     return TimelineLayout(tuple(panels), left, right, horizon, axis, width, height, is_endless)
 
 

@@ -210,12 +210,12 @@ def leaves_of(
 def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
     """Leaves of a batch beside those of the example."""
     buckets = [captured.variants[sizes] for sizes in sorted(captured.variants)]
-    told, has = [], []
+    differences, has = [], []
     for name, leaf in leaves.items():
         known = [type_text(*bucket.layout.types[name]) for bucket in buckets]
         has.append(f"{name} {(here := type_text(leaf.shape[1:], leaf.dtype))}")
         if here not in known:
-            told.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
+            differences.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
     if len(buckets) > 1 and sizes_of(leaves) in captured.variants:
         types = {name: dtype for name, (_, dtype) in captured.layout.types.items()}
         other = [
@@ -229,18 +229,18 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
             f"{'; '.join(other)}. Convert it where the data is loaded"
         )
     if len(buckets) > 1:
-        told = told or [f"no bucket has {', '.join(has)} together"]
+        differences = differences or [f"no bucket has {', '.join(has)} together"]
         return (
-            f"{which} has the sizes of none of the workload's buckets: {'; '.join(told)}. Pad it "
-            "to the next of them (anabranch.pad_to_bucket), cut what is longer than all, convert "
-            "what is of another type, or give Workload a longer example and keep this one as a "
-            "bucket"
+            f"{which} has the sizes of none of the workload's buckets: {'; '.join(differences)}. "
+            "Pad it to the next of them (anabranch.pad_to_bucket), cut what is longer than all, "
+            "convert what is of another type, or give Workload a longer example and keep this one "
+            "as a bucket"
         )
     return (
         f"{which} differs from the workload's example, for which the model was captured, in more "
-        f"than the number of samples: {'; '.join(told)}. Give Workload an example that the loader "
-        "has yielded, and let the loader yield all batches alike: pad what varies to one size, or "
-        "to one of some that Workload has as buckets; convert what is of another type"
+        f"than the number of samples: {'; '.join(differences)}. Give Workload an example that the "
+        "loader has yielded, and let the loader yield all batches alike: pad what varies to one "
+        "size, or to one of some that Workload has as buckets; convert what is of another type"
     )
 
 

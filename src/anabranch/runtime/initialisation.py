@@ -70,14 +70,14 @@ def materialise(
     made: dict[int, Tensor] = {}
     without = []
     for path, leaves in _layers(module).items():
-        mine = {leaf: name for leaf, name in leaves.items() if name in wanted}
-        if not mine:
+        names_here = {leaf: name for leaf, name in leaves.items() if name in wanted}
+        if not names_here:
             continue
         layer = module.get_submodule(path)
-        originals = {leaf: _registered(layer)[leaf] for leaf in mine}
+        originals = {leaf: _registered(layer)[leaf] for leaf in names_here}
         with _real(layer) as filled:
             _initialise(module, path, seed)
-            for leaf, name in mine.items():
+            for leaf, name in names_here.items():
                 if _is_blank(filled[leaf]):
                     without.append(name)
                 made[id(originals[leaf])] = _like(originals[leaf], filled[leaf].detach().to(place))
@@ -122,11 +122,11 @@ def require_constants(captured: Captured, place: torch.device) -> None:
 
 def _layers(module: nn.Module) -> Mapping[str, Mapping[str, str]]:
     """Path of a layer -> its own tensors without values -> their first names in the model."""
-    found: dict[str, dict[str, str]] = {}
+    layers: dict[str, dict[str, str]] = {}
     for name in meta_names(module):
         path, _, leaf = name.rpartition(".")
-        found.setdefault(path, {})[leaf] = name
-    return found
+        layers.setdefault(path, {})[leaf] = name
+    return layers
 
 
 def _registered(layer: nn.Module) -> dict[str, Tensor]:

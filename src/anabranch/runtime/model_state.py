@@ -59,8 +59,8 @@ class ModelState:
         if not goes_on:
             _refuse_forgotten(module)
             same_start({n: t for n, t in self._everything().items() if n not in nothing}, mesh)
-        mine = {name for name in nothing if self._is_held(name)}
-        self._without = materialise(module, mine, seed=seed, place=place)
+        held = {name for name in nothing if self._is_held(name)}
+        self._without = materialise(module, held, seed=seed, place=place)
         self._slice()
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
@@ -261,8 +261,8 @@ class ModelState:
         part = RankPart(tensors)
         if self._mesh.rank == 0:
             aliases, transient = listed_names(self._module)
-            found = pretrained_in(self._module)
-            part = replace(part, aliases=aliases, transient=transient, pretrained=found)
+            pretrained = pretrained_in(self._module)
+            part = replace(part, aliases=aliases, transient=transient, pretrained=pretrained)
         if self.optimizer is None:
             return part
         names = self._names()
@@ -305,22 +305,22 @@ class ModelState:
         names = {name: [name] for name in self._everything()}
         for alias, name in aliases.items():
             names[name].append(alias)
-        found = weights.match(names, transient)
+        keys = weights.match(names, transient)
         with torch.no_grad():
             for name, tensor in self._wanted().items():
                 whole = whole_name(name)
-                if whole in found:
+                if whole in keys:
                     like = tensor if whole == name else self._module.get_parameter(whole)
-                    tensor.copy_(view_named(name, weights.tensor(found[whole], like)))
-        self._without = [name for name in self._without if name not in found]
+                    tensor.copy_(view_named(name, weights.tensor(keys[whole], like)))
+        self._without = [name for name in self._without if name not in keys]
 
     def _wanted(self) -> dict[str, Tensor]:
         """Return the tensors to be read from a checkpoint."""
-        mine = {*self.parameters, *self.buffers}
+        held = {*self.parameters, *self.buffers}
         return {
             name: tensor
             for name, tensor in {**self._everything(), **self._tensors()}.items()
-            if (self._needs_all or name in mine or self._is_unheld(name)) and not tensor.is_meta
+            if (self._needs_all or name in held or self._is_unheld(name)) and not tensor.is_meta
         }
 
 

@@ -28,7 +28,6 @@ _BUNDLE_BYTES = 1 << 28
 """Bytes that are on their way at once, at most (or one tensor); more would take less waiting and
 more memory.
 """
-_TAG = 0
 _CPU = torch.device("cpu")
 
 
@@ -61,12 +60,12 @@ def move(
                 plain = tensor.cpu().contiguous()
                 for rank in others:
                     assert transport is not None
-                    transport.send([plain], rank, _TAG)
+                    transport.send([plain], rank, tag=0)
         elif mesh.rank in ranks:
             assert transport is not None
             spec = torch.Size(size), getattr(torch, dtype)
             # A copy: what has arrived lies in the sender's memory, which is about to end.
-            tensors[key] = transport.receive([spec], _CPU, owner, _TAG).wait()[0].clone()
+            tensors[key] = transport.receive([spec], _CPU, owner, tag=0).wait()[0].clone()
         flying += torch.Size(size).numel() * getattr(torch, dtype).itemsize * len(ranks)
         if flying > _BUNDLE_BYTES:
             mesh.barrier()  # what was sent has been taken

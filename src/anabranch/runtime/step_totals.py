@@ -51,8 +51,8 @@ class StepTotals:
         metrics = (outcome.metrics.get(name, 0.0) for name in names)
         flags = float(overflow), float(INTERRUPT.heard), float(SAVE_CLOCK.wanted)
         short = float(small_digest(digest))
-        mine = [outcome.loss, float(outcome.is_bad), squares, *flags, short, short**2, *metrics]
-        self._pending = mesh.start_all_reduce(torch.tensor(mine, dtype=torch.float64))
+        totals = [outcome.loss, float(outcome.is_bad), squares, *flags, short, short**2, *metrics]
+        self._pending = mesh.start_all_reduce(torch.tensor(totals, dtype=torch.float64))
 
     def read(self) -> None:
         """Wait for the sums.

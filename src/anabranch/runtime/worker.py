@@ -93,20 +93,21 @@ class Worker:
         tasks = self._training if train else self._evaluation
         phase = Phase.STEP if train else Phase.EVALUATION
         POSITION.begin(step, phase)
-        run = Run(self, self.compute, tasks, leaves, step, watcher if train else None, train=train)
+        seen = watcher if train else None
+        run = BatchRun(self, self.compute, tasks, leaves, step, seen, train=train)
         run.expect(Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
         run.execute(tasks.tasks)
         POSITION.begin(step, phase)
         return run.outcome
 
-    def begin(self, leaves: Mapping[str, Tensor], number: int, watcher: Watcher) -> Run:
+    def begin(self, leaves: Mapping[str, Tensor], number: int, watcher: Watcher) -> BatchRun:
         """Begin to train on a batch whose passes the caller orders, beside others in flight.
 
         Messages of one channel come in the order in which batches ``expect`` them.
         """
         # ``Compute.begin`` sets all that belongs to one batch, so a copy serves another batch.
         compute = copy.copy(self.compute)
-        return Run(self, compute, self._training, leaves, number, watcher, train=True)
+        return BatchRun(self, compute, self._training, leaves, number, watcher, train=True)
 
     @property
     def last_backwards(self) -> tuple[int, ...]:
@@ -141,7 +142,7 @@ class _Task:
     """
 
     action: Action
-    do: Callable[[Run, _Task], None]
+    do: Callable[[BatchRun, _Task], None]
     key: Key
     is_last: bool = False
     handovers: tuple[_Handover, ...] = ()
@@ -222,7 +223,7 @@ def _handovers(worker: Worker) -> Mapping[Action, Sequence[_Handover]]:
     return handovers
 
 
-class Run:
+class BatchRun:
     """One batch on its way through a device: its random numbers, activations and receives.
 
     Attributes:
@@ -377,13 +378,13 @@ def _nothing(kind: str) -> Tensor:
     return torch.zeros(TOKEN.shape, dtype=TOKEN.dtype, pin_memory=kind == "cuda")
 
 
-_DO: dict[Kind, Callable[[Run, _Task], None]] = {
-    Kind.FORWARD: Run.forward,
-    Kind.BACKWARD: Run.backward,
-    Kind.INPUT_GRADIENT: Run.backward,
-    Kind.WEIGHT_GRADIENT: Run.weight_gradients,
-    Kind.SEND_FORWARD: Run.send,
-    Kind.SEND_BACKWARD: Run.send,
-    Kind.RECEIVE_FORWARD: Run.receive,
-    Kind.RECEIVE_BACKWARD: Run.receive,
+_DO: dict[Kind, Callable[[BatchRun, _Task], None]] = {
+    Kind.FORWARD: BatchRun.forward,
+    Kind.BACKWARD: BatchRun.backward,
+    Kind.INPUT_GRADIENT: BatchRun.backward,
+    Kind.WEIGHT_GRADIENT: BatchRun.weight_gradients,
+    Kind.SEND_FORWARD: BatchRun.send,
+    Kind.SEND_BACKWARD: BatchRun.send,
+    Kind.RECEIVE_FORWARD: BatchRun.receive,
+    Kind.RECEIVE_BACKWARD: BatchRun.receive,
 }

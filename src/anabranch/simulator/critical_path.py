@@ -129,11 +129,11 @@ class _History:
         """The last event of a device that has begun before a time, and until when by then it was
         busy; of two events the one that ends later, compute before an all-reduce beside it.
         """
-        found: list[_PathEvent] = []
+        candidates: list[_PathEvent] = []
         for events in (self._busy.get(device, ()), self._sums.get(device, ())):
             place = bisect_left(events, time, key=attrgetter("start")) - 1
-            found += events[place : place + 1] if place >= 0 else []
-        event = max(found, key=lambda event: min(event.end, time), default=None)
+            candidates += events[place : place + 1] if place >= 0 else []
+        event = max(candidates, key=lambda event: min(event.end, time), default=None)
         return event, min(event.end, time) if event else 0.0
 
     def _latest(self, devices: Iterable[int], time: float) -> int:
@@ -152,8 +152,8 @@ _CAUSES = {"agreement": Cause.AGREEMENT, "update": Cause.UPDATE, "gather": Cause
 
 def _by_device(events: Iterable[_PathEvent]) -> dict[int, Sequence[_PathEvent]]:
     """Events of some length by device, ascending."""
-    found: dict[int, list[_PathEvent]] = defaultdict(list)
+    by_device: dict[int, list[_PathEvent]] = defaultdict(list)
     for event in sorted(events, key=attrgetter("start", "end")):
         if event.end > event.start:
-            found[event.device].append(event)
-    return dict(found)
+            by_device[event.device].append(event)
+    return dict(by_device)

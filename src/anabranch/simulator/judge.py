@@ -97,19 +97,19 @@ class Judge:
         """Seconds beyond which a proposal is none of the best."""
         return self.best_s * (1 + self._objective.equal)
 
-    def _take(self, found: Iterable[tuple[ScheduledProposal, float]]) -> None:
-        found = [*self._equals, *found]
+    def _take(self, simulated: Iterable[tuple[ScheduledProposal, float]]) -> None:
+        simulated = [*self._equals, *simulated]
         # It may have begun at a limit that none has come to.
-        self.best_s = min(self.best_s, *(seconds for _, seconds in found))
-        self._equals = [(c, seconds) for c, seconds in found if seconds <= self._limit_s]
+        self.best_s = min(self.best_s, *(seconds for _, seconds in simulated))
+        self._equals = [(c, seconds) for c, seconds in simulated if seconds <= self._limit_s]
         if self._equals:
-            self.best, _ = min(self._equals, key=lambda found: self._objective.rank(*found))
+            self.best, _ = min(self._equals, key=lambda simulated: self._objective.rank(*simulated))
 
     def seconds(self) -> dict[StageGraph, float]:
         """Seconds of the proposals that fit: as simulated, or a lower bound."""
         return self._least_s | self._seconds
 
-    def ranked(self, factor: float) -> list[StageGraph]:
+    def ranked(self, factor: float = 2.0) -> list[StageGraph]:
         """Proposals whose seconds may be within a factor of the best, the shortest first, those
         that were simulated before the others.
         """

@@ -63,13 +63,13 @@ class Positions:
         rows = {key: row for row, key in enumerate(different)}
         self._row = np.array([rows[id(order)] for order in orders])
         self._first = np.zeros((len(rows), stages, 2), np.int64)
-        found, count = [np.zeros(0, np.int64)], 0
+        parts, count = [np.zeros(0, np.int64)], 0
         for row, order in enumerate(different.values()):
             for (stage, forward), positions in order.passes.items():
                 self._first[row, stage, int(forward)] = count
                 count += len(positions)
-                found.append(positions)
-        self._found = np.concatenate(found)
+                parts.append(positions)
+        self._found = np.concatenate(parts)
 
     def of(self, devices: Ints, stages: Ints, forward: Ints, microbatches: Ints) -> Ints:
         """Return the positions of passes of these micro-batches."""

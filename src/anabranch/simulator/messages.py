@@ -128,8 +128,8 @@ def _edge_messages(
         opener = _openers(a * (graph.devices[-1] + 1) + b, j)
         messages = _priced(costs, a, b, np.array(nbytes, np.float64)[size], opener)
         known[key] = np.array([a, i, b, j]), messages
-    found: tuple[Ints, Messages] = known[key]
-    return found
+    result: tuple[Ints, Messages] = known[key]
+    return result
 
 
 def _openers(way: Ints, microbatch: Ints) -> Ints:

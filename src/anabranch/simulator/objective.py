@@ -218,9 +218,9 @@ class ShortestPeriod:
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         graph = candidate.graph
-        found = stream.steady(graph, candidate.costs)
+        steady = stream.steady(graph, candidate.costs)
         microbatches = max(map(graph.num_microbatches, range(len(graph))))
-        return found.period_s, True, found.simulated * microbatches
+        return steady.period_s, True, steady.simulated * microbatches
 
     def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
         depth = candidate.graph.depth

@@ -37,6 +37,7 @@ from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
 from anabranch.simulator.program import Program, compile_schedule, in_a_row
+from anabranch.simulator.repetitions import REPETITIONS
 from anabranch.simulator.step import Step
 from anabranch.timeline import Timeline
 
@@ -118,20 +119,13 @@ def step_seconds(graph: StageGraph, schedule: Schedule, costs: CostModel | StepC
         return simulate(graph, schedule, costs).end
 
 
-STEPS_IN_A_ROW = 3
-"""Steps that are simulated to see how long one takes behind others."""
-
-MOST_IN_A_ROW = 400_000
-"""Actions of them at most; more take too long to be worth it."""
-
-
 def _period_s(program: Program, costs: StepCosts) -> float | None:
     """Seconds of a step among others in a row, where a device begins the next as soon as it has
     ended one, as in ``Pipeline.steps``; None where the step is too large to simulate several.
     """
-    if STEPS_IN_A_ROW * len(program.entries) > MOST_IN_A_ROW:
+    if REPETITIONS.steps_in_a_row * len(program.entries) > REPETITIONS.most_in_a_row:
         return None
-    step = Step(in_a_row(program, STEPS_IN_A_ROW, costs.overheads.read_s), costs)
+    step = Step(in_a_row(program, REPETITIONS.steps_in_a_row, costs.overheads.read_s), costs)
     step.run()
     # Steps alone were executed before; in a row they wait for nothing more.
     assert step.is_done

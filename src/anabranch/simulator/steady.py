@@ -26,18 +26,9 @@ from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
+from anabranch.simulator.repetitions import REPETITIONS
 from anabranch.simulator.run import collector_paused, simulate
 from anabranch.simulator.step import Step
-
-TOLERANCE = 1e-11
-"""How much increases may differ between devices, as a share of the longer run: rounding."""
-
-DIFFERENCE = 12
-"""Repetitions that a run has more: messages that take turns on a port are where they were after 1,
-2, 3 or 4 of them as a rule."""
-
-MOST_TIMES = 4
-"""Times that short steps are simulated, each twice as long as the one before."""
 
 OrderFor = Callable[[StageGraph], Schedule]
 
@@ -66,18 +57,18 @@ def paced(run: Callable[[int], Step], repetitions: Iterable[int], difference: in
         repetitions: of the first of three runs, to be tried one after the other.
         difference: repetitions that each of the three has more than the one before.
     """
-    found = None
+    pace = None
     with collector_paused():
         for least in repetitions:
             steps = [run(least + times * difference) for times in range(3)]
             increases = np.diff([step.last_ends for step in steps], axis=0)
             increases = increases[increases > 0]  # a replica without samples is done at once
             slowest = float(increases.max(initial=0.0))
-            is_common = (slowest - increases <= TOLERANCE * steps[-1].end).all()
-            found = Paced(least, steps[-1], slowest, bool(is_common))
-            if found.is_common:
+            is_common = (slowest - increases <= REPETITIONS.tolerance * steps[-1].end).all()
+            pace = Paced(least, steps[-1], slowest, bool(is_common))
+            if pace.is_common:
                 break
-    return found
+    return pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +98,9 @@ def estimate_step_s(
 
     def lengths() -> Iterator[int]:
         units = 3 * (graph.depth if is_flushed_first else -(-max(held) // unit)) + 4
-        for _ in range(MOST_TIMES):
-            units += (total - units) % DIFFERENCE  # what is missing are whole differences
-            if 3 * (units + DIFFERENCE) > total:
+        for _ in range(REPETITIONS.most_times):
+            units += (total - units) % REPETITIONS.units  # what is missing are whole differences
+            if 3 * (units + REPETITIONS.units) > total:
                 return
             yield units
             units *= 2
@@ -118,7 +109,7 @@ def estimate_step_s(
         short = replace(graph, batch_size=units * unit + left)
         return simulate(short, order_for(short), costs)
 
-    if (found := paced(run, lengths(), DIFFERENCE)) is None:
+    if (pace := paced(run, lengths(), REPETITIONS.units)) is None:
         return None
-    missing = (total - found.repetitions) // DIFFERENCE - 2
-    return Estimate(found.longest.end + missing * found.more, found.is_common)
+    missing = (total - pace.repetitions) // REPETITIONS.units - 2
+    return Estimate(pace.longest.end + missing * pace.more, pace.is_common)

@@ -31,6 +31,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule import checked_order, compute_order
 from anabranch.schedule.asynchronous import ORDER, repeated
 from anabranch.simulator.costs import StepCosts
+from anabranch.simulator.repetitions import REPETITIONS
 from anabranch.simulator.run import (
     collector_paused,
     memory_of,
@@ -42,15 +43,6 @@ from anabranch.simulator.step import Step
 from anabranch.simulator.sums import least_sum_s
 from anabranch.timeline import Timeline
 from anabranch.weights import units_in_flight
-
-DIFFERENCE = 6
-"""Mini-batches that one of three streams has more, see ``simulator.steady``."""
-
-MOST_STREAMS = 5
-"""Times that streams are simulated, each twice as long as the one before."""
-
-SHOWN = 4
-"""Mini-batches that a timeline shows beyond those that fill the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +85,17 @@ def steady(graph: StageGraph, costs: StepCosts) -> Steady:
         whole = repeated(graph, count)
         return simulate(whole, compute_order(whole, ORDER), costs, updates=count)
 
-    found = paced(run, (batches << times for times in range(MOST_STREAMS)), DIFFERENCE)
-    assert found is not None
-    period_s = found.more / DIFFERENCE
+    pace = paced(
+        run, (batches << times for times in range(REPETITIONS.most_streams)), REPETITIONS.batches
+    )
+    assert pace is not None
+    period_s = pace.more / REPETITIONS.batches
     busy = sum(busy_s(graph, costs).values())
     available = period_s * len(graph.devices)
-    curves = memory_of(found.longest, graph, costs)
+    curves = memory_of(pace.longest, graph, costs)
     return Steady(
         period_s,
-        found.is_common,
+        pace.is_common,
         1 - busy / available if available else 0.0,
         tuple(max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)),
         sum(simulated),
@@ -161,4 +155,4 @@ def record(graph: StageGraph, costs: StepCosts, *, batches: int | None = None) -
 
 def shown(graph: StageGraph) -> int:
     """Mini-batches of a timeline that is asked for without saying how many."""
-    return 2 * max(units_held(graph, s) for s in range(len(graph))) + SHOWN
+    return 2 * max(units_held(graph, s) for s in range(len(graph))) + REPETITIONS.shown

@@ -60,19 +60,19 @@ def summing_s(costs: StepCosts) -> Mapping[int, float]:
     """Per stage, how much longer the last backward is for the sums that begin in it; those of
     several stages begin in the last one of them.
     """
-    found: defaultdict[int, float] = defaultdict(float)
+    seconds: defaultdict[int, float] = defaultdict(float)
     for work in costs.all_reduces():
-        found[work.stages[0]] += work.device_s
-    return found
+        seconds[work.stages[0]] += work.device_s
+    return seconds
 
 
 def final_pieces(sums: Iterable[Sum]) -> Mapping[int, Mapping[int, list[int]]]:
     """Per stage and operator, the pieces whose gradients are final there behind that."""
-    found: dict[int, dict[int, list[int]]] = {}
+    pieces: dict[int, dict[int, list[int]]] = {}
     for piece, work in enumerate(sums):
         for stage, operator in zip(work.stages, work.final, strict=True):
-            found.setdefault(stage, {}).setdefault(operator, []).append(piece)
-    return found
+            pieces.setdefault(stage, {}).setdefault(operator, []).append(piece)
+    return pieces
 
 
 def gradient_marks(
@@ -90,13 +90,13 @@ def gradient_marks(
         samples: on the device.
         backward_s: its seconds.
     """
-    found: dict[float, list[int]] = defaultdict(list)
+    final_at: dict[float, list[int]] = defaultdict(list)
     for operator, final in pieces.items():
         share = costs.gradient_share(stage, samples, operator)
-        found[min(share * backward_s, backward_s)] += final
-    at_end = tuple(sorted(found.pop(backward_s, ())))
+        final_at[min(share * backward_s, backward_s)] += final
+    at_end = tuple(sorted(final_at.pop(backward_s, ())))
     marks, passed = [], 0.0
-    for seconds, final in sorted(found.items()):
+    for seconds, final in sorted(final_at.items()):
         marks.append(Mark(seconds - passed, tuple(sorted(final))))
         passed = seconds
     rest_s = backward_s - sum(mark.seconds for mark in marks)

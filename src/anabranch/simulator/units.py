@@ -82,13 +82,13 @@ class ComputeUnits:
     @cached_property
     def slices(self) -> Mapping[int, list[tuple[int, ...]]]:
         """Per device, of its stages: index, samples of the first and the last slice."""
-        found: dict[int, list[tuple[int, ...]]] = {device: [] for device in self._device}
+        by_device: dict[int, list[tuple[int, ...]]] = {device: [] for device in self._device}
         for (s, device), replica in self._replica_of.items():
             last = self._graph.num_microbatches(s) - 1
             cuts = (self._graph.slice(s, i, replica) for i in (0, last))
             sizes = (stop - start for start, stop in cuts)
-            found.setdefault(device, []).append((s, *sizes))
-        return found
+            by_device.setdefault(device, []).append((s, *sizes))
+        return by_device
 
     def has_update(self, stage: int) -> bool:
         """Return True if a stage has gradients to sum, or takes time to update."""

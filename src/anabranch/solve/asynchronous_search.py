@@ -35,8 +35,6 @@ from anabranch.weights import (
 
 BUDGET = SearchBudget(improvement=50_000)
 
-LONGER = 2.0
-"""Multiple of the best period up to which a proposal is a start of the search."""
 
 _ANY_STAGES = ("auto", "graphpipe", "exhaustive")
 """Planners whose stages may be any: where no proposal of theirs fits, every partition is tried."""
@@ -213,7 +211,7 @@ class AsynchronousSearch:
         planner = self._proposals.planner
         if not isinstance(planner, AsynchronousPlanner):
             return
-        starts = [replace(graph, batch_size=self._batch_size) for graph in judge.ranked(LONGER)]
+        starts = [replace(graph, batch_size=self._batch_size) for graph in judge.ranked()]
         held = versions_of_flight(policy, last_update=self._last_update)
         search = planner.without_flush(self._cost, self._sizes(policy), starts, held)
         allowed = judge.simulated + BUDGET.simulation

@@ -42,19 +42,17 @@ from anabranch.cost import CostModel
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.model import Floats
 from anabranch.graph.opgraph import BATCH
+from anabranch.solve.settings import SETTINGS
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of ``busy`` in a mean with ``summed``; each gives a bound, and the largest holds."""
-
-ROUNDING = 1e-4
-"""Share of the bound that it may be too low: where the search for it ends."""
 
 
 def step_bound(cost: CostModel, batch_size: int) -> float:
     """Seconds that a step of any plan takes at least, if each device has one stage."""
     relaxed = _Relaxation.of(cost, batch_size)
     low, high = 0.0, float(relaxed.least[0].max() + relaxed.busy[0].sum())
-    while high - low > ROUNDING * high:
+    while high - low > SETTINGS.bound_rounding * high:
         middle = (low + high) / 2
         low, high = (low, middle) if relaxed.fits(middle) else (middle, high)
     return low

@@ -10,8 +10,8 @@ operators, neighbours joined, the quickest first::
 For every partition, micro-batch size and stage: the replicas that fit memory with the versions of
 the policy; then the numbers of replicas that use all devices and make the slowest stage as quick as
 can be (``planner.toolkit``). A model that is not brought down therefore has a proposal if anything
-fits at all, unless there are more than ``MOST_TRIED`` ways to look at. The ``MOST`` stage graphs
-with the quickest slowest stages are proposed.
+fits at all, unless there are more ways to look at than ``SETTINGS.most_tried``. The stage graphs
+with the quickest slowest stages, ``SETTINGS.most_proposed`` of them, are proposed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,8 @@ from anabranch.profile.profile import Profile
 from anabranch.remembered import remembered
 from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import versions_of
+from anabranch.solve.settings import SETTINGS
 from anabranch.weights import WeightPolicy
-
-MOST_TRIED = 150_000
-"""Pairs of a partition and a micro-batch size that are looked at; some twenty seconds."""
-
-MOST = 24
-"""Stage graphs that are proposed."""
 
 
 def brought_down(profile: Profile) -> Contracted:
@@ -97,7 +92,7 @@ class EveryPartition:
             (slowest_s, graph.depth, n, graph)
             for n, (slowest_s, graph) in enumerate(self._all(sizes))
         )
-        return [graph for *_, graph in heapq.nsmallest(MOST, proposals)]
+        return [graph for *_, graph in heapq.nsmallest(SETTINGS.most_proposed, proposals)]
 
     def _all(self, sizes: Sequence[int]) -> Iterator[tuple[float, StageGraph]]:
         tried = 0
@@ -105,7 +100,7 @@ class EveryPartition:
             if not len(masks) <= self.cost.cluster.num_devices <= len(masks) * self.max_replicas:
                 continue
             tried += len(sizes)
-            if tried > MOST_TRIED:
+            if tried > SETTINGS.most_tried:
                 return
             for size in sizes:
                 chosen = self._quickest(size, masks, pairs)

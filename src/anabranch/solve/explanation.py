@@ -26,17 +26,13 @@ from anabranch.solve.floors import Floor, floors
 from anabranch.solve.simulation import scheduled
 from anabranch.solve.what_ifs import WhatIf, what_ifs
 
-WIDTH = 80
-"""Characters of a line."""
+_WIDTH, _LABEL = 80, 28
+"""Characters of a line, and of its first column."""
 
-MOST_NAMED = 4
-"""Stages, edges and changes that are named; the other stages and edges are one line each."""
-
-TOO_LITTLE = 0.0005
-"""Share of a step that is not worth a line."""
-
-LABEL = 28
-"""Characters of the first column."""
+_MOST_NAMED, _TOO_LITTLE = 4, 0.0005
+"""Stages, edges and changes that are named (other stages and edges are one line each), and the
+share of a step that is not worth a line.
+"""
 
 _FLOORS = {
     "work": "work",
@@ -119,21 +115,21 @@ class Explanation:
         """Name, seconds and remark of the parts of the step that are worth a line; the rest is one
         of them, so that they add up to it.
         """
-        graph, room = self.graph, WIDTH - LABEL - 24
+        graph, room = self.graph, _WIDTH - _LABEL - 24
         computes, messages = self._of(Cause.COMPUTE), self._of(Cause.MESSAGE)
         lines: list[tuple[str, float, str]] = []
-        for loss in computes[:MOST_NAMED]:
+        for loss in computes[:_MOST_NAMED]:
             operators = graph.stages[loss.stages[0]].operators
             names = _pair(operators[0], operators[-1], "..", room)
             lines.append((f"stage {loss.stages[0]} computes", loss.seconds, names))
-        lines.append(_others("stage", computes[MOST_NAMED:]))
-        for loss in messages[:MOST_NAMED]:
+        lines.append(_others("stage", computes[_MOST_NAMED:]))
+        for loss in messages[:_MOST_NAMED]:
             (x, y), (source, target) = loss.stages, (graph.stages[s].operators for s in loss.stages)
             ends = (source[-1], target[0]) if x < y else (source[0], target[-1])
             lines.append((f"edge {x} -> {y}", loss.seconds, _pair(*ends, "->", room)))
-        lines.append(_others("edge", messages[MOST_NAMED:]))
+        lines.append(_others("edge", messages[_MOST_NAMED:]))
         lines += [(label, self._seconds(c), remark) for c, (label, remark) in _CAUSES.items()]
-        least = self.step_s * TOO_LITTLE
+        least = self.step_s * _TOO_LITTLE
         lines = [line for line in lines if line[1] > least]
         rest_s = self.step_s - sum(seconds for _, seconds, _ in lines)
         if abs(rest_s) > least:
@@ -169,14 +165,14 @@ class Explanation:
     def _lines(self) -> Iterator[str]:
         yield "why this plan: no step can be shorter than"
         for floor in self.floors:
-            label, ms = f"{_FLOORS[floor.kind]:{LABEL}s}", _ms(floor.seconds)
-            yield f"  {label}{ms}  {shorten(floor.what, WIDTH - LABEL - 16)}"
+            label, ms = f"{_FLOORS[floor.kind]:{_LABEL}s}", _ms(floor.seconds)
+            yield f"  {label}{ms}  {shorten(floor.what, _WIDTH - _LABEL - 16)}"
         yield "the critical path of its step is"
         for label, seconds, remark in self.parts():
             share = seconds / self.step_s if self.step_s else 0.0
-            yield f"  {label:{LABEL}s}{_ms(seconds)} {share:6.1%}  {remark}"
-        yield f"  {'together':{LABEL}s}{_ms(self.step_s)} {1:6.1%}"
-        best = [what_if for what_if in self.what_ifs if self.saves(what_if) >= 0.001][:MOST_NAMED]
+            yield f"  {label:{_LABEL}s}{_ms(seconds)} {share:6.1%}  {remark}"
+        yield f"  {'together':{_LABEL}s}{_ms(self.step_s)} {1:6.1%}"
+        best = [what_if for what_if in self.what_ifs if self.saves(what_if) >= 0.001][:_MOST_NAMED]
         if not self.what_ifs and len(self.graph.devices) > 1:
             yield "the step has too many actions to simulate what would help"
         elif not best:
@@ -184,7 +180,7 @@ class Explanation:
         for what_if in best:
             head = "what would help most" if what_if is best[0] else "  then"
             yield f"{head}: {what_if.what} would save {self.saves(what_if):.1%}"
-        yield from wrap(self.verdict, WIDTH)
+        yield from wrap(self.verdict, _WIDTH)
 
 
 def explain(

@@ -8,6 +8,9 @@ from typing import Any, cast
 
 import anabranch.planner as planners
 from anabranch.planner.base import Planner
+from anabranch.plans.in_flight import with_in_flight
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
 from anabranch.schedule import rule_named
 
 
@@ -78,3 +81,22 @@ def check_arguments(
         raise ValueError(
             f"the micro-batch size {microbatch_size} is larger than the batch size {batch_size}"
         )
+
+
+def start_of(
+    start: Plan, planner: str, batch_size: int, microbatch_size: int | None, mode: str
+) -> StageGraph:
+    """The stages of a plan to begin with, for batches of this size."""
+    if planner not in ("auto", "chain") or mode != "sync" or start.mode != "sync":
+        raise ValueError(
+            f"only planner auto begins with a plan, in mode sync and with a plan for it; this is "
+            f"planner {planner} in mode {mode} and a plan for mode {start.mode}"
+        )
+    sizes = sorted({stage.microbatch_size for stage in start.stage_graph.stages})
+    if microbatch_size is not None and sizes != [microbatch_size]:
+        raise ValueError(
+            f"the plan to begin with has micro-batches of {', '.join(map(str, sizes))} samples, "
+            f"not of {microbatch_size}; leave the micro-batch size out"
+        )
+    graph = replace(start.stage_graph, batch_size=batch_size)
+    return with_in_flight(graph, [0] * len(graph))

@@ -34,22 +34,9 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.prices import prices_of
 from anabranch.profile.profile import Profile
 from anabranch.solve.search import plan as search
+from anabranch.solve.settings import SETTINGS
 from anabranch.solve.simulation import checked_run, foreseen, scheduled, simulate
 from anabranch.timeline import Timeline
-
-WORTH = 0.05
-"""Share of the step that another plan has to gain by prediction: errors of predictions are as
-large.
-"""
-
-EVEN = 0.15
-"""Devices whose speeds differ by less than this share count as equal: what a busy machine does to a
-piece of work of some milliseconds.
-"""
-
-
-_TURNS = 4
-"""Searches after each other, at most, where devices differ; two or three find nothing more."""
 
 _Pass = tuple[int, bool]
 """A stage, and whether it is its forward."""
@@ -71,7 +58,7 @@ class Measured:
         """Device -> how many times as long it computes as the fast half do."""
         usual = statistics.median_low(self.yardstick_s)
         ratios = [seconds / usual for seconds in self.yardstick_s]
-        if max(ratios) < (1 + EVEN) * min(ratios):
+        if max(ratios) < (1 + SETTINGS.even) * min(ratios):
             return {}
         return dict(zip(devices, ratios, strict=True))
 
@@ -98,7 +85,7 @@ class Change:
 
     def repays(self, steps: int, cost_s: float) -> bool:
         """Return True if the gain exceeds errors of prediction and so many steps repay the cost."""
-        return self.gain_s > WORTH * self.now_s and self.gain_s * steps > cost_s
+        return self.gain_s > SETTINGS.worth * self.now_s and self.gain_s * steps > cost_s
 
 
 @dataclass(frozen=True)
@@ -137,7 +124,7 @@ class Replanner:
         profile = self._corrected(plan, measured, slower)
         best, best_s = plan, self._step_s(plan, profile, slower)
         now_s = best_s
-        for turn in range(_TURNS if slower else 1):
+        for turn in range(SETTINGS.turns if slower else 1):
             before_s = best_s
             for proposal in self._proposals(best, profile, slower, anew=turn == 0):
                 seconds = self._step_s(proposal, profile, slower)

@@ -8,21 +8,15 @@ from anabranch.cost import CostModel
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.solve.floors import least_s_per_sample
-
-LEAST_GAIN = 0.02
-"""Share of the step that a rewrite has to save; less is within the error of measured operators."""
-
-HEAVY = 0.5
-"""Share of the step that a table has to take by itself for ``splits_of_tables`` to cut it. With 26
-tables on 64 devices, each of them 89 % of the step, two parts make the step 1.35x shorter; of
-dlrm's, 5 to 21 % of the step, parts are worth nothing."""
+from anabranch.solve.settings import SETTINGS
 
 
 def splits_of_tables(plan: Plan, profile: Profile) -> list[str]:
     """Rewrites that cut the embedding tables which hold up a plan, as far as devices are left.
 
-    A table is heavy where looking up, summing and updating its rows alone takes ``HEAVY`` of the
-    step. There are as many parts of each as devices suffice for, a power of two.
+    A table is heavy where looking up, summing and updating its rows alone takes the share
+    ``SETTINGS.heavy`` of the step. There are as many parts of each as devices suffice for, a
+    power of two.
     """
     if plan.machines is None:
         return []
@@ -35,7 +29,7 @@ def splits_of_tables(plan: Plan, profile: Profile) -> list[str]:
         for name in op.parameters
         if cost.parameters[name].table is not None
     ]
-    heavy = [name for name, seconds in tables if seconds > HEAVY * plan.figures.step_s]
+    heavy = [name for name, seconds in tables if seconds > SETTINGS.heavy * plan.figures.step_s]
     if not heavy or 2 * len(heavy) > plan.machines.num_devices:
         return []
     parts = 1 << (plan.machines.num_devices // len(heavy)).bit_length() - 1
@@ -52,7 +46,7 @@ def choose_rewrite(written: Plan | None, rewritten: Sequence[Plan]) -> Plan | No
     best = min(rewritten, key=lambda plan: plan.figures.step_s, default=None)
     if written is None or best is None:
         return written or best
-    is_shorter = best.figures.step_s < (1 - LEAST_GAIN) * written.figures.step_s
+    is_shorter = best.figures.step_s < (1 - SETTINGS.least_gain) * written.figures.step_s
     return best if is_shorter else written
 
 

@@ -17,28 +17,24 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import Improving, Planner
 from anabranch.plans.check import require
-from anabranch.plans.in_flight import with_in_flight
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
-from anabranch.simulator.stage_costs import stage_costs
 from anabranch.solve.asynchronous_search import AsynchronousSearch
 from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.improvement import improve as improve_on
 from anabranch.solve.phases import Phases, collect, to_its_end
-from anabranch.solve.planner_options import check_arguments, planner_with
+from anabranch.solve.planner_options import check_arguments, planner_with, start_of
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes
+from anabranch.solve.sharing import judge_of_sharing, share
 from anabranch.solve.simulation import AUTO, checked_run, figures_of
 from anabranch.solve.splitting import split_backwards
 from anabranch.weights import OptimizerFacts
 
 BUDGET = SearchBudget()
-
-WORTH_SHARING = 0.001
-"""Share of the step that replicas which share the optimizer's state have to save."""
 
 
 def plan(
@@ -120,7 +116,7 @@ def plan(
     )
     begin = None
     if start is not None:
-        begin = _start(start, planner, batch_size, microbatch_size, mode)
+        begin = start_of(start, planner, batch_size, microbatch_size, mode)
     if mode == "async":
         if sparse_embeddings:
             raise ValueError("sparse_embeddings is for mode sync; without a flush, leave it out")
@@ -178,9 +174,12 @@ class _StepSearch:
             judge = self._first_that_fits(cost, proposals)
         if may_share and phases.stop is None:
             shared = replace(cost, shard_optimizer=True)
-            sharing = Judge(ShortestStep(shared, self.schedules))
-            sharing.best_s = limit = judge.best_s * (1 - WORTH_SHARING)
-            phases.run("simulate_s", lambda: _share(judge, sharing, improving, cost, shared))
+            sharing = judge_of_sharing(judge, shared, self.schedules)
+            limit = sharing.best_s
+            phases.run(
+                "simulate_s",
+                lambda: share(judge, sharing, improving, cost, shared, BUDGET.simulation),
+            )
             if sharing.best_s < limit:
                 judge, cost = sharing, shared
         if improving is not None and self.improve and phases.stop is None:
@@ -244,43 +243,6 @@ class _StepSearch:
         raise KeyboardInterrupt
 
 
-def _share(
-    judge: Judge,
-    sharing: Judge,
-    improving: Improving | None,
-    cost: CostModel,
-    shared: CostModel,
-) -> None:
-    """Judge proposals again, those that may gain where replicas share the optimizer's state."""
-    near: Iterable[StageGraph]
-    if improving is not None:
-        known = filter(_is_replicated, (*judge.seconds(), *judge.unfit))
-        near = improving.sharing(known, sharing.best_s)
-    else:
-        gaining = _may_gain(judge, sharing.best_s, shared, cost)
-        near = filter(_is_replicated, (*gaining, *judge.unfit))
-    sharing.consider(near, BUDGET.simulation, in_order=True)
-
-
-def _start(
-    start: Plan, planner: str, batch_size: int, microbatch_size: int | None, mode: str
-) -> StageGraph:
-    """The stages of a plan to begin with, for batches of this size."""
-    if planner not in ("auto", "chain") or mode != "sync" or start.mode != "sync":
-        raise ValueError(
-            f"only planner auto begins with a plan, in mode sync and with a plan for it; this is "
-            f"planner {planner} in mode {mode} and a plan for mode {start.mode}"
-        )
-    sizes = sorted({stage.microbatch_size for stage in start.stage_graph.stages})
-    if microbatch_size is not None and sizes != [microbatch_size]:
-        raise ValueError(
-            f"the plan to begin with has micro-batches of {', '.join(map(str, sizes))} samples, "
-            f"not of {microbatch_size}; leave the micro-batch size out"
-        )
-    graph = replace(start.stage_graph, batch_size=batch_size)
-    return with_in_flight(graph, [0] * len(graph))
-
-
 def notes_on(profile: Profile) -> list[str]:
     """Remarks on a profile for readers of its figures."""
     notes = ["times are taken as proportional to samples"] if profile.proportional else []
@@ -300,27 +262,3 @@ def _new_garbage_only() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _may_gain(judge: Judge, limit: float, cost: CostModel, unshared: CostModel) -> list[StageGraph]:
-    """Proposals of a judge, of a search without, that may take less than a limit where replicas
-    share the optimizer's state: an update took long, or there is memory for a faster way to run.
-    """
-
-    def least_s(proposal: StageGraph, seconds: float) -> float:
-        """Its seconds, less what its longest update is shortened by, if that may be enough."""
-        size = proposal.batch_size
-        updates = (stage_costs(unshared, s, size).update_s for s in proposal.stages)
-        if seconds - max(updates) > limit:  # which is known, unlike what is left of them
-            return seconds
-        return seconds - max(
-            stage_costs(unshared, stage, size).update_s - stage_costs(cost, stage, size).update_s
-            for stage in proposal.stages
-        )
-
-    known = {p: least_s(p, seconds) for p, seconds in judge.seconds().items()}
-    return sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
-
-
-def _is_replicated(graph: StageGraph) -> bool:
-    return any(stage.replicas > 1 for stage in graph.stages)

@@ -20,16 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anabranch.schedule.schedule import Action
+from anabranch.solve.settings import SETTINGS
 from anabranch.timeline import Span, Timeline
 
 DEVICE_TIMES, LINK_TIMES = 1.4, 3.0
-"""Factors over the others from which a device, or a link, is called slow. Lower
-ones would find less and name whatever a busy machine does to one of its processes.
-"""
-
-SHARE = 0.05
-"""Share of the step that a straggler costs at least."""
-
+"""Factors over the others from which a device, or a link, is called slow. Lower ones would name
+whatever a busy machine does to one of its processes."""
 
 _Seconds = dict[tuple[int, ...], list[float]]
 """Device, or both ends of a link -> its times."""
@@ -78,12 +74,13 @@ def stragglers(
             for link, seconds in _awaited(timeline):
                 links[link].append(seconds)
         slow += _slow(links, _transfers(predicted), LINK_TIMES)
-    worst = (straggler for straggler in slow if straggler.seconds > SHARE * step_s)
+    least_s = SETTINGS.straggler_share * step_s
+    worst = (straggler for straggler in slow if straggler.seconds > least_s)
     return sorted(worst, key=lambda straggler: -straggler.seconds)
 
 
 def _slow(measured: _Seconds, expected: _Seconds, least: float) -> list[Straggler]:
-    """What takes more than so many times as long as the others; ``expected`` is of one step."""
+    """Those that take more than so many times as long as others; ``expected`` is of one step."""
     predicted_s = {key: statistics.median(seconds) for key, seconds in expected.items()}
     ratios = {
         key: statistics.median(seconds) / predicted_s[key]

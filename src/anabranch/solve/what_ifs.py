@@ -21,10 +21,8 @@ from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import step_seconds
 from anabranch.solve.floors import least_s_per_sample
+from anabranch.solve.settings import SETTINGS
 from anabranch.timeline import Timeline
-
-MOST_COMPUTES = 100_000
-"""Computes of all changed steps together at most, some two seconds; other changes are left out."""
 
 FREE_BANDWIDTH = 1e30
 """Bytes/s of a link that is as good as infinitely fast."""
@@ -71,7 +69,7 @@ def what_ifs(graph: StageGraph, schedule: str, cost: CostModel, timeline: Timeli
         timeline: the step as it is.
     """
     results = []
-    affordable = MOST_COMPUTES // max(len(timeline.spans), 1)
+    affordable = SETTINGS.most_computes // max(len(timeline.spans), 1)
     # A change that is not asked for is not priced either.
     for change, what, costs in islice(_changes(graph, cost, timeline), affordable):
         stages = costs.graph

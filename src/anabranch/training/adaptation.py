@@ -22,7 +22,8 @@ from anabranch.plans.plan import Plan
 from anabranch.record import RECORDED_STEPS
 from anabranch.runtime import texts
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.solve.replanning import WORTH, Measured, Replanner
+from anabranch.solve.replanning import Measured, Replanner
+from anabranch.solve.settings import SETTINGS
 from anabranch.solve.stragglers import stragglers
 from anabranch.timeline import Timeline
 from anabranch.training.events import LookEvent, PlanEvent
@@ -139,7 +140,7 @@ class Adaptation:
                 self._is_over = True
                 now = f"a step took {step_s * 1e3:.4g} ms, and {before_s * 1e3:.4g} ms before"
                 return before, f"back to the plan before, for {now}"
-        if abs(step_s - self._settled_s) < WORTH * step_s:
+        if abs(step_s - self._settled_s) < SETTINGS.worth * step_s:
             return None, ""
         done, total = len(loop.reporter.losses), loop.reporter.total
         # A run without a known end is taken to be half done.

@@ -80,3 +80,24 @@ def with_sizes(captured: Captured, plan: Plan, sizes: Mapping[int, int]) -> Plan
     sized = rule_named(plan.schedule).warm_up(sized)
     prepare(captured, sized)
     return replace(plan, stage_graph=sized)
+
+
+def one_after_the_other(captured: Captured, plan: Plan) -> Plan:
+    """The same stages on one device; where batch normalisation has the samples of a replica, with
+    micro-batches of so many, if replicas have equal parts of them.
+    """
+    graph = plan.stage_graph
+    stages = tuple(replace(stage, devices=graph.devices[:1]) for stage in graph.stages)
+    alone = replace(plan, stage_graph=replace(graph, stages=stages))
+    parted = [(s, stage) for s, stage in enumerate(graph.stages) if stage.replicas > 1]
+    if not captured.graph.normalised or any(p.microbatch_size % p.replicas for _, p in parted):
+        return alone
+    sizes = {s: stage.microbatch_size // stage.replicas for s, stage in parted}
+    return with_sizes(captured, alone, sizes) if sizes else alone
+
+
+def on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
+    """The same batch through one stage of all operators, in micro-batches of a size."""
+    names = tuple(op.name for op in captured.graph.ops)
+    graph = StageGraph((Stage(names, (0,), size),), (), plan.stage_graph.batch_size)
+    return replace(plan, stage_graph=rule_named("1f1b").warm_up(graph), schedule="1f1b")

@@ -29,7 +29,7 @@ from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.loss_kinds import told_normalised, told_stateful
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.plan import Plan
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
@@ -47,8 +47,13 @@ from anabranch.runtime.reference import (
     reference,
     require_repeatable,
 )
-from anabranch.schedule import rule_named
-from anabranch.verification.even import even_plan, in_several, with_sizes, workable
+from anabranch.verification.even import (
+    even_plan,
+    in_several,
+    on_one_device,
+    one_after_the_other,
+    workable,
+)
 from anabranch.verification.result import CAPTURED, SAME_STAGES, SLICES, WHOLE, VerifyResult
 from anabranch.workload import Batch, Workload
 
@@ -142,9 +147,9 @@ def verify(
         captured, batch, slices, by_sample=by_sample, has_one_slicing=has_one_slicing
     )
     has_whole = not (is_random or captured.graph.normalised or captured.graph.stateful)
-    alone = _one_after_the_other(captured, plan)
+    alone = one_after_the_other(captured, plan)
     if against == CAPTURED:
-        alone = _on_one_device(captured, plan, slices[0][1])
+        alone = on_one_device(captured, plan, slices[0][1])
 
     def one_rank(plan: Plan, *, check_memory: bool = True) -> tuple[float, dict[str, Tensor]]:
         """Loss, and the gradients of the parameters that this rank holds."""
@@ -258,27 +263,6 @@ def _require_signal(expected: Reference) -> None:
             "any pipeline would have; give a batch that the model has something to learn from "
             "(a contrastive loss needs two samples, a masked one a sample with a label)"
         )
-
-
-def _one_after_the_other(captured: Captured, plan: Plan) -> Plan:
-    """The same stages on one device; where batch normalisation has the samples of a replica, with
-    micro-batches of so many, if replicas have equal parts of them.
-    """
-    graph = plan.stage_graph
-    stages = tuple(replace(stage, devices=graph.devices[:1]) for stage in graph.stages)
-    alone = replace(plan, stage_graph=replace(graph, stages=stages))
-    parted = [(s, stage) for s, stage in enumerate(graph.stages) if stage.replicas > 1]
-    if not captured.graph.normalised or any(p.microbatch_size % p.replicas for _, p in parted):
-        return alone
-    sizes = {s: stage.microbatch_size // stage.replicas for s, stage in parted}
-    return with_sizes(captured, alone, sizes) if sizes else alone
-
-
-def _on_one_device(captured: Captured, plan: Plan, size: int) -> Plan:
-    """The same batch through one stage of all operators, in micro-batches of a size."""
-    names = tuple(op.name for op in captured.graph.ops)
-    graph = StageGraph((Stage(names, (0,), size),), (), plan.stage_graph.batch_size)
-    return replace(plan, stage_graph=rule_named("1f1b").warm_up(graph), schedule="1f1b")
 
 
 def _fetched(result: Reference) -> Reference:

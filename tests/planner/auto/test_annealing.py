@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from anabranch import forked
+from anabranch.compiled import forked
 from anabranch.planner.auto.annealing import Annealing
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.settings import Settings

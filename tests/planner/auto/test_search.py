@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from anabranch import forked
+from anabranch.compiled import forked
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
 from anabranch.planner.auto.search import Search
 from anabranch.planner.auto.settings import SETTINGS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.worker import Run
+from anabranch.runtime.worker import BatchRun
 from anabranch.schedule.schedule import Kind
 from anabranch.weights import POLICIES
 from tests.runtime.asynchronous.models import batches, cut, halving
@@ -33,18 +33,18 @@ def logged(pipe: AsyncPipeline) -> list[str]:
     log: list[str] = []
     update: Any = pipe._stream._learn
 
-    def do(run: Run, kind: Kind, microbatch: int) -> bool:
+    def do(run: BatchRun, kind: Kind, microbatch: int) -> bool:
         has_any = passes(run, kind, microbatch)
         if has_any:
             log.append(f"{kind}{run.number}.{microbatch}")
         return has_any
 
-    def learn(run: Run | None, blame: bool, minibatches: int) -> None:
+    def learn(run: BatchRun | None, blame: bool, minibatches: int) -> None:
         update(run, blame, minibatches)
         log.append("-*" if run is None else f"{log.pop()}*")
 
-    passes = Run.do
-    Run.do = do  # type: ignore[method-assign]  # in this rank, which ends with the test
+    passes = BatchRun.do
+    BatchRun.do = do  # type: ignore[method-assign]  # in this rank, which ends with the test
     pipe._stream._learn = learn
     return log
 

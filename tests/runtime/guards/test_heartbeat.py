@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.runtime.guards.heartbeat import PATIENCE_S, Watch, default_timeout_s
+from anabranch.runtime.guards.heartbeat import Watch, default_timeout_s
 from anabranch.runtime.guards.position import Phase, Position
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.schedule.schedule import Action, Kind
 
 FORWARD = Action(1, Kind.FORWARD, 3)
@@ -82,8 +83,8 @@ def test_a_process_that_is_stopped_is_named_though_others_go_on():
 )
 def test_what_may_take_long_is_no_stall_before_its_own_limit(slow: list[int]):
     """A first step compiles, an evaluation has code of its own, a file may be large."""
-    assert found(at(Phase.SUMS), slow, now=PATIENCE_S) == ""
-    assert found(at(Phase.SUMS), slow, now=PATIENCE_S + 2).startswith("rank 1 has not")
+    assert found(at(Phase.SUMS), slow, now=TIMEOUTS.patience_s) == ""
+    assert found(at(Phase.SUMS), slow, now=TIMEOUTS.patience_s + 2).startswith("rank 1 has not")
 
 
 def test_who_goes_on_holds_nobody_up():

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.guards import interrupt
 from anabranch.runtime.guards.interrupt import INTERRUPT, listening
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.training import JsonLines, train, train_async
 from tests.runtime.small import (
     Batch,
@@ -225,7 +227,7 @@ def test_who_insists_ends_at_once(
     number: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second signal that is no echo."""
-    monkeypatch.setattr(interrupt, "_ECHO_S", -1.0)
+    monkeypatch.setattr(interrupt, "TIMEOUTS", replace(TIMEOUTS, echo_s=-1.0))
     with listening():
         os.kill(os.getpid(), number)
         with pytest.raises(error):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anabranch.runtime.guards.same_batch import (
-    RECENT_INTS,
+    DIGESTS,
     BatchWatch,
     RecentBatches,
     all_alike,
@@ -111,7 +111,7 @@ def test_batches_of_two_pipelines_in_one_process_are_not_compared():
 
 def test_only_the_last_batches_are_kept():
     """A rank that is further ahead is not compared any more."""
-    many = [bytes([i]) for i in range(RECENT_INTS + 1)]
+    many = [bytes([i]) for i in range(DIGESTS.recent_ints + 1)]
     assert watched(begun(b"x"), begun(*many)) == ""
     assert watched(begun(b"x"), begun(*many[:-1])).startswith("rank 1 has another")
 

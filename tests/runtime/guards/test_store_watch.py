@@ -9,7 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.guards.same_batch import RECENT_BATCHES, RECENT_INTS, RecentBatches
+from anabranch.runtime.guards.same_batch import DIGESTS, RECENT_BATCHES, RecentBatches
 from anabranch.runtime.guards.shared_failure import FAILURE_KEY
 from anabranch.runtime.guards.store_watch import StoreWatch
 
@@ -23,7 +23,7 @@ def _in_step() -> Iterator[None]:
     POSITION.begin(7, Phase.SUMS)
     yield
     POSITION.__init__()
-    RECENT_BATCHES.share(memoryview(bytearray(8 * RECENT_INTS)).cast("q"))
+    RECENT_BATCHES.share(memoryview(bytearray(8 * DIGESTS.recent_ints)).cast("q"))
 
 
 def ended(store: HashStore, rank: int = 0) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.numerics.offload import SMALLEST_BYTES, Offload, Saved
+from anabranch.runtime.numerics.offload import SETTINGS, Offload, Saved
 from tests.runtime.computing import CPU, step
 from tests.runtime.small import batch, built, plan
 
@@ -54,9 +54,14 @@ def test_parameters_and_views_of_them_stay() -> None:
     """And what is too small to be worth a copy."""
     weight = nn.Parameter(torch.zeros(64, 64))
     saved = Saved([weight], None)
-    for kept in (weight, weight.t(), weight.detach()[3:], torch.zeros(SMALLEST_BYTES // 4 - 1)):
+    for kept in (
+        weight,
+        weight.t(),
+        weight.detach()[3:],
+        torch.zeros(SETTINGS.smallest_bytes // 4 - 1),
+    ):
         assert saved.pack(kept) is kept
-    assert saved.pack(torch.zeros(SMALLEST_BYTES // 4)) is not None
+    assert saved.pack(torch.zeros(SETTINGS.smallest_bytes // 4)) is not None
     assert len(saved._entries) == 1
 
 

@@ -29,7 +29,7 @@ class Sites:
         self.refused: dict[str, str] = {}
 
     def wants(self, name: str) -> bool:
-        """Whether a site is to be rewritten if it can be."""
+        """Return True if a site is to be rewritten if it can be."""
         return self._wanted is None or name in self._wanted
 
     def reasons(self) -> str:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
-from anabranch import forked
+from anabranch.compiled import forked
 from anabranch.planner.auto.draft import Draft, both
 from anabranch.planner.auto.moves import MOVES, draw
 from anabranch.planner.auto.settings import SETTINGS, Settings
@@ -62,11 +62,11 @@ class Annealing:
             try:
                 ways = forked.run_each(self._anneal, given)
             except KeyboardInterrupt:
-                self._keep(found for passed in self._under_way for found in passed)
+                self._keep(drafted for passed in self._under_way for drafted in passed)
                 raise
             chosen = [end for end, _ in ways]
             self._ends += chosen
-            self._keep(found for _, passed in ways for found in passed)
+            self._keep(drafted for _, passed in ways for drafted in passed)
 
     def _anneal(
         self, way: tuple[AnnealedDraft, int, float]
@@ -95,7 +95,7 @@ class Annealing:
             if seconds < limit:
                 here = AnnealedDraft(seconds, draft, here.start, here.moves + 1)
                 passed.append(here)
-        quickest = {found.seconds: found for found in sorted(passed, key=_seconds)}
+        quickest = {annealed.seconds: annealed for annealed in sorted(passed, key=_seconds)}
         if (best := min(passed, key=_seconds)) is start:
             best = start._replace(stuck=True)
         return best, [*quickest.values()][: settings.proposed]
@@ -105,22 +105,22 @@ class Annealing:
         drafts of one way are alike, and so are the errors of their seconds.
         """
         ordered = (*sorted(self._ends, key=_seconds), *sorted(self._found.values(), key=_seconds))
-        return [*{found.seconds: found for found in ordered}.values()][:count]
+        return [*{annealed.seconds: annealed for annealed in ordered}.values()][:count]
 
     def _promising(self, starts: Iterable[Draft]) -> list[AnnealedDraft]:
         """Starts that can run, unlike each other."""
-        found = [
+        annealed = [
             AnnealedDraft(self._evaluate(draft, math.inf), draft, number)
             for number, start in enumerate(starts)
             for draft in both(start)
         ]
-        unlike = _unlike(entry for entry in found if entry.seconds < math.inf)
+        unlike = _unlike(entry for entry in annealed if entry.seconds < math.inf)
         self._keep(unlike)
         return unlike
 
     def _keep(self, passed: Iterable[AnnealedDraft]) -> None:
-        for found in passed:
-            self._found.setdefault(found.seconds, found)
+        for annealed in passed:
+            self._found.setdefault(annealed.seconds, annealed)
 
 
 def _unlike(found: Iterable[AnnealedDraft]) -> list[AnnealedDraft]:

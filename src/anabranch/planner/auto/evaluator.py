@@ -80,7 +80,7 @@ class Evaluator:
         edges = min(len(readers), devices * devices) + devices
         home, owner = np.zeros(len(cost.graph), np.int32), np.zeros(devices, np.int32)
         given = home, owner, np.zeros(devices, SETUP).view(np.recarray)
-        problem = tables.Problem(
+        problem = tables.PricedModel(
             records(tables.Numbers, [numbers]),
             *_seconds(cost),
             _bytes(cost),

@@ -189,12 +189,12 @@ def gather_stage(draft: Draft, space: Space, rng: Random) -> Draft | None:
         return None
     s = _below(draft.num_stages, rng)
     inside = np.arange(len(draft.owner)) // node == _below(len(draft.owner) // node, rng)
-    mine, others = _where((draft.owner == s) & ~inside), _where((draft.owner != s) & inside)
-    some = min(len(mine), len(others))
+    held, others = _where((draft.owner == s) & ~inside), _where((draft.owner != s) & inside)
+    some = min(len(held), len(others))
     if not some:
         return None
     owner = draft.owner.copy()
-    owner[mine[:some]], owner[others[:some]] = draft.owner[others[:some]], s
+    owner[held[:some]], owner[others[:some]] = draft.owner[others[:some]], s
     return draft._replace(owner=owner)
 
 
@@ -224,11 +224,11 @@ def resize(draft: Draft, space: Space, rng: Random, *, one: bool = False) -> Dra
         return None
     some = _below(draft.num_stages, rng) if one else _ALL
     sizes = np.array(space.sizes)
-    found = np.searchsorted(sizes, draft.setups["microbatch"][some])
-    found += 1 if rng.random() < 0.5 else -1
-    if found.min() < 0 or found.max() >= len(sizes):
+    places = np.searchsorted(sizes, draft.setups["microbatch"][some])
+    places += 1 if rng.random() < 0.5 else -1
+    if places.min() < 0 or places.max() >= len(sizes):
         return None
-    return _set_up(draft, some, "microbatch", sizes[found])
+    return _set_up(draft, some, "microbatch", sizes[places])
 
 
 def regroup(draft: Draft, space: Space, rng: Random) -> Draft | None:

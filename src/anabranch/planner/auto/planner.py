@@ -138,25 +138,26 @@ class Auto:
         if coarse is not None:
             del sources["even"]  # takes longer than all others there
             sources = {COARSER: self._expanded(coarse, problem), **sources}
-        found, last = False, [name for name in sources if name in STARTS][-1]
+        any_found, last = False, [name for name in sources if name in STARTS][-1]
         for name, graphs in sources.items():
             try:
                 for graph in graphs:
                     if max(stage.replicas for stage in graph.stages) <= problem.most_replicas:
-                        found = True
+                        any_found = True
                         yield name if name == COARSER else f"planner {name}", graph
             except (BudgetError, InfeasiblePlanError):
-                if name == last and not found:
+                if name == last and not any_found:
                     raise
 
     def _expanded(self, coarse: Coarse, problem: Problem) -> Iterator[StageGraph]:
         part, size = coarse.factor, problem.microbatch_size
-        found = replace(self, shape="graph", max_replicas=max(problem.most_replicas // part, 1))(
+        planner = replace(self, shape="graph", max_replicas=max(problem.most_replicas // part, 1))
+        coarse_graphs = planner(
             coarse.cost,
             batch_size=problem.batch_size // part,
             microbatch_size=size and size // part,
         )
-        yield from map(coarse.expand, found)
+        yield from map(coarse.expand, coarse_graphs)
 
     def _proposed(self, name: str, problem: Problem) -> Iterator[StageGraph]:
         """The proposals of a planner, with the options that it shares. Data parallelism is proposed

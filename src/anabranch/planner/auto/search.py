@@ -55,17 +55,20 @@ class Search:
                 annealing.search(drafts, self._evaluations)
         finally:
             quickest: dict[str, AnnealedDraft] = {}
-            for found in annealing.promising:  # so that the judge has a plan of each planner first
-                quickest.setdefault(names[found.start], found)
-            for found in (*quickest.values(), *annealing.best(SETTINGS.proposed)):
-                graph = self._stages(found.draft)
+            # The judge is to have a plan of each planner first.
+            for annealed in annealing.promising:
+                quickest.setdefault(names[annealed.start], annealed)
+            for annealed in (*quickest.values(), *annealing.best(SETTINGS.proposed)):
+                graph = self._stages(annealed.draft)
                 if not self._space.flush or suits(graph, self._space.cost):
                     self._likely.append(graph)
                     if graph not in self._origins:
-                        changes = f"{found.moves} local change{'s' if found.moves != 1 else ''}"
+                        moves = annealed.moves
+                        changes = f"{moves} local change{'s' if moves != 1 else ''}"
                         yield self._remember(
                             graph,
-                            f"improved by {changes}; started from the plan of {names[found.start]}",
+                            f"improved by {changes}; started from the plan of "
+                            f"{names[annealed.start]}",
                         )
 
     def likely(self) -> list[StageGraph]:
@@ -76,21 +79,21 @@ class Search:
         """Random neighbours of a stage graph, the quickest first; others when asked again."""
         seconds, centre = self._with_quicker_warm_up(graph, shared)
         limit = seconds * (1 + SETTINGS.error)
-        found: dict[float, tuple[Draft, str]] = {}
+        neighbours: dict[float, tuple[Draft, str]] = {}
         for _ in range(SETTINGS.neighbours):
             draft, moves = self._neighbour(centre)
-            found.setdefault(self._evaluate(draft, limit), (draft, moves))
-        found.pop(math.inf, None)
+            neighbours.setdefault(self._evaluate(draft, limit), (draft, moves))
+        neighbours.pop(math.inf, None)
         return [
             self._remember(self._stages(draft), f"{self.origin(graph)}, then by {moves}")
-            for draft, moves in (found[s] for s in sorted(found)[: SETTINGS.near])
+            for draft, moves in (neighbours[s] for s in sorted(neighbours)[: SETTINGS.near])
         ]
 
     def sharing(self, graphs: Iterable[StageGraph], limit: float) -> list[StageGraph]:
         """Stage graphs that may take less where replicas share optimizer state, quickest first."""
-        found = {graph: self._with_quicker_warm_up(graph, shared=True)[0] for graph in graphs}
-        near = (graph for graph in found if found[graph] < limit * (1 + SETTINGS.error))
-        return sorted(near, key=found.__getitem__)[: SETTINGS.near]
+        seconds = {graph: self._with_quicker_warm_up(graph, shared=True)[0] for graph in graphs}
+        near = (graph for graph in seconds if seconds[graph] < limit * (1 + SETTINGS.error))
+        return sorted(near, key=seconds.__getitem__)[: SETTINGS.near]
 
     def origin(self, graph: StageGraph) -> str:
         """Say how a stage graph was found."""
@@ -106,8 +109,8 @@ class Search:
 
     def _with_quicker_warm_up(self, graph: StageGraph, shared: bool) -> tuple[float, Draft]:
         draft = draft_of(graph, self._space.cost)
-        found = both(draft._replace(sharded=shared or draft.sharded))
-        return min(((self._evaluate(each, math.inf), each) for each in found), key=itemgetter(0))
+        variants = both(draft._replace(sharded=shared or draft.sharded))
+        return min(((self._evaluate(each, math.inf), each) for each in variants), key=itemgetter(0))
 
     def _remember(self, graph: StageGraph, origin: str) -> StageGraph:
         self._origins.setdefault(graph, origin)

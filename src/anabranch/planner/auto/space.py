@@ -59,5 +59,5 @@ class Space:
     @cached_property
     def joins(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Operators that read from several, with these."""
-        found = enumerate(tuple(bits(mask)) for mask in self.cost.graph.predecessors)
-        return tuple((op, others) for op, others in found if len(others) > 1)
+        sources = enumerate(tuple(bits(mask)) for mask in self.cost.graph.predecessors)
+        return tuple((op, others) for op, others in sources if len(others) > 1)

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compiled import Floats, Table, compiled
+from anabranch.planner.auto.message_tables import message_bytes, price_messages, price_sums
 from anabranch.planner.auto.stage_records import (
     EdgeRecord,
     Numbers,
-    Problem,
+    PricedModel,
     StagePiece,
     StageRecord,
     State,
@@ -25,10 +26,7 @@ from anabranch.planner.auto.stage_tables import (
     count_in_flight,
     fit_memory,
     join_stages,
-    message_bytes,
     order_edges,
-    price_messages,
-    price_sums,
     sort_stages,
     split_samples,
     sum_operators,
@@ -341,7 +339,7 @@ def step_s(
     chained: bool,
     sharded: bool,
     limit: float,
-    problem: Problem,
+    problem: PricedModel,
     state: State,
 ) -> float:
     """Seconds of a step of so many stages, or of a period without a flush; infinity where there is

@@ -148,7 +148,7 @@ class StagePiece:
     seconds: float  # of a part
 
 
-class Problem(NamedTuple):
+class PricedModel(NamedTuple):
     """A model on a cluster."""
 
     numbers: Table[Numbers]  # the only record

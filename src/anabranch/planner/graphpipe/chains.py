@@ -74,7 +74,7 @@ class SeriesChain:
 
 def tree(cost: CostModel, root: Node, most_items: int) -> SeriesChain:
     """Convert a whole decomposition to a chain."""
-    return _Builder(cost, most_items).chain(root)
+    return _ChainBuilder(cost, most_items).chain(root)
 
 
 def line(cost: CostModel, order: Iterable[int], most_items: int) -> SeriesChain:
@@ -82,7 +82,7 @@ def line(cost: CostModel, order: Iterable[int], most_items: int) -> SeriesChain:
     return tree(cost, Series(tuple(map(Leaf, order))), most_items)
 
 
-class _Builder:
+class _ChainBuilder:
     """Builds chains for one model."""
 
     def __init__(self, cost: CostModel, most_items: int) -> None:

@@ -92,20 +92,20 @@ class Piper:
         self, problem: Problem, searched: list[tuple[DownsetPrices, DownsetPairs]]
     ) -> Iterator[StageGraph]:
         """Plans of the least load: with the fewest stages, and on exactly all devices."""
-        found, stages = None, searched[0][0]
+        plans, stages = None, searched[0][0]
         for prices, space in searched:
             # What a row achieves leaves few of the nested pairs that need a closer look.
-            bound_s = found and found.load_s / max(1 + self.tolerance, ROUNDING)
+            bound_s = plans and plans.load_s / max(1 + self.tolerance, ROUNDING)
             better = least(prices, space, self.tolerance, bound_s=bound_s)
             if better is not None:
-                found, stages = better, prices
-        if found is None:
+                plans, stages = better, prices
+        if plans is None:
             return
-        few = _assembled(problem, stages, found, exact=False)
+        few = _assembled(problem, stages, plans, exact=False)
         if few is not None:
             yield few
-        whole: BoundedPlans | None = found
-        if not found.reached(exact=True):
+        whole: BoundedPlans | None = plans
+        if not plans.reached(exact=True):
             # The devices that are idle may be of no use to any of the stages.
             stages, space = searched[-1]
             whole = None if few else least(stages, space, self.tolerance, exact=True)
@@ -156,7 +156,7 @@ def least(
         kept = room >= devices
         if kept.any():
             options = stages.options(pairs[kept], room[kept], bound)
-            found = search.least(options, bound, exact=exact)
-            if found:
-                return found
+            plans = search.least(options, bound, exact=exact)
+            if plans:
+                return plans
     return None

@@ -101,12 +101,12 @@ class DownsetPrices:
             self.prices.cost.border_price(mode.replicas) * self.prices.samples(mode.replicas)
             for mode in self._plain
         )
-        found = []
+        places = []
         for start in range(0, len(pairs), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             least = pairs[some].difference(floor) + traffic[some] * crossing
-            found.append(start + np.flatnonzero(least <= bound_s * ROUNDING))
-        return np.concatenate(found)
+            places.append(start + np.flatnonzero(least <= bound_s * ROUNDING))
+        return np.concatenate(places)
 
     def fewest_devices(self, pairs: Pairs, traffic: NDArray[np.float32], bound_s: float) -> Ints:
         """Per pair, devices that a stage needs at least; ``NEVER`` if no number will do.

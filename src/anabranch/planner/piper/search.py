@@ -42,8 +42,8 @@ OPTION = np.dtype(
 
 def joined(several: Sequence[StageOptions]) -> StageOptions:
     """All of these, ascending by ``lo``; at least one."""
-    found = np.concatenate(several).view(np.recarray)
-    return found[np.argsort(found.lo, kind="stable")]
+    options = np.concatenate(several).view(np.recarray)
+    return options[np.argsort(options.lo, kind="stable")]
 
 
 @dataclass(frozen=True)
@@ -114,21 +114,21 @@ class LoadSearch:
         self, options: StageOptions, bound_s: float, *, exact: bool = False
     ) -> BoundedPlans | None:
         """The plans of the least load, up to a bound, on all devices if ``exact``; else None."""
-        found = self._plans(options, bound_s, exact)
-        if found is None:
+        best = self._plans(options, bound_s, exact)
+        if best is None:
             return None
         # Just below the floor, which may itself be the least load, also where that is 0.
         low = self.floor_s / ROUNDING - float(np.finfo(float).tiny)
-        high = float(found.options.load_s.max())
+        high = float(best.options.load_s.max())
         while high > low * (1 + self.tolerance):
-            middle = _between(found.options.load_s, low, high)
+            middle = _between(best.options.load_s, low, high)
             if middle is None:
                 break
-            better = self._plans(found.options, middle, exact)
+            better = self._plans(best.options, middle, exact)
             if better is None:
                 low = middle
             else:
-                high, found = middle, better
+                high, best = middle, better
         # Of loads that are as good, or differ by rounding alone, the one with the fewest stages.
         return self._plans(options, max(high, low * (1 + self.tolerance)) * ROUNDING, exact)
 
@@ -153,8 +153,8 @@ class LoadSearch:
         stages[-1, 0] = 0
         lo, hi, held = map(np.ascontiguousarray, (kept.lo, kept.hi, kept.held))
         _pass_stages(lo, hi, kept.devices + after[hi] - after[lo], held, stages)
-        found = BoundedPlans(kept, after, stages)
-        return found if found.reached(exact=exact) else None
+        plans = BoundedPlans(kept, after, stages)
+        return plans if plans.reached(exact=exact) else None
 
 
 def _between(loads: Floats, low: float, high: float) -> float | None:

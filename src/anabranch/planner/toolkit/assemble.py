@@ -107,10 +107,10 @@ class Assembler:
                 ]
                 for part, h in zip(current, height, strict=True)
             ]
-            found = on_exactly(total, self.prices, ways)
+            assigned = on_exactly(total, self.prices, ways)
             divisible = [s for s, part in enumerate(current) if part.mask & (part.mask - 1)]
-            if found or not divisible:
-                return found
+            if assigned or not divisible:
+                return assigned
             s = min(divisible, key=lambda s: (bool(ways[s]), -self.prices.compute_s(current[s])))
             halves = self._halves(current[s])
             current, pairs = self.arrange([*current[:s], *halves, *current[s + 1 :]])

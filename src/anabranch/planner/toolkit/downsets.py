@@ -38,16 +38,16 @@ def downsets(graph: OpGraph, budget: int) -> list[int]:
     sources = 0
     for i, needed in enumerate(graph.predecessors):
         sources |= (not needed) << i
-    found: list[int] = []
+    complete: list[int] = []
     # Per downset, the operators that may come next and stand behind all of its own.
     level = [(0, sources)]
     while level:
         level.sort()
-        found += [downset for downset, _ in level]
+        complete += [downset for downset, _ in level]
         following: list[tuple[int, int]] = []
         for child in _children(graph, level):
             following.append(child)
-            count = len(found) + len(following)
+            count = len(complete) + len(following)
             if count > budget:
                 raise BudgetError(
                     f"{graph.name or 'the model'} has at least {count:,} downsets of its "
@@ -57,7 +57,7 @@ def downsets(graph: OpGraph, budget: int) -> list[int]:
                     "the planner offers it, or allow a larger budget"
                 )
         level = following
-    return found
+    return complete
 
 
 def nested_pairs(graph: OpGraph, masks: Sequence[int], budget: int) -> Pairs:
@@ -90,10 +90,10 @@ def nested_pairs(graph: OpGraph, masks: Sequence[int], budget: int) -> Pairs:
 
 def _supersets(columns: Sequence[NDArray[np.uint64]], lower: int, first: int) -> NDArray[np.int32]:
     """Indices from ``first`` on of the downsets that hold another."""
-    found = np.flatnonzero(columns[0][first:] & columns[0][lower] == columns[0][lower])
+    supersets = np.flatnonzero(columns[0][first:] & columns[0][lower] == columns[0][lower])
     for column in columns[1:]:
-        found = found[column[first:][found] & column[lower] == column[lower]]
-    return (found + first).astype(np.int32)
+        supersets = supersets[column[first:][supersets] & column[lower] == column[lower]]
+    return (supersets + first).astype(np.int32)
 
 
 def _children(graph: OpGraph, level: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -142,8 +142,8 @@ class Problem:
             self.cost.cluster.memory_bytes,
             recompute=self.recompute,
         )
-        found = filter(prices.may, range(1, most + 1) if self.any_degree else powers)
-        return replace(prices, degrees=tuple(found))
+        degrees = filter(prices.may, range(1, most + 1) if self.any_degree else powers)
+        return replace(prices, degrees=tuple(degrees))
 
     def assembler(self, prices: MicrobatchPrices) -> Assembler:
         """Assembler of parts at these prices."""

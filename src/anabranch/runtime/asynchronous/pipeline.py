@@ -46,9 +46,10 @@ from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import BatchCheck
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.messages import channels
 from anabranch.runtime.step_totals import StepTotals
-from anabranch.runtime.worker import Run
+from anabranch.runtime.worker import BatchRun
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy
 from anabranch.workload import Batch, Workload
@@ -226,7 +227,7 @@ class AsyncPipeline(BasePipeline):
         if self._session.transport is not None:
             self._session.transport.flush()
             # An error in the user's loop on one rank also ends here, and must not be held up.
-            patience_s = min(1.0 + 4 * max(self._recent_s, default=0.0), _PATIENCE_S)
+            patience_s = min(1.0 + 4 * max(self._recent_s, default=0.0), TIMEOUTS.loop_end_s)
             key = f"{self._number}/{self.step_number}/{next(self._parted)}"
             await_all(self._mesh, key, patience_s)
 
@@ -283,7 +284,7 @@ class AsyncPipeline(BasePipeline):
         self._recent_s.append(time.perf_counter() - started)
         self._session.count()
 
-    def _note(self, run: Run) -> None:
+    def _note(self, run: BatchRun) -> None:
         """Note what came of a mini-batch that this rank has learned from."""
         self._outcomes.note(run.number, run.outcome)
         if self._recording is not None:
@@ -348,8 +349,8 @@ class AsyncPipeline(BasePipeline):
             return
         self._measured_at = self.step_number
         weights = self._stream.weights
-        mine = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
-        rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(mine))]
+        figures = [weights.peak_versions, weights.peak_bytes, self._stream.most_behind, self._stage]
+        rows = [row.tolist() for row in self._mesh.all_gather(torch.tensor(figures))]
         self.peak_versions = tuple(row[0] for row in rows)
         self.weight_bytes = tuple(row[1] for row in rows)
         self.version_difference = tuple(
@@ -378,9 +379,6 @@ class AsyncPipeline(BasePipeline):
     def _take_over(self, saved: Checkpoint) -> None:
         self._stream.weights.load(saved)
 
-
-_PATIENCE_S = 10.0
-"""Seconds that a rank that leaves a loop waits for the others at most."""
 
 _NUMBERS = count()
 """Numbers of the pipelines of this process, which all ranks make in one order."""

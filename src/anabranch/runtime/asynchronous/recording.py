@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from anabranch.runtime import texts
 from anabranch.runtime.measurement.clocks import Clock, Mark
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.worker import Run
+from anabranch.runtime.worker import BatchRun
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
 
@@ -42,7 +42,7 @@ class Recording:
     def __post_init__(self) -> None:
         self._done: list[tuple[Action, Mark, Mark]] = []
 
-    def note(self, run: Run) -> None:
+    def note(self, run: BatchRun) -> None:
         """Note the actions of a mini-batch after its update."""
         if not self.first <= run.number <= self.last:
             return

@@ -37,7 +37,7 @@ from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names
 from anabranch.runtime.session import Session
-from anabranch.runtime.worker import Run, Worker
+from anabranch.runtime.worker import BatchRun, Worker
 from anabranch.schedule.asynchronous import AsynchronousOrder
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.weights import WeightPolicy
@@ -70,7 +70,7 @@ class Stream:
         policy: WeightPolicy,
         *,
         clip: float | None,
-        learned: Callable[[Run], None],
+        learned: Callable[[BatchRun], None],
         tell: Callable[[], None],
     ) -> None:
         self._session, self._order, self._stage = session, order, stage
@@ -93,7 +93,7 @@ class Stream:
         )
         self._turns, self._per_update = order.turns[stage], order.per_update
         self._turn = order.graph.stages[stage].devices.index(session.mesh.device) % self._turns
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, BatchRun] = {}
         self._versions: dict[int, int] = {}
         self._count = self.most_behind = 0
 
@@ -182,7 +182,7 @@ class Stream:
         if run is not None:
             POSITION.begin(run.number, is_minibatch=True)
 
-    def _learn(self, run: Run | None, blame: bool, minibatches: int) -> None:
+    def _learn(self, run: BatchRun | None, blame: bool, minibatches: int) -> None:
         """Make an update from the sum of gradients of some mini-batches, if all numbers so far were
         finite.
 

@@ -143,7 +143,7 @@ class Compute(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class _BatchSlice:
     """One micro-batch of a stage on this device: ``weights`` are those of its loss and
     metrics in the batch's, ``recompute`` whether its backward begins with another forward,
     ``returned`` uses with a gradient.
@@ -190,7 +190,7 @@ class StageCompute:
         self._layout, self._graph, self._parameters = layout, graph, parameters
         self._prepared, self._place, self._seed = prepared, prepared.place, seed
         self._offload = Offload(parameters.values(), self._place)
-        self._pieces: dict[Key, _Slice] = {}
+        self._pieces: dict[Key, _BatchSlice] = {}
         self._starts: dict[int, Tensor] = {}
         self._loss_scale = loss_scale
 
@@ -231,12 +231,12 @@ class StageCompute:
             self._outcome.leaves(key, made.items(), is_gradient=False)
         return made
 
-    def _piece(self, key: Key) -> _Slice:
+    def _piece(self, key: Key) -> _BatchSlice:
         if key not in self._pieces:
             start, stop = self._layout.slice(*key)
             split = key[0] in self._split
             runnable = self._prepared.runnable(key[0], stop - start, split=split)
-            self._pieces[key] = _Slice(
+            self._pieces[key] = _BatchSlice(
                 runnable,
                 start,
                 stop - start,
@@ -251,7 +251,7 @@ class StageCompute:
         return self._offload() if wanted else nullcontext()
 
     def _call(
-        self, piece: _Slice, key: Key, inputs: list[Tensor], aliases: list[Tensor]
+        self, piece: _BatchSlice, key: Key, inputs: list[Tensor], aliases: list[Tensor]
     ) -> tuple[Tensor, ...]:
         runnable, start = piece.runnable, piece.start
         names = runnable.program.batch
@@ -294,7 +294,7 @@ class StageCompute:
         return returned
 
     def _differentiate(
-        self, piece: _Slice, key: Key, stash: _ActivationStash, arrived: Mapping[Port, Tensor]
+        self, piece: _BatchSlice, key: Key, stash: _ActivationStash, arrived: Mapping[Port, Tensor]
     ) -> dict[Port, Tensor]:
         tensors, gradients = [], []
         for port, output in stash.outputs:
@@ -325,14 +325,14 @@ class StageCompute:
         for call in self._second_halves.pop(key, ()):
             call.add_gradients()
 
-    def _recompute(self, piece: _Slice, key: Key, stash: _ActivationStash) -> _ActivationStash:
+    def _recompute(self, piece: _BatchSlice, key: Key, stash: _ActivationStash) -> _ActivationStash:
         """The forward once more, for its autograd graph."""
         results = self._call(piece, key, [leaf for _, leaf in stash.leaves], stash.aliases)
         outputs, loss = _outputs_and_loss(piece.runnable.program, results)
         return _ActivationStash(stash.leaves, stash.aliases, outputs, loss, _noted(piece))
 
 
-def _noted(piece: _Slice) -> list[CallWithWeights]:
+def _noted(piece: _BatchSlice) -> list[CallWithWeights]:
     """Return the calls of the forward that ran last whose weights can wait."""
     notes = piece.runnable.notes
     return [] if notes is None else notes.take()

@@ -10,7 +10,8 @@ holds up all others, which wait for it; that is a stall when nobody has gone on 
     rank 2   waiting for activations ...       13 s     a victim
 
 Ranks may take long without being held up: they compile in the first step, evaluate with other code,
-write large files. There the limit is ``PATIENCE_S`` at least, unless the user says otherwise.
+write large files. There the limit is ``TIMEOUTS.patience_s`` at least, unless the user says
+otherwise.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from anabranch.runtime.guards.position import (
     phase_of,
     waits,
 )
-from anabranch.runtime.guards.same_batch import RECENT_BATCHES, RECENT_INTS, BatchWatch
+from anabranch.runtime.guards.same_batch import DIGESTS, RECENT_BATCHES, BatchWatch
 
-HEARTBEAT_INTS = POSITION_INTS + RECENT_INTS
+HEARTBEAT_INTS = POSITION_INTS + DIGESTS.recent_ints
 """Integers of one rank's heartbeat: first its position, then its last batches."""
 
 FLOOR_S, FACTOR = 60.0, 100.0
@@ -37,10 +38,6 @@ FLOOR_S, FACTOR = 60.0, 100.0
 that is more. Less would find hangs sooner and take slow data, or a busy machine, for one.
 """
 
-PATIENCE_S = 600.0
-"""Seconds that start-up, the first step, an evaluation, a save and a change to another plan may
-take at least.
-"""
 
 _UNHURRIED = (Phase.START_UP, Phase.EVALUATION, Phase.HELD_OUT, Phase.SAVE, Phase.MOVE)
 
@@ -71,14 +68,16 @@ class Watch:
 
     Args:
         stall_timeout: seconds without progress that end a run; None for no limit.
-        patience: seconds for what may take long, if that is more; by default ``PATIENCE_S``.
+        patience: seconds for what may take long, if that is more; by default ``TIMEOUTS.patience_s``.
     """
 
     def __init__(
         self, num_ranks: int, stall_timeout: float | None, patience: float | None = None
     ) -> None:
         self._timeout_s = stall_timeout or float("inf")
-        self._patience_s = max(self._timeout_s, PATIENCE_S if patience is None else patience)
+        self._patience_s = max(
+            self._timeout_s, TIMEOUTS.patience_s if patience is None else patience
+        )
         self._positions: dict[int, tuple[list[int], float]] = {}
         self._batches = BatchWatch(num_ranks)
 

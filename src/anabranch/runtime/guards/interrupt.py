@@ -19,10 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_ECHO_S = 3.0
-"""Signals within so many seconds of the first are the same one: a terminal sends Ctrl-C to every
-process, and then torchrun passes its own on.
-"""
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 
 
 class Interrupt:
@@ -84,7 +81,7 @@ def listening() -> Iterator[None]:
         elif first is None:
             first = time.monotonic()
             INTERRUPT.hear()
-        elif time.monotonic() - first > _ECHO_S:
+        elif time.monotonic() - first > TIMEOUTS.echo_s:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     with handling(hear) as before:

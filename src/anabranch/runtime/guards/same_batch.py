@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,25 +29,35 @@ from anabranch.errors import DataError, TrainingError
 if TYPE_CHECKING:
     from anabranch.runtime.mesh import Mesh
 
-DIGEST_BITS = 20
-"""Squares of digests, summed over thousands of ranks, are still whole numbers of a float64."""
 
 BatchCheck = Literal["sampled", "full"]
 """Values of a batch that are compared between ranks: some of each tensor on the CPU, or all."""
 
-_SAMPLED = 32
-"""Values of each tensor of a batch that its digest has, evenly spread."""
 
-RECENT_INTS = 16
-"""Integers of one rank's last batches: how many a rank may be ahead of another and be compared."""
+@dataclass(frozen=True, slots=True)
+class BatchDigests:
+    """Sizes of digests of batches, and of the integers that tell them.
 
-_KEY_BITS = 42
-"""Of such an integer: which batch it is; ``DIGEST_BITS`` follow. Both are written at once; 0 is
-none.
-"""
+    Attributes:
+        bits: bits of a digest; its square, summed over thousands of ranks, still is a
+            whole number of a float64.
+        sampled: values of each tensor of a batch that its digest has, evenly spread.
+        recent_ints: integers of one rank's last batches: how many a rank may be ahead of
+            another and be compared.
+        key_bits: bits of such an integer that say which batch it is; those of the digest
+            follow. Both are written at once; 0 is none.
+        wait_s: seconds that the watch waits for more ranks to begin a batch of which two
+            have different ones.
+    """
 
-_WAIT_S = 0.4
-"""Seconds that the watch waits for more ranks to begin a batch of which two have different ones."""
+    bits: int = 20
+    sampled: int = 32
+    recent_ints: int = 16
+    key_bits: int = 42
+    wait_s: float = 0.4
+
+
+DIGESTS = BatchDigests()
 
 
 def batch_digest(leaves: Mapping[str, Tensor], *, every_value: bool = False) -> bytes:
@@ -71,17 +82,18 @@ def batch_digest(leaves: Mapping[str, Tensor], *, every_value: bool = False) -> 
 
 def _some_values(leaf: Tensor) -> bytes:
     flat = leaf.view(-1) if leaf.is_contiguous() else leaf[0].flatten()
-    some = flat[:: max(flat.numel() // _SAMPLED, 1)].contiguous()
+    some = flat[:: max(flat.numel() // DIGESTS.sampled, 1)].contiguous()
     return bytes(some.view(torch.uint8).numpy())
 
 
 def _all_values(leaf: Tensor) -> memoryview:
-    return memoryview(leaf.contiguous().view(-1).view(torch.uint8).numpy())
+    values: Any = leaf.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 def small_digest(digest: bytes) -> int:
-    """The number of ``DIGEST_BITS`` that stands for a digest in sums and recent batches."""
-    return int.from_bytes(digest[:8], "big") >> (64 - DIGEST_BITS)
+    """The number of ``DIGESTS.bits`` that stands for a digest in sums and recent batches."""
+    return int.from_bytes(digest[:8], "big") >> (64 - DIGESTS.bits)
 
 
 def all_alike(count: int, total: float, squares: float) -> bool:
@@ -104,7 +116,7 @@ class RecentBatches:
     """The last batches that this process has begun, in integers that another process can read."""
 
     def __init__(self) -> None:
-        self._ints = memoryview(bytearray(8 * RECENT_INTS)).cast("q")
+        self._ints = memoryview(bytearray(8 * DIGESTS.recent_ints)).cast("q")
 
     def share(self, ints: memoryview) -> None:
         """Keep them in memory that another process reads."""
@@ -112,8 +124,8 @@ class RecentBatches:
 
     def note(self, run: int, number: int, digest: bytes) -> None:
         """Note that batch ``number`` of a run begins; ``run`` is drawn, the same on all ranks."""
-        key = (run + number) % 2**_KEY_BITS
-        self._ints[number % RECENT_INTS] = (key << DIGEST_BITS | small_digest(digest)) + 1
+        key = (run + number) % 2**DIGESTS.key_bits
+        self._ints[number % DIGESTS.recent_ints] = (key << DIGESTS.bits | small_digest(digest)) + 1
 
     @property
     def numbers(self) -> list[int]:
@@ -139,7 +151,7 @@ class BatchWatch:
 
     def note(self, rank: int, recent: Sequence[int]) -> None:
         """Take the last batches that a rank has begun, as ``RecentBatches`` has them."""
-        pairs = (divmod(number - 1, 2**DIGEST_BITS) for number in recent if number)
+        pairs = (divmod(number - 1, 2**DIGESTS.bits) for number in recent if number)
         self._seen[rank] = dict(pairs)
 
     def difference(self, now: float, *, is_over: bool = False) -> str:
@@ -154,7 +166,7 @@ class BatchWatch:
             return ""
         digests = max(differing, key=len)
         self._since = min(self._since, now)
-        if len(digests) < self._num_ranks and now - self._since < _WAIT_S and not is_over:
+        if len(digests) < self._num_ranks and now - self._since < DIGESTS.wait_s and not is_over:
             return ""
         ranks = sorted(digests)
         return _refusal(odd_ones([digests[rank] for rank in ranks], ranks))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,15 +47,26 @@ from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_COARSE = 1e-2
-"""Largest difference relative to a gradient's norm. The coarse one is for half precision, and for
-float32 on a GPU, whose products may be rounded to TF32.
-"""
 
-_NOISE = 1e-5
-"""Differences below this share of the norm of all gradients are rounding, whatever they are
-relative to.
-"""
+
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """Shares by which gradients may differ.
+
+    Attributes:
+        coarse: largest difference relative to a gradient's norm. The coarse one is for
+            half precision, and for float32 on a GPU, whose products may be rounded to
+            TF32.
+        noise: differences below this share of the norm of all gradients are rounding,
+            whatever they are relative to.
+    """
+
+    coarse: float = 1e-2
+    noise: float = 1e-5
+
+
+_TOLERANCES = Tolerances()
+
 
 _ALL_THE_SAME = "--no-check-gradients (check_gradients=False) trains all the same"
 
@@ -205,17 +216,17 @@ def _difference(
     """The parameter whose gradient differs most by more than rounding, ``loss`` if only the loss
     does, or nothing.
     """
-    floor = _NOISE * float(torch.linalg.vector_norm(eager[:-1, 0])) + 1e-30
+    floor = _TOLERANCES.noise * float(torch.linalg.vector_norm(eager[:-1, 0])) + 1e-30
     norms = dict(zip(names, torch.maximum(eager[:, 0], own[:, 0]).tolist(), strict=False))
     distance, worst = largest_distance(
         dict(zip(names, own, strict=False)),
         dict(zip(names, eager, strict=False)),
-        lambda name: tolerances.get(types[name], _COARSE) * norms[name] + floor,
+        lambda name: tolerances.get(types[name], _TOLERANCES.coarse) * norms[name] + floor,
     )
     if distance > 1.0 or math.isnan(distance):
         return worst
     ours, theirs = float(own[-1, 0]), float(eager[-1, 0])
-    allowed = max(tolerances.values(), default=_COARSE) * max(abs(theirs), 1e-3)
+    allowed = max(tolerances.values(), default=_TOLERANCES.coarse) * max(abs(theirs), 1e-3)
     return "" if abs(ours - theirs) <= allowed else "loss"
 
 

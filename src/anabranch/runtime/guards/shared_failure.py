@@ -12,13 +12,10 @@ from torch._C._distributed_c10d import Store
 from anabranch.errors import NonFiniteError, StageFailedError
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.guards.failure import Failure, PeerLostError, located
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.process_groups import run_store
 
 FAILURE_KEY = "anabranch/failure"
-GRACE_S = 1.0
-"""Seconds that a rank has to say why it failed once others have lost it, or to end by itself once
-another has said so.
-"""
 
 
 class SharedFailure:
@@ -67,7 +64,7 @@ class SharedFailure:
         """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return lost
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + TIMEOUTS.grace_s
         while not (text := _published()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if text and not text.startswith(f"{self._rank}:"):

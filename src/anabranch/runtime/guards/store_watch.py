@@ -25,12 +25,8 @@ from torch._C._distributed_c10d import Store
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.runtime.guards.heartbeat import Watch, heartbeat
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.guards.shared_failure import (
-    FAILURE_KEY,
-    GRACE_S,
-    failure_in,
-    stops_because_of,
-)
+from anabranch.runtime.guards.shared_failure import FAILURE_KEY, failure_in, stops_because_of
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.process_groups import run_store
 
 _READERS = 2
@@ -110,7 +106,7 @@ class StoreWatch:
             if failure:
                 # The rank itself knows better; it may be unable to.
                 self._reached = math.inf
-                if not self._closed.wait(GRACE_S):
+                if not self._closed.wait(TIMEOUTS.grace_s):
                     self._leave(StageFailedError(stops_because_of(failure, self._rank)))
                 return
             if problem is not None:

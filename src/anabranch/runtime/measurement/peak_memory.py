@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from anabranch.profile.storages import Storages, Watch
+from anabranch.profile.storages import Storages, TensorWatch
 
 
 class PeakMemory:
@@ -48,6 +48,6 @@ class PeakMemory:
             return
         self.storages = storages = Storages(self._held, self._ignored)
         self._held.clear()
-        with Watch(storages.see):
+        with TensorWatch(storages.see):
             yield
         self.peak_bytes, self.storages = storages.peak_bytes, None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,11 +26,23 @@ from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.numerics.nonfinite import bad_names
 from anabranch.workload import Workload
 
-_MOST_BYTES = 2**28
-"""Parameters that are updated for a measurement, at most; the largest ones stay out."""
 
-_CACHE_BYTES = 2**25
-"""More than the caches of a processor core hold."""
+@dataclass(frozen=True, slots=True)
+class UpdateSizes:
+    """Sizes of a measurement, in bytes.
+
+    Attributes:
+        parameters: parameters that are updated for a measurement, at most; the largest
+            ones stay out.
+        cache: more than the caches of a processor core hold.
+    """
+
+    parameters: int = 2**28
+    cache: int = 2**25
+
+
+_SIZES = UpdateSizes()
+
 
 _LEAST_SHARE = 0.01
 """Temporaries per byte of parameters below which an update is said to take none."""
@@ -59,7 +71,7 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
     named = [(n, p) for n, p in workload.module.named_parameters() if p.requires_grad]
     for name, parameter in sorted(named, key=lambda entry: entry[1].nbytes):
         total += parameter.nbytes
-        if chosen and total > _MOST_BYTES:
+        if chosen and total > _SIZES.parameters:
             break
         chosen.append((name, parameter))
     if not chosen:
@@ -120,7 +132,7 @@ def _seconds(
     workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
 ) -> float:
     copies, optimizer = _copies(workload, named, place)
-    other = torch.zeros(_CACHE_BYTES // 4, device=place)
+    other = torch.zeros(_SIZES.cache // 4, device=place)
     taken: list[float] = []
     deadline = time.perf_counter() + _BUDGET_S
     for repeat in range(-2, _REPEATS):

@@ -12,16 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-AHEAD = 3
-"""Tensors that are fetched before backward asks for them."""
 
-SMALLEST_BYTES = 4096
-"""A copy of less costs more than it frees."""
+@dataclass(frozen=True, slots=True)
+class OffloadSettings:
+    """Tuned numbers of the offload.
+
+    Attributes:
+        ahead: tensors that are fetched before backward asks for them.
+        smallest_bytes: a copy of less costs more than it frees.
+    """
+
+    ahead: int = 3
+    smallest_bytes: int = 4096
+
+
+SETTINGS = OffloadSettings()
 
 
 class Offload:
@@ -53,7 +64,7 @@ class Saved:
 
     def pack(self, tensor: Tensor) -> _Entry | Tensor:
         """Start the copy to the host."""
-        small = tensor.nbytes < SMALLEST_BYTES
+        small = tensor.nbytes < SETTINGS.smallest_bytes
         strided = tensor.layout is torch.strided
         if small or not strided or tensor.untyped_storage()._cdata in self._kept:
             return tensor
@@ -66,7 +77,7 @@ class Saved:
         if isinstance(entry, Tensor):
             return entry
         entry.fetch()
-        for nearby in self._entries[max(entry.index - AHEAD, 0) : entry.index]:
+        for nearby in self._entries[max(entry.index - SETTINGS.ahead, 0) : entry.index]:
             if not nearby.is_taken:
                 nearby.fetch()
         return entry.take()

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from anabranch import forked
+from anabranch.compiled import forked
 
 
 @pytest.fixture(autouse=True, params=[1, 2, 3, 8])

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from anabranch import compiled as module
 from anabranch.compiled import Compiled, begin, compiled, private_folder
+from anabranch.compiled import functions as module
 from anabranch.planner.auto.evaluator import Evaluator
 from tests.planner import shapes
 from tests.planner.auto.random_drafts import random_draft
@@ -185,7 +185,7 @@ def test_no_index_is_out_of_bounds():
     """Where every index is checked, planner and simulator say the same; elsewhere one too large
     would read what lies behind an array.
     """
-    code = "from tests.test_compiled import *; print(evaluated_and_simulated())"
+    code = "from tests.compiled.test_functions import *; print(evaluated_and_simulated())"
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

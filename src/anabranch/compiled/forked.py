@@ -36,15 +36,15 @@ def run_each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[
             others += [start(function, share) for share in shares[1:]]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        found = [[function(item) for item in shares[0]]]
+        results = [[function(item) for item in shares[0]]]
         for share, worker in zip(shares[1:], others, strict=True):
             sent = worker.results() if worker else None
-            found.append([function(item) for item in share] if sent is None else sent)
+            results.append([function(item) for item in share] if sent is None else sent)
     finally:
         for worker in others:
             if worker:
                 worker.end()
-    return [found[i % count][i // count] for i in range(len(items))]
+    return [results[i % count][i // count] for i in range(len(items))]
 
 
 def cores() -> int:

@@ -34,7 +34,7 @@ from typing import (
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch import forked
+from anabranch.compiled import forked
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

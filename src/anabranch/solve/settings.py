@@ -1,0 +1,50 @@
+"""Settings: every tuned number that joins planners and the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Tuned numbers of searches, of changes to a run and of what-ifs.
+
+    Attributes:
+        worth_sharing: share of the step that replicas which share the optimizer's state
+            have to save.
+        most_tried: pairs of a partition and a micro-batch size that are looked at; some
+            twenty seconds.
+        most_proposed: stage graphs that are proposed.
+        worth: share of the step that another plan has to gain by prediction: errors of
+            predictions are as large.
+        even: devices whose speeds differ by less than this share count as equal: what a
+            busy machine does to a piece of work of some milliseconds.
+        turns: searches after each other, at most, where devices differ; two or three find
+            nothing more.
+        least_gain: share of the step that a rewrite has to save; less is within the error
+            of measured operators.
+        heavy: share of the step that a table has to take by itself for
+            ``splits_of_tables`` to cut it. With 26 tables on 64 devices, each of them 89 %
+            of the step, two parts make the step 1.35x shorter; of dlrm's, 5 to 21 % of the
+            step, parts are worth nothing.
+        straggler_share: share of the step that a straggler costs at least.
+        most_computes: computes of all changed steps together at most, some two seconds;
+            other changes are left out.
+        bound_rounding: share of the bound that it may be too low: where the search for it
+            ends.
+    """
+
+    worth_sharing: float = 0.001
+    most_tried: int = 150_000
+    most_proposed: int = 24
+    worth: float = 0.05
+    even: float = 0.15
+    turns: int = 4
+    least_gain: float = 0.02
+    heavy: float = 0.5
+    straggler_share: float = 0.05
+    most_computes: int = 100_000
+    bound_rounding: float = 1e-4
+
+
+SETTINGS = Settings()
