@@ -105,7 +105,7 @@ def restore_optimizer(
                 state[index] = entries
         if group["params"]:
             mine = options[whole_name(names[id(group["params"][0])])]
-            described.update(_options(optimizer, group, mine, where))
+            described.update(_options(optimizer, group, mine, str(where)))
     optimizer.load_state_dict({"state": state, "param_groups": document["param_groups"]})
 
 
