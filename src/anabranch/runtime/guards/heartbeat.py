@@ -29,6 +29,7 @@ from anabranch.runtime.guards.position import (
     waits,
 )
 from anabranch.runtime.guards.same_batch import DIGESTS, RECENT_BATCHES, BatchWatch
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 
 HEARTBEAT_INTS = POSITION_INTS + DIGESTS.recent_ints
 """Integers of one rank's heartbeat: first its position, then its last batches."""
@@ -68,7 +69,8 @@ class Watch:
 
     Args:
         stall_timeout: seconds without progress that end a run; None for no limit.
-        patience: seconds for what may take long, if that is more; by default ``TIMEOUTS.patience_s``.
+        patience: seconds for what may take long, if that is more; by default
+            ``TIMEOUTS.patience_s``.
     """
 
     def __init__(
