@@ -197,6 +197,21 @@ def test_convolutions_run_as_pytorch_runs_them() -> None:
     assert step_s(default, 256) == step_s(estimate(captured, "h100", (256,), precision="tf32"), 256)
 
 
+def test_tables_with_sparse_gradients_are_estimated() -> None:
+    """What the meta device cannot do, adding a sparse gradient to a dense one, no step does."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(1000, 16, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.words(x).square().mean()
+
+    captured = capture(Model(), torch.zeros(4, 3, dtype=torch.int64))
+    assert 0 < step_s(estimate(captured, "v100", (1, 4)), 4) < 1e-3
+
+
 def test_device_and_precision_matter(towers: Captured) -> None:
     """Newer devices are faster; TF32 changes nothing on a V100, which has none."""
     v100, a100, h100 = (

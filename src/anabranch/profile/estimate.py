@@ -7,7 +7,7 @@ about a third of error in absolute seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -82,7 +82,8 @@ def _kernels(captured: Captured, samples: int) -> KernelTrace:
     meta = torch.device("meta")
     program = operator_programs(captured, samples, meta)
     batch = example_batch(captured, samples, meta)
-    tensors = _meta_tensors(program)
+    tables = {p.name for p in captured.graph.parameters if p.table is not None and p.table.sparse}
+    tensors = _meta_tensors(program, tables)
     at_hand = [t for named in tensors for t in named.values()]
     at_hand += [t.grad for t in at_hand if t.grad is not None]
     seen: list[tuple[int, int, Kernel]] = []
@@ -109,20 +110,28 @@ def _kernels(captured: Captured, samples: int) -> KernelTrace:
     )
 
 
-def _meta_tensors(program: Sequence[StageProgram]) -> list[dict[str, Tensor]]:
-    """Meta tensors in place of parameters and buffers, one for each however often it is read."""
+def _meta_tensors(
+    program: Sequence[StageProgram], sparse: Collection[str]
+) -> list[dict[str, Tensor]]:
+    """Meta tensors in place of parameters and buffers, one for each however often it is read.
+
+    Args:
+        sparse: names of parameters whose gradients are sparse, and are not added to dense ones.
+    """
 
     @cache
-    def twin(tensor: Tensor) -> Tensor:
+    def twin(tensor: Tensor, has_dense_gradient: bool) -> Tensor:
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         if tensor.requires_grad:
+            meta.requires_grad_()
+        if tensor.requires_grad and has_dense_gradient:
             # Gradients are added to those of earlier micro-batches, which is a kernel too.
-            meta.requires_grad_().grad = torch.empty_like(meta)
+            meta.grad = torch.empty_like(meta)
         return meta
 
     states = []
     for module in (step.module for step in program):
         parameters = module.named_parameters(remove_duplicate=False)
         named = chain(parameters, module.named_buffers(remove_duplicate=False))
-        states.append({name: twin(tensor) for name, tensor in named})
+        states.append({name: twin(tensor, name not in sparse) for name, tensor in named})
     return states
