@@ -38,6 +38,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anabranch.compiled import Ints
 from anabranch.cost import CostModel
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.model import Floats
@@ -56,6 +57,19 @@ def step_bound(cost: CostModel, batch_size: int) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if relaxed.fits(middle) else (middle, high)
     return low
+
+
+def longest_way_s(cost: CostModel, samples: int) -> float:
+    """Seconds of the longest way of so many samples through the model and back: forwards, then
+    gradients of inputs, or at its end a whole backward.
+    """
+    forward_s, backward_s = cost.op_seconds(samples)
+    way_back, ends = _way_back(cost)
+    inputs_s = np.maximum(backward_s - cost.op_weight_s(samples), 0.0)
+    inputs_s[ends] = backward_s[ends]
+    before_s = _path_before(forward_s, cost.graph.edges)
+    behind_s = _path_before(inputs_s, way_back)
+    return float((before_s + forward_s + np.maximum(backward_s, inputs_s + behind_s)).max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +97,7 @@ class _Relaxation:
         """Price the operators of a model."""
         samples, forward_s, backward_s, inputs_s = _least_seconds(cost, batch_size)
         before_s = _path_before(forward_s[0], cost.graph.edges)
-        way_back = _edges_of_gradients(cost)
-        # Where the way ends nobody waits for gradients of inputs, and no backward is split.
-        ends = np.setdiff1d(np.arange(len(cost.graph)), [consumer for _, consumer in way_back])
+        way_back, ends = _way_back(cost)
         inputs_s[:, ends] = backward_s[:, ends]
         behind_s = _path_before(inputs_s[0], way_back)
         held = cost.own_parameter_bytes
@@ -158,10 +170,13 @@ def _least_seconds(cost: CostModel, batch_size: int) -> tuple[Floats, Floats, Fl
     return np.array(counts, np.float64), forward_s, backward_s, inputs_s
 
 
-def _edges_of_gradients(cost: CostModel) -> set[tuple[int, int]]:
-    """Return pairs of operators between which a value has a gradient."""
+def _way_back(cost: CostModel) -> tuple[set[tuple[int, int]], Ints]:
+    """Return pairs of operators between which a value has a gradient; and operators where the way
+    back ends: nobody waits for gradients of their inputs, so no backward of them is split.
+    """
     values = (v for v in cost.graph.values if v.grad and v.producer != BATCH)
-    return {(value.producer, consumer) for value in values for consumer in value.consumers}
+    edges = {(value.producer, consumer) for value in values for consumer in value.consumers}
+    return edges, np.setdiff1d(np.arange(len(cost.graph)), [consumer for _, consumer in edges])
 
 
 def _path_before(seconds: Floats, edges: Iterable[tuple[int, int]]) -> Floats:

@@ -23,6 +23,7 @@ from anabranch.plans.plan import memory_text, ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import directions, message_table
 from anabranch.simulator.costs import ModelCosts
+from anabranch.solve.bound import longest_way_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
     where = f"{cost.graph.ops[largest].name}, over {parts}"
     yield Floor("largest_operator", float(per_sample[largest]) * batch_size / parts, where, True)
     slices = "1 sample" if smallest == 1 else f"{smallest} samples"
-    yield Floor("longest_path", _longest_path_s(cost, smallest), f"of {slices}", True)
+    yield Floor("longest_path", longest_way_s(cost, smallest), f"of {slices}", True)
     yield _busiest_link(graph, costs)
     yield from _all_reduces(costs)
 
@@ -77,15 +78,6 @@ def least_s_per_sample(cost: CostModel, batch_size: int) -> Floats:
         if not counts or (counts[-1] < batch_size and cost.covers(batch_size)):
             counts.append(max(batch_size, cost.profile.samples[0]))
     return np.asarray(np.min([np.add(*cost.op_seconds(n)) / n for n in counts], axis=0))
-
-
-def _longest_path_s(cost: CostModel, samples: int) -> float:
-    """Forward and backward along the longest path of operators."""
-    seconds = np.add(*cost.op_seconds(samples))
-    until = [0.0] * len(cost.graph)
-    for a, b in sorted(cost.graph.edges):
-        until[b] = max(until[b], until[a] + float(seconds[a]))
-    return max(before + float(s) for before, s in zip(until, seconds, strict=True))
 
 
 def _busiest_link(graph: StageGraph, costs: ModelCosts) -> Floor:
