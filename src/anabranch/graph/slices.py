@@ -35,7 +35,7 @@ class Slice:
         return f"{self.whole}[{self.dim}:{self.start}:{self.stop}]"
 
     def view(self, whole: Tensor) -> Tensor:
-        """The slice of the parameter, or of what has its shape; of a sparse tensor it is dense."""
+        """The slice of the parameter, or of what has its shape, as a dense tensor."""
         whole = whole.to_dense() if whole.is_sparse else whole
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 

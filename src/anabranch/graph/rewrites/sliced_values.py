@@ -301,9 +301,8 @@ _RULES: dict[str, Rule] = {
 
 
 def concatenated_widths(node: fx.Node, dim: int) -> list[int]:
-    """Widths of what is concatenated along a dimension of a value, behind elementwise calls.
-
-    None of them is 0.
+    """Widths of what is concatenated along a dimension of a value, behind elementwise calls; empty
+    inputs are left out.
     """
     if node.op == "call_function" and base_name(node) in _ELEMENTWISE:
         widest = [n for n in node.all_input_nodes if _shape(n) == _shape(node)]
