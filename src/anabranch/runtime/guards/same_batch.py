@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -86,9 +86,8 @@ def _some_values(leaf: Tensor) -> bytes:
     return bytes(some.view(torch.uint8).numpy())
 
 
-def _all_values(leaf: Tensor) -> memoryview:
-    values: Any = leaf.contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(values)
+def _all_values(leaf: Tensor) -> bytes:
+    return bytes(leaf.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def small_digest(digest: bytes) -> int:
