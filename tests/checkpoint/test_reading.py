@@ -313,6 +313,7 @@ def test_a_scheduler_that_was_not_there_is_refused(tmp_path: Path) -> None:
         resume(model, with_options(model, optimizer=workload.optimizer, scheduler=cosine), folder)
 
 
+@pytest.mark.filterwarnings("ignore:Odd is not of torch.optim")
 def test_a_state_that_is_no_tensor_and_no_number_is_refused(tmp_path: Path) -> None:
     """It is named, and no folder is left behind."""
     model = built("Chain")

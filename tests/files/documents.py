@@ -115,6 +115,7 @@ PLAN: dict[str, Any] = {
             "k": 1,
             "in_flight": 2,
             "recompute": False,
+            "weight_share": 0.5,
             "tensor": 1,
         },
         {
@@ -124,6 +125,7 @@ PLAN: dict[str, Any] = {
             "k": 1,
             "in_flight": 2,
             "recompute": True,
+            "weight_share": 0.5,
             "tensor": 1,
         },
         {
@@ -133,6 +135,7 @@ PLAN: dict[str, Any] = {
             "k": 1,
             "in_flight": 1,
             "recompute": False,
+            "weight_share": 0.5,
             "tensor": 1,
         },
     ],

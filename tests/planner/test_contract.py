@@ -81,14 +81,19 @@ def odd_profiles(draw: st.DrawFn) -> Profile:
     if draw(st.booleans()):
         nothing = (0.0,) * len(profile.samples)
         for i in draw(st.sets(st.integers(0, len(costs) - 1))):
-            costs[i] = replace(costs[i], forward_s=nothing, backward_s=nothing)
+            costs[i] = replace(costs[i], forward_s=nothing, backward_s=nothing, weight_s=())
     first = draw(st.integers(0, 1))
     return replace(
         profile,
         graph=graph,
         samples=profile.samples[first:],
         costs=tuple(
-            replace(cost, forward_s=cost.forward_s[first:], backward_s=cost.backward_s[first:])
+            replace(
+                cost,
+                forward_s=cost.forward_s[first:],
+                backward_s=cost.backward_s[first:],
+                weight_s=cost.weight_s[first:],
+            )
             for cost in costs
         ),
     )
@@ -131,7 +136,9 @@ def test_models_that_cost_nothing(name, what):
     """No operator takes time, or weighs anything either: plans, and no division by zero."""
     profile = shapes.towers("small", 2, 1, layers=1, top=1)
     nothing = (0.0,) * len(profile.samples)
-    costs = [replace(cost, forward_s=nothing, backward_s=nothing) for cost in profile.costs]
+    costs = [
+        replace(cost, forward_s=nothing, backward_s=nothing, weight_s=()) for cost in profile.costs
+    ]
     graph = profile.graph
     if what == "nothing at all":
         costs = [replace(cost, kept_bytes=0) for cost in costs]

@@ -90,6 +90,7 @@ def cases(draw: st.DrawFn) -> Case:
             cost,
             forward_s=tuple(by * seconds for seconds in forward),
             backward_s=tuple(by * seconds for seconds in backward),
+            weight_s=tuple(by * seconds for seconds in cost.weight_s),
         )
 
     profile = replace(profile, costs=tuple(map(scaled, profile.costs)))

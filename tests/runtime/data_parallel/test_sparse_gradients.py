@@ -153,6 +153,7 @@ def assert_as_alone(model: Built, workload: Workload, found: list[Any]) -> None:
                     assert torch.equal(tensor, others[name])
 
 
+@pytest.mark.filterwarnings("ignore:Two is not of torch.optim")
 @pytest.mark.parametrize(
     ("optimizer", "replicas", "shard"),
     [
