@@ -147,8 +147,9 @@ def _options(
 def _refusal(
     optimizer: torch.optim.Optimizer, parameter: Tensor, options: Mapping[str, Any]
 ) -> Exception | None:
-    """What the optimizer's constructor raises for options; those that it has no name for are left
-    out."""
+    """Return the error that the optimizer's constructor raises for these options, if it raises one;
+    options that it has no name for are left out.
+    """
     kind = type(optimizer)
     known = inspect.signature(kind.__init__).parameters
     alike = torch.nn.Parameter(

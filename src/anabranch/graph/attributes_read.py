@@ -101,7 +101,7 @@ def _is_value(part: nn.Module, name: str, value: Any) -> bool:
 
 
 def _snapshot(value: Any, depth: int = 0) -> Any:
-    """What two equal values have in common: identity and version of tensors, entries of lists."""
+    """Key by which equal values are told: identity and version of tensors, entries of lists."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):

@@ -121,8 +121,8 @@ class Programs:
                 self.exporter.program(count * self.samples, self.exporter.device)
                 for count in (1, 2)
             )
-        if (found := jump(first, twice, program)) is not None:
-            call, known, number = found
+        if (difference := jump(first, twice, program)) is not None:
+            call, known, number = difference
             raise CaptureError(
                 f"{type(self.module).__name__} computes with {number!r} for {program.samples} "
                 f"samples where it has {known!r} for {self.samples} or {2 * self.samples} "

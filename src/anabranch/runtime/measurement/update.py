@@ -89,7 +89,7 @@ def _measured(workload: Workload, place: torch.device) -> UpdateCost:
 def _temporary(
     workload: Workload, named: Sequence[tuple[str, nn.Parameter]], place: torch.device
 ) -> dict[str, float]:
-    """What updates take in memory besides, as the fields of ``UpdateCost``.
+    """Measure the memory that updates take besides, as the fields of ``UpdateCost``.
 
     Those of the two largest parameters and of all of them tell apart what grows with all and what
     is of one after the other, of which the one before may still be alive.
