@@ -43,7 +43,9 @@ def test_operators_in_a_row_are_cut_into_runs_alone():
 @given(st.data())
 def test_stages_cost_what_they_cost_in_the_whole_model(data):
     """Seconds, memory and traffic of every stage of every partition, and it is a partition. What
-    has been given back when an operator inside of one makes its gradient is not known any more.
+    has been given back when an operator inside of one makes its gradient is not known any more, nor
+    which of its operators are on the way back to the inputs of a stage: gradients of weights that
+    can wait are those of all of them, or fewer.
     """
     profile = data.draw(planning_profiles(max_ops=6, series_parallel=False))
     everything = (1 << len(profile.graph)) - 1
@@ -65,6 +67,7 @@ def test_stages_cost_what_they_cost_in_the_whole_model(data):
             b = [fewer.graph.index[name] for name in theirs.operators]
             inside = whole.graph.mask(ours.operators), fewer.graph.mask(theirs.operators)
             assert whole.stage_s(inside[0], 2) == pytest.approx(fewer.stage_s(inside[1], 2))
+            assert whole.weight_s(inside[0], 2) <= fewer.weight_s(inside[1], 2) * (1 + 1e-9)
             assert whole.border(inside[0]) == fewer.border(inside[1])
             sizes = {"microbatch_size": 2, "replicas": 1, "in_flight": 3}
             kept = 2 * whole.kept_bytes[a].sum()
