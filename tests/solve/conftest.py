@@ -6,7 +6,7 @@ import pytest
 
 from anabranch import planner as planners
 from anabranch.plans.stages import StageGraph
-from anabranch.solve import search
+from anabranch.solve import search, simulation
 from tests.solve.helpers import Proposals
 
 
@@ -24,4 +24,5 @@ def propose(monkeypatch):
 @pytest.fixture(autouse=True)
 def whole_backwards(monkeypatch):
     """Searches stay with 1F1B, whose numbers can be read by eye; see ``test_splitting``."""
-    monkeypatch.setattr(search, "split_backwards", lambda judge, cost: None)
+    for module in (search, simulation):
+        monkeypatch.setattr(module, "split_backwards", lambda judge, cost: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anabranch.schedule import SPLIT_BACKWARDS
-from anabranch.solve import search
+from anabranch.solve import search, simulate, simulation
 from anabranch.solve.splitting import split_backwards
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import found, two_stages
@@ -14,7 +14,8 @@ from tests.solve.helpers import found, two_stages
 @pytest.fixture(autouse=True)
 def whole_backwards(monkeypatch):
     """Not here."""
-    monkeypatch.setattr(search, "split_backwards", split_backwards)
+    for module in (search, simulation):
+        monkeypatch.setattr(module, "split_backwards", split_backwards)
 
 
 def test_few_micro_batches(propose):
@@ -27,6 +28,16 @@ def test_few_micro_batches(propose):
     assert best.schedule in SPLIT_BACKWARDS
     assert best.predicted.step_s == pytest.approx(9.0)
     assert found(cost, 4, schedule="1f1b").predicted.step_s == pytest.approx(10.0)
+
+
+def test_a_simulation_chooses_as_a_search_does(propose):
+    """Of a plan with whole backwards, where it may take any schedule."""
+    cost, graph = two_stages(4)
+    propose(graph)
+    whole = found(cost, 4, schedule="1f1b")
+    assert simulate(whole, cost.profile, cost.cluster).step_s == pytest.approx(10.0)
+    step = simulate(whole, cost.profile, cost.cluster, schedule="auto")
+    assert step.step_s == pytest.approx(9.0)
 
 
 def test_many_micro_batches_gain_too_little(propose):

@@ -64,8 +64,8 @@ def bound_text(predicted: Prediction) -> tuple[str, ...]:
         return ()
     factor = predicted.step_s / predicted.bound_s
     return (
-        f"within {factor:.2f}x of the best possible: no plan takes less than "
-        f"{time_text(predicted.bound_s)}",
+        f"within {factor:.2f}x of the best possible: no plan of this model with one stage on each "
+        f"device takes less than {time_text(predicted.bound_s)}",
     )
 
 

@@ -35,7 +35,7 @@ from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.schedule import Action, Kind, Order, Schedule
 
 _URGENCY = {Kind.INPUT_GRADIENT: 0, Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.WEIGHT_GRADIENT: 3}
-"""What goes first of computes that can start together."""
+"""Order of passes that can start together."""
 
 Pass = tuple[float, int, int, int, Kind]
 """When a pass can start, its urgency, its first sample, its stage, and its kind."""

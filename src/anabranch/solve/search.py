@@ -21,7 +21,7 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.simulator.judge import Judge
-from anabranch.simulator.objective import ScheduledProposal, ShortestStep
+from anabranch.simulator.objective import ShortestStep
 from anabranch.solve.asynchronous_search import AsynchronousSearch
 from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.improvement import improve as improve_on
@@ -187,9 +187,12 @@ class _StepSearch:
             phases.run("improve_s", lambda: improve_on(judge, near, BUDGET))
         best = judge.winner(self.name)
         if self.schedules == AUTO and phases.stop is None:
-            split: list[ScheduledProposal | None] = []
-            phases.run("simulate_s", lambda: split.append(split_backwards(judge, cost)))
-            best = next(filter(None, split), best)
+
+            def split() -> None:
+                nonlocal best
+                best = split_backwards(judge, cost) or best
+
+            phases.run("simulate_s", split)
         if improving is not None and (origin := improving.origin(best.proposal)):
             notes.append(origin)
         notes += phases.notes(len(proposals))

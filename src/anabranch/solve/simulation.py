@@ -36,6 +36,7 @@ from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.staleness import Staleness, staleness
 from anabranch.solve.bound import step_bound
 from anabranch.solve.policy_choice import check_mode, recommended
+from anabranch.solve.splitting import split_backwards
 from anabranch.timeline import Timeline
 from anabranch.weights import (
     OptimizerFacts,
@@ -128,6 +129,8 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
         judge = Judge(ShortestStep(cost, chosen))
         judge.consider([graph])
         best = judge.winner(plan_.planner)
+        if name == "auto":
+            best = split_backwards(judge, cost) or best
         graph, name = best.graph, best.schedule
     elif schedule is not None and schedule != plan_.schedule:
         graph = rule_named(name).warm_up(graph)

@@ -80,7 +80,11 @@ def stragglers(
 
 
 def _slow(measured: _Seconds, expected: _Seconds, least: float) -> list[Straggler]:
-    """Those that take more than so many times as long as others; ``expected`` is of one step."""
+    """Return stages or devices that take more than ``least`` times as long as others.
+
+    Args:
+        expected: seconds of one step.
+    """
     predicted_s = {key: statistics.median(seconds) for key, seconds in expected.items()}
     ratios = {
         key: statistics.median(seconds) / predicted_s[key]

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import anabranch
 from anabranch.graph.split import StageProgram, split
 from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
+from anabranch.runtime.pipeline import Pipeline
+from tests.runtime.small import Built, on_devices, plan
 
 SAMPLES, MICROBATCHES = 4, 3
 
@@ -141,3 +143,35 @@ def test_the_first_half_leaves_weights_alone(program):
     for call in notes.take():
         call.add_gradients()
     assert all((p.grad is not None) == p.requires_grad for p in notes.parameters)
+
+
+class Counted(nn.Module):
+    """A call that reads a weight and saves a buffer, which every forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.count.add_(1.0)
+        return torch.addcmul(h, self.weight, self.count).square().mean()
+
+
+def test_a_recomputed_stage_puts_its_buffers_back_when_both_halves_are_done():
+    """Gradients of weights are those of the buffers as they were in the recomputed forward."""
+    torch.manual_seed(0)
+    module, example = Counted(), {"x": torch.randn(4, 8)}
+    captured = anabranch.capture(module, example, granularity="operator")
+    model = Built(captured, anabranch.Workload(module, example))
+    found = []
+    for schedule in ("1f1b", "1f1b-split"):
+        module.count.zero_()
+        cut = on_devices(plan(model, 2, schedule=schedule, recompute=True), [(0,), (0,)])
+        pipe = Pipeline(model.workload, cut, captured=model.captured, check_gradients=False)
+        found.append(pipe.gradients({"x": torch.arange(128.0).view(16, 8) / 128})[1])
+        pipe.close()
+    whole, halves = found
+    assert all(torch.equal(whole[name], halves[name]) for name in whole)

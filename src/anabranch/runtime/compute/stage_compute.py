@@ -285,9 +285,12 @@ class StageCompute:
         piece = self._piece(key)
         with self._prepared.compiling(key[0]):
             if piece.recompute:
-                with unchanged_buffers(piece.runnable.program.module):
+                module = piece.runnable.program.module
+                with unchanged_buffers(module):
                     again = self._recompute(piece, key, stash)
                     returned = self._differentiate(piece, key, again, gradients)
+                    if next(module.buffers(), None) is not None:
+                        self.weight_gradients(key)  # autograd may have saved a buffer for them
             else:
                 returned = self._differentiate(piece, key, stash, gradients)
         self._outcome.leaves(key, ((p.value, g) for p, g in returned.items()), is_gradient=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from anabranch.runtime.transport.memory import BlockAddress, Segment, Window, fence
 
 _BLOCK_BYTES = 1 << 16
-"""Of a block of the log."""
+"""Bytes of the head of a block of the log."""
 
 _RECORD = struct.Struct("<qqIIqqII")
 

@@ -33,7 +33,7 @@ Exchange = Callable[[bytes], list[bytes]]
 """A collective: everybody's bytes, of one length, by rank."""
 
 _HOST_BYTES, _NAME_BYTES = 32, 16
-"""Of what every rank says first: a digest of its host, and a random name to listen under."""
+"""Sizes of the first message of a rank: a digest of its host, and a random name to listen under."""
 
 _HELLO = struct.Struct("<q8q")
 _CREDENTIALS = struct.Struct("3i")
