@@ -387,7 +387,8 @@ def test_batch_normalisation_is_planned_trained_and_verified(run, document, tmp_
     """One sample has no statistics, so nothing is measured or planned with one."""
     model = "tests.cli.models:normed"
     where = ("--cluster", "local:2", "--batch-size", "8", "--max-replicas", "1")
-    code, _, err = run("plan", model, *where, "--no-baselines", "-o", "plan.json")
+    as_written = ("--rewrite", "none")  # a join that is split adds up in another order
+    code, _, err = run("plan", model, *where, *as_written, "--no-baselines", "-o", "plan.json")
     assert code == 0, err
     assert "warning: Normed fails with 1 sample" in err
     plan = json.loads((tmp_path / "plan.json").read_text())
