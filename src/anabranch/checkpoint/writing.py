@@ -153,7 +153,9 @@ def is_partial(path: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; what is left by a process that is killed meanwhile is tidied up."""
+    """Remove a checkpoint under another name, so that nothing can be added meanwhile; what is left by
+    a process that is killed is tidied up.
+    """
     gone = folder.with_name(f".{folder.name}.old.partial")
     try:
         folder.rename(gone)
@@ -244,8 +246,8 @@ def finish(target: Target, lock: int) -> None:
 
 
 def abandon(target: Target, lock: int) -> None:
-    """Remove what was written so far."""
-    shutil.rmtree(target.partial, ignore_errors=True)
+    """Remove what was written so far; a rank that still writes finds the folder gone."""
+    remove(target.partial)
     _unlock(lock)
 
 
