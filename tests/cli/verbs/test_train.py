@@ -164,13 +164,6 @@ def test_keys_of_a_run_file_that_do_not_go_together(run, run_file, mode, keys, m
     assert message in err
 
 
-def test_half_precision_that_needs_a_scale_is_refused(run):
-    """By the pipeline, with the alternative."""
-    code, _, err = run(*PIPELINE, "--mode", "async", "--precision", "fp16")
-    assert code == 1
-    assert "bf16" in err
-
-
 @pytest.fixture
 def _nothing_is_captured(monkeypatch):
     """What is refused beforehand is refused before this."""
