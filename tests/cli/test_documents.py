@@ -101,7 +101,7 @@ def test_every_python_block_of_a_page_compiles(page):
 NOT_RUN = {
     'device="cuda"': "needs a GPU",
     "# mymodel.py": "is written to a file, and trained by ``test_the_model_of_a_page_learns``",
-    "def rank()": "a script, run as one by ``test_the_script_of_a_page``",
+    "def rank()": "a script, run as one by ``test_the_script_of_the_quick_start``",
     ".py\n": "a file of a tutorial, run by ``test_a_tutorial_is_done_as_it_stands``",
     "import Trainer": "run by ``tests/training/test_huggingface.py``, which has a model for it",
 }
@@ -274,16 +274,15 @@ def test_the_readme_from_the_module_to_a_trained_model(call, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("page", "model"), [("README.md", "README.md"), ("docs/quickstart.md", "docs/workloads.md")]
-)
-def test_the_script_of_a_page(page, model, tmp_path, monkeypatch, capsys):
+def test_the_script_of_the_quick_start(tmp_path, monkeypatch, capsys):
     """It trains, and prints plan and loss. Run as a script, in this process: another one would only
     import everything again.
     """
     monkeypatch.chdir(tmp_path)
-    write_model(ROOT / model, tmp_path)
-    (script,) = (block for block in blocks(ROOT / page, "python") if "def rank" in block)
+    write_model(ROOT / "docs" / "workloads.md", tmp_path)
+    (script,) = (
+        block for block in blocks(ROOT / "docs" / "quickstart.md", "python") if "def rank" in block
+    )
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("mymodel", None)
