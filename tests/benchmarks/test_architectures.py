@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.architectures import planning
 from benchmarks.architectures.__main__ import examined
+from benchmarks.architectures.models import ARCHITECTURES
 
 
 @pytest.mark.parametrize(("name", "kind"), [("Siglip", "coupled"), ("Swin", "weighted mean")])
@@ -53,9 +55,12 @@ def test_what_has_no_graph_is_refused_with_class_line_and_a_way_on(name: str, sa
 
 
 def test_published_sizes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, for a few devices."""
+    """On the meta device, for a few devices; of 48 layers two."""
+    layers = {"n_embd": 1600, "n_layer": 2, "n_head": 25}
+    chosen = replace(ARCHITECTURES["GPT2"], published=layers)
+    monkeypatch.setitem(ARCHITECTURES, "GPT2", chosen)
     monkeypatch.setattr(planning, "CLUSTERS", {"v100": "summit:1x4", "h100": "dgx-h100:1x8"})
     monkeypatch.setattr(planning, "BATCH", 8)
-    found = planning.planned("Siglip")
+    found = planning.planned("GPT2")
     assert found["step_s"] > 0
     assert found["devices"] == 4
