@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from anabranch.device import accelerator
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.programs import StageCall, StagePrograms
@@ -385,9 +386,7 @@ def _strided(tensor: Tensor) -> Iterator[tuple[int, int]]:
 @contextmanager
 def seeded(seed: int, place: torch.device) -> Iterator[None]:
     """Draw from a generator of its own; data loaders draw from the user's on every rank."""
-    generators = [torch.default_generator]
-    if place.type == "cuda":
-        generators.append(torch.cuda.default_generators[place.index])
+    generators = accelerator.generators(place)
     before = [generator.get_state() for generator in generators]
     for generator in generators:
         generator.manual_seed(seed)

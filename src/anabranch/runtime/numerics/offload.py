@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.device import accelerator
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadSettings:
@@ -41,15 +43,15 @@ class Offload:
     def __init__(self, parameters: Iterable[Tensor], place: torch.device) -> None:
         self._parameters = list(parameters)
         self._place = place
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
 
     def __call__(self) -> AbstractContextManager[Any]:
         """Around the forward of one micro-batch."""
-        if self._place.type != "cuda":
+        if not accelerator.has_streams(self._place):
             return nullcontext()
         if self._stream is None:
             # The pool of streams is small, and NCCL takes from it as well.
-            self._stream = torch.cuda.Stream(self._place)  # type: ignore[no-untyped-call]
+            self._stream = accelerator.new_stream(self._place)
         saved = Saved(self._parameters, self._stream)
         return torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
 
@@ -57,7 +59,7 @@ class Offload:
 class Saved:
     """Saved tensors of one micro-batch; without a stream copies are made in line."""
 
-    def __init__(self, parameters: Iterable[Tensor], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, parameters: Iterable[Tensor], stream: torch.Stream | None) -> None:
         self._kept = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._stream = stream
         self._entries: list[_Entry] = []
@@ -86,18 +88,18 @@ class Saved:
 class _Entry:
     """One saved tensor."""
 
-    def __init__(self, index: int, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, index: int, tensor: Tensor, stream: torch.Stream | None) -> None:
         self.index, self._stream, self._device = index, stream, tensor.device
         self._back: Tensor | None = None
-        self._ready: torch.cuda.Event | None = None
+        self._ready: torch.Event | None = None
         self.is_taken = False
         if stream is None:
             self._host = tensor.clone()
             return
         # empty_like keeps the strides of a dense tensor, so views and kernels find what they knew.
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(accelerator.current_stream(self._device))
+        with stream:
             self._host.copy_(tensor, non_blocking=True)
         # The allocator may hand the memory out again only after the copy.
         tensor.record_stream(stream)
@@ -109,7 +111,7 @@ class _Entry:
         if self._stream is None:
             self._back = self._host.clone()
             return
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             self._back = self._host.to(self._device, non_blocking=True)
             self._ready = self._stream.record_event()
 
@@ -119,7 +121,7 @@ class _Entry:
         back, self._back = self._back, None
         self.is_taken = True
         if self._ready is not None:
-            current = torch.cuda.current_stream(self._device)
+            current = accelerator.current_stream(self._device)
             current.wait_event(self._ready)
             back.record_stream(current)
         return back
