@@ -85,6 +85,14 @@ def pinned(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     return tensor.pin_memory() if has_streams(place) else tensor
 
 
+def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+    """Start to copy a tensor to the host, where it is when the event has happened; None: now."""
+    if not has_streams(tensor.device):
+        return tensor, None
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True), mark(tensor.device)
+
+
 def wide(place: torch.device) -> torch.dtype:
     """Return the type with the most digits that a device computes with."""
     return torch.float64 if kind_of(place.type).float64 else torch.float32

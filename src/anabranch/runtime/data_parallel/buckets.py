@@ -98,11 +98,11 @@ class Bucket(ABC):
         """Start to sum over the ranks, for all of them or for those that update."""
 
     @abstractmethod
-    def wait(self) -> Tensor:
-        """Wait for the sums; return the numbers that ``hand_out`` needs on the host."""
+    def wait(self) -> Tensor | None:
+        """Wait for the sums; return the numbers that ``hand_out`` needs on the host, if any."""
 
     @abstractmethod
-    def hand_out(self, numbers: Sequence[float]) -> None:
+    def hand_out(self, numbers: Sequence[float] | None) -> None:
         """Make the sums the gradients, given the numbers of ``wait``."""
 
     @abstractmethod
@@ -146,6 +146,7 @@ class DenseBucket(Bucket):
 
     def _fill(self, gradients: Sequence[Tensor | None]) -> None:
         self._buffer()
+        self._lacks = any(gradient is None for gradient in gradients)
         self._flags.fill_(1)
         for i, gradient in enumerate(gradients):
             if gradient is None:
@@ -185,16 +186,19 @@ class DenseBucket(Bucket):
         for (_, parameter), view in zip(self.named, self._views, strict=True):
             parameter.copy_(view)
 
-    def wait(self) -> Tensor:
-        """Wait for the sums; return per parameter whether any rank has a gradient."""
+    def wait(self) -> Tensor | None:
+        """Wait for the sums; return per parameter whether any rank has a gradient, which is known
+        where this rank has all of them.
+        """
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        return self._flags.real  # complex beside complex gradients
+        return self._flags.real if self._lacks else None  # complex beside complex gradients
 
-    def hand_out(self, numbers: Sequence[float]) -> None:
+    def hand_out(self, numbers: Sequence[float] | None) -> None:
         """Make the sums the gradients of those parameters."""
-        for (_, parameter), view, has in zip(self.named, self._views, numbers, strict=True):
+        known = [1.0] * len(self.named) if numbers is None else numbers
+        for (_, parameter), view, has in zip(self.named, self._views, known, strict=True):
             parameter.grad = view if has > 0 and self._is_mine else None
 
     def _buffer(self) -> Tensor:
