@@ -6,6 +6,7 @@ asked of the module of that kind (``torch.get_device_module``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -119,6 +120,11 @@ def mark(place: torch.device, *, timed: bool = False) -> torch.Event:
     event = torch.Event(place, enable_timing=timed)
     event.record(current_stream(place))
     return event
+
+
+def waiter(place: torch.device) -> Callable[[], None]:
+    """Return what waits for all that the current stream has been given so far, from any thread."""
+    return mark(place).synchronize if has_streams(place) else lambda: None
 
 
 def free_bytes(place: torch.device) -> int:
