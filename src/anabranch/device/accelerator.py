@@ -86,12 +86,16 @@ def pinned(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     return tensor.pin_memory() if has_streams(place) else tensor
 
 
+def host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for a copy of a tensor, which a device can fill by itself."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
+
+
 def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     """Start to copy a tensor to the host, where it is when the event has happened; None: now."""
     if not has_streams(tensor.device):
         return tensor, None
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True), mark(tensor.device)
+    return host_like(tensor).copy_(tensor, non_blocking=True), mark(tensor.device)
 
 
 def wide(place: torch.device) -> torch.dtype:

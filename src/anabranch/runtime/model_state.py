@@ -251,8 +251,7 @@ class ModelState:
         for key, tensor in part.tensors.items():
             if key not in copies or copies[key].shape != tensor.shape:
                 # To pinned memory a device copies while the host goes on.
-                pins = accelerator.has_streams(tensor.device)
-                copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=pins)
+                copies[key] = accelerator.host_like(tensor)
             copies[key].copy_(tensor.detach(), non_blocking=True)
         return replace(part, tensors={key: copies[key] for key in part.tensors})
 

@@ -252,8 +252,9 @@ class StageCompute:
         aliases = [self._alias(use.name) for use in program.tied]
         # A compiled stage has another program without gradients, which may draw other numbers.
         graphless = piece.recompute and self._prepared.options.backend is None
-        with torch.set_grad_enabled(self._train and not graphless), self._saving(piece.recompute):
-            results = self._call(piece, key, [leaf for _, leaf in inputs], aliases)
+        leaves = [leaf for _, leaf in inputs]
+        with torch.set_grad_enabled(self._train and not graphless), self._saving(piece, leaves):
+            results = self._call(piece, key, leaves, aliases)
         outputs, loss = _outputs_and_loss(program, results)
         metrics = results[len(outputs) + program.has_loss :]
         numbers = dict(zip(program.metrics, metrics, strict=True))
@@ -285,9 +286,13 @@ class StageCompute:
             )
         return self._pieces[key]
 
-    def _saving(self, recompute: bool) -> AbstractContextManager[object]:
-        wanted = self._prepared.options.offload and self._train and not recompute
-        return self._offload() if wanted else nullcontext()
+    def _saving(
+        self, piece: _BatchSlice, arrived: Iterable[Tensor]
+    ) -> AbstractContextManager[object]:
+        if not (self._prepared.options.offload and self._train) or piece.recompute:
+            return nullcontext()
+        buffers = piece.runnable.program.module.buffers()
+        return self._offload((*arrived, *buffers, *self._leaves.values()))
 
     def _call(
         self, piece: _BatchSlice, key: Key, inputs: list[Tensor], aliases: list[Tensor]
