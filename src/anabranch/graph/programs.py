@@ -8,6 +8,7 @@ from itertools import zip_longest
 import torch
 from torch import fx, nn
 
+from anabranch.device import accelerator
 from anabranch.errors import CaptureError
 from anabranch.graph.exporter import Exporter, place_of
 from anabranch.graph.flat_program import (
@@ -85,7 +86,7 @@ class Programs:
         if samples < 1:
             raise ValueError(f"{samples} samples; at least 1 is needed")
         place = torch.device(device) if device is not None else self.device
-        if place.type == "cuda" and not torch.cuda.is_available():
+        if accelerator.is_on_accelerator(place) and not accelerator.count(place.type):
             raise ValueError(f"a program for {place} was asked for, but no such device is here")
         if (samples, place) not in self._made:
             with only_frozen(self.module, self.frozen):

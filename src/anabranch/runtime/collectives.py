@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport import Receipt, Transport, guarded
 
@@ -35,9 +38,14 @@ class Pending:
         self,
         result: Tensor,
         work: dist.Work | None = None,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> None:
         self._result, self._work, self._finish = result, work, finish
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the result."""
+        return self._result.shape
 
     @property
     def is_done(self) -> bool:
@@ -56,6 +64,23 @@ class Pending:
                 finish, self._finish = self._finish, None
                 finish()
         return self._result
+
+
+def staged(start: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Wrap a method that starts a collective: tensors of devices that Gloo does not take go through
+    the memory of the host.
+    """
+
+    @wraps(start)
+    def through_host(mesh: Any, tensor: Tensor, *args: Any) -> Pending:
+        if accelerator.has_collectives(tensor.device):
+            return start(mesh, tensor, *args)
+        pending = start(mesh, tensor.cpu(), *args)
+        shape = pending.shape
+        result = tensor if shape == tensor.shape else tensor.new_empty(shape)
+        return Pending(result, finish=lambda: result.copy_(pending.wait()))
+
+    return through_host
 
 
 class MessageCollectives:

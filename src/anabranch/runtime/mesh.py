@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.collectives import (
     MOST_LARGE,
@@ -19,6 +20,7 @@ from anabranch.runtime.collectives import (
     SMALL,
     MessageCollectives,
     Pending,
+    staged,
 )
 from anabranch.runtime.guards.shared_failure import SharedFailure
 from anabranch.runtime.process_groups import (
@@ -122,7 +124,7 @@ class Mesh:
         if self.size == 1:
             return None
         through_host = self._host_transport()
-        if place.type != "cuda" or not channels or self.backend != "nccl":
+        if not accelerator.is_on_accelerator(place) or not channels or self.backend != "nccl":
             return through_host
         require_streams(channels)
         groups = {}
@@ -162,6 +164,7 @@ class Mesh:
         """Sum over the ranks of a set (by default all), in place."""
         return self.start_all_reduce(tensor, ranks).wait()
 
+    @staged
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
         """Start ``all_reduce`` in the background. Ranks of one set start their collectives in one
         order.
@@ -174,6 +177,7 @@ class Mesh:
         work = guarded(lambda: dist.all_reduce(tensor, group=self._groups[key], async_op=True))
         return Pending(tensor, work)
 
+    @staged
     def start_reduce(self, tensor: Tensor, ranks: tuple[int, ...], target: int) -> Pending:
         """Start to sum for one rank of a set, in place; others are left with anything."""
         if len(ranks) == 1:
@@ -184,6 +188,7 @@ class Mesh:
         work = guarded(lambda: dist.reduce(tensor, target, group=group, async_op=True))
         return Pending(tensor, work)
 
+    @staged
     def start_all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         """Stack the tensors of a set, which have one shape, in the background: the result has a row
         for each rank.
@@ -198,6 +203,7 @@ class Mesh:
         work = guarded(lambda: dist.all_gather(parts, tensor, group=group, async_op=True))
         return Pending(rows, work)
 
+    @staged
     def start_broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> Pending:
         """Start ``broadcast`` in the background."""
         if len(ranks) == 1:
@@ -211,7 +217,7 @@ class Mesh:
     def _near_for(self, tensor: Tensor, ranks: tuple[int, ...]) -> MessageCollectives | None:
         """Return collectives by messages, where they are faster for a tensor and these ranks."""
         most = MOST_SMALL if tensor.numel() <= SMALL else MOST_LARGE
-        return self._near if len(ranks) <= most and not tensor.is_cuda else None
+        return self._near if len(ranks) <= most and tensor.is_cpu else None
 
     def _tag(self, key: tuple[int, ...]) -> int:
         # Collectives of one set start in one order, those of different sets do not.
@@ -221,8 +227,11 @@ class Mesh:
         """Copy a tensor from one rank of a set to the others, in place."""
         if self.size > 1 and (ranks is None or len(ranks) > 1):
             group = self._groups[_ALL if ranks is None else ranks]
-            work = guarded(lambda: dist.broadcast(tensor, source, group=group, async_op=True))
-            Pending(tensor, work).wait()
+            sent = tensor if accelerator.has_collectives(tensor.device) else tensor.cpu()
+            work = guarded(lambda: dist.broadcast(sent, source, group=group, async_op=True))
+            Pending(sent, work).wait()
+            if sent is not tensor:
+                tensor.copy_(sent)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have one shape."""

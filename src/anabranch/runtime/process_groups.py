@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from anabranch.device import accelerator
 from anabranch.runtime.attempts import begin_attempt
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import guarded
@@ -39,15 +40,13 @@ def device_digest(place: torch.device) -> bytes:
     """
     path = Path("/proc/sys/kernel/random/boot_id")  # another one after every boot
     text = f"{socket.gethostname()} {path.read_text() if path.exists() else ''}"
-    if place.type == "cuda":
-        text += str(torch.cuda.get_device_properties(place).uuid)
-    return hashlib.sha256(text.encode()).digest()
+    return hashlib.sha256((text + accelerator.identity(place)).encode()).digest()
 
 
 def nccl_digest(place: torch.device) -> bytes:
     """Return ``device_digest`` of a GPU that NCCL can serve; zeros for other devices."""
     digest = device_digest(place)
-    return digest if place.type == "cuda" and dist.is_nccl_available() else bytes(len(digest))
+    return digest if accelerator.backend(place) == "nccl" else bytes(len(digest))
 
 
 def choose_backend(digests: Sequence[bytes]) -> str:
@@ -152,7 +151,7 @@ def abort(groups: Collection[dist.ProcessGroup]) -> None:
     """End NCCL's groups at once, all together: one may wait for the kernels of another."""
     if not groups or not dist.is_initialized():
         return
-    backend: Any = next(iter(groups))._get_backend(torch.device("cuda"))
+    backend: Any = next(iter(groups))._get_backend(accelerator.usual())
     backend._group_start()
     try:
         for group in groups:

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.graph.split import Port
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome
@@ -325,7 +326,7 @@ class BatchRun:
         tensors = []
         for item in items:
             if item is TOKEN:
-                tensors.append(_nothing(self.place.type))
+                tensors.append(_nothing(self.place))
             elif item.port is not None:
                 tensors.append(item.part(self.returned[stage][item.port]))
             elif item.batched:
@@ -373,9 +374,9 @@ class BatchRun:
 
 
 @cache
-def _nothing(kind: str) -> Tensor:
+def _nothing(place: torch.device) -> Tensor:
     """Return the tensor of a token, pinned so that a copy to a GPU does not block."""
-    return torch.zeros(TOKEN.shape, dtype=TOKEN.dtype, pin_memory=kind == "cuda")
+    return accelerator.pinned(torch.zeros(TOKEN.shape, dtype=TOKEN.dtype), place)
 
 
 _DO: dict[Kind, Callable[[BatchRun, _Task], None]] = {

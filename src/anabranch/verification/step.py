@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from anabranch import launch
+from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.loss_kinds import told_normalised, told_stateful
@@ -35,7 +36,7 @@ from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.initialisation import SEEDS, materialise, require_values
 from anabranch.runtime.numerics.no_dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.placement import claim, own_device
+from anabranch.runtime.placement import own_device
 from anabranch.runtime.reference import (
     Reference,
     draws_random,

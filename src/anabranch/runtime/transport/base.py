@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from anabranch.device.kinds import OWN_ERRORS
 from anabranch.runtime.guards.failure import PeerLostError
 
 T = TypeVar("T")
@@ -57,17 +58,6 @@ def listed(specs: Iterable[Spec]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in specs)
 
 
-_OWN_ERRORS = (
-    "CUDA error",
-    "CUDA out of memory",
-    "CUDA failure",
-    "unhandled cuda error",
-    "device-side assert",
-    "invalid usage",
-)
-"""What torch and NCCL say when this rank's own GPU fails, in any case."""
-
-
 def guarded(call: Callable[[], T]) -> T:
     """Call into torch.distributed; raises PeerLostError where a connection broke, which an error of
     this rank's own GPU is not.
@@ -83,7 +73,7 @@ def guarded(call: Callable[[], T]) -> T:
 def _is_own(error: RuntimeError) -> bool:
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or any(
-        sign.lower() in text for sign in _OWN_ERRORS
+        sign in text for sign in OWN_ERRORS
     )
 
 

@@ -16,9 +16,8 @@ message that the host had taken before it asked::
 
 The kernels of a channel run on a stream of PyTorch's pool of high priority. Channels that share one
 would wait for each other, so a rank with more channels than streams is refused. A waiting kernel
-occupies a queue of the driver: set ``CUDA_DEVICE_MAX_CONNECTIONS`` to at least the number of
-channels of a rank plus 2 (up to 32, by default 8), or it may stand before the computation that its
-peer needs.
+occupies a queue of the driver: give it at least as many as a rank has channels, plus 2 (docs of
+training), or it may stand before the computation that its peer needs.
 
 A lost rank cannot be noticed by the host while a stream waits for it. NCCL's watchdog ends the
 process after the timeout, the launcher earlier when it sees the other rank fail.
@@ -36,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
@@ -67,14 +67,14 @@ class GpuWire:
         self, groups: Mapping[Channel, dist.ProcessGroup], rank: int, place: torch.device
     ) -> None:
         self._groups, self._rank, self._place = groups, rank, place
-        self._ahead = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+        self._ahead = accelerator.new_stream(place)
 
     def connect(self) -> None:
         """Use each channel once, in one order everywhere, so that no two ranks can deadlock."""
         for channel in sorted(self._groups):
             tensor = torch.zeros(1, device=self._place)
             self._start(channel, [tensor])
-            torch.cuda.synchronize(self._place)
+            accelerator.synchronize(self._place)
 
     def send(self, channel: Channel, tensors: Sequence[Tensor]) -> list[dist.Work]:
         """Start to send when the compute stream has made the tensors."""
@@ -84,7 +84,7 @@ class GpuWire:
         self, channel: Channel, specs: Sequence[Spec], device: torch.device
     ) -> tuple[list[dist.Work], list[Tensor]]:
         """Start to receive, whatever the compute stream does."""
-        with torch.cuda.stream(self._ahead):
+        with self._ahead:
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
             filled = [tensor for tensor in tensors if tensor.numel()]
             return (self._start(channel, filled) if filled else []), tensors
@@ -97,11 +97,9 @@ class GpuWire:
         operations = [dist.P2POp(operation, tensor, other, group) for tensor in tensors]
         return guarded(lambda: dist.batch_isend_irecv(operations))
 
-    def fence(self) -> torch.cuda.Event:
+    def fence(self) -> torch.Event:
         """Mark the place behind all that the compute stream has been given so far."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._place))
-        return event
+        return accelerator.mark(self._place)
 
 
 @dataclass(slots=True)
@@ -109,7 +107,7 @@ class _PostedChannel:
     """One channel's receives to be posted, and where the GPU takes the host's last message."""
 
     waiting: deque[_Receive] = field(default_factory=deque)
-    taken: torch.cuda.Event | None = None
+    taken: torch.Event | None = None
 
 
 class NcclTransport:
@@ -207,7 +205,7 @@ class _Receive:
 
     @property
     def is_due(self) -> bool:
-        return self._after is None or bool(self._after.query())  # type: ignore[no-untyped-call]
+        return self._after is None or bool(self._after.query())
 
     def post(self) -> None:
         self._posted = self._transport.wire.receive(self._channel, self._specs, self._device)
@@ -225,7 +223,7 @@ class _Receive:
         for work in works:
             guarded(work.wait)  # the compute stream waits, not the host
         for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            if not tensor.is_cpu:
+                tensor.record_stream(accelerator.current_stream(tensor.device))
         self._line.taken = self._transport.wire.fence()
         return tensors

@@ -1,0 +1,64 @@
+"""Kinds of devices that compute, by torch's names. No other file names one but the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What torch can do with one kind of device.
+
+    Attributes:
+        backend: library of its collectives in ``torch.distributed``; empty if it has none, or none
+            that the runtime knows to order.
+        gloo: whether Gloo takes its tensors. Those of others are summed on the host.
+        streams: whether it runs several streams, and copies from pinned memory meanwhile.
+        own_memory: whether it has memory of its own, whose allocator counts.
+        float64: whether it computes with numbers of 64 bits.
+        environment: variables that must be set before processes are forked that will use it.
+    """
+
+    backend: str = ""
+    gloo: bool = False
+    streams: bool = True
+    own_memory: bool = True
+    float64: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+CPU = "cpu"
+HOST = Kind(gloo=True, streams=False, own_memory=False)
+ACCELERATORS: Mapping[str, Kind] = {
+    "cuda": Kind("nccl", gloo=True, environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}),
+    "xpu": Kind(),
+    "hpu": Kind(float64=False),
+    "npu": Kind(float64=False),
+    "mps": Kind(streams=False, own_memory=False, float64=False),
+}
+"""Name in torch -> kind. The first one is meant where a machine has none."""
+
+USUAL = next(iter(ACCELERATORS))
+
+
+def kind_of(name: str) -> Kind:
+    """Return the kind of a device; one that is not listed is treated as the CPU is."""
+    return ACCELERATORS.get(name.partition(":")[0], HOST)
+
+
+def is_accelerator(name: str) -> bool:
+    """Return True for the name of a device other than the CPU, with an index or without."""
+    return name.partition(":")[0] in ACCELERATORS
+
+
+OWN_ERRORS = (
+    *(
+        sign.format(name)
+        for name in ACCELERATORS
+        for sign in ("{} error", "{} out of memory", "{} failure", "unhandled {} error")
+    ),
+    "device-side assert",
+    "invalid usage",
+)
+"""What torch and its libraries say when this rank's own device fails, in small letters."""
