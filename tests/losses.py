@@ -63,6 +63,16 @@ class MaskedByHand(Tokens):
         return first + 0.5 * F.cross_entropy(scores[:, 0], label[:, 0])
 
 
+class Chosen(Tokens):
+    """The mean over the labels that a mask chooses, and a sum divided by a number of Python."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores, mask = self.scores(x), label != -100
+        among = F.cross_entropy(scores[mask], label[mask])
+        row, column = torch.where(mask)
+        return among + scores[row, column].square().sum() / int(mask.sum())
+
+
 class Fraction(Tokens):
     """Returns a numerator and a denominator."""
 
@@ -191,6 +201,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "times samples": (TimesSamples, "sum"),
     "masked": (Masked, "weighted mean"),
     "masked by hand": (MaskedByHand, "weighted mean"),
+    "chosen": (Chosen, "weighted mean"),
     "fraction": (Fraction, "weighted mean"),
     "contrastive": (Contrastive, "coupled"),
     "sigmoid": (Sigmoid, "coupled"),

@@ -16,8 +16,8 @@ from benchmarks.architectures.__main__ import examined
     ("name", "kind"), [("Siglip", "coupled"), ("Qwen2Moe", "coupled"), ("Swin", "weighted mean")]
 )
 def test_a_step_is_that_of_the_whole_batch(name: str, kind: str) -> None:
-    """Of three stages in micro-batches of two samples; stochastic depth is off. Experts are balanced
-    over the whole batch, the only operator of which has no micro-batches.
+    """Of three stages in micro-batches of two samples; stochastic depth is off. The balance of
+    experts is that of the whole batch.
     """
     found = examined(name)
     assert found["loss"] == kind

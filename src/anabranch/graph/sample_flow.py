@@ -163,7 +163,8 @@ class _Follower:
         if value is None or "coupled" in kinds or not kinds & {"samples", "additive"}:
             return None
         operator = self.unknown_operator(node)
-        is_scalar = value.numel() == 1
+        # A size that depends on the data is not compared.
+        is_scalar = all(isinstance(n, int) and n == 1 for n in value.shape)
         if not operator and (is_scalar or self.rearranged.isdisjoint(node.all_input_nodes)):
             return None
         if operator:
@@ -322,6 +323,8 @@ class _Follower:
             share = degree == 0
             for source in sources[1:]:
                 if self.flows[source].kind == "statistic":
+                    if base_name(source) == "item":
+                        (source,) = source.all_input_nodes
                     self.uses.append(StatisticUse(node, source, share))
                     return Flow("additive", degree - share, known)
             return Flow("additive", degree + scale, known)

@@ -129,7 +129,11 @@ class WholeBatch:
                 read = insert(reader, _aten.to.dtype, total, reader.meta["val"].dtype)
             else:
                 read = insert(reader, _aten.select.int, values[number], 0, 0)
-            reader.replace_input_with(calls[index], read)
+            statistic = calls[index]
+            for source in reader.all_input_nodes:
+                # A number that was asked for (``item``) is the tensor that it is of.
+                if source is statistic or (base_name(source), *source.args) == ("item", statistic):
+                    reader.replace_input_with(source, read)
         sliced = replace(program, sources=sources, statistics=statistics)
         sliced.drop_dead()
         put_in_rows(sliced, calls, self.sums)
