@@ -322,6 +322,13 @@ _ONE_KEY = {**_TEXT, "num_key_value_heads": 1, "head_dim": 8}
 _POSITIONS = {"max_position_embeddings": PUBLISHED_LENGTH + 2}
 """Two are reserved."""
 
+_BALANCED = {"output_router_logits": True}
+"""The router's auxiliary loss is part of the loss."""
+
+_FOUR_EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16, **_BALANCED},
+}
 _CAUSAL = ("GPTNeoX", "OPT", "Falcon", "Phi", "Phi3", "Olmo", "Cohere", "Starcoder2")
 _GROUPED = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite")
 _MASKED = ("Bert", "Electra", "ConvBert", "DebertaV2", "ModernBert")
@@ -332,7 +339,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Bloom": Architecture(causal, _TEXT, None),
     "Mamba": Architecture(causal, _TEXT, None),  # a call per token without its own kernels
     "StableLm": Architecture(causal, {**_TEXT, "num_key_value_heads": 2}),
-    "Mixtral": Architecture(causal, {**_ONE_KEY, "num_local_experts": 4}),
+    "Mixtral": Architecture(causal, {**_ONE_KEY, "num_local_experts": 4, **_BALANCED}, _BALANCED),
+    "Qwen2Moe": Architecture(
+        causal, {**_TEXT, "num_key_value_heads": 1, **_FOUR_EXPERTS}, _BALANCED
+    ),
+    "Qwen3Moe": Architecture(causal, {**_ONE_KEY, **_FOUR_EXPERTS}, _BALANCED),
     "GPT2": Architecture(causal, _GPT, {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "GPTJ": Architecture(causal, {**_GPT, "rotary_dim": 4}),
     "GPTNeo": Architecture(

@@ -14,9 +14,13 @@ from benchmarks.architectures.__main__ import examined
 from benchmarks.architectures.models import ARCHITECTURES
 
 
-@pytest.mark.parametrize(("name", "kind"), [("Siglip", "coupled"), ("Swin", "weighted mean")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("Siglip", "coupled"), ("Qwen2Moe", "coupled"), ("Swin", "weighted mean")]
+)
 def test_a_step_is_that_of_the_whole_batch(name: str, kind: str) -> None:
-    """Of three stages in micro-batches of two samples; stochastic depth is off."""
+    """Of three stages in micro-batches of two samples; stochastic depth is off. The balance of
+    experts is that of the whole batch.
+    """
     found = examined(name)
     assert found["loss"] == kind
     assert found["loss_error"] < 1e-6

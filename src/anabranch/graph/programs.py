@@ -165,6 +165,10 @@ class Programs:
         samples, place = int(first.shape[0]), device or first.device
         program = self.at(samples, device=place).statistics
         assert program is not None
+        if place.type == "meta":
+            like = [node.meta["val"] for node in program.outputs]
+            values = [torch.empty(v.shape, dtype=v.dtype, device=place) for v in like]
+            return {**tensors, **self._whole_batch.rows(values, samples)}
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
