@@ -1,6 +1,6 @@
 """Schedules zb-h1 and zb-h2 against the shortest ones on drawn stage graphs.
 
-    python -m benchmarks.schedules [--cases 100] [--seed 1] [--verbose]
+python -m benchmarks.schedules [--cases 100] [--seed 1] [--verbose] [--transformer]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from anabranch.plans.in_flight import with_in_flight
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.zero_bubble import ZeroBubble
+from benchmarks.schedules import published
 from benchmarks.schedules.exact import ListProblem, Seconds, UndecidedError
 
 KINDS = {
@@ -90,7 +91,9 @@ def compared(kind: str, cases: int, seed: int) -> Iterator[Result]:
             shortest: int | None = problem.shortest(listed_s)
         except UndecidedError:
             shortest = None
-        yield Result(replace(problem, graph=with_in_flight(graph, most)), memory, listed_s, shortest)
+        yield Result(
+            replace(problem, graph=with_in_flight(graph, most)), memory, listed_s, shortest
+        )
 
 
 def table(cases: int, seed: int, *, verbose: bool = False) -> str:
@@ -115,9 +118,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100, help="stage graphs of each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="print those that are longer")
+    parser.add_argument("--transformer", action="store_true", help="also rows of a transformer")
     arguments = parser.parse_args()
     text = table(arguments.cases, arguments.seed, verbose=arguments.verbose)
     sys.stdout.write(f"{text}\n")
+    if arguments.transformer:
+        sys.stdout.write(f"\n{published.table()}\n")
 
 
 if __name__ == "__main__":

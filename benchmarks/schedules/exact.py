@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import TopologicalSorter
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,7 +32,7 @@ Pass = tuple[int, Kind, int]
 Seconds = tuple[int, int, int]
 """Of a sample's forward, gradients of inputs and gradients of weights."""
 
-F, I, W, B = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD
+FORWARD, INPUTS, WEIGHTS = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
 
 
 class UndecidedError(Exception):
@@ -59,15 +60,19 @@ class ListProblem:
 
     def kinds(self, stage: int) -> tuple[Kind, ...]:
         """Return the passes of each micro-batch."""
-        return (F, I, W) if self.graph.predecessors[stage] else (F, B)
+        return (
+            (FORWARD, INPUTS, WEIGHTS)
+            if self.graph.predecessors[stage]
+            else (FORWARD, Kind.BACKWARD)
+        )
 
     @cached_property
     def lengths(self) -> Mapping[Pass, int]:
         """Return the seconds of all passes."""
         lengths = {}
         for s in range(len(self.graph)):
-            of_kind = dict(zip((F, I, W), self.seconds[s], strict=True))
-            of_kind[B] = of_kind[I] + of_kind[W]
+            of_kind = dict(zip((FORWARD, INPUTS, WEIGHTS), self.seconds[s], strict=True))
+            of_kind[Kind.BACKWARD] = of_kind[INPUTS] + of_kind[WEIGHTS]
             for i in range(self.graph.num_microbatches(s)):
                 first, stop = self.graph.interval(s, i)
                 lengths |= {(s, kind, i): (stop - first) * of_kind[kind] for kind in self.kinds(s)}
@@ -82,15 +87,15 @@ class ListProblem:
         graph, kinds = self.graph, self.kinds(s)
         if i:
             yield s, kind, i - 1
-        if kind is not F:
+        if kind is not FORWARD:
             yield s, kinds[kinds.index(kind) - 1], i
         elif i >= self.in_flight[s]:
             yield s, kinds[-1], i - self.in_flight[s]
-        if kind is W:
+        if kind is WEIGHTS:
             return
-        for t in graph.predecessors[s] if kind is F else graph.successors[s]:
+        for t in graph.predecessors[s] if kind is FORWARD else graph.successors[s]:
             last = -(-graph.interval(s, i)[1] // graph.stages[t].microbatch_size) - 1
-            yield t, F if kind is F else self.kinds(t)[1], last
+            yield t, FORWARD if kind is FORWARD else self.kinds(t)[1], last
 
     @cached_property
     def heads(self) -> Mapping[Pass, int]:
@@ -138,7 +143,7 @@ class ListProblem:
         waits = {key: {*earlier} for key, earlier in self.waits.items()}
         for actions in lists:
             keys = [(action.stage, action.kind, action.microbatch) for action in actions]
-            for before, key in zip(keys, keys[1:], strict=False):
+            for before, key in pairwise(keys):
                 waits[key].add(before)
         ends: dict[Pass, int] = {}
         for key in TopologicalSorter(waits).static_order():
@@ -213,9 +218,7 @@ class _Programme:
         return bool(result.status == 0)
 
 
-def _earliest(
-    waits: Mapping[Pass, Sequence[Pass]], lengths: Mapping[Pass, int]
-) -> dict[Pass, int]:
+def _earliest(waits: Mapping[Pass, Sequence[Pass]], lengths: Mapping[Pass, int]) -> dict[Pass, int]:
     """Return when passes can begin: behind what they wait for, and behind all the work of their
     device that has to come first.
     """

@@ -8,8 +8,8 @@ from anabranch.schedule.justify import justified
 def test_the_urgent_pass_goes_first():
     """Passes 0 and 1 take turns on a device, and pass 2 of another waits for 1::
 
-        0 0 1 . .         1 0 0
-        . . . 2 2         . 2 2
+    0 0 1 . .         1 0 0
+    . . . 2 2         . 2 2
     """
     seconds, lanes = [2.0, 1.0, 2.0], [[0], [0], [1]]
     waits = [[], [], [(1, 0.0)]]

@@ -8,7 +8,7 @@ import pytest
 
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.solve import search, simulate, simulation
-from anabranch.solve.splitting import _with_lengths, split_backwards
+from anabranch.solve.splitting import split_backwards, with_lengths
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import found, two_stages
 
@@ -80,6 +80,6 @@ def test_lists_know_how_long_passes_and_messages_take():
     machines = cluster(2, bandwidth=0.5, latency_s=2.0)
     cost = cost_model(chain(2), [1, 2], [2, 6], machines, value_bytes=1)
     graph = stage_graph(chain(2), [(0,), (1,)], 8, [4, 4])
-    first, second = _with_lengths(graph, cost).stages
+    first, second = with_lengths(graph, cost).stages
     assert (first.load, first.backward_factor, first.message) == (0.375, 2.0, 0.312)
     assert (second.load, second.backward_factor, second.message) == (1.0, 3.0, 0.0)

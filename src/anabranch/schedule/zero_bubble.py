@@ -12,19 +12,19 @@ chain of four equal stages whose memory holds four micro-batches, I and W as lon
 (Qi et al., *Zero Bubble Pipeline Parallelism*, 2024, sections 2 and 3, on a chain, with schedules
 H1 and H2 by hand and a heuristic.) Here the computes of any stage graph are simulated once, in the
 order of their start. A device takes the gradients of inputs that are due first, since the way back
-is what the step waits for, then forwards, then the rest; W only into a gap of which it fills most
-(``Stage`` says how long passes take), or where memory holds no further micro-batch. Nobody waits
-for the gradients of a first stage's inputs, so its backward stays whole. What is gained by moving
-passes once more (``schedule.justify``) is taken.
+is what the step waits for, then forwards, then the rest; W only into a gap that is long enough, or
+where memory holds no further micro-batch. Nobody waits for the gradients of a first stage's inputs,
+so its backward stays whole. Then passes are moved once more (``schedule.justify``). ``Stage`` says
+how long passes and messages take; the best of three lists is taken.
 
-Against the shortest lists of 100 drawn stage graphs of up to 6 stages and 8 micro-batches (``python
--m benchmarks.schedules``) 99 are as short where stages are equal and 88 where passes take 1 to 3 s;
-if passes do not move 94 and 80, and with W only into gaps that are as long 88 and 70.
+Of 100 drawn stage graphs of up to 6 stages and 8 micro-batches (``python -m benchmarks.schedules``)
+100 lists are the shortest where stages are alike, and 95 where passes take 1 to 3 s; without the
+moves and with W only into gaps of its length 88 and 82.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -40,16 +40,14 @@ from anabranch.schedule.schedule import Action, Kind, Order, Schedule
 _URGENCY = {Kind.INPUT_GRADIENT: 0, Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.WEIGHT_GRADIENT: 3}
 """Order of passes that can start together."""
 
+Lengths = Sequence[Mapping[Kind, float]]
+"""Per stage, seconds of each kind of pass for a sample."""
+
 Pass = tuple[float, int, int, int, Kind]
 """When a pass can start, its urgency, its first sample, its stage, and its kind."""
 
 SECONDS = 3.0
 """Seconds of a sample at the slowest stage: 1 s of them are its forward, by default."""
-
-GAPS = (1.0, 0.25)
-"""Shares of its length that a gap must have at least for gradients of weights to begin in it; each
-is tried.
-"""
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,18 @@ class ZeroBubble:
 
 @lru_cache(maxsize=256)
 def _scheduled(graph: StageGraph) -> _ListScheduler:
-    """Return the best simulation of a stage graph at its end."""
-    schedulers = [_ListScheduler(graph, gap) for gap in GAPS]
-    for scheduler in schedulers:
-        scheduler.run()
-        scheduler.justify()
+    """Return the best of some simulations at its end: with the lengths of passes as they are, and
+    as if stages were alike, which makes regular lists.
+    """
+    own = [_lengths(stage) for stage in graph.stages]
+    halves = [_lengths(replace(ALIKE, weight_share=s.weight_share)) for s in graph.stages]
+    alike = [_lengths(ALIKE)] * len(graph)
+    schedulers = []
+    for lengths, gap in ((own, 0.25), (alike, 0.25), (halves, 1.0))[: 1 if own == alike else 3]:
+        schedulers.append(_ListScheduler(graph, lengths, gap))
+        schedulers[-1].run()
+        schedulers[-1].justify(lengths)
+        schedulers[-1].justify(own)
     return min(schedulers, key=lambda scheduler: scheduler.end)
 
 
@@ -149,28 +154,30 @@ def _lengths(stage: Stage) -> dict[Kind, float]:
     }
 
 
+ALIKE = Stage(("any",), (0,), 1)
+
+
 class _ListScheduler:
     """The state of the simulation.
 
     Attributes:
         ends: per stage, when its forwards and its gradients of inputs end, of those begun so far.
         done: per stage, micro-batches whose backward is complete.
-        length: per stage, seconds of each kind of pass for a sample, in times of a forward of the
-            slowest stage.
+        length: lengths of passes; those of all lists in times of a forward of the slowest stage.
+        gap: share of their length that a gap must have for gradients of weights to begin in it.
         stages_of: per device, its stages.
         beside: per stage, others on its devices.
         samples: per stage, those of each micro-batch, from the first to behind the last.
         begun: all passes in their order, with their ends.
     """
 
-    def __init__(self, graph: StageGraph, gap: float) -> None:
-        self.graph, self.gap = graph, gap
+    def __init__(self, graph: StageGraph, length: Lengths, gap: float) -> None:
+        self.graph, self.length, self.gap = graph, length, gap
         self.ends: list[dict[Kind, list[float]]] = [
             {Kind.FORWARD: [], Kind.INPUT_GRADIENT: []} for _ in graph.stages
         ]
         self.done = [0] * len(graph)
         self.free = dict.fromkeys(graph.devices, 0.0)
-        self.length = [_lengths(stage) for stage in graph.stages]
         self.begun: list[tuple[Action, float]] = []
         self.stages_of = {
             device: tuple(s for s, stage in enumerate(graph.stages) if device in stage.devices)
@@ -243,10 +250,9 @@ class _ListScheduler:
         if self.done[s] == len(self.ends[s][Kind.INPUT_GRADIENT]):
             return min(passes, default=None)
         # There is a gradient of weights to compute.
-        size = self.graph.stages[s].microbatch_size * self.length[s][Kind.WEIGHT_GRADIENT] * self.gap
+        size = self.graph.stages[s].microbatch_size * self.length[s][Kind.WEIGHT_GRADIENT]
         entries += [entry for t in self.beside[s] for entry in self.ready(t)]
-        gap = min((entry[0] - free for entry in entries), default=size)
-        if gap < size:
+        if min((entry[0] - free for entry in entries), default=size) < self.gap * size:
             return min(passes, default=None)
         ready = max(free, self.ends[s][Kind.INPUT_GRADIENT][self.done[s]])
         return ready, *self.key(s, Kind.WEIGHT_GRADIENT, self.done[s])
@@ -308,26 +314,27 @@ class _ListScheduler:
         for device in self.graph.stages[s].devices:
             self.free[device] = end
 
-    def justify(self) -> None:
-        """Move passes if the step is shorter then."""
-        number = {(a.stage, a.kind, a.microbatch): n for n, (a, _) in enumerate(self.begun)}
+    def justify(self, length: Lengths) -> None:
+        """Give passes these lengths, and move them if the step is shorter then."""
+        self.length, order = length, [action for action, _ in self.begun]
+        number = {(a.stage, a.kind, a.microbatch): n for n, a in enumerate(order)}
         waits = [
-            [(number[key], self.message(key[0], a.stage)) for key in self.earlier(a)]
-            for a, _ in self.begun
+            [(number[key], self.message(key[0], a.stage)) for key in self.earlier(a)] for a in order
         ]
-        seconds = [self.seconds(action) for action, _ in self.begun]
         alike = {stages: device for device, stages in self.stages_of.items()}
-        lanes = [[alike[x] for x in alike if s in x] for s in range(len(self.graph))]
-        starts = justified(
-            [end for _, end in self.begun],
-            seconds,
-            waits,
-            [lanes[action.stage] for action, _ in self.begun],
-        )
-        ends = [start + length for start, length in zip(starts, seconds, strict=True)]
-        if max(ends) < self.end:
-            order = sorted(range(len(ends)), key=lambda n: (starts[n], n))
-            self.begun = [(self.begun[n][0], ends[n]) for n in order]
+        lanes = [[alike[x] for x in alike if a.stage in x] for a in order]
+        seconds = [self.seconds(action) for action in order]
+        ends, free = list[float](), dict.fromkeys(alike.values(), 0.0)
+        for earlier, used, taken in zip(waits, lanes, seconds, strict=True):
+            start = max([ends[n] + between for n, between in earlier] + [free[x] for x in used])
+            ends.append(start + taken)
+            free |= dict.fromkeys(used, ends[-1])
+        starts = justified(ends, seconds, waits, lanes)
+        self.begun = list(zip(order, ends, strict=True))
+        moved = [start + taken for start, taken in zip(starts, seconds, strict=True)]
+        if max(moved) < self.end:
+            by_start = sorted(range(len(order)), key=lambda n: (starts[n], n))
+            self.begun = [(order[n], moved[n]) for n in by_start]
 
     def earlier(self, action: Action) -> Iterator[tuple[int, Kind, int]]:
         """Generate stage, kind and micro-batch of passes that one waits for."""

@@ -24,7 +24,7 @@ def split_backwards(judge: Judge, cost: CostModel) -> ScheduledProposal | None:
     """
     limit = judge.best_s * (1 - SETTINGS.split_gain)
     near = judge.ranked(SETTINGS.split_near)[: SETTINGS.split_proposals]
-    proposals = {_with_lengths(proposal, cost): proposal for proposal in near}
+    proposals = {with_lengths(proposal, cost): proposal for proposal in near}
     shorter: list[tuple[float, int, ScheduledProposal]] = []
     for number, schedule in enumerate(sorted(SPLIT_BACKWARDS)):
         own = Judge(ShortestStep(cost, (schedule,)))
@@ -44,7 +44,7 @@ def split_backwards(judge: Judge, cost: CostModel) -> ScheduledProposal | None:
     return None
 
 
-def _with_lengths(graph: StageGraph, cost: CostModel) -> StageGraph:
+def with_lengths(graph: StageGraph, cost: CostModel) -> StageGraph:
     """The stages with the lengths of their passes and messages, by which lists are scheduled."""
     costs, stages = ModelCosts(graph, cost), list[Stage]()
     slices = [max(graph.slice_sizes(s)) for s in range(len(graph))]
