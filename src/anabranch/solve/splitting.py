@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from anabranch.cost import CostModel
-from anabranch.plans.stages import StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SPLIT_BACKWARDS, compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.judge import Judge
@@ -24,7 +24,7 @@ def split_backwards(judge: Judge, cost: CostModel) -> ScheduledProposal | None:
     """
     limit = judge.best_s * (1 - SETTINGS.split_gain)
     near = judge.ranked(SETTINGS.split_near)[: SETTINGS.split_proposals]
-    proposals = {_with_shares(proposal, cost): proposal for proposal in near}
+    proposals = {with_lengths(proposal, cost): proposal for proposal in near}
     shorter: list[tuple[float, int, ScheduledProposal]] = []
     for number, schedule in enumerate(sorted(SPLIT_BACKWARDS)):
         own = Judge(ShortestStep(cost, (schedule,)))
@@ -44,11 +44,31 @@ def split_backwards(judge: Judge, cost: CostModel) -> ScheduledProposal | None:
     return None
 
 
-def _with_shares(graph: StageGraph, cost: CostModel) -> StageGraph:
-    """The stages with the shares of their backwards that gradients of weights take."""
-    costs = ModelCosts(graph, cost)
-    shares = [costs.weight_share(s, max(graph.slice_sizes(s))) for s in range(len(graph))]
-    stages = zip(graph.stages, shares, strict=True)
-    return replace(
-        graph, stages=tuple(replace(stage, weight_share=round(share, 3)) for stage, share in stages)
-    )
+def with_lengths(graph: StageGraph, cost: CostModel) -> StageGraph:
+    """The stages with the lengths of their passes and messages, by which lists are scheduled."""
+    costs, stages = ModelCosts(graph, cost), list[Stage]()
+    slices = [max(graph.slice_sizes(s)) for s in range(len(graph))]
+    seconds = [costs.compute_s(s, samples) for s, samples in enumerate(slices)]
+    sizes = [stage.microbatch_size for stage in graph.stages]
+    slowest_s = max(sum(pair) / size for pair, size in zip(seconds, sizes, strict=True)) or 1.0
+    for s, stage in enumerate(graph.stages):
+        forward_s, backward_s = seconds[s]
+        message_s = max((_message_s(graph, costs, s, t) for t in graph.successors[s]), default=0.0)
+        lengths = {
+            "load": (forward_s + backward_s) / sizes[s] / slowest_s,
+            "backward_factor": backward_s / forward_s if forward_s else 2.0,
+            "weight_share": costs.weight_share(s, slices[s]),
+            "message": message_s / sizes[s] / slowest_s,
+        }
+        stages.append(replace(stage, **{name: round(n, 3) for name, n in lengths.items()}))
+    return replace(graph, stages=tuple(stages))
+
+
+def _message_s(graph: StageGraph, costs: ModelCosts, s: int, t: int) -> float:
+    """Seconds of the first message of a stage edge, if nothing else is on its way."""
+    if not costs.message_edges.goes_forward((s, t)):
+        return 0.0
+    samples = min(max(graph.slice_sizes(x)) for x in (s, t))
+    route = costs.route(graph.stages[s].devices[0], graph.stages[t].devices[0])
+    nbytes = costs.message_bytes(s, t, samples)[0]
+    return route.latency_s + nbytes * route.per_byte_s + 2 * costs.message_s(nbytes)
