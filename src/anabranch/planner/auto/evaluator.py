@@ -36,7 +36,8 @@ from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH
 from anabranch.planner.auto import stage_records as tables
 from anabranch.planner.auto.draft import SETUP, Draft
-from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
+from anabranch.planner.auto.stage_clock import step_s
+from anabranch.plans.stages import MOST_MICROBATCHES
 
 
 class Evaluator:
@@ -99,7 +100,7 @@ class Evaluator:
             np.zeros((2, devices + nodes)),
             pieces.view(np.recarray),
             paces,
-            np.empty((2, edges, min(batch_size, MOST_SHOWN))),
+            np.empty((2, edges, min(batch_size, MOST_MICROBATCHES))),
         )
         self._given = tuple(table.data.cast("B") for table in given)
         self._tables = given, problem, state

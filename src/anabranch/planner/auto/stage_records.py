@@ -98,6 +98,7 @@ class StageRecord:
     apart: float  # how much later than the first replica the last one has a message
     sums: float  # what the last backward leaves of its all-reduce
     update: float
+    gather: float  # of what its replicas have updated
     before: float  # from the beginning of the step to its first forward, at least
     behind: float  # from its last backward to the end of the step, at least
     passed: float  # by operators in the last backward, and the next four: when
