@@ -35,6 +35,7 @@ from anabranch.planner.auto.stage_tables import (
     join_stages,
     order_edges,
     sort_stages,
+    split_backwards,
     split_samples,
     sum_operators,
 )
@@ -66,7 +67,7 @@ def _least_s(numbers: Numbers, stages: Table[StageRecord], update: float, state:
             ahead = source.before + (needed - 1) * source.seconds[0, 0]
             ahead += source.seconds[int(needed == source.total), 0]
             ahead += _message_s(edge, 0, first)
-            back = source.behind + source.seconds[1, 1]
+            back = source.behind + source.seconds[1, 1] - source.weights[1]
             back += _message_s(edge, 1, min(source.last, stage.last))
             stage.before = max(stage.before, ahead)
             stage.behind = max(stage.behind, back)
@@ -153,16 +154,13 @@ def _count_periods(stages: Table[StageRecord]) -> tuple[int, int, int]:
         if largest % stages[s].microbatch != 0:
             return largest, 0, 0
     shown = max(-(-SHOWN * least // largest), 4 * (-(-held // largest)))
-    if least < largest:
-        shown = max(shown, LEAST_PERIODS)
-    else:
-        shown = min(shown, MOST_SHOWN)
+    shown = max(shown, LEAST_PERIODS) if least < largest else min(shown, MOST_SHOWN)
     return largest, shown, max(-(-samples // largest) - shown, 0)
 
 
 def _turn(stage: StageRecord, at: float) -> None:
     """A stage turns to its next action, if there is one: kFkB says which."""
-    stage.ready, stage.until, stage.begun, stage.taken = at, np.inf, 0, 0
+    stage.ready, stage.until, stage.begun, stage.taken, stage.idle = at, np.inf, 0, 0, at
     flight = stage.in_flight + (stage.done[1] if stage.done[1] % stage.k == 0 else 0)
     stage.way = int(stage.done[0] >= min(stage.total, flight))
 
@@ -198,17 +196,39 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
 
 
 def _action_s(stage: StageRecord) -> float:
-    """Seconds of a stage's next action."""
-    return float(stage.seconds[int(stage.done[stage.way] + 1 == stage.total), stage.way])
+    """Seconds of a stage's next action; of a backward that is split, those nobody waits for are
+    owed.
+    """
+    last = int(stage.done[stage.way] + 1 == stage.total)
+    return float(stage.seconds[last, stage.way] - stage.way * stage.weights[last])
+
+
+def _work_off(stage: StageRecord, start: float) -> float:
+    """A stage that waits until a start does what it owes meanwhile, and before a forward whatever
+    holds memory that this needs. When it can begin then.
+    """
+    if stage.owed > 0:
+        least = 0.0
+        if stage.way == 0:
+            held = stage.done[0] - stage.done[1] - stage.most + 1
+            least = min(stage.owed, held * stage.weights[0] + stage.owed)
+        worked = max(min(stage.owed, start - stage.idle), least)
+        stage.owed -= worked
+        stage.left -= worked
+        start = max(start, stage.idle + worked)
+    return start
 
 
 def _compute(stage: StageRecord, start: float, pace: float, pieces: Table[StagePiece]) -> None:
     """A stage begins its next action, which takes so many times as long as alone; in its last
     backward it begins to sum.
     """
-    stage.until, stage.pace = start + _action_s(stage) * pace, pace
+    stage.until, stage.pace = _work_off(stage, start) + _action_s(stage) * pace, pace
     if stage.way == 1 and stage.done[1] + 1 == stage.total:
         stage.passed_all = stage.until
+        if stage.weights[1] > 0:  # gradients are final one after the other in the part that waits
+            stage.passed_all += stage.owed + stage.weights[1]
+            stage.pace *= stage.weights[1] / stage.seconds[1, 1]
         _ask(stage, 0.0, pieces)
 
 
@@ -315,6 +335,7 @@ def _run(
             return np.inf
         done = stage.done[way]
         stage.done[way] += 1
+        stage.owed += way * stage.weights[int(done + 1 == stage.total)]
         late = late or stage.done[1] + 1 >= stage.total
         if way == 1 and s == slow and hidden > 0:
             if done == first:
@@ -336,7 +357,7 @@ def _run(
             receiver = state.edges[state.edges_of[1 - way, s, i]].ends[1 - way]
             _take(receiver, batch_size, slots, state)
         if way == 1 and done + 1 == stage.total:
-            step = max(step, end)
+            step = max(step, end + stage.owed)
     return step + apart + update + hidden * period
 
 
@@ -349,6 +370,7 @@ def step_s(
     deep: bool,
     chained: bool,
     sharded: bool,
+    split: bool,
     limit: float,
     problem: PricedModel,
     state: State,
@@ -364,6 +386,8 @@ def step_s(
     if not sum_operators(home, problem, stages):
         return np.inf
     join_stages(home, problem, stages, state)
+    if split:
+        split_backwards(home, problem, stages, state)
     if not sort_stages(stages, state):
         return np.inf
     if chained:
