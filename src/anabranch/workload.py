@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from anabranch.data.loaders import Loader, loader_of
+from anabranch.data.packed import PackedBatch
 from anabranch.errors import WorkloadError, naming_place
 
 Batch = Any
@@ -140,6 +141,8 @@ def to_meta(batch: Batch) -> Batch:
     """The same batch, nested alike, without values."""
     if isinstance(batch, torch.Tensor):
         return batch.to("meta")
+    if isinstance(batch, PackedBatch):
+        return PackedBatch(to_meta(batch.tensors), batch.packing)
     if isinstance(batch, Mapping):
         return {key: to_meta(value) for key, value in batch.items()}
     if isinstance(batch, tuple):

@@ -26,14 +26,12 @@ class BatchLayout:
         names: of the tensors, by their path in the batch.
         positions: of the tensors among the leaves.
         leaves: tensors and whatever else the example holds.
-        keywords: whether the module takes the batch as keyword arguments.
     """
 
     names: tuple[str, ...]
     positions: tuple[int, ...]
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    keywords: bool
 
     @staticmethod
     def of(example: Batch) -> BatchLayout:
@@ -58,7 +56,7 @@ class BatchLayout:
             raise CaptureError(
                 "the example batch has no samples; at least one is needed, better two"
             )
-        return BatchLayout(names, positions, spec, leaves, isinstance(example, Mapping))
+        return BatchLayout(names, positions, spec, leaves)
 
     @cached_property
     def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -111,15 +109,12 @@ class BatchLayout:
         """Number of samples of the example."""
         return int(self.leaves[self.positions[0]].shape[0])
 
-    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the module's forward."""
+    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Batch:
+        """A batch of these tensors, nested as the example."""
         leaves = list(self.leaves)
         for i, value in zip(self.positions, tensors, strict=True):
             leaves[i] = value
-        batch = pytree.tree_unflatten(leaves, self.spec)
-        if self.keywords:
-            return (), dict(batch)
-        return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
+        return pytree.tree_unflatten(leaves, self.spec)
 
     def resized(self, samples: int, device: torch.device | None) -> list[torch.Tensor]:
         """The example's tensors with that many samples, repeated as needed."""
@@ -162,7 +157,9 @@ def _packed(sizes: Mapping[str, tuple[int, ...]]) -> str:
             parts = (samples, size[0] // samples, *size[1:])
             return (
                 f"; if {name} has the parts of {samples} samples one after the other, as patches "
-                f"of images, give it as {parts} and flatten the first two dimensions in the forward"
+                f"of images, say so: Workload(..., rows={{{name!r}: {parts[1]}}}), or give it as "
+                f"{parts} and flatten the first two dimensions in the forward; a vision-language "
+                "model of transformers takes batches of anabranch.multimodal_batch as it is"
             )
     return ""
 
