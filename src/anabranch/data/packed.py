@@ -12,7 +12,8 @@ whatever cuts batches may cut them, and brings them back when the module is call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,89 +82,108 @@ class Rows:
     """Packing of a user's own module.
 
     Attributes:
-        rows: name of a tensor -> its rows per sample, in dimension 0.
-        samples_in: name of a tensor -> the dimension of the samples.
+        rows: (name of a tensor, its rows per sample in dimension 0, name of a tensor of the batch
+            that says so for each sample, or nothing).
+        samples_in: (name of a tensor, the dimension of the samples).
     """
 
-    rows: tuple[tuple[str, int], ...] = ()
+    rows: tuple[tuple[str, int, str], ...] = ()
     samples_in: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(example: Any, rows: Mapping[str, int | str], samples_in: Mapping[str, int]) -> Rows:
+        """What is said of an example, and what is plain to see in it.
+
+        The number of samples is that of ``labels``; a tensor with a multiple of it in dimension 0
+        has rows if it has two dimensions, one with it in dimension 1 alone has positions.
+        """
+        labels = example.get("labels") if isinstance(example, Mapping) else None
+        numbers, dims = {n: (k, "") for n, k in rows.items() if isinstance(k, int)}, {**samples_in}
+        for name, counts in rows.items():
+            if isinstance(counts, str):
+                numbers[name] = int(example[counts][0]), counts
+        if isinstance(labels, Tensor) and labels.dim() and len(labels):
+            for name, tensor in example.items():
+                if name in numbers or name in dims or not isinstance(tensor, Tensor):
+                    continue
+                sizes, samples = tensor.shape[:2], len(labels)
+                if sizes[1:] == (samples,) and sizes[0] % samples:
+                    dims[name] = 1
+                elif len(sizes) == 2 and sizes[0] > samples and sizes[0] % samples == 0:
+                    numbers[name] = sizes[0] // samples, ""
+        found = Rows(tuple((n, *k) for n, k in numbers.items()), tuple(dims.items()))
+        if told := [
+            *(f"{name} has {k} rows per sample" for name, k, _ in found.rows if name not in rows),
+            *(f"{n} has samples in dimension {d}" for n, d in dims.items() if n not in samples_in),
+        ]:
+            warnings.warn(
+                f"by the shapes of the example of {len(labels)} samples, {', '.join(told)}; say so "
+                "by rows={...} or samples_in={...} of the Workload, or otherwise if it is not so",
+                stacklevel=4,
+            )
+        return found
 
     def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
         """Call the module with its own arguments."""
         result = dict(tensors)
-        for name, _ in self.rows:
+        for name, _, _ in self.rows:
             result[name] = result[name].flatten(0, 1)
         for name, dim in self.samples_in:
             result[name] = result[name].movedim(0, dim)
         return module(**result)
 
-    def packed(self, batch: Any, *, stacked: bool = False) -> Any:
+    def packed(self, batch: Any, *, is_stacked: bool = False) -> Any:
         """A batch of the user's with the samples in front.
 
         Args:
-            stacked: of single samples, which puts them in front already.
+            is_stacked: of single samples, which puts them in front already.
 
         Raises:
             DataError: if a tensor has another number of rows than its samples make.
         """
         if isinstance(batch, PackedBatch) or not (self.rows or self.samples_in):
             return batch
-        tensors = dict(batch)
-        rows, dims = dict(self.rows), dict(self.samples_in)
-        if missing := [name for name in (*rows, *dims) if name not in tensors]:
+        tensors = dict(batch) if isinstance(batch, Mapping) else {}
+        apart = [name for name, *_ in (*self.rows, *self.samples_in)]
+        if missing := [name for name in apart if name not in tensors]:
             raise DataError(
                 f"the batch has no {', '.join(missing)}, of which the Workload says where the "
-                f"samples are; it has {', '.join(tensors)}"
+                f"samples are (rows, samples_in); it has {', '.join(tensors) or 'no names'}"
             )
-        if not stacked:
-            samples = self._samples(tensors)
-            for name, count in rows.items():
-                tensors[name] = _parted(name, tensors[name], samples, count)
-            for name, dim in dims.items():
+        if not is_stacked:
+            others = (t for n, t in tensors.items() if n not in apart and isinstance(t, Tensor))
+            first = next(others, None)
+            for name, dim in self.samples_in:
                 tensors[name] = tensors[name].movedim(dim, 0)
+                first = tensors[name] if first is None else first
+            for name, count, counts in self.rows:
+                samples = len(tensors[name]) // count if first is None else len(first)
+                numbers = tensors[counts].tolist() if counts else []
+                tensors[name] = _parted(name, tensors[name], samples, count, numbers)
         return PackedBatch(tensors, self)
 
-    def _samples(self, tensors: Mapping[str, Any]) -> int:
-        """Samples of a batch, by the first tensor that has nothing else in dimension 0."""
-        apart = {name for name, _ in (*self.rows, *self.samples_in)}
-        for name, tensor in tensors.items():
-            if name not in apart and isinstance(tensor, Tensor) and tensor.dim():
-                return int(tensor.shape[0])
-        if self.samples_in:
-            name, dim = self.samples_in[0]
-            return int(tensors[name].shape[dim])
-        name, count = self.rows[0]
-        return int(tensors[name].shape[0]) // count
 
-
-def _parted(name: str, tensor: Tensor, samples: int, count: int) -> Tensor:
-    """A tensor of rows as [samples, rows of a sample, ...]."""
-    if tensor.shape[0] != samples * count:
-        whole, rest = divmod(int(tensor.shape[0]), count)
-        where = f"sample {whole} has {rest} rows" if rest else f"there are rows of {whole} samples"
+def _parted(name: str, tensor: Tensor, samples: int, count: int, numbers: Sequence[int]) -> Tensor:
+    """A tensor of rows as [samples, rows of a sample, ...]; other sizes are other buckets."""
+    other = [sample for sample, number in enumerate(numbers) if number != numbers[0]]
+    if len(tensor) % samples or other or (numbers and numbers[0] * samples != len(tensor)):
+        has = f"{samples} samples have {len(tensor)} rows of {name}"
+        if other:
+            has = f"sample {other[0]} has {numbers[other[0]]} rows of {name}, sample 0 {numbers[0]}"
         raise DataError(
-            f"{name} has {tensor.shape[0]} rows, but {samples} samples of {count} rows each have "
-            f"{samples * count}: {where}. Rows are cut by samples, so those of one would move into "
-            "the next: give every sample as many (pad them, masked), or for a vision-language "
-            "model of transformers let anabranch.multimodal_batch do so"
+            f"{has}; in the example of the Workload each has {count}, and rows of one sample would "
+            "move into the next. Give every sample as many (pad them, masked), or for a "
+            "vision-language model of transformers let anabranch.multimodal_batch do so"
         )
-    return tensor.reshape(samples, count, *tensor.shape[1:])
+    return tensor.reshape(samples, -1, *tensor.shape[1:])
 
 
-def inferred(example: Any) -> Rows:
-    """Where the tensors of an example have their samples, if they are not all in dimension 0.
+class PackedData:
+    """A user's function that yields batches, of which the Workload says where samples are."""
 
-    The number of samples is that of the labels. Nothing is inferred without ``labels``.
-    """
-    labels = example.get("labels") if isinstance(example, Mapping) else None
-    if not isinstance(labels, Tensor) or not labels.dim():
-        return Rows()
-    samples, rows, dims = int(labels.shape[0]), [], []
-    for name, tensor in example.items():
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] == samples:
-            continue
-        if tensor.dim() > 1 and tensor.shape[1] == samples and tensor.shape[0] % samples:
-            dims.append((name, 1))
-        elif samples and tensor.shape[0] and tensor.shape[0] % samples == 0:
-            rows.append((name, int(tensor.shape[0]) // samples))
-    return Rows(tuple(rows), tuple(dims))
+    def __init__(self, function: Callable[..., Iterable[Any]], packing: Rows) -> None:
+        self.function, self.packing = function, packing
+
+    def __call__(self, *arguments: int) -> Iterator[Any]:
+        """Batches with the samples in front."""
+        return map(self.packing.packed, self.function(*arguments))

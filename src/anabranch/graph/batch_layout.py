@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from anabranch.data.packed import PackedBatch, Rows
 from anabranch.errors import CaptureError
 from anabranch.workload import Batch
 
@@ -50,7 +51,7 @@ class BatchLayout:
             raise CaptureError(
                 "dimension 0 of every tensor in the batch has to be the samples, but the shapes "
                 f"are {listed}; expand what is the same for all samples, or make it a buffer of "
-                f"the module{_packed(sizes)}"
+                f"the module{_rows_advice(sizes)}"
             )
         if 0 in {size[0] for size in sizes.values()}:
             raise CaptureError(
@@ -76,8 +77,14 @@ class BatchLayout:
         changed = [item for item in types if unlike is None or item not in unlike.types.items()]
         return ", ".join(f"{name} {type_text(*kind)}" for name, kind in changed)
 
+    def packed(self, batch: Batch) -> Batch:
+        """A batch as the workload's data has it, where a user's own may have rows of samples."""
+        packing = self.spec.context[1] if self.spec.type is PackedBatch else None
+        return packing.packed(batch) if isinstance(packing, Rows) else batch
+
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The tensors of a batch by name; ValueError if it is built otherwise than the example."""
+        batch = self.packed(batch)
         paths, _ = pytree.tree_flatten_with_path(batch)
         tensors = {leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
         if len(paths) != len(self.leaves) or tuple(tensors) != self.names:
@@ -149,7 +156,7 @@ def _shown(value: Any) -> str:
     return textwrap.shorten(repr(value), 60)
 
 
-def _packed(sizes: Mapping[str, tuple[int, ...]]) -> str:
+def _rows_advice(sizes: Mapping[str, tuple[int, ...]]) -> str:
     """Advice for a batch that has the parts of all samples, such as patches, in dimension 0."""
     samples = min((size[0] for size in sizes.values() if size), default=0)
     for name, size in sizes.items():
