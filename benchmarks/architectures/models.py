@@ -17,6 +17,10 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from anabranch.data.packed import PackedBatch
+from anabranch.multimodal import multimodal_batch
+from benchmarks.architectures import multimodal
+
 Built = tuple[nn.Module, Any]
 
 SAMPLES, LENGTH, WORDS = 4, 8, 64
@@ -194,6 +198,12 @@ def qwen2_vl(name: str, length: int, *, vision: Any, text: Any) -> Built:
     return _made(config, "Qwen2VLForConditionalGeneration"), batch
 
 
+def vision_language(name: str, length: int) -> Built:
+    """A vision-language model as it is: samples with one image, two, none and one."""
+    module = multimodal.small(name)
+    return module, multimodal_batch(module, multimodal.ragged(name, [1, 2, 0, 1]))
+
+
 class Dlrm(nn.Module):
     """Dense tower, bags of embeddings, pairwise interaction (Naumov et al. 2019, section 2)."""
 
@@ -283,6 +293,8 @@ def set_dropout(module: nn.Module, probability: float) -> None:
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
     """A batch whose numbers have another precision."""
+    if isinstance(batch, PackedBatch):
+        return PackedBatch(cast(batch.tensors, dtype), batch.packing)
     if isinstance(batch, Mapping):
         return {key: cast(value, dtype) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -419,7 +431,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         None,
     ),
-    "Llava": Architecture(
+    **{name: Architecture(vision_language, {}, None) for name in multimodal.NAMES},
+    "LlavaByHand": Architecture(
         llava,
         {
             "text": {**_ONE_KEY, "use_cache": False},
@@ -427,7 +440,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         None,
     ),
-    "Qwen2VL": Architecture(
+    "Qwen2VLByHand": Architecture(
         qwen2_vl,
         {
             "text": {

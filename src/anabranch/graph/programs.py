@@ -216,5 +216,6 @@ def require_same_calls(
         f"operators are not the same for both: the first that differs is number {first + 1}, where "
         f"the forward of {known} {here} and that of {unknown} {there}{where}; look for a Python "
         "loop or a branch over that size there, or for a list with an entry per sample, and write "
-        "it with tensor operations"
+        "it with tensor operations; a vision-language model of transformers takes batches of "
+        "anabranch.multimodal_batch as it is"
     )

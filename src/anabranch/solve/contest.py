@@ -5,7 +5,7 @@ and backwards are whole or split.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from anabranch.cost import CostModel

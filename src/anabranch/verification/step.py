@@ -123,7 +123,7 @@ def verify(
         return replace(worst, notes=(*worst.notes, note))
     if batch is None and workload.data is not None:
         batch = next(iter(workload.data(plan.stage_graph.batch_size, 0)))
-    batch = workload.example if batch is None else batch
+    batch = captured.layout.packed(workload.example if batch is None else batch)
     size = num_samples(batch)
     graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
     plan = in_several(captured, replace(plan, stage_graph=graph))
