@@ -134,6 +134,8 @@ class Stream:
         while self._count and self.weights.version < self._first + updates:
             self._do(next(self._actions))
         self._count = 0
+        if self._session.transport is not None:
+            self._session.transport.settle()
 
     def _worker(self, leaves: Mapping[str, Tensor]) -> Worker:
         """Return the worker for the mini-batch that was put in last."""
