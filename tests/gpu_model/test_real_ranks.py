@@ -124,9 +124,7 @@ def test_training_is_bitwise_that_of_other_transports(case: str) -> None:
         "shared state": lambda: synchronous(tied, replicated, shard_optimizer=True),
         "exact": lambda: synchronous(tied, plan(tied, 2, batch_size=8), exact=True),
         "asynchronous": lambda: asynchronous(two, async_plan(two, 3)),
-        "in turn": lambda: asynchronous(
-            two, async_plan(two, 2, replicas=[2, 1]), round_robin=True
-        ),
+        "in turn": lambda: asynchronous(two, async_plan(two, 2, replicas=[2, 1]), round_robin=True),
         "replicas, async": lambda: asynchronous(two, async_plan(two, 2, replicas=[1, 2])),
     }[case]()
     for mine, theirs in zip(

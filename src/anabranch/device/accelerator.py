@@ -6,6 +6,8 @@ asked of the module of that kind (``torch.get_device_module``).
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -66,6 +68,21 @@ def claim(place: torch.device) -> None:
         module.set_device(place)
 
 
+def prepare(place: torch.device) -> None:
+    """Set the variables that a device reads when it is first used, where the user has not, unless
+    this process has used it.
+    """
+    if not getattr(_module(place.type), "is_initialized", bool)():
+        for name, value in kind_of(place.type).settings.items():
+            os.environ.setdefault(name, value)
+
+
+def queues(place: torch.device) -> tuple[str, int]:
+    """Return the variable that says how many queues a device's driver has, and its value."""
+    name = kind_of(place.type).queues
+    return name, int(os.environ.get(name, "8"))
+
+
 def identity(place: torch.device) -> str:
     """Return a name of the card itself, the same in all processes of a host."""
     if not is_on_accelerator(place):
@@ -83,6 +100,18 @@ def backend(place: torch.device) -> str:
 def pinned(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     """Return a tensor of the host from which a copy to a device does not block."""
     return tensor.pin_memory() if has_streams(place) else tensor
+
+
+def host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for a copy of a tensor, which a device can fill by itself."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
+
+
+def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+    """Start to copy a tensor to the host, where it is when the event has happened; None: now."""
+    if not has_streams(tensor.device):
+        return tensor, None
+    return host_like(tensor).copy_(tensor, non_blocking=True), mark(tensor.device)
 
 
 def wide(place: torch.device) -> torch.dtype:
@@ -111,6 +140,11 @@ def mark(place: torch.device, *, timed: bool = False) -> torch.Event:
     event = torch.Event(place, enable_timing=timed)
     event.record(current_stream(place))
     return event
+
+
+def waiter(place: torch.device) -> Callable[[], None]:
+    """Return what waits for all that the current stream has been given so far, from any thread."""
+    return mark(place).synchronize if has_streams(place) else lambda: None
 
 
 def free_bytes(place: torch.device) -> int:

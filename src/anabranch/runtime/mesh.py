@@ -144,7 +144,7 @@ class Mesh:
         if not accelerator.is_on_accelerator(place) or not channels or self.backend != "nccl":
             return through_host
         pairs = sorted({channel[:2] for channel in channels})
-        require_streams([*pairs, *self._sets], self.size)
+        require_streams([*pairs, *self._sets], self.size, place)
         blocks, groups = blocks_of(pairs, self.size), {}
         for pair in pairs:
             group = self._new_group(pair, "nccl", prior=True, blocks=blocks)

@@ -288,8 +288,8 @@ class Pipeline(BasePipeline):
 
         Yields:
             The loss of each step, when the next step has been made (the last one at the end), with
-            ``metrics`` to it. ``step_number``, ``save`` and ``evaluate`` are those of the step that
-            was made last.
+            ``metrics`` to it. On a GPU the learning rate of a scheduler follows then as well.
+            ``step_number``, ``save`` and ``evaluate`` are those of the step that was made last.
 
         Raises:
             NonFiniteError: on every rank, one step late: a rank with a loss that is not finite does
@@ -395,6 +395,7 @@ class Pipeline(BasePipeline):
             else:
                 self._session.refuse_spoilt()
                 self._steps.finish_all_gather()
+                self._steps.resolve()  # the scheduler may be behind
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
         if self._steps.unread is None:

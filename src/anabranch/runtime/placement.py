@@ -75,11 +75,24 @@ def uploaded(tensor: Tensor, place: torch.device) -> Tensor:
     return tensor.to(place, non_blocking=accelerator.has_streams(place))
 
 
+class Fetched:
+    """Numbers of a device on their way to the host, with one copy for all of them."""
+
+    def __init__(self, numbers: Sequence[Tensor]) -> None:
+        self._host, self._arrived = torch.empty(0), None
+        if numbers:
+            precise = accelerator.wide(numbers[0].device)
+            flat = torch.cat([number.detach().to(precise).reshape(-1) for number in numbers])
+            self._host, self._arrived = accelerator.to_host(flat)
+
+    def read(self) -> list[float]:
+        """Return the numbers; waits for the device to have made them, but not for what follows."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
+
+
 def fetched(numbers: Sequence[Tensor]) -> list[float]:
     """Return numbers of a device, with one wait for all of them."""
-    if not numbers:
-        return []
-    precise = accelerator.wide(numbers[0].device)
-    stacked = torch.stack([number.detach().to(precise).reshape(()) for number in numbers])
-    values: list[float] = stacked.tolist()
-    return values
+    return Fetched(numbers).read() if numbers else []

@@ -121,22 +121,6 @@ take, of about 100 that a GPU has.
 _MOST_BLOCKS = 8
 """Blocks of one communicator, which fill a link of 50 GB/s and more."""
 
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-ENVIRONMENT = {QUEUES: str(MOST_STREAMS), "NCCL_RUNTIME_CONNECT": "0"}
-"""Variables that must be set before this process uses its GPU: a queue of the driver for each
-stream, so that no waiting kernel stands before another stream's; and connections that are all made
-at the start, not where an algorithm is first used.
-"""
-
-
-def prepare_environment(place: torch.device) -> None:
-    """Set what a GPU and NCCL read when they are first used, where the user has not, unless this
-    process has used its GPU.
-    """
-    if accelerator.backend(place) == "nccl" and not torch.cuda.is_initialized():
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-
 
 def _busiest(groups: Collection[tuple[int, ...]], size: int) -> tuple[int, int]:
     """Return the rank that is in most groups, and of how many it is a member."""
@@ -150,7 +134,7 @@ def blocks_of(groups: Collection[tuple[int, ...]], size: int) -> int:
     return max(1, min(_MOST_BLOCKS, _BLOCKS // most)) if most else 0
 
 
-def require_streams(groups: Collection[tuple[int, ...]], size: int) -> None:
+def require_streams(groups: Collection[tuple[int, ...]], size: int, place: torch.device) -> None:
     """Accept groups for which every rank has streams and queues of the driver.
 
     Raises:
@@ -167,11 +151,11 @@ def require_streams(groups: Collection[tuple[int, ...]], size: int) -> None:
         raise InvalidPlanError(
             f"{who}, and there are {MOST_STREAMS}; plan with fewer stages or fewer replicas"
         )
-    queues = int(os.environ.get(QUEUES, "8"))
-    if needed > queues:
+    name, queues = accelerator.queues(place)
+    if name and needed > queues:
         raise InvalidPlanError(
-            f"{who}, but {QUEUES} is {queues}, so that a message that waits might stand before the "
-            f"computation that its sender waits for; set {QUEUES}={MOST_STREAMS} in the "
+            f"{who}, but {name} is {queues}, so that a message that waits might stand before the "
+            f"computation that its sender waits for; set {name}={MOST_STREAMS} in the "
             "environment, before the process uses its GPU"
         )
 
