@@ -145,7 +145,8 @@ def join_stages(
         for reader in range(value.first, value.last):
             t = int(home[problem.readers[reader]])
             target = stages[t]
-            if (t != s and value.per_sample[1] + value.fixed[1] > 0) or state.behind[value.producer]:
+            returns = value.per_sample[1] + value.fixed[1] > 0
+            if (t != s and returns) or state.behind[value.producer]:
                 state.behind[problem.readers[reader]] = 1
             if t == s or target.counted == v + 1:  # this value has come to it before
                 continue
