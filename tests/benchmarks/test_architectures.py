@@ -12,11 +12,22 @@ pytest.importorskip("transformers")
 from benchmarks.architectures import planning
 from benchmarks.architectures.__main__ import examined
 from benchmarks.architectures.models import ARCHITECTURES
+from benchmarks.architectures.multimodal import NAMES
 
 
-@pytest.mark.parametrize(("name", "kind"), [("Siglip", "coupled"), ("Swin", "weighted mean")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Siglip", "coupled"),
+        ("Qwen2Moe", "coupled"),
+        ("Swin", "weighted mean"),
+        *((name, "weighted mean") for name in NAMES),
+    ],
+)
 def test_a_step_is_that_of_the_whole_batch(name: str, kind: str) -> None:
-    """Of three stages in micro-batches of two samples; stochastic depth is off."""
+    """Of three stages in micro-batches of two samples; stochastic depth is off. The balance of
+    experts is that of the whole batch.
+    """
     found = examined(name)
     assert found["loss"] == kind
     assert found["loss_error"] < 1e-6
@@ -41,8 +52,14 @@ def test_a_rewritten_step_is_that_of_the_model_as_written(name: str, rewrites: l
         ("Bloom", r"modeling_bloom.py:\d+ .* calls GeLUFunction.apply, an autograd.Function"),
         ("Detr", r"Detector .*/modeling_detr.py:\d+ \(if not torch.isfinite.* use torch.where"),
         ("Vilt", r"ViltForQuestionAnswering .*/modeling_vilt.py:\d+ .* the value of a tensor"),
-        ("Llava", r"other operations for 8 samples.* calls aten.cat.default .* in model \(LlavaMo"),
-        ("Qwen2VL", r"pixel_values has the parts of 4 samples one after the other.*\(4, 16, 96\)"),
+        (
+            "LlavaByHand",
+            r"other operations for 8 samples.* calls aten.cat.default .* in model \(LlavaMo",
+        ),
+        (
+            "Qwen2VLByHand",
+            r"pixel_values has the parts of 4 samples one after the other.*\(4, 16, 96\)",
+        ),
     ],
 )
 def test_what_has_no_graph_is_refused_with_class_line_and_a_way_on(name: str, says: str) -> None:

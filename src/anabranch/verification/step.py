@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from anabranch import launch
+from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.loss_kinds import told_normalised, told_stateful
@@ -35,7 +36,7 @@ from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.initialisation import SEEDS, materialise, require_values
 from anabranch.runtime.numerics.no_dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.placement import claim, own_device
+from anabranch.runtime.placement import own_device
 from anabranch.runtime.reference import (
     Reference,
     draws_random,
@@ -122,7 +123,7 @@ def verify(
         return replace(worst, notes=(*worst.notes, note))
     if batch is None and workload.data is not None:
         batch = next(iter(workload.data(plan.stage_graph.batch_size, 0)))
-    batch = workload.example if batch is None else batch
+    batch = captured.layout.packed(workload.example if batch is None else batch)
     size = num_samples(batch)
     graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
     plan = in_several(captured, replace(plan, stage_graph=graph))

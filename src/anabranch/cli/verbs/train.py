@@ -69,8 +69,8 @@ def train(
     With --mode async there is no flush between mini-batches, and --policy says which weights
     forwards and backwards read: `anabranch train two-branch --devices 4 --mode async`
 
-    With --device cuda stages are computed on GPUs, one rank per GPU or several:
-    `torchrun --nproc-per-node 4 -m anabranch train mmt --device cuda`
+    With another --device than cpu stages are computed on GPUs, one rank per GPU or several, which
+    torchrun starts on one host or on many.
 
     With --save run --save-every 10m there are checkpoints during training, and --resume run goes on
     from the newest; --max-restarts 3 does that by itself where a rank fails.
