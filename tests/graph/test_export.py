@@ -78,11 +78,8 @@ def test_numpy_is_captured_where_torch_has_its_operations() -> None:
     check_split(captured, batch(), stage_each(captured), exact=False)
 
 
-def test_distributions_are_captured_without_the_check_of_their_arguments(monkeypatch) -> None:
-    """It looks at values only to raise, and is on again behind. torch.compile switches it off for
-    good, perhaps in an earlier test.
-    """
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+def test_distributions_are_captured_without_the_check_of_their_arguments() -> None:
+    """It looks at values only to raise, and is on again behind."""
 
     def likely(_: Net, h: torch.Tensor) -> torch.Tensor:
         return torch.distributions.Normal(h, 1 + h.square()).log_prob(h.detach())
