@@ -230,6 +230,8 @@ def test_contract_of_the_plan_document() -> None:
         "period_s": None,
         "exposed_sums": None,
         "bound_s": None,
+        "enough_devices": None,
+        "enough_step_s": None,
         "digest": document["predicted"]["digest"],
     }
     assert len(document["predicted"]["digest"]) == 16

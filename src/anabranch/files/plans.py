@@ -140,6 +140,8 @@ class _PredictionEntry(Strict):
     period_s: Seconds | None = None
     exposed_sums: Annotated[float, Field(ge=-1e-6, le=1)] | None = None
     bound_s: Seconds | None = None
+    enough_devices: Annotated[int, Field(ge=1, le=LIMITS.devices)] | None = None
+    enough_step_s: Seconds | None = None
     digest: str = ""
 
 

@@ -32,6 +32,8 @@ class Prediction:
             next when it has ended one; None where that was not simulated.
         bound_s: seconds that a step of any plan takes at least, with one stage on each device; None
             where that is not known.
+        enough_devices: the fewest devices whose plan takes hardly longer, ``enough_step_s`` each
+            step; None where no fewer do, or none were tried.
     """
 
     step_s: float
@@ -41,6 +43,8 @@ class Prediction:
     period_s: float | None = None
     exposed_sums: float | None = None
     bound_s: float | None = None
+    enough_devices: int | None = None
+    enough_step_s: float | None = None
 
 
 NOT_PREDICTED = "not predicted"
@@ -66,6 +70,18 @@ def bound_text(predicted: Prediction) -> tuple[str, ...]:
     return (
         f"within {factor:.2f}x of the best possible: no plan of this model with one stage on each "
         f"device takes less than {time_text(predicted.bound_s)}",
+    )
+
+
+def enough_text(predicted: Prediction) -> tuple[str, ...]:
+    """Return a line on fewer devices that are enough, if there are."""
+    if not predicted.enough_devices or not predicted.enough_step_s:
+        return ()
+    count, step_s = predicted.enough_devices, predicted.enough_step_s
+    are = "device is" if count == 1 else "devices are"
+    return (
+        f"{count} {are} enough for {predicted.step_s / step_s:.0%} of this speed, by another plan: "
+        f"step {time_text(step_s)}",
     )
 
 
@@ -240,7 +256,7 @@ class Plan:
             f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
             f"batch {graph.batch_size}",
             said,
-            *(bound_text(predicted) if predicted is not None else ()),
+            *(bound_text(predicted) + enough_text(predicted) if predicted is not None else ()),
             self.costs,
             *(["replicas share the optimizer's state"] if is_shared else []),
             *([_SPARSE] if self.sparse_embeddings else []),

@@ -15,7 +15,7 @@ from typing import Any
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import Improving, Planner
+from anabranch.planner.base import AsynchronousPlanner, Improving, Planner
 from anabranch.plans.check import require
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -23,6 +23,7 @@ from anabranch.profile.profile import Profile
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.solve.asynchronous_search import AsynchronousSearch
+from anabranch.solve.idle_devices import on_its_part, with_fewer_devices, with_less_effort
 from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.improvement import improve as improve_on
 from anabranch.solve.phases import Phases, collect, to_its_end
@@ -134,13 +135,15 @@ def plan(
     )
     may_share = shard_optimizer is None and cluster.num_devices > 1
     with _new_garbage_only():
-        try:
-            return task.plan(cost, may_share=may_share)
-        except InfeasiblePlanError:
-            if may_share:
-                with suppress(InfeasiblePlanError):
-                    return task.plan(replace(cost, shard_optimizer=True))
-            raise
+        search_on = partial(task.fitting, may_share=may_share)
+        if begin is not None and (best := on_its_part(begin.devices, cost, search_on)):
+            return best
+        best = search_on(cost)
+        if not isinstance(search, AsynchronousPlanner) or start or best.interrupted or not improve:
+            return best
+        quick = replace(task, planner=with_less_effort(search))
+        quick_on = partial(quick.fitting, may_share=may_share)
+        return with_fewer_devices(best, cost, quick_on, search_on)
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,18 @@ class _StepSearch:
     model: str
     start: StageGraph | None
     notes: Sequence[str]
+
+    def fitting(self, cost: CostModel, *, may_share: bool) -> Plan:
+        """The plan with the shortest simulated step, with replicas that share the optimizer's state
+        where nothing fits without.
+        """
+        try:
+            return self.plan(cost, may_share=may_share)
+        except InfeasiblePlanError:
+            if may_share:
+                with suppress(InfeasiblePlanError):
+                    return self.plan(replace(cost, shard_optimizer=True))
+            raise
 
     def plan(self, cost: CostModel, *, may_share: bool = False) -> Plan:
         """The plan with the shortest simulated step.
