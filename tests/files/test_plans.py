@@ -164,6 +164,10 @@ def test_the_size_of_the_model_is_written(tmp_path: Path) -> None:
         ({"policy": "stash"}, "policy is 'stash', but mode is 'sync'"),
         ({"mode": "async", "policy": "stash", "shard_optimizer": True}, "shard_optimizer is true"),
         (
+            {"round_robin": True},
+            "round_robin is true, but mode is 'sync'",
+        ),
+        (
             {"mode": "async", "policy": "stash", "sparse_embeddings": True},
             "sparse_embeddings is true",
         ),

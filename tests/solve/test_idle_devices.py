@@ -88,3 +88,10 @@ def test_a_plan_with_idle_devices_is_improved_on_its_own():
     assert again.stage_graph.devices == (0, 1)
     assert again.predicted.step_s <= best.predicted.step_s
     assert again.machines == cost.cluster
+
+
+def test_processes_on_one_machine_are_all_used():
+    """As many as the user asks for."""
+    cost = one_operator(100)
+    local = replace(cost, cluster=replace(NODES, cores=8))
+    assert planned(local).stage_graph.devices == (0, 1, 2, 3)

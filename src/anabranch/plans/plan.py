@@ -62,6 +62,12 @@ _SPARSE = (
 )
 
 
+_IN_TURNS = (
+    "replicas of a stage take mini-batches in turn, each of them whole: one update for as many as "
+    "there are replicas"
+)
+
+
 def bound_text(predicted: Prediction) -> tuple[str, ...]:
     """Return a line that compares a step with the bound of any plan, if that is known."""
     if not predicted.bound_s:
@@ -160,6 +166,8 @@ class Plan:
             its backward. The in-flight counts of an asynchronous plan are those of the full
             pipeline and may exceed the micro-batches of one mini-batch.
         policy: key of ``weights.POLICIES``; empty for ``sync``.
+        round_robin: replicas take whole mini-batches in turn, for ``async``, see
+            ``schedule.asynchronous``. The in-flight counts are those of split mini-batches.
         shard_optimizer: replicas of a stage shard its optimizer state, see ``Pipeline``.
         sparse_embeddings: embedding tables have sparse gradients, see ``ComputeOptions``.
         model_size: size of the planned model; None for a plan made by hand.
@@ -184,6 +192,7 @@ class Plan:
     machines: Cluster | None = None
     mode: str = "sync"
     policy: str = ""
+    round_robin: bool = False
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
     model_size: ModelSize | None = None
@@ -259,6 +268,7 @@ class Plan:
             *(bound_text(predicted) + enough_text(predicted) if predicted is not None else ()),
             self.costs,
             *(["replicas share the optimizer's state"] if is_shared else []),
+            *([_IN_TURNS] if self.round_robin else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]

@@ -139,7 +139,9 @@ def plan(
         if begin is not None and (best := on_its_part(begin.devices, cost, search_on)):
             return best
         best = search_on(cost)
-        if not isinstance(search, AsynchronousPlanner) or start or best.interrupted or not improve:
+        may_idle = isinstance(search, AsynchronousPlanner) and improve and begin is None
+        # Processes on one machine are as many as the user wants.
+        if not may_idle or cluster.cores or best.interrupted:
             return best
         quick = replace(task, planner=with_less_effort(search))
         quick_on = partial(quick.fitting, may_share=may_share)
