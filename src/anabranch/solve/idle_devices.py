@@ -11,7 +11,7 @@ from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.auto import settings as auto
-from anabranch.planner.base import AsynchronousPlanner, Planner
+from anabranch.planner.base import Planner
 from anabranch.plans.plan import Plan
 from anabranch.solve.bound import step_bound
 from anabranch.solve.settings import SETTINGS
@@ -68,13 +68,12 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
     return replace(best, predicted=figures)
 
 
-def with_less_effort(planner: AsynchronousPlanner) -> Planner:
+def with_less_effort(planner: Any) -> Planner:
     """The planner with the evaluations that it has for each smaller number of devices."""
-    search: Any = planner
-    evaluations = search.evaluations
+    evaluations = planner.evaluations
     if evaluations is None:
         evaluations = auto.SETTINGS.evaluations
-    fewer: Planner = replace(search, evaluations=int(evaluations * SETTINGS.fewer_effort))
+    fewer: Planner = replace(planner, evaluations=int(evaluations * SETTINGS.fewer_effort))
     return fewer
 
 
