@@ -156,6 +156,7 @@ def plans(draw: st.DrawFn) -> Plan:
         notes=tuple(draw(st.lists(st.sampled_from(["a note", "größer"]), max_size=2))),
         mode=mode,
         policy=policy,
+        round_robin=mode == "async" and draw(st.booleans()),
     )
 
 

@@ -164,6 +164,10 @@ def test_the_size_of_the_model_is_written(tmp_path: Path) -> None:
         ({"policy": "stash"}, "policy is 'stash', but mode is 'sync'"),
         ({"mode": "async", "policy": "stash", "shard_optimizer": True}, "shard_optimizer is true"),
         (
+            {"round_robin": True},
+            "round_robin is true, but mode is 'sync'",
+        ),
+        (
             {"mode": "async", "policy": "stash", "sparse_embeddings": True},
             "sparse_embeddings is true",
         ),
@@ -230,6 +234,8 @@ def test_contract_of_the_plan_document() -> None:
         "period_s": None,
         "exposed_sums": None,
         "bound_s": None,
+        "enough_devices": None,
+        "enough_step_s": None,
         "digest": document["predicted"]["digest"],
     }
     assert len(document["predicted"]["digest"]) == 16

@@ -167,6 +167,7 @@ def test_a_plan_predicts_nothing_of_another_policy_or_of_replicas_in_turn(tmp_pa
     assert replace(run, policy="2bw").predicted is None
     turns = replace(run, round_robin=True)
     assert turns.predicted is None
+    assert replace(turns, plan=replace(planned, round_robin=True)).predicted == PLAN.predicted
     assert turns.figures()["round_robin"]
     save_run(turns, tmp_path / "turns")
     assert load_run(tmp_path / "turns") == turns

@@ -273,3 +273,14 @@ def test_replicas_in_turn_are_told_of():
     endless = replace(plan(), mode="async", policy="stash")
     html = page(endless, [], weights=WeightVersions(round_robin=True))
     assert "replicas taking mini-batches in turn (round-robin)" in html
+
+
+def test_the_bound_and_fewer_devices_are_told():
+    """Both sentences of the summary."""
+    shown = plan(chain(2))
+    figures = replace(
+        shown.predicted, step_s=2.0, bound_s=1.0, enough_devices=1, enough_step_s=2.04
+    )
+    items = "".join(read(page(replace(shown, predicted=figures), [])).texts["li"])
+    assert "within 2.00x of the best possible" in items
+    assert "1 device is enough for 98% of this speed" in items

@@ -14,6 +14,7 @@ from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.run import step_seconds
 from tests.simulator.helpers import chain, cluster, cost_model, draw, stage_graph
+from tests.strategies import stage_graphs
 
 TWO_BRANCHES = ((0, 2), (1, 2))
 
@@ -206,3 +207,57 @@ def test_a_long_stream_goes_at_the_period(case, replicated):
             stream.record(full, costs, batches=n).step_s for n in (settled, settled + 60)
         )
         assert (long - short) / 60 == pytest.approx(found.period_s, rel=0.03)
+
+
+def in_turns(graph: StageGraph) -> asynchronous.AsynchronousOrder:
+    """Replicas take mini-batches in turn."""
+    return asynchronous.round_robin(graph)
+
+
+def test_replicas_take_minibatches_in_turn():
+    """Stage 0 takes 24 s for a mini-batch, which two replicas share; its gradients are summed once
+    in two mini-batches, 1 s more for each, and not once in one, 2 s.
+    """
+    graph = asynchronous.warm_up(stage_graph(chain(2), [(0, 1), (2,)], 4, [4, 4]))
+    machines = cluster(3, bandwidth=50.0)
+    cost = cost_model(chain(2), [2.0, 1.0], [4.0, 2.0], machines, parameter_bytes=100)
+    assert stream.steady(graph, ModelCosts(graph, cost)).period_s == pytest.approx(14.0)
+    turns = in_turns(graph)
+    costs = ModelCosts(turns.graph, cost)
+    found = stream.steady(turns.graph, costs, turns)
+    assert found.period_s == pytest.approx(13.0)
+    assert found.bubble == pytest.approx(1 - (2 * 12 + 12) / 39)
+    assert stream.least_period_s(turns.graph, costs) == pytest.approx(2 * 13.0)
+
+
+def test_a_picture_of_turns():
+    """Two replicas, and a stage behind them that takes half as long; F and B are numbered by
+    rounds: mini-batches 0 and 1 are round 0 of stage 0.
+    """
+    graph = asynchronous.warm_up(stage_graph(chain(2), [(0, 1), (2,)], 1, [1, 1]))
+    turns = in_turns(graph)
+    timeline = stream.record(turns.graph, times([2.0, 1.0], [2.0, 1.0]), batches=2, turns=turns)
+    assert draw(timeline) == [
+        "F0 F0 F1 F1 B0 B0  .  . B1 B1",
+        "F0 F0 F1 F1  .  . B0 B0  .  . B1 B1",
+        " .  . F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(stage_graphs(max_stages=4, max_replicas=3), st.integers(1, 3))
+def test_turns_of_any_stage_graph_are_simulated(graph, samples):
+    """Nobody waits for ever, and no period is below its bound."""
+    count = len(graph)
+    sized = stage_graph(
+        graph.edges, [stage.devices for stage in graph.stages], samples, [samples] * count
+    )
+    machines = cluster(len(graph.devices), bandwidth=4, latency_s=0.25)
+    cost = cost_model(
+        graph.edges, [1.0] * count, [2.0] * count, machines, value_bytes=2, parameter_bytes=8
+    )
+    turns = in_turns(asynchronous.warm_up(sized))
+    costs = ModelCosts(turns.graph, cost)
+    found = stream.steady(turns.graph, costs, turns)
+    least_s = stream.least_period_s(turns.graph, costs) / turns.minibatches
+    assert found.period_s >= least_s * (1 - 1e-9)

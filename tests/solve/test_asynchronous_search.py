@@ -314,3 +314,63 @@ def test_sizes_to_choose_from():
     assert microbatch_sizes(24, policy_named("2bw"), 4) == [24, 12, 6, 3, 1]
     assert microbatch_sizes(30, policy_named("2bw"), 2) == [30, 15, 6, 3]
     assert microbatch_sizes(64, policy_named("2bw"), 2) == [64, 32, 16, 8]
+
+
+def three_devices() -> CostModel:
+    """A stage of 24 s a mini-batch before one of 12 s; 2 s for a sum over two devices."""
+    machines = cluster(3, bandwidth=50.0)
+    return cost_model(chain(2), [2.0, 1.0], [4.0, 2.0], machines, parameter_bytes=100)
+
+
+@pytest.mark.parametrize("planner", ["auto", "pipedream"])
+def test_replicas_take_turns_where_that_is_quicker(planner):
+    """One sum for two mini-batches: 13 s in place of 14."""
+    cost = three_devices()
+    best = asynchronous(cost, 4, planner=planner, policy="stash", optimizer_factor=0.0)
+    assert best.round_robin
+    assert best.predicted.step_s == pytest.approx(13.0)
+    assert [stage.devices for stage in best.stage_graph.stages] == [(0, 1), (2,)]
+    assert "replicas of a stage take mini-batches in turn" in best.summary()
+    again = solve.simulate_async(best, cost.profile, cost.cluster, optimizer_factor=0.0)
+    assert again.steady.period_s == best.predicted.step_s
+    assert again.plan.round_robin
+    assert again.steady.device_peak_bytes == best.predicted.device_peak_bytes
+    assert [age.versions for age in again.staleness] == [2, 1]
+    assert solve.check_plan(best, cost.profile, cost.cluster) == []
+
+
+@pytest.mark.parametrize("policy", ["vertical-sync", "2bw"])
+def test_policies_without_turns(policy):
+    """Stages without a common version, and updates of the micro-batches of one mini-batch."""
+    best = asynchronous(three_devices(), 4, policy=policy, optimizer_factor=0.0)
+    assert not best.round_robin
+    assert max(stage.replicas for stage in best.stage_graph.stages) == 2
+
+
+def test_a_mini_batch_is_split_where_whole_ones_do_not_fit():
+    """A replica with two mini-batches of 4 samples in flight holds 800 bytes, with halves 400."""
+    cost = cost_model(
+        chain(2), [2.0, 1.0], [4.0, 2.0], cluster(3, bandwidth=50.0, memory_bytes=900),
+        parameter_bytes=100, kept_bytes=100,
+    )  # fmt: skip
+    best = asynchronous(cost, 4, policy="stash", optimizer_factor=0.0)
+    assert not best.round_robin
+    assert best.predicted.step_s == pytest.approx(14.0)
+
+
+def test_pipedream_takes_turns_as_published():
+    """Where a sum costs nothing both are as quick, and other planners split."""
+    cost = cost_model(chain(2), [2.0, 1.0], [4.0, 2.0], cluster(3))
+    plans = [asynchronous(cost, 4, planner=p, policy="stash") for p in ("auto", "pipedream")]
+    assert [plan.round_robin for plan in plans] == [False, True]
+    assert plans[0].predicted.step_s == pytest.approx(plans[1].predicted.step_s)
+
+
+def test_a_simulation_of_another_policy_splits(propose):
+    """Of a plan whose replicas take turns."""
+    cost = three_devices()
+    best = asynchronous(cost, 4, policy="stash", optimizer_factor=0.0, planner="auto")
+    other = solve.simulate_async(best, cost.profile, cost.cluster, policy="vertical-sync")
+    assert not other.plan.round_robin
+    assert other.steady.period_s == pytest.approx(14.0)
+    assert not solve.synchronous(best).round_robin

@@ -181,10 +181,13 @@ def _stage_by_stage(plan: Plan) -> str:
 def staleness_of(plan: Plan, optimizer: OptimizerFacts | None = None) -> tuple[Staleness, ...]:
     """Per stage of an asynchronous plan, how old its weights are."""
     from anabranch.simulator.staleness import staleness
+    from anabranch.solve.simulation import turns_of
     from anabranch.weights import policy_named
 
     last_update = optimizer is not None and optimizer.keeps_last_update
-    return staleness(plan.stage_graph, policy_named(plan.policy), last_update=last_update)
+    policy, graph = policy_named(plan.policy), plan.stage_graph
+    turns = turns_of(plan, graph, policy)
+    return staleness(graph, policy, last_update=last_update, turns=turns)
 
 
 def staleness_table(

@@ -32,7 +32,7 @@ def train_job(
     """
     from anabranch import launch
     from anabranch.calibration.machine import OtherLoad
-    from anabranch.runtime.asynchronous.requirements import round_robin_of
+    from anabranch.runtime.asynchronous.requirements import in_turns, round_robin_of
     from anabranch.runtime.compute.options import PLAIN
     from anabranch.runtime.guards.heartbeat import default_timeout_s
     from anabranch.runtime.guards.interrupt import listening
@@ -47,7 +47,8 @@ def train_job(
     assert plan is not None
     # Once here rather than in every rank: forked ranks inherit it.
     prepare(job.captured, plan.stage_graph, job.workload)
-    rounds = round_robin_of(plan) if options.get("round_robin") else None
+    turns = is_async and in_turns(plan, options.get("round_robin"))
+    rounds = round_robin_of(plan) if turns else None
     if rounds is not None:
         prepare(job.captured, rounds.for_turn(0, plan.stage_graph.batch_size), job.workload)
     if not is_async and (looks := looks_of(job, replans=training.replan)) is not None:

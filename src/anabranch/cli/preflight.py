@@ -158,7 +158,7 @@ def executed_plan(
     policy: WeightPolicy | str | None = None,
     *,
     is_async: bool,
-    round_robin: bool = False,
+    round_robin: bool | None = None,
     checked: tuple[Captured, ComputeOptions] | None = None,
 ) -> Plan:
     """The plan with what a run makes of it; without a prediction where that is for another policy,
@@ -195,7 +195,7 @@ def executed_plan(
     is_planned = plan.mode == "async" and chosen.name == plan.policy
     # Another optimizer has another reason, and other copies.
     is_planned = is_planned and (not reason or policy_note in plan.notes)
-    if is_planned and not order.round_robin:
+    if is_planned and order.round_robin == plan.round_robin:
         return plan
     # Of a plan that has a policy the notes may have the reason.
     notes = plan.notes if is_planned else _without_policy(plan)
@@ -204,15 +204,13 @@ def executed_plan(
     held = tuple(stage.in_flight for stage in graph.stages)
     if order.round_robin:
         held = order.in_flight
-        notes = (
-            *notes,
-            "replicas of a stage take mini-batches in turn; in flight is of each of them",
-        )
+        notes = (*notes, "in flight is of each replica, in rounds of mini-batches")
     return replace(
         plan,
         stage_graph=_holding(graph, held),
         mode="async",
         policy=chosen.name,
+        round_robin=order.round_robin,
         shard_optimizer=False,
         sparse_embeddings=False,
         predicted=None,
@@ -229,6 +227,7 @@ def _flushed(plan: Plan) -> Plan:
         stage_graph=_holding(graph, held),
         mode="sync",
         policy="",
+        round_robin=False,
         predicted=None,
         notes=_without_policy(plan),
     )

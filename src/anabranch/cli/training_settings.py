@@ -260,7 +260,8 @@ class FlushSettings:
 
     Attributes:
         policy_option: options of the policy, such as ``clip=3`` of predict-stash.
-        round_robin: replicas of a stage take mini-batches in turn, instead of splitting each.
+        round_robin: replicas of a stage take mini-batches in turn, or split each; by default what
+            the plan says.
         clip_stage_norm: clip the gradients of each stage to this norm.
     """
 
@@ -273,7 +274,7 @@ class FlushSettings:
     ] = None
     policy: Policy = None
     policy_option: Annotated[list[str] | None, in_file()] = None
-    round_robin: Annotated[bool, in_file("--round-robin")] = False
+    round_robin: Annotated[bool | None, in_file("--round-robin")] = None
     clip_stage_norm: Annotated[float | None, in_file()] = None
 
     def is_async(self, plan: "Plan | None") -> bool:

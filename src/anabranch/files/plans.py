@@ -55,12 +55,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     ``machines`` holds the cluster as a cluster file does, so that a plan for a cluster of the
     user's own can be checked and simulated without that file; it is left out where the plan knows
     the name alone, as ``model_size`` is in a plan made by hand. ``mode`` and ``policy`` are keys of
-    asynchronous plans only, ``shard_optimizer``, ``sparse_embeddings`` and ``interrupted`` of those
-    of which they are true.
+    asynchronous plans only, ``round_robin``, ``shard_optimizer``, ``sparse_embeddings`` and
+    ``interrupted`` of those of which they are true.
     """
     graph = plan.stage_graph
     machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
-    traits = ("shard_optimizer", "sparse_embeddings", "interrupted")
+    traits = ("round_robin", "shard_optimizer", "sparse_embeddings", "interrupted")
     mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
     document: dict[str, Any] = {
         "schema": PLAN,
@@ -140,6 +140,8 @@ class _PredictionEntry(Strict):
     period_s: Seconds | None = None
     exposed_sums: Annotated[float, Field(ge=-1e-6, le=1)] | None = None
     bound_s: Seconds | None = None
+    enough_devices: Annotated[int, Field(ge=1, le=LIMITS.devices)] | None = None
+    enough_step_s: Seconds | None = None
     digest: str = ""
 
 
@@ -164,6 +166,7 @@ class _PlanFile(Strict):
     schedule: Text
     mode: Mode = "sync"
     policy: Annotated[str, AfterValidator(_check_policy)] = ""
+    round_robin: bool = False
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
     interrupted: bool = False
@@ -262,6 +265,11 @@ def _check_mode(file: _PlanFile) -> None:
         raise ValueError(
             f"policy is {file.policy!r}, but mode is 'sync', where all weights have one version; "
             "leave out the policy, or write 'async' to mode"
+        )
+    if file.mode == "sync" and file.round_robin:
+        raise ValueError(
+            "round_robin is true, but mode is 'sync', where replicas split every micro-batch; "
+            "leave it out, or write 'async' to mode"
         )
     if file.mode == "async" and not file.policy:
         known = ", ".join(POLICIES)

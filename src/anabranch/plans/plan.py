@@ -32,6 +32,8 @@ class Prediction:
             next when it has ended one; None where that was not simulated.
         bound_s: seconds that a step of any plan takes at least, with one stage on each device; None
             where that is not known.
+        enough_devices: the fewest devices whose plan takes hardly longer, ``enough_step_s`` each
+            step; None where no fewer do, or none were tried.
     """
 
     step_s: float
@@ -41,6 +43,8 @@ class Prediction:
     period_s: float | None = None
     exposed_sums: float | None = None
     bound_s: float | None = None
+    enough_devices: int | None = None
+    enough_step_s: float | None = None
 
 
 _MOST_STAGES = 12
@@ -61,6 +65,12 @@ _SPARSE = (
 )
 
 
+_IN_TURNS = (
+    "replicas of a stage take mini-batches in turn, each of them whole: one update for as many as "
+    "there are replicas"
+)
+
+
 def bound_text(predicted: Prediction) -> tuple[str, ...]:
     """Return a line that compares a step with the bound of any plan, if that is known."""
     if not predicted.bound_s:
@@ -69,6 +79,18 @@ def bound_text(predicted: Prediction) -> tuple[str, ...]:
     return (
         f"within {factor:.2f}x of the best possible: no plan of this model with one stage on each "
         f"device takes less than {time_text(predicted.bound_s)}",
+    )
+
+
+def enough_text(predicted: Prediction) -> tuple[str, ...]:
+    """Return a line on fewer devices that are enough, if there are."""
+    if not predicted.enough_devices or not predicted.enough_step_s:
+        return ()
+    count, step_s = predicted.enough_devices, predicted.enough_step_s
+    are = "device is" if count == 1 else "devices are"
+    return (
+        f"{count} {are} enough for {predicted.step_s / step_s:.0%} of this speed, by another plan: "
+        f"step {time_text(step_s)}",
     )
 
 
@@ -147,6 +169,8 @@ class Plan:
             its backward. The in-flight counts of an asynchronous plan are those of the full
             pipeline and may exceed the micro-batches of one mini-batch.
         policy: key of ``weights.POLICIES``; empty for ``sync``.
+        round_robin: replicas take whole mini-batches in turn, for ``async``, see
+            ``schedule.asynchronous``. The in-flight counts are those of split mini-batches.
         shard_optimizer: replicas of a stage shard its optimizer state, see ``Pipeline``.
         sparse_embeddings: embedding tables have sparse gradients, see ``ComputeOptions``.
         model_size: size of the planned model; None for a plan made by hand.
@@ -171,6 +195,7 @@ class Plan:
     machines: Cluster | None = None
     mode: str = "sync"
     policy: str = ""
+    round_robin: bool = False
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
     model_size: ModelSize | None = None
@@ -245,12 +270,13 @@ class Plan:
         lines = [
             said,
             *gains,
-            *(bound_text(predicted) if predicted is not None else ()),
+            *(bound_text(predicted) + enough_text(predicted) if predicted is not None else ()),
             f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
             f"batch {graph.batch_size}",
             *_stage_lines(graph),
             self.costs,
             *(["replicas share the optimizer's state"] if is_shared else []),
+            *([_IN_TURNS] if self.round_robin else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]

@@ -167,7 +167,7 @@ class Run:
     def predicted(self) -> Prediction | None:
         """Prediction of the plan; None where that is for another mode, policy or batches."""
         is_planned = self.plan.mode == self.mode and self.plan.policy == self.policy
-        is_other = self.round_robin or self.other_samples
+        is_other = self.round_robin != self.plan.round_robin or self.other_samples
         return self.plan.predicted if is_planned and not is_other else None
 
     @property

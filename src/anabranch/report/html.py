@@ -9,7 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from anabranch.plans.plan import NOT_PREDICTED, Plan, memory_text, ranges, time_text
+from anabranch.plans.plan import (
+    NOT_PREDICTED,
+    Plan,
+    bound_text,
+    enough_text,
+    memory_text,
+    ranges,
+    time_text,
+)
 from anabranch.plans.stages import StageGraph
 from anabranch.report import charts, gantt, lanes, names, page_data, stagegraph, timeline_layout
 from anabranch.report.figure import Figure, ReportTable
@@ -115,7 +123,8 @@ def page(
         )
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
     parts.append(_section("Stages in detail", _table(plan, timelines, graphs, weights)))
-    parts += [_notes([*plan.notes, *notes]), _about(about or {}), _footer(plan)]
+    limits = plan.predicted is not None and bound_text(plan.predicted) + enough_text(plan.predicted)
+    parts += [_notes([*(limits or ()), *plan.notes, *notes]), _about(about or {}), _footer(plan)]
     return _document(title, parts, script)
 
 

@@ -34,6 +34,7 @@ from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.check import checked
+from anabranch.schedule.kfkb import alternate, per_device
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 ORDER = "1f1b"
@@ -170,6 +171,24 @@ class AsynchronousOrder:
         orders = [tuple(self.actions(s, whole.num_microbatches(s))) for s in range(len(whole))]
         by_device = {d: orders[s] for s, stage in enumerate(whole.stages) for d in stage.devices}
         return whole, checked(Schedule(by_device), whole, edges)
+
+    @property
+    def minibatches(self) -> int:
+        """Mini-batches of a batch of ``graph``."""
+        return lcm(*self.turns)
+
+    def computes(self, batches: int) -> tuple[StageGraph, Schedule]:
+        """Return so many batches of ``graph`` in a row, and their unchecked order without updates.
+
+        A replica waits for its own mini-batch of a round alone. So counts may rise along a stage
+        edge in samples, which whole rounds may not (``kfkb.require_in_flight``).
+        """
+        whole = repeated(self.graph, batches)
+        orders = [
+            alternate(s, whole.num_microbatches(s), stage.in_flight, 1)
+            for s, stage in enumerate(whole.stages)
+        ]
+        return whole, per_device(whole, orders)
 
     def for_turn(self, turn: int, samples: int) -> StageGraph:
         """Return the stages of one mini-batch of a round, each with the replica that takes it."""

@@ -181,12 +181,14 @@ class ShortestPeriod:
 
     Attributes:
         last_update: see ``weights.versions_held``.
+        in_turns: replicas take whole mini-batches in turn; for proposals with replicas.
     """
 
     cost: CostModel
     policy: WeightPolicy
     batch_size: int
     last_update: bool = False
+    in_turns: bool = False
 
     equal: ClassVar[float] = 1e-3
     warm_up_gain: ClassVar[float] = 0.0
@@ -207,18 +209,26 @@ class ShortestPeriod:
     def prices(self, proposal: StageGraph) -> ModelCosts:
         sized = replace(proposal, batch_size=self.batch_size)
         graph = asynchronous.warm_up(fitted(sized, self.cost.graph))
-        versions = versions_of(graph, self.policy, last_update=self.last_update)
-        return ModelCosts(graph, self.cost, versions)
+        turns = asynchronous.round_robin(graph) if self.in_turns else None
+        versions = versions_of(graph, self.policy, last_update=self.last_update, turns=turns)
+        return ModelCosts(turns.graph if turns else graph, self.cost, versions)
+
+    def turns(self, graph: StageGraph) -> asynchronous.AsynchronousOrder | None:
+        """The order in which replicas take mini-batches in turn, given the stages that ``runs``
+        gives.
+        """
+        return asynchronous.AsynchronousOrder(graph, 1, True) if self.in_turns else None
 
     def runs(self, costs: ModelCosts) -> Iterator[Run]:
         yield costs.graph, asynchronous.ORDER
 
     def least_s(self, costs: ModelCosts, enough: float) -> float:
-        return stream.least_period_s(costs.graph, costs)
+        minibatches = costs.graph.batch_size // self.batch_size
+        return stream.least_period_s(costs.graph, costs) / minibatches
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         graph = candidate.graph
-        steady = stream.steady(graph, candidate.costs)
+        steady = stream.steady(graph, candidate.costs, self.turns(graph))
         microbatches = max(map(graph.num_microbatches, range(len(graph))))
         return steady.period_s, True, steady.simulated * microbatches
 

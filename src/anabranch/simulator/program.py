@@ -64,13 +64,20 @@ class Program:
 
 
 def compile_schedule(
-    schedule: Schedule, graph: StageGraph, costs: StepCosts, *, updates: int = 1
+    schedule: Schedule,
+    graph: StageGraph,
+    costs: StepCosts,
+    *,
+    updates: int = 1,
+    per_update: tuple[int, ...] = (),
 ) -> Program:
     """Price every action and number the messages.
 
     Args:
         updates: per stage; each is behind the last backward of its share of the micro-batches. A
             single one is behind everything else.
+        per_update: micro-batches of an update of each stage; by default all make as many updates,
+            otherwise ``updates`` is the most of any.
 
     Raises:
         InvalidScheduleError: if actions are missing, or micro-batches out of order.
@@ -81,7 +88,8 @@ def compile_schedule(
     lists = Lists([len(order) for order in orders.values()])
     messages = put_in(schedule, graph, costs, lists)
     # Where updates follow each other, each has the bookkeeping of its batch.
-    per_update = tuple(graph.num_microbatches(s) // updates for s in range(len(graph)))
+    if not per_update:
+        per_update = tuple(graph.num_microbatches(s) // updates for s in range(len(graph)))
     batches = per_update if updates > 1 else ()
     finishing = Counter(
         stage for order in orders.values() for stage in {*order.last_backwards(batches).values()}

@@ -133,18 +133,24 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
 
 
 def simulate(
-    graph: StageGraph, schedule: Schedule, costs: CostModel | StepCosts, *, updates: int = 1
+    graph: StageGraph,
+    schedule: Schedule,
+    costs: CostModel | StepCosts,
+    *,
+    updates: int = 1,
+    per_update: tuple[int, ...] = (),
 ) -> Step:
     """Run one step and keep when everything happened, as numbers.
 
     Args:
-        updates: of every stage, see ``compile_schedule``.
+        updates: of every stage, and ``per_update``, see ``compile_schedule``.
 
     Raises:
         DeadlockError: if it does not come to its end.
     """
     prices = _prices(graph, costs)
-    step = Step(compile_schedule(schedule, graph, prices, updates=updates), prices)
+    program = compile_schedule(schedule, graph, prices, updates=updates, per_update=per_update)
+    step = Step(program, prices)
     step.run()
     if not step.is_done:
         stuck = dict(zip(step.program.devices, step.positions(), strict=True))

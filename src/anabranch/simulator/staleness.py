@@ -18,6 +18,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from anabranch.plans.stages import StageGraph
+from anabranch.schedule.asynchronous import AsynchronousOrder
 from anabranch.simulator.stream import units_held
 from anabranch.weights import Unit, WeightPolicy, versions_held
 from anabranch.weights.requirements import require_fits
@@ -43,28 +44,34 @@ class Staleness:
 
 
 def staleness(
-    graph: StageGraph, policy: WeightPolicy, *, last_update: bool = False
+    graph: StageGraph,
+    policy: WeightPolicy,
+    *,
+    last_update: bool = False,
+    turns: AsynchronousOrder | None = None,
 ) -> tuple[Staleness, ...]:
     """Per stage, what its weights are.
 
     Args:
+        turns: the order of replicas that take mini-batches in turn, if they do.
         last_update: whether predictions need the last update, which is then held as one more copy;
             for optimizers without a rule of their own.
 
     Raises:
         PolicyError: if the policy is not defined for such a plan.
     """
-    require_fits(policy, graph, microbatches=graph.num_microbatches(0))
+    in_turns = turns is not None
+    require_fits(policy, graph, microbatches=graph.num_microbatches(0), round_robin=in_turns)
     assert isinstance(policy, Hashable), "policies are frozen dataclasses"
-    units = [units_held(graph, s) for s in range(len(graph))]
-    deepest = max(units)
+    units = [turns.in_flight[s] if turns else units_held(graph, s) for s in range(len(graph))]
     result = []
     for s, stage in enumerate(graph.stages):
+        deepest = turns.deepest(s) if turns else max(units)
         unit = Unit(8 * deepest, 0, units[s], deepest)
         forward, backward = policy.forward(unit), policy.backward(unit)
         versions = versions_held(
             policy,
-            in_flight=stage.in_flight,
+            in_flight=units[s] if turns else stage.in_flight,
             deepest=deepest,
             microbatches=graph.num_microbatches(s),
             last_update=last_update,
@@ -83,7 +90,12 @@ def staleness(
 
 
 def versions_of(
-    graph: StageGraph, policy: WeightPolicy, *, last_update: bool = False
+    graph: StageGraph,
+    policy: WeightPolicy,
+    *,
+    last_update: bool = False,
+    turns: AsynchronousOrder | None = None,
 ) -> tuple[int, ...]:
     """Per stage, versions of its weights that are held at once at most; see ``staleness``."""
-    return tuple(stage.versions for stage in staleness(graph, policy, last_update=last_update))
+    ages = staleness(graph, policy, last_update=last_update, turns=turns)
+    return tuple(stage.versions for stage in ages)

@@ -17,6 +17,10 @@ and those of a step's bookkeeping.
 What one more mini-batch takes (``simulator.steady``) is the period. Where devices do not go at one
 pace yet, that of the slowest is taken, which the others follow in the end.
 
+Replicas that take whole mini-batches in turn (``schedule.asynchronous``) are the same over rounds:
+a stage with R of them has one sum and one update for R mini-batches, and a batch are the fewest
+mini-batches that are whole rounds of all stages.
+
 Where the papers are silent: all stages have one micro-batch size, which divides the mini-batch;
 they alternate single micro-batches (k = 1); and what a device holds in flight is counted in
 micro-batches, which are whole mini-batches unless several make up one update (PipeDream-2BW).
@@ -29,7 +33,7 @@ from dataclasses import dataclass
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import checked_order, compute_order
-from anabranch.schedule.asynchronous import ORDER, repeated
+from anabranch.schedule.asynchronous import ORDER, AsynchronousOrder, repeated
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.repetitions import REPETITIONS
 from anabranch.simulator.run import (
@@ -69,8 +73,12 @@ def units_held(graph: StageGraph, stage: int) -> int:
     return units_in_flight(graph.stages[stage].in_flight, graph.num_microbatches(stage))
 
 
-def steady(graph: StageGraph, costs: StepCosts) -> Steady:
+def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None = None) -> Steady:
     """Training once the pipeline is full, for stages with the in-flight counts of ``warm_up``.
+
+    Args:
+        graph: with replicas that take mini-batches in turn, the rounds of ``turns``, for which the
+            prices are too.
 
     Raises:
         InvalidPlanError: if a parameter is tied across stages.
@@ -82,16 +90,16 @@ def steady(graph: StageGraph, costs: StepCosts) -> Steady:
 
     def run(count: int) -> Step:
         simulated.append(count * len(graph.devices))
-        whole = repeated(graph, count)
-        return simulate(whole, compute_order(whole, ORDER), costs, updates=count)
+        return _run(graph, costs, count, turns)
 
     pace = paced(
         run, (batches << times for times in range(REPETITIONS.most_streams)), REPETITIONS.batches
     )
     assert pace is not None
-    period_s = pace.more / REPETITIONS.batches
+    minibatches = turns.minibatches if turns else 1
+    period_s = pace.more / REPETITIONS.batches / minibatches
     busy = sum(busy_s(graph, costs).values())
-    available = period_s * len(graph.devices)
+    available = period_s * len(graph.devices) * minibatches
     curves = memory_of(pace.longest, graph, costs)
     return Steady(
         period_s,
@@ -100,6 +108,18 @@ def steady(graph: StageGraph, costs: StepCosts) -> Steady:
         tuple(max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)),
         sum(simulated),
     )
+
+
+def _run(
+    graph: StageGraph, costs: StepCosts, batches: int, turns: AsynchronousOrder | None = None
+) -> Step:
+    """Simulate so many batches in a row."""
+    if turns is None:
+        whole = repeated(graph, batches)
+        return simulate(whole, compute_order(whole, ORDER), costs, updates=batches)
+    whole, order = turns.computes(batches)
+    rounds = max(map(whole.num_microbatches, range(len(whole))))
+    return simulate(whole, order, costs, updates=rounds, per_update=(1,) * len(whole))
 
 
 def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
@@ -114,7 +134,9 @@ def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
 
 
 def least_period_s(graph: StageGraph, costs: StepCosts) -> float:
-    """A lower bound of the period: what the busiest device computes, and sums up after that."""
+    """A lower bound of the period: what the busiest device computes, and sums up after that, once
+    in a batch of ``graph``.
+    """
     require_untied(costs)
     busy = busy_s(graph, costs)
     for work in costs.all_reduces():
@@ -139,18 +161,27 @@ def require_untied(costs: StepCosts) -> None:
         )
 
 
-def record(graph: StageGraph, costs: StepCosts, *, batches: int | None = None) -> Timeline:
-    """The timeline from an empty pipeline to an empty one.
+def record(
+    graph: StageGraph,
+    costs: StepCosts,
+    *,
+    batches: int | None = None,
+    turns: AsynchronousOrder | None = None,
+) -> Timeline:
+    """The timeline from an empty pipeline to an empty one; ``graph``, ``turns`` as for ``steady``.
 
     Returns:
         The predicted timeline of all of them; actions count micro-batches through,
         ``asynchronous.repeated(graph, batches)`` has their samples.
     """
-    whole = repeated(graph, shown(graph) if batches is None else batches)
-    order = checked_order(whole, ORDER, costs.message_edges)
+    count = shown(graph) if batches is None else batches
     with collector_paused():
-        step = simulate(whole, order, costs, updates=whole.batch_size // graph.batch_size)
-        return timeline_of(step, order, whole, costs)
+        if turns is not None:
+            whole, order = turns.computes(count)
+            return timeline_of(_run(graph, costs, count, turns), order, whole, costs)
+        whole = repeated(graph, count)
+        order = checked_order(whole, ORDER, costs.message_edges)
+        return timeline_of(_run(graph, costs, count), order, whole, costs)
 
 
 def shown(graph: StageGraph) -> int:

@@ -13,7 +13,8 @@ from anabranch.plans.check import require
 from anabranch.plans.edges import edge_values
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.asynchronous import ORDER
+from anabranch.plans.whole_batch import fitted
+from anabranch.schedule.asynchronous import ORDER, warm_up
 from anabranch.simulator import stream
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestPeriod
@@ -22,12 +23,14 @@ from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
 from anabranch.solve.phases import Phases, to_its_end
 from anabranch.solve.policy_choice import recommended
+from anabranch.solve.settings import SETTINGS
 from anabranch.solve.simulation import prediction
 from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
 from anabranch.weights import (
     OptimizerFacts,
     WeightPolicy,
     keeps,
+    may_take_turns,
     optimizer_remark,
     policy_named,
     require_optimizer,
@@ -65,6 +68,7 @@ class AsynchronousSearch:
         self._proposals = Proposals(planner, self._cost, batch_size, known)
         self._last_update = optimizer is not None and optimizer.keeps_last_update
         self._phases = Phases()
+        self._judges: dict[str, Judge] = {}
 
     def plan(self, policy: str, model: str, notes: Sequence[str]) -> Plan:
         """The best plan under a policy.
@@ -83,11 +87,19 @@ class AsynchronousSearch:
         if self._optimizer is not None:
             require_optimizer(rule, self._optimizer)
         best = best or self._best(rule)
+        turns = None
+        if phases.stop is None and (in_turns := self._in_turns(rule)):
+            best = in_turns
+            turns = self._objective(rule, in_turns=True).turns(best.graph)
+        run_graph = split = best.graph
+        if turns:
+            sized = replace(best.proposal, batch_size=self._batch_size)
+            split = warm_up(fitted(sized, self._cost.graph))
 
         def made() -> Plan:
-            graph = self._contracted.expand(best.graph)
-            require(graph, self._whole, best.versions)
-            steady = stream.steady(best.graph, best.costs)
+            graph = self._contracted.expand(split)
+            require(self._contracted.expand(run_graph), self._whole, best.versions)
+            steady = stream.steady(run_graph, best.costs, turns)
             stops = phases.notes(self._proposals.count)
             return phases.plan(
                 self._whole,
@@ -95,17 +107,18 @@ class AsynchronousSearch:
                 stage_graph=graph,
                 schedule=ORDER,
                 planner=self._name,
-                predicted=prediction(steady, best.graph, self._cost),
+                predicted=prediction(steady, run_graph, self._cost),
                 notes=(*remarks, *self._remarks(graph, rule), *stops),
                 mode="async",
                 policy=rule.name,
+                round_robin=turns is not None,
             )
 
         return to_its_end(made)
 
     def _best(self, policy: WeightPolicy) -> ScheduledProposal:
         """The best plan under a policy."""
-        judge = Judge(ShortestPeriod(self._cost, policy, self._batch_size, self._last_update))
+        judge = self._judges[policy.name] = Judge(self._objective(policy))
         phases = self._phases
         reasons: list[InfeasiblePlanError] = []
         judged = phases.run("simulate_s", lambda: reasons.extend(self._judge(judge, policy)))
@@ -118,6 +131,23 @@ class AsynchronousSearch:
             phases.run("improve_s", lambda: self._improve(judge, policy))
             best = self._winner(judge)
         return best
+
+    def _objective(self, policy: WeightPolicy, *, in_turns: bool = False) -> ShortestPeriod:
+        return ShortestPeriod(
+            self._cost, policy, self._batch_size, self._last_update, in_turns=in_turns
+        )
+
+    def _in_turns(self, policy: WeightPolicy) -> ScheduledProposal | None:
+        """The best plan whose replicas take mini-batches in turn, if its interval is shorter; as
+        published, those of planner ``pipedream`` do wherever that fits.
+        """
+        judge, judged = self._judges[policy.name], Judge(self._objective(policy, in_turns=True))
+        if self._name != "pipedream":
+            judged.best_s = judge.best_s * (1 - SETTINGS.turns_gain)
+        limit_s = judged.best_s
+        near = (g for g in (*judge.ranked(), *judge.unfit) if may_take_turns(g, policy))
+        self._phases.run("simulate_s", lambda: judged.consider(near, BUDGET.simulation))
+        return judged.best if judged.best_s < limit_s else None
 
     def _winner(self, judge: Judge) -> ScheduledProposal:
         try:

@@ -9,12 +9,13 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import Improving, Planner
+from anabranch.planner.base import AsynchronousPlanner, Improving, Planner
 from anabranch.plans.check import require
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -23,6 +24,7 @@ from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.solve.asynchronous_search import AsynchronousSearch
 from anabranch.solve.contest import Contest
+from anabranch.solve.idle_devices import on_its_part, with_fewer_devices, with_less_effort
 from anabranch.solve.improvement import SearchBudget
 from anabranch.solve.phases import Phase, Phases, collect, to_its_end
 from anabranch.solve.planner_options import check_arguments, planner_with, start_of
@@ -132,13 +134,17 @@ def plan(
     )
     may_share = shard_optimizer is None and cluster.num_devices > 1
     with _new_garbage_only():
-        try:
-            return task.plan(cost, may_share=may_share)
-        except InfeasiblePlanError:
-            if may_share:
-                with suppress(InfeasiblePlanError):
-                    return task.plan(replace(cost, shard_optimizer=True))
-            raise
+        search_on = partial(task.fitting, may_share=may_share)
+        if begin is not None and (best := on_its_part(begin.devices, cost, search_on)):
+            return best
+        best = search_on(cost)
+        may_idle = isinstance(search, AsynchronousPlanner) and improve and begin is None
+        # Processes on one machine are as many as the user wants.
+        if not may_idle or cluster.cores or best.interrupted:
+            return best
+        quick = replace(task, planner=with_less_effort(search))
+        quick_on = partial(quick.fitting, may_share=may_share)
+        return with_fewer_devices(best, cost, quick_on, search_on)
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,18 @@ class _StepSearch:
     model: str
     start: StageGraph | None
     notes: Sequence[str]
+
+    def fitting(self, cost: CostModel, *, may_share: bool) -> Plan:
+        """The plan with the shortest simulated step, with replicas that share the optimizer's state
+        where nothing fits without.
+        """
+        try:
+            return self.plan(cost, may_share=may_share)
+        except InfeasiblePlanError:
+            if may_share:
+                with suppress(InfeasiblePlanError):
+                    return self.plan(replace(cost, shard_optimizer=True))
+            raise
 
     def plan(self, cost: CostModel, *, may_share: bool = False) -> Plan:
         """The plan with the shortest simulated step.

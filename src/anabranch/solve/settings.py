@@ -37,6 +37,10 @@ class Settings:
         straggler_share: share of the step that a straggler costs at least.
         most_computes: computes of all changed steps together at most, some two seconds;
             other changes are left out.
+        turns_gain: share of the interval that replicas which take mini-batches in turn have to
+            save: they make fewer updates.
+        as_fast: share of the speed that fewer devices have to reach for a plan to say so.
+        fewer_effort: share of a search's evaluations for each smaller number of devices.
         bound_rounding: share of the bound that it may be too low: where the search for it
             ends.
     """
@@ -56,6 +60,9 @@ class Settings:
     heavy: float = 0.5
     straggler_share: float = 0.05
     most_computes: int = 100_000
+    turns_gain: float = 0.02
+    as_fast: float = 0.97
+    fewer_effort: float = 0.25
     bound_rounding: float = 1e-4
 
 

@@ -41,6 +41,7 @@ from anabranch.timeline import Timeline
 from anabranch.weights import (
     OptimizerFacts,
     WeightPolicy,
+    may_take_turns,
     policy_named,
     require_fits,
     require_optimizer,
@@ -222,23 +223,26 @@ def simulate_async(
         may_cut = plan_.stage_graph.num_microbatches(0) >= whole.depth
         name = recommended(whole, cost, optimizer, may_cut=may_cut)[0]
     graph = _converted(plan_, policy_named(name))
-    ages = _staleness(graph, name, optimizer)
+    turns = turns_of(plan_, graph, policy_named(name))
+    ages = _staleness(graph, name, optimizer, turns)
     versions = tuple(age.versions for age in ages)
-    _require_suits(graph, cost, versions)
-    costs = ModelCosts(graph, cost, versions)
-    steady = stream.steady(graph, costs)
-    timeline = stream.record(graph, costs)
+    run_graph = turns.graph if turns else graph
+    _require_suits(run_graph, cost, versions)
+    costs = ModelCosts(run_graph, cost, versions)
+    steady = stream.steady(run_graph, costs, turns)
+    timeline = stream.record(run_graph, costs, turns=turns)
     shown = replace(
         plan_,
         stage_graph=graph,
         schedule=asynchronous.ORDER,
         mode="async",
         policy=name,
+        round_robin=turns is not None,
         shard_optimizer=False,
         sparse_embeddings=False,
         profile=profile.origin,
     ).predicting(prediction(steady, graph, cost), cluster)
-    whole = asynchronous.repeated(graph, stream.shown(graph))
+    whole = asynchronous.repeated(run_graph, stream.shown(run_graph))
     return Simulated(shown, steady, ages, timeline, whole)
 
 
@@ -248,14 +252,28 @@ def prediction(steady: stream.Steady, graph: StageGraph, cost: CostModel) -> Pre
     return Prediction(steady.period_s, bottleneck_s, steady.bubble, steady.device_peak_bytes)
 
 
+def turns_of(
+    plan_: Plan, graph: StageGraph, policy: WeightPolicy
+) -> asynchronous.AsynchronousOrder | None:
+    """The order of replicas that take mini-batches in turn, where a plan has that and the policy
+    allows it; None where they split each.
+    """
+    if not plan_.round_robin or not may_take_turns(graph, policy):
+        return None
+    return asynchronous.round_robin(graph)
+
+
 def _staleness(
-    graph: StageGraph, policy: str, optimizer: OptimizerFacts | None
+    graph: StageGraph,
+    policy: str,
+    optimizer: OptimizerFacts | None,
+    turns: asynchronous.AsynchronousOrder | None = None,
 ) -> tuple[Staleness, ...]:
     rule = policy_named(policy)
     if optimizer is not None:
         require_optimizer(rule, optimizer)
     last_update = optimizer is not None and optimizer.keeps_last_update
-    return staleness(graph, rule, last_update=last_update)
+    return staleness(graph, rule, last_update=last_update, turns=turns)
 
 
 def require_asynchronous(plan_: Plan, policy: str = "") -> None:
@@ -298,7 +316,7 @@ def synchronous(plan_: Plan) -> Plan:
     if plan_.mode == "sync":
         return plan_
     graph = rule_named(asynchronous.ORDER).warm_up(plan_.stage_graph)
-    return replace(plan_, stage_graph=graph, mode="sync", policy="")
+    return replace(plan_, stage_graph=graph, mode="sync", policy="", round_robin=False)
 
 
 def _converted(plan_: Plan, policy: WeightPolicy) -> StageGraph:
@@ -332,15 +350,19 @@ def check_plan(
         return problems
     edges, problems = EVERY_EDGE, unfit_sizes(graph) if profile is None else []
     versions: tuple[int, ...] = ()
+    run_graph = graph
     if is_async:
         try:
             require_asynchronous(plan_)
-            versions = tuple(age.versions for age in _staleness(graph, plan_.policy, optimizer))
+            turns = turns_of(plan_, graph, policy_named(plan_.policy))
+            ages = _staleness(graph, plan_.policy, optimizer, turns)
+            versions = tuple(age.versions for age in ages)
+            run_graph = turns.graph if turns else graph
         except (InvalidPlanError, PolicyError, ValueError) as error:
             return [str(error)]
     if profile is not None and cluster is not None:
         cost = prices_of(plan_, profile, cluster)
-        problems = check_stages(graph, cost, versions, shared=not is_async, idle=True)
+        problems = check_stages(run_graph, cost, versions, shared=not is_async, idle=True)
         if not problems:
             edges = message_edges(graph, profile.graph)
         if is_async and not problems:

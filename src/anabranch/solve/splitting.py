@@ -76,13 +76,15 @@ def with_lengths(graph: StageGraph, cost: CostModel) -> StageGraph:
     for s, stage in enumerate(graph.stages):
         forward_s, backward_s = seconds[s]
         message_s = max((_message_s(graph, costs, s, t) for t in graph.successors[s]), default=0.0)
-        lengths = {
-            "load": (forward_s + backward_s) / sizes[s] / slowest_s,
-            "backward_factor": backward_s / forward_s if forward_s else 2.0,
-            "weight_share": costs.weight_share(s, slices[s]),
-            "message": message_s / sizes[s] / slowest_s,
-        }
-        stages.append(replace(stage, **{name: round(n, 3) for name, n in lengths.items()}))
+        factor = backward_s / forward_s if forward_s else 2.0
+        changed = replace(
+            stage,
+            load=round((forward_s + backward_s) / sizes[s] / slowest_s, 3),
+            backward_factor=round(factor, 3),
+            weight_share=round(costs.weight_share(s, slices[s]), 3),
+            message=round(message_s / sizes[s] / slowest_s, 3),
+        )
+        stages.append(changed)
     return replace(graph, stages=tuple(stages))
 
 

@@ -20,6 +20,7 @@ from anabranch.weights.policies import (
     VerticalSync,
 )
 from anabranch.weights.requirements import (
+    may_take_turns,
     optimizer_remark,
     recommend,
     require_fits,
@@ -48,6 +49,7 @@ __all__ = [
     "VerticalSync",
     "WeightPolicy",
     "keeps",
+    "may_take_turns",
     "optimizer_remark",
     "policy_named",
     "predicts",

@@ -56,6 +56,15 @@ def require_fits(
     _warn_of_statistics(graph, microbatches, batch_norms, round_robin=round_robin)
 
 
+def may_take_turns(graph: StageGraph, policy: WeightPolicy) -> bool:
+    """Return whether there are replicas, and a policy allows that they take mini-batches in turn.
+
+    Vertical-sync takes one version at all stages, and 2bw the micro-batches of a mini-batch.
+    """
+    replicated = any(stage.replicas > 1 for stage in graph.stages)
+    return replicated and not policy.microbatches and not isinstance(policy, VerticalSync)
+
+
 def _require_one_version(graph: StageGraph) -> None:
     replicated = [s for s, stage in enumerate(graph.stages) if stage.replicas > 1]
     if replicated:

@@ -148,7 +148,7 @@ def train(
         from anabranch.record import new_folder
 
         kept = run or new_folder(model.model, began)
-        result = keep_run(job, result, kept, plan=None if flush.round_robin else shown)
+        result = keep_run(job, result, kept, plan=None if result.round_robin else shown)
         ended = how_to_go_on(result, training, run) if result.interrupted else ""
         say_run(result, kept, ended, as_json=as_json)
     if result.interrupted:

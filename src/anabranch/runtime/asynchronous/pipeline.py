@@ -83,7 +83,7 @@ class AsyncPipeline(BasePipeline):
             of splitting every one (PipeDream's 1F1B-RR). A stage with R replicas makes one update
             for R mini-batches, with the mean of their gradients. Not with ``vertical-sync`` and
             ``2bw``. A drain ends a round early, and running means (BatchNorm) are those of the
-            first replica's mini-batches.
+            first replica's mini-batches. By default as the plan says.
         compute: see ``ComputeOptions``; not ``fp16``. Under ``bf16`` products in a backward read
             the half-precision copies that their forward made, under any policy. A stage with
             recomputation runs its forward again under the weights of the backward, which with
@@ -108,7 +108,7 @@ class AsyncPipeline(BasePipeline):
         plan: Plan,
         *,
         policy: WeightPolicy | str | None = None,
-        round_robin: bool = False,
+        round_robin: bool | None = None,
         captured: Captured | None = None,
         compute: ComputeOptions = PLAIN,
         clip_stage_norm: float | None = None,
@@ -124,6 +124,7 @@ class AsyncPipeline(BasePipeline):
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
         graph = asynchronous_stages(plan)
         self._order = order = order_of(plan, graph, round_robin=round_robin)
+        is_predicted = plan.mode == "async" and order.round_robin == plan.round_robin
         self.policy, self.reason = choose(policy, plan, order.per_update, workload)
         self.workload = workload
         session = self._hold(
@@ -131,7 +132,7 @@ class AsyncPipeline(BasePipeline):
             captured=captured,
             facts={
                 "policy": repr(self.policy),
-                "round_robin": round_robin,
+                "round_robin": order.round_robin,
                 "check_gradients": check_gradients,
                 "check_memory": check_memory,
                 "check_batches": check_batches,
@@ -140,7 +141,7 @@ class AsyncPipeline(BasePipeline):
             compute=compute,
             exact=False,
             check_gradients=check_gradients,
-            check_memory=check_memory and plan.mode == "async" and not order.round_robin,
+            check_memory=check_memory and is_predicted,
             check_batches=check_batches,
             timeout=timeout,
             stall_timeout=stall_timeout,
@@ -149,7 +150,7 @@ class AsyncPipeline(BasePipeline):
             further=channels(order.graph),
         )
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
-        if order.round_robin and check_memory:
+        if order.round_robin and check_memory and not is_predicted:
             with session.failing():
                 session.require_memory(
                     budgeted(plan, order, session.captured, self.policy, self.optimizer)

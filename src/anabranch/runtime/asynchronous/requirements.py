@@ -86,14 +86,19 @@ def round_robin_of(plan: Plan) -> AsynchronousOrder | None:
     return round_robin(plan.stage_graph, per_hop=per_hop)
 
 
-def order_of(plan: Plan, graph: StageGraph, *, round_robin: bool) -> AsynchronousOrder:
+def in_turns(plan: Plan, round_robin: bool | None) -> bool:
+    """Return whether replicas take mini-batches in turn; None for what the plan says."""
+    return plan.round_robin if round_robin is None else round_robin
+
+
+def order_of(plan: Plan, graph: StageGraph, *, round_robin: bool | None) -> AsynchronousOrder:
     """Return the order in which a plan is trained.
 
     Args:
         graph: that of ``asynchronous_stages``.
-        round_robin: replicas take mini-batches in turn.
+        round_robin: see ``in_turns``.
     """
-    rounds = round_robin_of(plan) if round_robin else None
+    rounds = round_robin_of(plan) if in_turns(plan, round_robin) else None
     return rounds or AsynchronousOrder(graph, num_microbatches(graph))
 
 

@@ -1,0 +1,94 @@
+"""Plans that leave devices of a cluster idle: where fewer are as fast, or faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.planner.auto import settings as auto
+from anabranch.planner.base import Planner
+from anabranch.plans.plan import Plan
+from anabranch.solve.bound import step_bound
+from anabranch.solve.settings import SETTINGS
+from anabranch.solve.simulation import checked_run, figures_of
+
+SearchOn = Callable[[CostModel], Plan]
+"""Search for the best plan by these prices."""
+
+
+def parts(cluster: Cluster) -> Iterator[Cluster]:
+    """Generate the first half of a cluster, of that again, and so on: nodes first, then devices.
+    Devices have the numbers that they have in the whole.
+    """
+    levels = list(cluster.levels)
+    for outer in reversed(range(len(levels))):
+        while levels[outer].size > 1:
+            levels[outer] = replace(levels[outer], size=levels[outer].size // 2)
+            yield replace(cluster, levels=tuple(levels))
+
+
+def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: SearchOn) -> Plan:
+    """The best plan of all numbers of devices, with the fewest that are nearly as fast.
+
+    A quick search on part of the cluster is begun where the bound there does not exclude that, and
+    a whole one where it finds such a plan.
+
+    Args:
+        plan: the best that uses all devices.
+        cost: the prices that it has.
+        quick: raises an ``InfeasiblePlanError`` where nothing fits, as ``search`` does.
+    """
+    best, enough = plan, plan
+    for part in parts(cost.cluster):
+        fewer = replace(cost, cluster=part)
+        limit_s = best.figures.step_s / SETTINGS.as_fast
+        if step_bound(fewer, plan.stage_graph.batch_size) > limit_s:
+            break
+        found: Plan | None = None
+        with suppress(InfeasiblePlanError):
+            found = _on(quick(fewer), cost)
+        if found is None or found.figures.step_s > limit_s:
+            break
+        enough = min(found, _on(search(fewer), cost), key=lambda plan: plan.figures.step_s)
+        best = min(best, enough, key=lambda plan: plan.figures.step_s)
+    used, total = len(enough.stage_graph.devices), len(plan.stage_graph.devices)
+    if best is not plan:
+        idle = total - len(best.stage_graph.devices)
+        note = f"{idle} of {total} devices stay idle: with all of them a step takes longer"
+        best = replace(best, notes=(*best.notes, note))
+    if used == len(best.stage_graph.devices):
+        return best
+    enough_s = enough.figures.step_s
+    figures = replace(best.figures, enough_devices=used, enough_step_s=enough_s)
+    return replace(best, predicted=figures)
+
+
+def with_less_effort(planner: Any) -> Planner:
+    """The planner with the evaluations that it has for each smaller number of devices."""
+    evaluations = planner.evaluations
+    if evaluations is None:
+        evaluations = auto.SETTINGS.evaluations
+    fewer: Planner = replace(planner, evaluations=int(evaluations * SETTINGS.fewer_effort))
+    return fewer
+
+
+def on_its_part(devices: tuple[int, ...], cost: CostModel, search: SearchOn) -> Plan | None:
+    """The plan that a search finds for the part of a cluster with these devices; None if they are
+    no part, or all.
+    """
+    for part in parts(cost.cluster):
+        if devices == tuple(range(part.num_devices)):
+            return _on(search(replace(cost, cluster=part)), cost)
+    return None
+
+
+def _on(plan: Plan, cost: CostModel) -> Plan:
+    """A plan for part of a cluster with the figures that it has on all of it."""
+    cost = replace(cost, shard_optimizer=plan.shard_optimizer)
+    timeline = checked_run(plan.stage_graph, plan.schedule, cost, messages=False)
+    return plan.predicting(figures_of(timeline, plan.stage_graph, cost), cost.cluster)

@@ -1,0 +1,97 @@
+"""Plans that leave devices idle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from anabranch.cluster import Cluster, Level
+from anabranch.cost import CostModel
+from anabranch.planner.auto.planner import Auto
+from anabranch.plans.check import check
+from anabranch.solve import idle_devices, plan
+from anabranch.solve.idle_devices import parts
+from tests.simulator.helpers import cost_model
+
+NODES = Cluster("nodes", "v100", 10**9, (Level("node", 2, 1e15, 0.0), Level("net", 2, 10.0, 0.0)))
+"""Two nodes of two devices; 10 bytes/s between the nodes."""
+
+
+def one_operator(parameter_bytes: int) -> CostModel:
+    """4 s forward and 6 s backward a sample: four samples take 20 s on a node."""
+    return cost_model((), [4.0], [6.0], NODES, parameter_bytes=parameter_bytes)
+
+
+def planned(cost: CostModel, **options):
+    """The plan of ``auto`` for four samples."""
+    return plan(cost.profile, cost.cluster, 4, optimizer_factor=0.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"), [((4, 8), [16, 8, 4, 2, 1]), ((6,), [3, 1]), ((1, 3), [1])]
+)
+def test_parts_are_halves(sizes, counts):
+    """Of nodes, then of the devices of a node."""
+    levels = tuple(Level(f"l{i}", n, 1.0, 0.0) for i, n in enumerate(sizes))
+    whole = Cluster("whole", "v100", 1, levels)
+    assert [part.num_devices for part in parts(whole)] == counts
+
+
+def test_devices_that_only_slow_a_step_down_stay_idle():
+    """100 bytes of gradients between nodes take longer than a second node saves."""
+    cost = one_operator(100)
+    best = planned(cost)
+    assert best.stage_graph.devices == (0, 1)
+    assert best.predicted.step_s == pytest.approx(20.0)
+    assert best.machines == cost.cluster
+    assert "2 of 4 devices stay idle: with all of them a step takes longer" in best.notes
+    assert best.predicted.enough_devices is None
+    assert check(best.stage_graph, cost, idle=True) == []
+    assert planned(cost, planner="data-parallel").stage_graph.devices == (0, 1, 2, 3)
+
+
+def test_fewer_devices_that_are_nearly_as_fast_are_told():
+    """Four devices take 10 s and wait 9.6 s for 64 bytes of gradients, two of them 20 s."""
+    best = planned(one_operator(64))
+    assert best.stage_graph.devices == (0, 1, 2, 3)
+    assert best.predicted.step_s == pytest.approx(19.6)
+    assert best.predicted.enough_devices == 2
+    assert best.predicted.enough_step_s == pytest.approx(20.0)
+    assert "2 devices are enough for 98% of this speed, by another plan" in best.summary()
+
+
+def test_nothing_is_tried_where_the_bound_excludes_it(monkeypatch):
+    """Without gradients four devices are twice as fast as two."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("no search is needed")
+
+    monkeypatch.setattr(idle_devices, "_on", fail)
+    best = planned(one_operator(0))
+    assert best.predicted.step_s == pytest.approx(10.0)
+    assert best.predicted.enough_devices is None
+
+
+def test_a_search_of_fewer_devices_has_less_effort():
+    """A quarter of the evaluations."""
+    assert idle_devices.with_less_effort(Auto(evaluations=1000)).evaluations == 250
+    assert idle_devices.with_less_effort(Auto()).evaluations > 0
+    assert idle_devices.with_less_effort(replace(Auto(), shape="chain")).shape == "chain"
+
+
+def test_a_plan_with_idle_devices_is_improved_on_its_own():
+    """Given as the start of a search, it stays on the devices that it has."""
+    cost = one_operator(100)
+    best = planned(cost)
+    again = planned(cost, start=best)
+    assert again.stage_graph.devices == (0, 1)
+    assert again.predicted.step_s <= best.predicted.step_s
+    assert again.machines == cost.cluster
+
+
+def test_processes_on_one_machine_are_all_used():
+    """As many as the user asks for."""
+    cost = one_operator(100)
+    local = replace(cost, cluster=replace(NODES, cores=8))
+    assert planned(local).stage_graph.devices == (0, 1, 2, 3)
