@@ -3,7 +3,7 @@ planned for 32 H100.
 
     .venv/bin/python -m benchmarks.architectures.vision_language            # all; or names
 
-Images and sounds come first, then the text. ``frozen``: the encoders are not trained; ``adapters``:
+Images and sounds come first, then the text; matrix products run in tf32. ``frozen``: the encoders are not trained; ``adapters``:
 only the projectors are, and matrices of rank 16 beside every linear layer of the language model.
 """
 
@@ -154,7 +154,8 @@ def planned(name: str, kind: str) -> dict[str, Any]:
     }
     try:
         captured = capture(module, batch)
-        profile = anabranch.estimate(captured, "h100", tuple(1 << i for i in range(7)))
+        counts = tuple(1 << i for i in range(7))
+        profile = anabranch.estimate(captured, "h100", counts, precision="tf32")
         cluster = anabranch.Cluster.preset(CLUSTERS["h100"])
         towers = [op.name.startswith("encoders") for op in profile.graph.ops]
         seconds = [cost.forward_s[0] + cost.backward_s[0] for cost in profile.costs]
