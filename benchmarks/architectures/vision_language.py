@@ -3,7 +3,9 @@ planned for 32 H100.
 
     .venv/bin/python -m benchmarks.architectures.vision_language            # all; or names
 
-Images and sounds come first, then the text; matrix products run in tf32. ``frozen``: the encoders are not trained; ``adapters``:
+Images and sounds come first, then the text; matrix products run in tf32.
+
+``frozen``: the encoders are not trained; ``adapters``:
 only the projectors are, and matrices of rank 16 beside every linear layer of the language model.
 """
 

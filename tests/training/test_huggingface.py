@@ -134,15 +134,17 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
 
 
 @pytest.mark.dist
-def test_trainer_plans_and_trains_by_itself():
+def test_trainer_plans_and_trains_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As docs/coming-from.md has it, on local ranks; what ``train`` takes besides is given on."""
+    monkeypatch.chdir(tmp_path)
     args = arguments(max_steps=1, gradient_accumulation_steps=1, save_strategy="no")
     model, _ = build("Bert")
     names = {"model": model, "args": args, "data_collator": collate}
-    names |= {"train_dataset": Sentences(), "eval_dataset": None}
+    names |= {"train_dataset": Sentences(), "eval_dataset": Sentences(6)}
     (block,) = re.findall(r"```python\n(.*?import Trainer.*?)```", PAGE.read_text(), re.DOTALL)
     exec(block, names)
     assert len(names["run"].losses) == 1
+    assert (tmp_path / "tuned" / "model.safetensors").exists()
     trainer = Trainer(model, args, collate, Sentences(), devices=2, steps=3)
     run = trainer.train(trainer.plan(planner="even", max_replicas=1))
     assert len(run.losses) == 3

@@ -66,7 +66,8 @@ class LengthBuckets:
             )
         table = torch.tensor([[sizes[name] for name in names] for sizes in found])
         order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
-        longest = torch.stack([part.amax(0) for part in table[order].split(batch_size)])
+        batches = range(0, len(table), batch_size)
+        longest = torch.stack([table[order[i : i + batch_size]].amax(0) for i in batches])
         longest, most = longest.sort(0).values, table.amax(0)
         buckets: dict[tuple[int, ...], None] = {}
         for number in range(1, COUNT):

@@ -257,13 +257,13 @@ class Trainer:
         from anabranch.training import train
 
         chosen = plan or self.plan()
-        options = training_options(self.args, self.workload) | self._options
+        options: dict[str, Any] = training_options(self.args, self.workload) | self._options
         # Once here rather than in every rank: forked ranks have it.
         captured = self._captured(cast("Granularity", chosen.granularity))
         prepare(captured, chosen.stage_graph, self.workload)
         ranks = len(chosen.stage_graph.devices)
         with tempfile.TemporaryDirectory() as folder:
-            options = {"captured": captured, "save": Path(folder) / "last"} | options
+            options = {"captured": captured, "save": Path(folder) / "last", **options}
             run = launch.run(lambda: train(self.workload, chosen, **options), ranks)[0]
             self.model.load_state_dict(load_state_dict(options["save"]), strict=False)
         return run
@@ -302,12 +302,12 @@ class Trainer:
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model as ``from_pretrained`` reads it, and what makes its inputs."""
-        folder = Path(output_dir or self.args.output_dir)
+        folder, model = Path(output_dir or self.args.output_dir), cast("Any", self.model)
         folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(self.model, "save_pretrained"):
-            self.model.save_pretrained(folder)
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder)
         else:
-            save_model(self.model, str(folder / "model.safetensors"))
+            save_model(model, str(folder / "model.safetensors"))
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 
