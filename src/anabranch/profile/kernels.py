@@ -103,7 +103,8 @@ def _embedding(
 
 
 def _masked_select(value: Tensor, mask: Tensor) -> Tensor:
-    value, mask = torch.broadcast_tensors(value, mask)
+    broadcast: Any = torch.broadcast_tensors
+    value, mask = broadcast(value, mask)
     return value[mask]
 
 

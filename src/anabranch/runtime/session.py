@@ -155,7 +155,13 @@ class Session:
                 compute,
             )
             self.checkpoints: Checkpointing = Checkpointing(
-                self.state, self.workers, self.feed, self._run_id, self.failing, timeout
+                self.state,
+                self.workers,
+                self.feed,
+                self._run_id,
+                self.failing,
+                timeout,
+                workload.save_frozen,
             )
             if saved is not None:
                 self.checkpoints.restore(saved)

@@ -327,6 +327,16 @@ def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan_on):
             assert f"decides what {option[0]} would" in " ".join(err.replace("│", "").split())
 
 
+def test_what_a_run_file_says_beside_a_plan_is_named_with_the_file(run, plan_on, tmp_path):
+    """The user sees no --devices on the command line."""
+    (tmp_path / "run.toml").write_text(f'model = "{TOWERS}"\ndevices = 2\n')
+    file = str(tmp_path / "run.toml")
+    code, _, err = run("train", file, "--trust", "--plan", plan_on(0, 1))
+    assert code == 2
+    said = "".join(err.replace("│", "").split())
+    assert f"decideswhatdevicesin{file}would;leaveoutone" in said
+
+
 def test_an_earlier_run_is_never_written_over(run, tmp_path, monkeypatch):
     """By train, rehearse or demo; told before anything is captured."""
     monkeypatch.setattr("anabranch.cli.source.ModelSource.workload", None)

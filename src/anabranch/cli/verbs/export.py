@@ -34,6 +34,12 @@ def export(
             "[default: that of a Hugging Face model that is all of the module]."
         ),
     ] = None,
+    trained: Annotated[
+        bool,
+        typer.Option(
+            "--trained", help="Export what was trained alone, such as adapters; no config.json."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the model of CKPT as plain safetensors, under the names of its state_dict.
@@ -45,7 +51,7 @@ def export(
     """
     from anabranch.checkpoint.export import export as write
 
-    made = write(checkpoint, output, prefix=prefix)
+    made = write(checkpoint, output, prefix=prefix, trained=trained)
     if made.left_out:
         note(f"{made.left_out} tensors whose names do not begin with {made.prefix} are left out")
     if as_json:
