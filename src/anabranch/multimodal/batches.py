@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -78,6 +79,11 @@ def multimodal_batch(
             f"multimodal_batch does not know {type(model).__name__} ({kind}); it knows "
             f"{', '.join(FAMILIES)} of transformers. Give the patches or images of each sample in "
             "a dimension of their own, or Workload rows={...}, see docs/multimodal.md"
+        )
+    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
+        raise DataError(
+            f"multimodal_batch needs transformers 5.23 or later: {type(model).__name__} of the "
+            "version here does not take features that are encoded outside of it"
         )
     own: dict[str, Any] = dict(batch)
     if "pixel_values_videos" in own:
