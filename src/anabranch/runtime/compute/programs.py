@@ -23,6 +23,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.embeddings import make_sparse
 from anabranch.graph.split import Split, StageProgram
 from anabranch.remembered import remembered
+from anabranch.runtime.compute.bindings import fast_call
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
 from anabranch.runtime.numerics.dropout import BySample, draws
@@ -92,8 +93,9 @@ class StagePrograms:
             placeholders = program.module.graph.find_nodes(op="placeholder")
             entering = zip(program.inputs, placeholders, strict=False)
             module, notes = with_notes(module, {node.name for port, node in entering if port.grad})
-        call: Callable[..., tuple[Tensor, ...]] = module
-        if self.options.backend is not None:
+        if self.options.backend is None:
+            call = fast_call(module)
+        else:
             call = torch.compile(
                 module, backend=self.options.backend, fullgraph=True, dynamic=False
             )
