@@ -25,6 +25,7 @@ from anabranch.graph.split import Split, StageProgram
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.bindings import fast_call
 from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.compute.replay import ReplayedCall
 from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
 from anabranch.runtime.numerics.dropout import BySample, draws
 from anabranch.runtime.numerics.no_dropout import without_dropout
@@ -93,7 +94,8 @@ class StagePrograms:
             placeholders = program.module.graph.find_nodes(op="placeholder")
             entering = zip(program.inputs, placeholders, strict=False)
             module, notes = with_notes(module, {node.name for port, node in entering if port.grad})
-        if self.options.backend is None:
+        drawn = rewritten is None and is_random(program.module)
+        if self.options.backend is None or self.options.is_replayed:
             call = fast_call(module)
         else:
             call = torch.compile(
@@ -101,7 +103,8 @@ class StagePrograms:
             )
         if self.options.half is not None:
             call = self._cast(call)
-        drawn = rewritten is None and is_random(program.module)
+        if self.options.is_replayed and not drawn:
+            call = ReplayedCall(call, program.module)
         return StageCall(program, call, rewritten is not None, drawn, notes)
 
     def _cast(self, call: Callable[..., Any]) -> Callable[..., Any]:
