@@ -6,6 +6,7 @@ asked of the module of that kind (``torch.get_device_module``).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -68,6 +69,21 @@ def claim(place: torch.device) -> None:
         )
     if hasattr(module, "set_device"):
         module.set_device(place)
+
+
+def prepare(place: torch.device) -> None:
+    """Set the variables that a device reads when it is first used, where the user has not, unless
+    this process has used it.
+    """
+    if not getattr(_module(place.type), "is_initialized", bool)():
+        for name, value in kind_of(place.type).settings.items():
+            os.environ.setdefault(name, value)
+
+
+def queues(place: torch.device) -> tuple[str, int]:
+    """Return the variable that says how many queues a device's driver has, and its value."""
+    name = kind_of(place.type).queues
+    return name, int(os.environ.get(name, "8"))
 
 
 def identity(place: torch.device) -> str:

@@ -18,6 +18,10 @@ class Kind:
         own_memory: whether it has memory of its own, whose allocator counts.
         float64: whether it computes with numbers of 64 bits.
         environment: variables that must be set before processes are forked that will use it.
+        settings: variables that a process must set before it uses it: queues of the driver, of
+            which every stream that may wait for another rank needs its own, and connections that
+            are all made at the start, not where an algorithm is first used.
+        queues: the one that says how many queues there are, 8 by default.
     """
 
     backend: str = ""
@@ -26,12 +30,20 @@ class Kind:
     own_memory: bool = True
     float64: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    queues: str = ""
 
 
 CPU = "cpu"
 HOST = Kind(gloo=True, streams=False, own_memory=False)
 ACCELERATORS: Mapping[str, Kind] = {
-    "cuda": Kind("nccl", gloo=True, environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}),
+    "cuda": Kind(
+        "nccl",
+        gloo=True,
+        environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        settings={"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_RUNTIME_CONNECT": "0"},
+        queues="CUDA_DEVICE_MAX_CONNECTIONS",
+    ),
     "xpu": Kind(),
     "hpu": Kind(float64=False),
     "npu": Kind(float64=False),

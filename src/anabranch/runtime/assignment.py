@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from anabranch.device.accelerator import claim
+from anabranch.device.accelerator import claim, prepare
 from anabranch.errors import InvalidPlanError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import changed_by_samples
@@ -76,6 +76,7 @@ def assign(
     module = captured.module
     home = start_of(module)
     place = home if device is None else own_device(device)
+    prepare(place)
     claim(place)
     join(timeout)
     require_agreement(facts_of(captured, plan, {**facts, **asdict(compute), "device": place.type}))

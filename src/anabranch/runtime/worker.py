@@ -98,6 +98,8 @@ class Worker:
         run = BatchRun(self, self.compute, tasks, leaves, step, seen, train=train)
         run.expect(Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
         run.execute(tasks.tasks)
+        if self.transport is not None:
+            self.transport.settle()
         POSITION.begin(step, phase)
         return run.outcome
 

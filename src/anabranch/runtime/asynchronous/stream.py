@@ -165,6 +165,8 @@ class Stream:
         while self._count and self.weights.version < self._first + updates:
             self._do(next(self._actions))
         self._count = 0
+        if self._session.transport is not None:
+            self._session.transport.settle()
         self._judge(len(self._unjudged))
 
     @property

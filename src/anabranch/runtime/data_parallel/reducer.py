@@ -73,7 +73,7 @@ class Reducer:
         notes: bool = False,
         tables: Mapping[str, SharedTable] | None = None,
     ) -> None:
-        tables = tables or {}
+        tables, self._mesh = tables or {}, mesh
         self._parameters, self._stages_of = parameters, holders.stages
         # Whoever is frozen for some steps, even the first, has its place among the others.
         self._trainable = [name for name, p in parameters.items() if p.requires_grad]
@@ -213,6 +213,7 @@ class Reducer:
                 if bucket.shards:
                     bucket.start_all_gather()
                     self._gathering.append(bucket)
+        self._mesh.begin_sums()
 
     def finish_all_gather(self, stage: int | None = None) -> None:
         """Wait for the all-gather of the parameters of a stage, or of all."""

@@ -44,6 +44,12 @@ class Transport(Protocol):
         """Post a receive for the next message of a rank and tag, whose specs both ends know."""
         ...
 
+    def settle(self) -> None:
+        """Wait, if anything has to, until other ranks can take what was sent without this host;
+        they post their receives meanwhile.
+        """
+        ...
+
     def flush(self) -> None:
         """Wait until what was sent arrives even if this rank ends."""
         ...
