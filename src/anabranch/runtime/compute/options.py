@@ -79,6 +79,11 @@ class ComputeOptions:
                 "compiled stages give whole gradients of embeddings: leave out one of compile and "
                 "sparse_embeddings"
             )
+        if self.offload and self.is_replayed:
+            raise ValueError(
+                f"compile {self.compile} replays passes in fixed memory, which cannot be offloaded: "
+                "leave out one of compile and offload"
+            )
         if self.precision not in ("fp32", *_DTYPES):
             raise ValueError(f"precision {self.precision!r} is none of fp32, bf16, fp16")
         if self.dropout not in ("stage", "sample", "off"):
