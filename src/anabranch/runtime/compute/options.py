@@ -81,7 +81,7 @@ class ComputeOptions:
             )
         if self.offload and self.is_replayed:
             raise ValueError(
-                f"compile {self.compile} replays passes in fixed memory, which cannot be offloaded: "
+                f"compile {self.compile} replays passes in fixed memory, which is not offloaded: "
                 "leave out one of compile and offload"
             )
         if self.precision not in ("fp32", *_DTYPES):
