@@ -13,7 +13,7 @@ from torch import Tensor
 from anabranch.runtime.collectives import DeviceSums, Pending
 from anabranch.runtime.process_groups import blocks_of
 from anabranch.runtime.transport import Channel, NcclTransport, Receipt, Spec
-from anabranch.runtime.transport.handshake import Handshake, Notice, Word
+from anabranch.runtime.transport.handshake import Half, Handshake, Notice, Word
 from tests.gpu_model.gpu import DONE, Operation, World
 from tests.runtime.transport.local import Hub, LocalTransport
 
@@ -161,14 +161,16 @@ class ModelNotices:
 class SendsFirst(Handshake):
     """Every receive is given when its send has been; no rank waits for anybody before it sends."""
 
-    def offer(self, channel: Channel, half: Callable[[], None]) -> None:
+    def offer(self, channel: Channel, give: Callable[[], None], place: int) -> Half:
+        half = Half(channel, give, place)
         if channel.sender == self._rank:
-            half()
+            self._give(half)
             self._tell(channel, Word.BEGUN)
         else:
             self._lines[channel].halves.append(half)
             self._receive(channel)
         self.progress()
+        return half
 
     def progress(self, wait_s: float = 0.0) -> None:
         for notice in self._notices.heard(wait_s):
@@ -183,7 +185,7 @@ class SendsFirst(Handshake):
         line = self._lines[channel]
         while line.halves and line.available:
             line.available -= 1
-            line.halves.popleft()()
+            self._give(line.halves.popleft())
 
 
 class PostedAhead:
@@ -287,5 +289,5 @@ class Rank:
         if order == "sums at once":
             self.sums = SumsAtOnce(wire)
             return
-        meet = lambda ranks: handshake.meet(ranks, sets.index(ranks))  # noqa: E731
-        self.sums = DeviceSums(meet, ModelStreams(wire))
+        meeting = lambda ranks: handshake.meeting(ranks, sets.index(ranks))  # noqa: E731
+        self.sums = DeviceSums(meeting, ModelStreams(wire))

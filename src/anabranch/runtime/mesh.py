@@ -7,6 +7,7 @@ everywhere, and only numbers travel. With one device every collective is the ide
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -115,8 +116,13 @@ class Mesh:
                 connect(group, place)
             if self.backend == "nccl":
                 self._connect_notices()
-                self._sums = DeviceSums(self._meet, DeviceStreams(place))
+                self._sums = DeviceSums(self._meeting, DeviceStreams(place))
             self.barrier()
+
+    @property
+    def is_on_gpus(self) -> bool:
+        """True if ranks have a GPU each, which wait for each other without the hosts."""
+        return self._handshake is not None
 
     # A barrier follows whatever makes connections: a rank that fails, and leaves, as soon as its
     # own are made would disturb those who are still connecting to each other.
@@ -189,9 +195,9 @@ class Mesh:
         self._notices = HostNotices(host, ranks, remote)
         self._handshake = Handshake(self.rank, self._notices, self._timeout)
 
-    def _meet(self, ranks: tuple[int, ...]) -> None:
+    def _meeting(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         assert self._handshake is not None
-        self._handshake.meet(ranks, self._sets.index(ranks))
+        return self._handshake.meeting(ranks, self._sets.index(ranks))
 
     def begin_sums(self) -> None:
         """Give the device the collectives that were started; see ``DeviceSums``."""
