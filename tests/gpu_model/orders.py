@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -144,7 +144,7 @@ class ModelNotices:
         past = self._post.world.hosts[self._rank].past
         self._post.letters[rank].append((notice, past))
 
-    def heard(self, wait_s: float = 0.0) -> list[Notice]:
+    def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
         world, letters = self._post.world, self._post.letters[self._rank]
         if wait_s:
             world.wait(self._rank, lambda: bool(letters), "a notice")
@@ -172,7 +172,7 @@ class SendsFirst(Handshake):
         self.progress()
         return half
 
-    def progress(self, wait_s: float = 0.0) -> None:
+    def progress(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> None:
         for notice in self._notices.heard(wait_s):
             if notice.word is Word.HERE:
                 self._here[notice.rank, notice.number] += 1

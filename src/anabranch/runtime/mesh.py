@@ -33,6 +33,7 @@ from anabranch.runtime.process_groups import (
     blocks_of,
     choose_backend,
     connect,
+    connection_bytes,
     destroy,
     join,
     nccl_digest,
@@ -213,6 +214,11 @@ class Mesh:
         progress = None if self._handshake is None else self._handshake.progress
         return Pending(result, guarded(call), progress=progress)
 
+    def connection_bytes(self, channels: Collection[Channel]) -> int:
+        """Return the bytes that this rank's GPU will need for connections to other ranks."""
+        pairs = {channel[:2] for channel in channels}
+        return connection_bytes(pairs, self.size, self.rank) if self.is_on_gpus else 0
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather bytes, on all ranks of one length."""
         gathered = self.all_gather(torch.tensor(list(data), dtype=torch.uint8))
@@ -307,6 +313,8 @@ class Mesh:
         if self.failure.is_closed:  # or there is one rank
             return
         self.failure.is_closed, self._near = True, None
+        if self._handshake is not None:
+            self._notices.close()
         destroy(self._made)
         self._groups.clear()
 

@@ -82,7 +82,7 @@ def test_a_rank_that_ended_is_noticed() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             while True:
-                mine.heard(20.0)
+                mine.heard(20.0, [1])
         except PeerLostError as error:
             raise ValueError(f"heard of it: {error}") from None
 

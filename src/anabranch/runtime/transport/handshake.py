@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -63,11 +63,11 @@ class Notices(Protocol):
         """Tell another rank, without waiting; ``notice.rank`` is this one's."""
         ...
 
-    def heard(self, wait_s: float = 0.0) -> list[Notice]:
+    def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
         """Return what has come; wait for something if ``wait_s`` is not 0.
 
         Raises:
-            PeerLostError: if a rank has ended and nothing has come.
+            PeerLostError: if nothing has come and one of some ranks has ended.
         """
         ...
 
@@ -134,9 +134,9 @@ class Handshake:
         self.progress()
         return half
 
-    def progress(self, wait_s: float = 0.0) -> None:
-        """Do what other ranks wait for."""
-        for notice in self._notices.heard(wait_s):
+    def progress(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> None:
+        """Do what other ranks wait for; wait up to ``wait_s`` for something, from ``ranks``."""
+        for notice in self._notices.heard(wait_s, ranks):
             if notice.word is Word.HERE:
                 self._here[notice.rank, notice.number] += 1
                 continue
@@ -196,16 +196,21 @@ class Handshake:
             if self._rank < self._peer(channel):
                 self._begin(channel)
 
-    def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait for other ranks, doing what they wait for."""
+    def wait_for(self, waited: Callable[[], Collection[int]]) -> None:
+        """Wait until there are no ranks to be waited for, doing what others wait for."""
         self.progress()
         deadline = time.monotonic() + self._timeout
         with POSITION.waiting():
-            while not ready():
+            while ranks := waited():
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise PeerLostError(f"no other rank went on within {self._timeout:g} s")
-                self.progress(left)
+                    raise PeerLostError(f"rank {min(ranks)} did not go on for {self._timeout:g} s")
+                self.progress(left, ranks)
+
+    def wait_given(self, half: Half) -> None:
+        """Wait until the device has a half."""
+        peer = (self._peer(half.channel),)
+        self.wait_for(lambda: () if half.is_given else peer)
 
     @contextmanager
     def meeting(self, ranks: tuple[int, ...], number: int) -> Iterator[None]:
@@ -214,9 +219,7 @@ class Handshake:
         """
         self._gather(ranks, 2 * number)
         self._holds = True
-        self.wait_until(
-            lambda: not self._open and not any(line.begun for line in self._lines.values())
-        )
+        self.wait_for(lambda: self._peers(lambda _, line: line.begun))
         self._gather(ranks, 2 * number + 1)
         yield
         self._holds = False
@@ -228,14 +231,19 @@ class Handshake:
             self._notices.tell(rank, Notice(self._rank, Word.HERE, number))
         self._meetings[number] += 1
         count = self._meetings[number]
-        self.wait_until(lambda: all(self._here[rank, number] >= count for rank in others))
+        self.wait_for(lambda: [rank for rank in others if self._here[rank, number] < count])
 
     def settle(self) -> None:
         """Wait until no other rank waits for this host: the device has all sends, and others know
         what is closed.
         """
-        sends = [line for channel, line in self._lines.items() if channel.sender == self._rank]
-        self.wait_until(lambda: not self._open and not any(line.halves for line in sends))
+        mine = self._rank
+        self.wait_for(lambda: self._peers(lambda c, line: c.sender == mine and line.halves))
+
+    def _peers(self, waits: Callable[[Channel, _Line], object]) -> set[int]:
+        """Return the other ends of channels that wait, and of halves that are not closed."""
+        channels = [channel for channel, line in self._lines.items() if waits(channel, line)]
+        return {self._peer(channel) for channel in (*channels, *(h.channel for h in self._open))}
 
     def _peer(self, channel: Channel) -> int:
         return channel.receiver if channel.sender == self._rank else channel.sender

@@ -240,7 +240,7 @@ class _Receive:
 
     def wait(self) -> list[Tensor]:
         if not self.half.is_given:
-            self._handshake.wait_until(lambda: self.half.is_given)
+            self._handshake.wait_given(self.half)
         if self._inner is not None:
             return self._inner.wait()
         self._wire.join(self._works)  # the compute stream waits, not the host
