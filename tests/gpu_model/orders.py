@@ -158,6 +158,13 @@ class ModelNotices:
         return notices
 
 
+class BehindAnything(Handshake):
+    """First halves may wait, on their device, for others that are not closed."""
+
+    def offer(self, channel: Channel, give: Callable[[], None], place: int) -> Half:
+        return super().offer(channel, give, 0)
+
+
 class SendsFirst(Handshake):
     """Every receive is given when its send has been; no rank waits for anybody before it sends."""
 
@@ -277,7 +284,8 @@ class Rank:
         blocks = max(blocks_of(pairs, size), blocks_of(sets, size))
         self.rank, self.world, self.letters = rank, world, post.letters[rank]
         self.wire = wire = ModelWire(world, rank, blocks)
-        kind = SendsFirst if order == "sends first" else Handshake
+        kinds = {"sends first": SendsFirst, "behind anything": BehindAnything}
+        kind = kinds.get(order, Handshake)
         self.handshake = handshake = kind(rank, ModelNotices(post, rank), 60.0)
         self.sums: Any
         self.transport: Any

@@ -93,6 +93,23 @@ def test_sends_that_nobody_waits_for_hang(recorded: Mapping[str, Programs]) -> N
     assert hangs(recorded["two stages: step"], "sends first", 40)["hangs"] > 5
 
 
+CHAIN: Programs = [
+    [("receive", 0, 1, 1), ("take", 0), ("receive", 1, 2, 2), ("take", 1), ("settle",)],
+    [("send", 2, 3), ("send", 0, 1), ("settle",)],
+    [("receive", 0, 1, 3), ("send", 0, 2), ("take", 0), ("settle",)],
+]
+"""Rank 0 receives from rank 2 behind what it receives from rank 1, which sends to rank 2."""
+
+
+def test_nothing_is_given_behind_what_may_wait_for_a_host() -> None:
+    """Rank 2 has sent to rank 0, whose receive stands behind that of another message; its sender,
+    rank 1, waits for its device, which waits for rank 2 to receive, and rank 2 for its own.
+    """
+    for seed in range(200):
+        replay(CHAIN, **drawn(seed, user_may_wait=False))
+    assert hangs(CHAIN, "behind anything", 200)["hangs"] > 0
+
+
 _SUM = [("start", 0, (1, 2), ""), ("finish", 0), ("look",), ("settle",)]
 SUM: Programs = [
     [("receive", 0, 1, 1), ("compute", "a"), ("send", 2, 2), ("take", 0), ("settle",)],
