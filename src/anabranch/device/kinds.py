@@ -53,6 +53,9 @@ ACCELERATORS: Mapping[str, Kind] = {
 
 USUAL = next(iter(ACCELERATORS))
 
+GRAPHS = "cudagraphs"
+"""Torch's name of the backend that replays recorded passes."""
+
 
 def kind_of(name: str) -> Kind:
     """Return the kind of a device; one that is not listed is treated as the CPU is."""

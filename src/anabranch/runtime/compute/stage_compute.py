@@ -251,7 +251,8 @@ class StageCompute:
         ]
         aliases = [self._alias(use.name) for use in program.tied]
         # A compiled stage has another program without gradients, which may draw other numbers.
-        graphless = piece.recompute and self._prepared.options.backend is None
+        options = self._prepared.options
+        graphless = piece.recompute and (options.backend is None or options.is_replayed)
         leaves = [leaf for _, leaf in inputs]
         with torch.set_grad_enabled(self._train and not graphless), self._saving(piece, leaves):
             results = self._call(piece, key, leaves, aliases)
