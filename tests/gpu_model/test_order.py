@@ -41,12 +41,12 @@ def drawn(seed: int, *, user_may_wait: bool = True) -> dict[str, Any]:
     }
 
 
-def hangs(programs: Programs, order: str, draws: int) -> Counter[str]:
+def hangs(programs: Programs, order: str, draws: int, **options: Any) -> Counter[str]:
     """Count how replays end."""
     ends: Counter[str] = Counter()
     for seed in range(draws):
         try:
-            replay(programs, order=order, **drawn(seed, user_may_wait=False))
+            replay(programs, order=order, **drawn(seed, user_may_wait=False), **options)
             ends["ends"] += 1
         except HangError:
             ends["hangs"] += 1
@@ -91,6 +91,13 @@ def test_sends_that_nobody_waits_for_hang(recorded: Mapping[str, Programs]) -> N
     wait for their devices, wait for each other's receive.
     """
     assert hangs(recorded["two stages: step"], "sends first", 40)["hangs"] > 5
+
+
+def test_kernels_that_take_all_multiprocessors_hang(recorded: Mapping[str, Programs]) -> None:
+    """Why connections have a bounded number of blocks: in any order, a kernel that waits for one
+    that its own computation has to feed must leave it room.
+    """
+    assert hangs(recorded["four stages: steps"], "", 20, multiprocessors=3)["hangs"] > 0
 
 
 CHAIN: Programs = [

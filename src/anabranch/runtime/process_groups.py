@@ -116,9 +116,9 @@ MOST_STREAMS = 32
 _OTHER_STREAMS = 4
 """Streams that do not wait for other ranks: of computation and of copies."""
 
-_BLOCKS = 32
-"""Blocks (and so multiprocessors) that the waiting kernels of all communicators of one sort may
-take, of about 100 that a GPU has.
+_BLOCKS = 16
+"""Blocks (and so multiprocessors) that the waiting kernels of all communicators of one sort, pairs
+or sets, may take, of 40 and more that a GPU has.
 """
 
 _MOST_BLOCKS = 8
