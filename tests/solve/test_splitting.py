@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.solve import search, simulate, simulation
-from anabranch.solve.splitting import split_backwards
+from anabranch.solve.splitting import split_backwards, with_lengths
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import found, two_stages
 
@@ -48,20 +50,36 @@ def test_many_micro_batches_gain_too_little(propose):
 
 
 def test_memory_is_that_of_the_simulated_step(propose):
-    """Eight stages, 16 micro-batches: with twice the memory (H2) the step is 55 s. A device that
-    holds eight micro-batches, as the first one does under 1F1B, allows 57 s (H1).
+    """Eight stages, 16 micro-batches, whose weights take a quarter of a backward: with twice the
+    memory (H2) the step is shorter than where a device holds eight micro-batches, as the first one
+    does under 1F1B (H1).
     """
     graph = stage_graph(chain(8), [(i,) for i in range(8)], 16)
 
     def scheduled(nbytes: int) -> tuple[str, float, int]:
         machines = cluster(8, memory_bytes=nbytes)
         cost = cost_model(chain(8), [1] * 8, [2] * 8, machines, kept_bytes=100)
+        costs = tuple(replace(op, weight_s=(0.5,)) for op in cost.profile.costs)
+        cost = replace(cost, profile=replace(cost.profile, costs=costs))
         propose(graph)
         best = found(cost, 16, optimizer_factor=0.0)
         return best.schedule, best.predicted.step_s, max(best.predicted.device_peak_bytes)
 
     schedule, step_s, peak = scheduled(10**6)
-    assert (schedule, step_s) == ("zb-h2", pytest.approx(55.0))
+    assert (schedule, step_s) == ("zb-h2", pytest.approx(58.0))
     assert peak > 800
     _, step_s, peak = scheduled(800)
-    assert (step_s, peak) == (pytest.approx(57.0), 800)
+    assert step_s > 58.0
+    assert peak <= 800
+
+
+def test_lists_know_how_long_passes_and_messages_take():
+    """Four samples a micro-batch: 1 + 2 s of a sample at the first stage, 2 + 6 s at the second; a
+    message of 4 bytes takes 8 + 2 s.
+    """
+    machines = cluster(2, bandwidth=0.5, latency_s=2.0)
+    cost = cost_model(chain(2), [1, 2], [2, 6], machines, value_bytes=1)
+    graph = stage_graph(chain(2), [(0,), (1,)], 8, [4, 4])
+    first, second = with_lengths(graph, cost).stages
+    assert (first.load, first.backward_factor, first.message) == (0.375, 2.0, 0.312)
+    assert (second.load, second.backward_factor, second.message) == (1.0, 3.0, 0.0)

@@ -79,7 +79,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 Device = Annotated[
     str | None,
     typer.Option(
-        help=f"cpu or {USUAL}: measure here; v100, a100 or h100: estimate [default: the cluster's]."
+        help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate "
+        "[default: the cluster's]."
     ),
 ]
 RunsOn = Annotated[

@@ -62,11 +62,6 @@ def kind_of(name: str) -> Kind:
     return ACCELERATORS.get(name.partition(":")[0], HOST)
 
 
-def is_accelerator(name: str) -> bool:
-    """Return True for the name of a device other than the CPU, with an index or without."""
-    return name.partition(":")[0] in ACCELERATORS
-
-
 OWN_ERRORS = (
     *(
         sign.format(name)

@@ -124,7 +124,10 @@ class _StageEntry(Strict):
     k: Samples = 1
     in_flight: Annotated[int, Field(ge=0, le=2**40)] | None = None
     recompute: bool = False
+    load: Annotated[float, Field(ge=0)] = 1.0
+    backward_factor: Annotated[float, Field(ge=0)] = 2.0
     weight_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    message: Annotated[float, Field(ge=0)] = 0.0
     tensor: Annotated[int, Field(ge=1, le=LIMITS.devices)] = 1
 
 

@@ -165,6 +165,10 @@ class Programs:
         samples, place = int(first.shape[0]), device or first.device
         program = self.at(samples, device=place).statistics
         assert program is not None
+        if place.type == "meta":
+            like = [node.meta["val"] for node in program.outputs]
+            values = [torch.empty(v.shape, dtype=v.dtype, device=place) for v in like]
+            return {**tensors, **self._whole_batch.rows(values, samples)}
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
@@ -212,5 +216,6 @@ def require_same_calls(
         f"operators are not the same for both: the first that differs is number {first + 1}, where "
         f"the forward of {known} {here} and that of {unknown} {there}{where}; look for a Python "
         "loop or a branch over that size there, or for a list with an entry per sample, and write "
-        "it with tensor operations"
+        "it with tensor operations; a vision-language model of transformers takes batches of "
+        "anabranch.multimodal_batch as it is"
     )

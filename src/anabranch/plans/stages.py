@@ -30,8 +30,12 @@ class Stage:
         in_flight: micro-batches between forward and backward at most (the warm-up of the schedule);
             0 until a schedule rule has decided.
         recompute: keep only what enters the stage and run the forward again in the backward.
-        weight_share: share of a backward that gradients of weights take, by which lists of split
-            backwards are scheduled.
+        load: seconds that a sample takes, in times of those of the slowest stage. By this and what
+            follows, lists of split backwards are scheduled.
+        backward_factor: seconds of a backward in times of its forward.
+        weight_share: share of a backward that gradients of weights take.
+        message: seconds of a sample's values on their way to the next stages, likewise in times of
+            those of the slowest stage.
     """
 
     operators: tuple[str, ...]
@@ -40,7 +44,10 @@ class Stage:
     k: int = 1
     in_flight: int = 0
     recompute: bool = False
+    load: float = 1.0
+    backward_factor: float = 2.0
     weight_share: float = 0.5
+    message: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.operators:
@@ -49,6 +56,11 @@ class Stage:
             raise ValueError(f"a stage needs devices, each once; it has {self.devices}")
         if not 0 <= self.weight_share <= 1:
             raise ValueError(f"weight_share {self.weight_share} is no share of a backward")
+        if min(self.load, self.backward_factor, self.message) < 0:
+            raise ValueError(
+                f"load {self.load}, backward_factor {self.backward_factor} and message "
+                f"{self.message} must be at least 0"
+            )
         if self.microbatch_size < 1 or self.k < 1 or self.in_flight < 0:
             raise ValueError(
                 f"micro-batch size {self.microbatch_size}, k {self.k} and in flight "

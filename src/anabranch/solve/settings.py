@@ -12,6 +12,7 @@ class Settings:
     Attributes:
         worth_sharing: share of the step that replicas which share the optimizer's state
             have to save.
+        share_proposals: proposals that are simulated with shared state at the end of a search.
         split_gain: share of the step that split backwards have to save: each call with weights
             costs the host some 20 us more, which is not predicted.
         split_near: proposals whose steps are within this factor of the shortest are tried with
@@ -41,6 +42,7 @@ class Settings:
     """
 
     worth_sharing: float = 0.001
+    share_proposals: int = 6
     split_gain: float = 0.02
     split_near: float = 1.6
     split_proposals: int = 24

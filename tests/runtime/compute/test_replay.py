@@ -88,6 +88,15 @@ def test_a_slot_is_used_again_after_its_backward() -> None:
     assert int(module[1].num_batches_tracked) == 6
 
 
+def test_all_slots_are_made_by_the_first_micro_batch() -> None:
+    """Before messages travel: a recording waits for the device, and must not wait for a rank."""
+    module = nn.Linear(4, 4)
+    call = ReplayedCall(lambda x: (module(x),), module)
+    call.reserve = 3
+    call(torch.randn(5, 4))
+    assert call.num_slots == 3
+
+
 def test_what_leaves_is_not_overwritten() -> None:
     """Outputs and gradients are on their way while the slot is replayed."""
     torch.manual_seed(0)
@@ -109,6 +118,12 @@ def test_what_leaves_is_not_overwritten() -> None:
         assert gradient is not None
         torch.testing.assert_close(gradient, expected)
         assert float(weight.abs().max()) < 1e3
+
+
+def test_it_does_not_go_with_offloading() -> None:
+    """A recording has its memory for good."""
+    with pytest.raises(ValueError, match="leave out one of compile and offload"):
+        ComputeOptions(compile="cudagraphs", offload=True)
 
 
 def test_without_a_flush_it_is_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 
 from anabranch.cli.clusters import read_cluster
-from anabranch.cli.output import print_json
+from anabranch.cli.output import print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, TrainedModelSettings
 from anabranch.cli.spread import spread
@@ -22,7 +22,7 @@ def doctor(
     ] = "summit:1x4",
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")] = 32,
     device: Annotated[
-        str, typer.Option(help="v100, a100 or h100: whose data sheet has the seconds.")
+        str, typer.Option(help="v100, a100, h100 or h200: whose data sheet has the seconds.")
     ] = "v100",
     as_json: AsJson = False,
 ) -> None:
@@ -69,6 +69,6 @@ def doctor(
             }
         )
     else:
-        typer.echo(report(examination))
+        say(report(examination))
     if not examination.capturable:
         raise typer.Exit(1)

@@ -29,6 +29,9 @@ Outputs = tuple[Tensor, ...]
 class ReplayedCall:
     """The call of a stage, with a slot for each micro-batch in flight.
 
+    Attributes:
+        reserve: slots that are made at the first call; others when they are needed.
+
     Args:
         call: takes tensors, and reads the parameters of ``module``.
     """
@@ -36,12 +39,12 @@ class ReplayedCall:
     def __init__(self, call: Callable[..., Outputs], module: nn.Module) -> None:
         self._call, self._module = call, module
         self._free: list[_Slot] = []
-        self.num_slots = 0
+        self.num_slots, self.reserve = 0, 1
 
     def __call__(self, *args: Tensor) -> Outputs:
         if not torch.is_grad_enabled():
             return self._call(*args)
-        if not self._free:
+        while not self._free or self.num_slots < self.reserve:
             self._free.append(_Slot(self._call, self._module, args))
             self.num_slots += 1
         slot = self._free.pop()

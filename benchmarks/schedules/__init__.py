@@ -1,0 +1,1 @@
+"""List schedules with split backwards against the shortest ones."""
