@@ -71,19 +71,16 @@ def claim(place: torch.device) -> None:
         module.set_device(place)
 
 
+def settings(place: torch.device) -> dict[str, str]:
+    """Return the variables that a device reads when it is first used: the user's, or ours."""
+    ours = kind_of(place.type).settings
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
+
+
 def prepare(place: torch.device) -> None:
-    """Set the variables that a device reads when it is first used, where the user has not, unless
-    this process has used it.
-    """
+    """Set these variables, unless this process has used the device."""
     if not getattr(_module(place.type), "is_initialized", bool)():
-        for name, value in kind_of(place.type).settings.items():
-            os.environ.setdefault(name, value)
-
-
-def queues(place: torch.device) -> tuple[str, int]:
-    """Return the variable that says how many queues a device's driver has, and its value."""
-    name = kind_of(place.type).queues
-    return name, int(os.environ.get(name, "8"))
+        os.environ.update(settings(place))
 
 
 def identity(place: torch.device) -> str:
