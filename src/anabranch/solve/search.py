@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
@@ -180,27 +180,17 @@ class _StepSearch:
             may_share: whether replicas may share the optimizer's state, where prices have that not.
         """
         phases, notes = Phases(), [*self.notes]
-        with phases.timed("search_s"):
-            search = self._propose(cost)
-            improving = search if isinstance(search, Improving) else None
-            proposals, phases.stop = collect(search)
-        contest = Contest(cost, self.schedules, improving, BUDGET, may_share=may_share)
-        judged = phases.run("simulate_s", lambda: self._judge(contest.judge, improving, proposals))
-        if contest.judge.best is None and not judged:
-            contest.judge = self._first_that_fits(cost, proposals)
-        steps: list[tuple[Phase, Callable[[], object]]] = [("simulate_s", contest.share)]
-        steps += [("improve_s", contest.improve)] * self.improve
-        steps += [("simulate_s", contest.split)]
-        for phase, step in steps:
-            if phases.stop is None:
-                phases.run(phase, step)
-        while improving is not None and self.improve and phases.stop is None:
-            if not phases.run("improve_s", contest.search_on) or contest.is_over:
-                break
-        best, cost = contest.winner(self.name), contest.cost
-        if improving is not None and (origin := improving.origin(best.proposal)):
+        contest, search, count = self._decide(cost, phases, may_share)
+        best, planner = contest.winner(self.name), self.planner
+        if self.start is None and contest.is_misled and getattr(planner, "shape", "") == "graph":
+            chained = replace(self, planner=replace(cast(Any, planner), shape="chain"))
+            other, found, more = chained._decide(cost, phases, may_share)
+            if other.best_s < contest.best_s:
+                contest, search, count, best = other, found, more, other.winner(self.name)
+        cost = contest.cost
+        if isinstance(search, Improving) and (origin := search.origin(best.proposal)):
             notes.append(origin)
-        notes += phases.notes(len(proposals))
+        notes += phases.notes(count)
 
         def made() -> Plan:
             with phases.timed("simulate_s"):
@@ -220,6 +210,29 @@ class _StepSearch:
             )
 
         return to_its_end(made)
+
+    def _decide(
+        self, cost: CostModel, phases: Phases, may_share: bool
+    ) -> tuple[Contest, Iterable[StageGraph], int]:
+        """The contest at its end, the search, and the number of its proposals."""
+        with phases.timed("search_s"):
+            search = self._propose(cost)
+            improving = search if isinstance(search, Improving) else None
+            proposals, phases.stop = collect(search)
+        contest = Contest(cost, self.schedules, improving, BUDGET, may_share=may_share)
+        judged = phases.run("simulate_s", lambda: self._judge(contest.judge, improving, proposals))
+        if contest.judge.best is None and not judged:
+            contest.judge = self._first_that_fits(cost, proposals)
+        steps: list[tuple[Phase, Callable[[], object]]] = [("simulate_s", contest.share)]
+        steps += [("improve_s", contest.improve)] * self.improve
+        steps += [("simulate_s", contest.split)]
+        for phase, step in steps:
+            if phases.stop is None:
+                phases.run(phase, step)
+        while improving is not None and self.improve and phases.stop is None:
+            if not phases.run("improve_s", contest.search_on) or contest.is_over:
+                break
+        return contest, search, len(proposals)
 
     def _propose(self, cost: CostModel) -> Iterable[StageGraph]:
         planner: Any = self.planner  # of planners, only auto takes a start
