@@ -110,7 +110,9 @@ def _digest(document: dict[str, Any]) -> str:
 
 def _prediction(predicted: Prediction, graph: StageGraph) -> dict[str, Any]:
     rate = _samples_per_s(predicted.step_s, graph)
-    return document_fields(predicted, _PredictionEntry, samples_per_s=rate, digest="")
+    entry = document_fields(predicted, _PredictionEntry, samples_per_s=rate, digest="")
+    unknown = [name for name in ("data_parallel_s", "chain_s", "limit") if not entry[name]]
+    return {name: value for name, value in entry.items() if name not in unknown}
 
 
 def _samples_per_s(step_s: float, graph: StageGraph) -> float:
@@ -137,6 +139,9 @@ class _PredictionEntry(Strict):
     period_s: Seconds | None = None
     exposed_sums: Annotated[float, Field(ge=-1e-6, le=1)] | None = None
     bound_s: Seconds | None = None
+    data_parallel_s: Seconds | None = None
+    chain_s: Seconds | None = None
+    limit: str = ""
     digest: str = ""
 
 

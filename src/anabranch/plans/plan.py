@@ -32,6 +32,9 @@ class Prediction:
             next when it has ended one; None where that was not simulated.
         bound_s: seconds that a step of any plan takes at least, with one stage on each device; None
             where that is not known.
+        data_parallel_s, chain_s: step of data parallelism and of the best chain; None where these
+            were not planned.
+        limit: what the step is spent on most, and what would help most; empty where not known.
     """
 
     step_s: float
@@ -41,6 +44,26 @@ class Prediction:
     period_s: float | None = None
     exposed_sums: float | None = None
     bound_s: float | None = None
+    data_parallel_s: float | None = None
+    chain_s: float | None = None
+    limit: str = ""
+
+    def headline(self, what: str) -> str:
+        """Return one sentence on the step, what it gains, its bound and what limits it.
+
+        Args:
+            what: takes so long, such as ``A step``.
+        """
+        others = (("data parallelism", self.data_parallel_s), ("the best chain", self.chain_s))
+        said = [
+            f"{seconds / self.step_s:.2f}x as fast as {name}"
+            for name, seconds in others
+            if seconds and self.step_s
+        ]
+        if self.bound_s:
+            said.append(f"within {self.step_s / self.bound_s:.2f}x of the best possible")
+        limit = f". Most of it: {self.limit}" if self.limit else ""
+        return f"{what} takes {', '.join([time_text(self.step_s), *said])}{limit}."
 
 
 NOT_PREDICTED = "not predicted"
