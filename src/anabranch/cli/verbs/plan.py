@@ -191,12 +191,12 @@ def plan(
             n: p.figures.step_s for n, p in others.items() if not isinstance(p, AnabranchError)
         }
         chains = [s for n, s in seconds.items() if n not in ("from", "data-parallel")]
-        compared_with = {
-            "data_parallel_s": seconds.get("data-parallel"),
-            "chain_s": min(chains, default=None),
-            "limit": why.limit if why is not None else "",
-        }
-        figures = replace(best.predicted, **compared_with)
+        figures = replace(
+            best.predicted,
+            data_parallel_s=seconds.get("data-parallel"),
+            chain_s=min(chains, default=None),
+            limit=why.limit if why is not None else "",
+        )
         save_plan(replace(best, predicted=figures), model.file)
     if as_json:
         document = plan_to_dict(best) | source.facts

@@ -99,9 +99,12 @@ def simulate(
             explained = solve.explain(shown, costs, cluster)
             explanation = explained if why else None
             known = plan.predicted if (schedule, other.cluster) == (None, None) else None
-            seconds = (known.data_parallel_s, known.chain_s) if known is not None else (None, None)
-            more = dict(zip(("data_parallel_s", "chain_s"), seconds, strict=True))
-            figures = replace(shown.figures, limit=explained.limit, **more)
+            figures = replace(
+                shown.figures,
+                limit=explained.limit,
+                data_parallel_s=known.data_parallel_s if known is not None else None,
+                chain_s=known.chain_s if known is not None else None,
+            )
             shown = replace(shown, predicted=figures)
     if trace is not None:
         from anabranch.report.chrome import trace as to_trace
