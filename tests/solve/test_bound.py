@@ -45,8 +45,8 @@ def test_gradients_are_summed_behind_their_own_backward():
 
 
 def test_gradients_are_summed_while_other_backwards_run():
-    """Two operators in a row like that, on two devices each or on one: 2 samples of 20 s. In a stage
-    of two replicas the gradients of the second are summed while the first has its backward.
+    """Two operators in a row like that, on two devices each or on one: 2 samples of 20 s. In a
+    stage of two replicas the gradients of the second are summed while the first has its backward.
     """
     cost = cost_model(
         chain(2), [4, 4], [6, 6], cluster(2, bandwidth=1.0), parameter_bytes=9, value_bytes=0
