@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -89,49 +89,46 @@ def multimodal_batch(
     if "pixel_values_videos" in own:
         raise DataError("multimodal_batch takes images; give a video as images, one per frame")
     sizes = {"image": (images, patches), "audio": (sounds, chunks)}
-    tensors: dict[str, Tensor] = {}
-    parts: dict[str, tuple[str, ...]] = {}
+    encoders = FAMILIES[kind]
+    names = (name for encoder in encoders.values() for name in encoder.names)
+    given = {name: own.pop(name) for name in names if name in own}
     found: dict[str, Inputs] = {}
     counts: dict[str, list[int]] = {}
-    given = {
-        name: own.pop(name) for e in FAMILIES[kind].values() for name in e.names if name in own
-    }
-    for modality, encoder in FAMILIES[kind].items():
-        is_here = encoder.names[0] in given
-        if not is_here and sizes[modality][0] is None:
+    for part, encoder in encoders.items():
+        if encoder.names[0] in given:
+            found[part] = encoder.inputs(model, given, sizes[part][1])
+        elif sizes[part][0] is not None:
+            found[part] = encoder.inputs(model, encoder.one(config), sizes[part][1]).none()
+        else:
             continue
-        inputs = encoder.inputs(
-            model, given if is_here else encoder.one(config), sizes[modality][1]
-        )
-        if not is_here:
-            none = {name: tensor[:0] for name, tensor in inputs.tensors.items()}
-            inputs = replace(inputs, tensors=none, rows=(), per_sample=None)
         tokens = (own["input_ids"] == getattr(config, encoder.token)).sum(1).tolist()
-        found[modality], counts[modality] = inputs, shared_out(tokens, inputs, modality)
-    has_grids = any(isinstance(encoder, Patches) for encoder in FAMILIES[kind].values())
-    made = "position_ids" not in own and has_grids
+        counts[part] = shared_out(tokens, found[part], part)
+    has_positions = any(isinstance(encoder, Patches) for encoder in encoders.values())
+    made = has_positions and "position_ids" not in own
     if made:
         own["position_ids"] = _positions(model, own, given)
-    if has_grids:
+    if has_positions:
         own["position_ids"] = own["position_ids"].movedim(1, 0)
-    costs = [sum(numbers) for numbers in zip(*counts.values(), strict=True)]
-    order = dealt(costs, share, by_cost=balance == "cost" and share > 1) if costs else []
-    if order != sorted(order):
+    if costs := [sum(numbers) for numbers in zip(*counts.values(), strict=True)]:
+        order = dealt(costs, share, by_cost=balance == "cost" and share > 1)
         own = {name: t[order] if isinstance(t, Tensor) else t for name, t in own.items()}
-    for modality, inputs in found.items():
-        encoder, before = FAMILIES[kind][modality], counts[modality]
-        held = Slots(torch.tensor([before[sample] for sample in order]), share)
+    packing = Multimodal(
+        kind,
+        tuple((part, tuple(inputs.tensors)) for part, inputs in found.items()),
+        made,
+        share,
+        "batch_num_images" in given,
+    )
+    tensors: dict[str, Tensor] = {}
+    for part, inputs in found.items():
+        held = Slots(torch.tensor([counts[part][sample] for sample in order]), share)
         needed = -(-int(held.counts.view(-1, share).sum(1).max()) // share)
-        slots = most(needed, sizes[modality][0], f"{modality} inputs", f"{modality}s")
-        inputs = inputs.reordered(order, before)
-        for name, tensor in inputs.tensors.items():
-            tensors[name] = held.put(tensor, slots)
+        slots = most(needed, sizes[part][0], f"{part} inputs", f"{part}s")
+        dealt_out, encoder = inputs.reordered(order, counts[part]), encoders[part]
         is_token = own["input_ids"] == getattr(config, encoder.token)
-        extra = isinstance(encoder, Packed)
-        tensors[f"{modality}_counts"] = held.counts
-        tensors[f"{modality}_index"] = feature_rows(is_token, inputs, held, slots, extra)
-        parts[modality] = tuple(inputs.tensors)
-    packing = Multimodal(kind, tuple(parts.items()), made, share, "batch_num_images" in given)
+        rows = feature_rows(is_token, dealt_out, held, slots, isinstance(encoder, Packed))
+        tensors |= {name: held.put(t, slots) for name, t in dealt_out.tensors.items()}
+        tensors |= {f"{part}_counts": held.counts, f"{part}_index": rows}
     return PackedBatch(own | tensors, packing)
 
 

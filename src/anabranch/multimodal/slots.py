@@ -36,6 +36,11 @@ class Inputs:
         """Tokens of each image."""
         return [len(rows) for rows in self.rows]
 
+    def none(self) -> Inputs:
+        """Of the same sizes, without any image."""
+        tensors = {name: tensor[:0] for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, rows=(), per_sample=None)
+
     def reordered(self, order: Sequence[int], counts: Sequence[int]) -> Inputs:
         """The same images in another order of the samples, which have had so many each."""
         starts = [sum(counts[:sample]) for sample in range(len(counts))]
