@@ -3,8 +3,8 @@
 A transformer so narrow that operators take no time but for being called, in three stages of a row
 of 1F1B; messages of the middle one are there at once and go nowhere. Beside it a plain loop calls
 the same programs: a forward and a backward of autograd per micro-batch, as a pipeline of one's own
-would have it. A GPU that is faster than this waits for its host. Seconds are those of the processor,
-which others on the machine do not lengthen much.
+would have it. A GPU that is faster than this waits for its host. Seconds are processor time, which
+others on the machine do not lengthen much.
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from anabranch.runtime.compute import stage_compute
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.placement import Fetched
 from anabranch.runtime.worker import Worker
 from tests.runtime.small import (
     batch,
@@ -43,19 +41,18 @@ def test_a_batch_is_looked_at_when_the_next_one_is_under_way(
 ) -> None:
     """On a GPU the host would wait for it, with nothing to do behind."""
     model, log = built("TwoBranch"), list[str]()
-    run_batch, look = Worker.run, stage_compute.fetched
+    run_batch, look = Worker.run, Fetched.read
 
     def noted_run(worker: Worker, *arguments: Any, **options: Any) -> Any:
         log.append("run")
         return run_batch(worker, *arguments, **options)
 
-    def noted_look(numbers: Sequence[Tensor]) -> list[float]:
-        if numbers:
-            log.append("look")
+    def noted_look(numbers: Fetched) -> list[float]:
+        log.append("look")
         return look(numbers)
 
     monkeypatch.setattr(Worker, "run", noted_run)
-    monkeypatch.setattr(stage_compute, "fetched", noted_look)
+    monkeypatch.setattr(Fetched, "read", noted_look)
 
     def work(pipeline: Pipeline) -> list[str]:
         pipeline.evaluate([batch(8, seed) for seed in range(3)])

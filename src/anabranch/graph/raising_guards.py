@@ -19,6 +19,7 @@ import contextlib
 import inspect
 import linecache
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -31,6 +32,8 @@ _TORCH = torch.__path__[0]
 _KERNELS = tuple(f"{_TORCH}/{name}" for name in ("_refs", "_decomp", "_meta_registrations"))
 """PyTorch's own operations in Python, which ask for the special case of no entries."""
 
+_TRACING = threading.RLock()
+
 
 @contextlib.contextmanager
 def without_raising_guards(left_out: set[str]) -> Iterator[None]:
@@ -39,6 +42,7 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
     A number that a tensor is asked for (``item``) is compared with numbers, so its truth is asked
     of a symbol.
     """
+    _TRACING.acquire()  # the truth of a tensor is that of all threads
     tensors: Any = torch.Tensor
     symbols: Any = torch.SymBool
     tensor_truth, symbol_truth = tensors.__bool__, symbols.__bool__
@@ -65,6 +69,7 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
     finally:
         del tensors.__bool__  # inherited
         symbols.__bool__ = symbol_truth
+        _TRACING.release()
 
 
 def _is_in_torch(frame: FrameType) -> bool:

@@ -62,6 +62,7 @@ class Evaluation:
             with failing():
                 worker = self._made(training.for_batch(leaves)).worker(size)
                 outcome = worker.run(leaves, step, train=False)
+                outcome.bring()
                 # A look at a device waits for it, so the next batch is under way by then.
                 if before is not None:
                     add(*before)
