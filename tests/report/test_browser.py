@@ -13,6 +13,7 @@ import pytest
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.record import save_run
 from anabranch.record.figures import told
+from anabranch.report import gantt
 from anabranch.report.html import page as page_of
 from tests.record.test_figures import STEPS, on_page
 from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
@@ -118,3 +119,29 @@ def test_stages_are_coloured_by_the_share_that_they_compute(tmp_path: Path) -> N
     levels = [float(level) for level in re.findall(r'fill-opacity="([\d.]+)"', text)]
     expected = [0.75 * 4 / 8.5, 0.75 * 4 / 8.5, 0.75 * 4.9 / 8.5]
     assert levels[:3] == pytest.approx(expected, abs=0.006)
+
+
+def test_a_page_of_many_boxes_zooms_with_few_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas are written once, and what the script draws is joined as the picture is."""
+    monkeypatch.setattr(gantt, "MOST_BOXES", 5)
+    stages = (Stage(("a",), (0, 1), 2, in_flight=2),)
+    alike = timeline("0: 0F0 0-1 | 0F1 1-2 | 0B0 2-4\n1: 0F0 0-1 | 0F1 1-2 | 0B0 2-4")
+    graph = StageGraph(stages, (), batch_size=4)
+    text = page_of(plan(graph), [("predicted", alike)])
+    rows = json.loads(re.findall(r'id="timeline-data">(.*?)</script>', text)[0])["panels"][0][
+        "rows"
+    ]
+    assert (len(rows[0]), rows[1]) == (3, 0)
+    probe = """<script>
+    document.querySelector('[data-zoom=in]').click();
+    const panel = document.querySelector('g.panel');
+    const boxes = [...panel.querySelectorAll('path.b')].map(p => p.outerHTML.split('z').length - 1);
+    console.log('zoomed', panel.querySelectorAll('rect').length, boxes.join(' '));
+    </script></body>"""
+    file = tmp_path / "page.html"
+    file.write_text(text.replace("</body>", probe), encoding="utf-8")
+    _, said = opened(file)
+    (line,) = said
+    assert 'zoomed 0 2"' in line  # B0 of both replicas is what lies in the middle half

@@ -6,6 +6,11 @@
   const box = document.getElementById("timeline");
   if (!source || !box) return;
   const data = JSON.parse(source.textContent);
+  for (const panel of data.panels) {
+    for (const key of ["rows", "sums", "updates"]) {
+      panel[key] = panel[key].map((row) => (typeof row === "number" ? panel[key][row] : row));
+    }
+  }
   const svg = box.querySelector("svg");
   const tip = document.getElementById("tip");
   const axis = svg.querySelector("g.axis");
@@ -163,6 +168,23 @@
     return data.numberSizes.find((s) => s + 2 <= panel.boxHeight && digits * s * 0.635 + 3 <= width);
   }
 
+  // All rectangles of a class as one path; everything else comes after them.
+  function joined(pieces) {
+    const paths = new Map();
+    const rest = [];
+    for (const piece of pieces) {
+      const match = /^<rect class="([^"]+)" x="([^"]+)" y="([^"]+)" width="([^"]+)" height="([^"]+)"/.exec(piece);
+      if (!match) rest.push(piece);
+      else {
+        const [, css, px, py, w, h] = match;
+        if (!paths.has(css)) paths.set(css, []);
+        paths.get(css).push(`M${px} ${py}h${w}v${h}h-${w}z`);
+      }
+    }
+    const whole = ([css, d]) => `<path class="${css}" shape-rendering="crispEdges" d="${d.join("")}"/>`;
+    return [...[...paths].map(whole), ...rest];
+  }
+
   function drawPanel(panel) {
     const out = [];
     panel.numberSize = panel.typical.map((kind) => numberSize(panel, kind));
@@ -180,6 +202,7 @@
       drawStrip("update", panel.updates[i], top, panel.boxHeight, out);
       drawStrip("sum", panel.sums[i], top + panel.rowHeight - panel.sumHeight + 1, panel.sumHeight - 1, out);
     });
+    if (out.length > data.mostBoxes) out.splice(0, out.length, ...joined(out));
     if (panel.step >= from && panel.step <= to) {
       const path = `M${n(x(panel.step))} ${panel.tops[0] - 5}V${panel.bottom + 5}`;
       out.push(`<path class="end" stroke-width="1.5" stroke-dasharray="4 3" d="${path}"/>`);

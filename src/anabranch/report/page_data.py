@@ -6,6 +6,7 @@ The script redraws zoomed boxes by the rules of ``gantt`` and finds the action u
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from anabranch.plans.plan import memory_text, ranges
@@ -35,6 +36,7 @@ def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
         "mergedPixels": PIXELS.merged,
         "mark": timeline_layout.STYLE.mark_height,
         "numberSizes": gantt.NUMBER_SIZES,
+        "mostBoxes": gantt.MOST_BOXES,
         "kinds": [[gantt.CSS[kind], names.KINDS[kind]] for kind in KINDS],
         "panels": [_panel(panel) for panel in layout.panels],
     }
@@ -61,28 +63,38 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
         "microbatchSize": [stage.microbatch_size for stage in panel.graph.stages],
         "batchSize": panel.graph.batch_size,
         # start, end, kind, stage, micro-batch
-        "rows": [
+        "rows": _once(
             [
                 [*_times(s), KINDS.index(s.action.kind), s.action.stage, s.action.microbatch]
                 for s in row.computes
             ]
             for row in panel.rows
-        ],
+        ),
         # start, end, bytes, stages
-        "sums": [
+        "sums": _once(
             [[*_times(s), memory_text(s.nbytes), ranges(s.stages)] for s in row.sums]
             for row in panel.rows
-        ],
+        ),
         # start, end, kind
-        "updates": [
+        "updates": _once(
             [[*_times(s), lanes.UPDATES[s.what]] for s in row.updates] for row in panel.rows
-        ],
+        ),
         # from row, to row, start, end, 1 for activations or 0 for gradients
         "messages": [
             [row_of[m.sent.device], row_of[m.received.device], *_times(m), int(m.is_forward)]
             for m in lanes.messages(panel.timeline)
         ],
     }
+
+
+def _once(rows: Iterable[list[list[Any]]]) -> list[list[list[Any]] | int]:
+    """Rows, or the index of an equal one before it: replicas of a stage are alike."""
+    first: dict[str, int] = {}
+    result: list[list[list[Any]] | int] = []
+    for i, row in enumerate(rows):
+        same = first.setdefault(str(row), i)
+        result.append(row if same == i or not row else same)
+    return result
 
 
 def _times(span: Span | SumSpan | OverheadSpan | lanes.DrawnMessage) -> list[float]:
