@@ -63,6 +63,16 @@ class MaskedByHand(Tokens):
         return first + 0.5 * F.cross_entropy(scores[:, 0], label[:, 0])
 
 
+class Chosen(Tokens):
+    """The mean over the labels that a mask chooses, and a sum divided by a number of Python."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores, mask = self.scores(x), label != -100
+        among = F.cross_entropy(scores[mask], label[mask])
+        row, column = torch.where(mask)
+        return among + scores[row, column].square().sum() / int(mask.sum())
+
+
 class Fraction(Tokens):
     """Returns a numerator and a denominator."""
 
@@ -148,6 +158,42 @@ class Experts(Tokens):
         return self.head(torch.zeros_like(rows).index_copy(0, order, rows)).square().mean()
 
 
+class Balanced(Experts):
+    """Two such layers, and the balance of their experts, as a router's auxiliary loss has it: the
+    share of the tokens that each expert has, times its probability, both of the whole batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> dict[str, Tensor]:
+        h, balance = self.body(x), x.new_zeros(())
+        for gate in self.gates:
+            tokens = h.flatten(0, 1)
+            probabilities = gate(tokens).softmax(-1)
+            weight, choice = probabilities.max(-1)
+            share = torch.histc(choice.float(), 4, 0, 3) / len(tokens)
+            balance = balance + 4 * (share * probabilities.mean(0)).sum()
+            h = h + (tokens * self.experts[choice] * weight[:, None]).unflatten(0, h.shape[:2])
+        loss = F.cross_entropy(self.head(h).flatten(0, 1), label.flatten())
+        return {"loss": loss + balance, "balance": balance}
+
+
+class Captioned(Towers):
+    """A contrastive loss, and beside it one by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        a, b = self.sides(x, y)
+        own = torch.arange(len(a), device=a.device)
+        scores = self.head(self.left(x)).flatten(0, 1)
+        return F.cross_entropy(a @ b.T, own) + F.cross_entropy(scores, label.flatten())
+
+
 MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "mean": (Mean, "mean"),
     "experts": (Experts, "mean"),
@@ -155,12 +201,15 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "times samples": (TimesSamples, "sum"),
     "masked": (Masked, "weighted mean"),
     "masked by hand": (MaskedByHand, "weighted mean"),
+    "chosen": (Chosen, "weighted mean"),
     "fraction": (Fraction, "weighted mean"),
     "contrastive": (Contrastive, "coupled"),
     "sigmoid": (Sigmoid, "coupled"),
     "centred": (Centred, "coupled"),
     "normed together": (NormedTogether, "coupled"),
     "root mean": (RootMean, "coupled"),
+    "balanced": (Balanced, "coupled"),
+    "captioned": (Captioned, "coupled"),
 }
 
 

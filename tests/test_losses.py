@@ -30,7 +30,7 @@ from anabranch.schedule import rule_named
 from anabranch.verification import even_plan, verify
 from anabranch.workload import Workload
 from tests.losses import MODELS, WIDTH, Contrastive, Tokens, batch
-from tests.runtime.small import Built, num_ranks, on_devices, plan
+from tests.runtime.small import Built, num_ranks, on_devices, plan, with_programs
 from tests.runtime.training import LIMIT_S, on_one_device
 
 COUPLED = [name for name, (_, kind) in MODELS.items() if kind == "coupled"]
@@ -102,7 +102,7 @@ def test_replicas_have_the_gradients_of_the_whole_batch(stages: int) -> None:
     other sizes than planned follow.
     """
     names = [name for name in MODELS if stages > 1 or name not in COUPLED]
-    models = {name: built(name) for name in names}
+    models = {name: with_programs(built(name), 1, 2, 3, 5, 9, 12) for name in names}
     replicas = [2, 1, 1][:stages]
     plans = {
         name: plan(m, stages, batch_size=9, microbatch_size=3, replicas=replicas)

@@ -17,6 +17,10 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from anabranch.data.packed import PackedBatch
+from anabranch.multimodal import multimodal_batch
+from benchmarks.architectures import multimodal
+
 Built = tuple[nn.Module, Any]
 
 SAMPLES, LENGTH, WORDS = 4, 8, 64
@@ -194,6 +198,12 @@ def qwen2_vl(name: str, length: int, *, vision: Any, text: Any) -> Built:
     return _made(config, "Qwen2VLForConditionalGeneration"), batch
 
 
+def vision_language(name: str, length: int) -> Built:
+    """A vision-language model as it is: samples with one image, two, none and one."""
+    module = multimodal.small(name)
+    return module, multimodal_batch(module, multimodal.ragged(name, [1, 2, 0, 1]))
+
+
 class Dlrm(nn.Module):
     """Dense tower, bags of embeddings, pairwise interaction (Naumov et al. 2019, section 2)."""
 
@@ -283,6 +293,8 @@ def set_dropout(module: nn.Module, probability: float) -> None:
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
     """A batch whose numbers have another precision."""
+    if isinstance(batch, PackedBatch):
+        return PackedBatch(cast(batch.tensors, dtype), batch.packing)
     if isinstance(batch, Mapping):
         return {key: cast(value, dtype) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -322,6 +334,13 @@ _ONE_KEY = {**_TEXT, "num_key_value_heads": 1, "head_dim": 8}
 _POSITIONS = {"max_position_embeddings": PUBLISHED_LENGTH + 2}
 """Two are reserved."""
 
+_BALANCED = {"output_router_logits": True}
+"""The router's auxiliary loss is part of the loss."""
+
+_FOUR_EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16, **_BALANCED},
+}
 _CAUSAL = ("GPTNeoX", "OPT", "Falcon", "Phi", "Phi3", "Olmo", "Cohere", "Starcoder2")
 _GROUPED = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite")
 _MASKED = ("Bert", "Electra", "ConvBert", "DebertaV2", "ModernBert")
@@ -332,7 +351,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Bloom": Architecture(causal, _TEXT, None),
     "Mamba": Architecture(causal, _TEXT, None),  # a call per token without its own kernels
     "StableLm": Architecture(causal, {**_TEXT, "num_key_value_heads": 2}),
-    "Mixtral": Architecture(causal, {**_ONE_KEY, "num_local_experts": 4}),
+    "Mixtral": Architecture(causal, {**_ONE_KEY, "num_local_experts": 4, **_BALANCED}, _BALANCED),
+    "Qwen2Moe": Architecture(
+        causal, {**_TEXT, "num_key_value_heads": 1, **_FOUR_EXPERTS}, _BALANCED
+    ),
+    "Qwen3Moe": Architecture(causal, {**_ONE_KEY, **_FOUR_EXPERTS}, _BALANCED),
     "GPT2": Architecture(causal, _GPT, {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "GPTJ": Architecture(causal, {**_GPT, "rotary_dim": 4}),
     "GPTNeo": Architecture(
@@ -408,7 +431,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         None,
     ),
-    "Llava": Architecture(
+    **{name: Architecture(vision_language, {}, None) for name in multimodal.NAMES},
+    "LlavaByHand": Architecture(
         llava,
         {
             "text": {**_ONE_KEY, "use_cache": False},
@@ -416,7 +440,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         None,
     ),
-    "Qwen2VL": Architecture(
+    "Qwen2VLByHand": Architecture(
         qwen2_vl,
         {
             "text": {

@@ -22,6 +22,7 @@ from benchmarks.runtime import (
     checks,
     emulated,
     halves,
+    host,
     memory,
     messages,
     profile,
@@ -40,6 +41,7 @@ SECTIONS: dict[str, Section] = {
     "memory": (memory.rows, memory.show),
     "halves": (halves.rows, halves.show),
     "emulated": (emulated.rows, emulated.show),
+    "host": (host.rows, host.show),
     "profile": (profile.rows, profile.show),
     "checks": (checks.rows, checks.show),
 }

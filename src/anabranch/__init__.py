@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from anabranch.files.pipedream import read_profile as read_profile
     from anabranch.graph.capture import capture as capture
     from anabranch.launch import run as run
+    from anabranch.multimodal import multimodal_batch as multimodal_batch
     from anabranch.plans.plan import Plan as Plan
     from anabranch.profile.estimate import estimate as estimate
     from anabranch.profile.measure import measure as measure
@@ -56,6 +57,7 @@ _NAMES = {
     "files.pipedream": "read_profile",
     "graph.capture": "capture",
     "launch": "run",
+    "multimodal": "multimodal_batch",
     "plans.plan": "Plan",
     "profile.estimate": "estimate",
     "profile.measure": "measure",

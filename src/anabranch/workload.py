@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from anabranch.data.loaders import Loader, loader_of
+from anabranch.data.packed import PackedBatch, Rows
 from anabranch.errors import WorkloadError, naming_place
 
 Batch = Any
@@ -60,6 +61,12 @@ class Workload:
         buckets: further examples, of other sizes besides the samples, such as shorter sequences;
             every batch is computed in the sizes of one of them, or of ``example``, which has to be
             the largest.
+        rows: tensors whose dimension 0 has the patches, images or frames of all samples one after
+            the other: name -> how many of a sample, the same for all, or the name of a tensor of
+            the batch that counts them for each sample, which is then checked. Batches are dicts
+            then. What is plain to see in an example with ``labels`` is found out and told.
+        samples_in: tensors with the samples in another dimension than 0, such as positions
+            ``[3, samples, tokens]``: name -> which.
         per_sample: names of operators (``mylib::op``) that work on each sample by itself, though
             the sizes of their results do not show it; a scalar of theirs is a mean over samples.
             Without a word, numbers decide: two halves of the example are compared with the whole.
@@ -81,6 +88,8 @@ class Workload:
     name: str = ""
     buckets: Sequence[Batch] = ()
     per_sample: Collection[str] = ()
+    rows: Mapping[str, int | str] = field(default_factory=dict)
+    samples_in: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, nn.Module):
@@ -103,8 +112,14 @@ class Workload:
                     f"rank for its own stages, not {with_article(made)}; write "
                     f"{name}=functools.partial({made}, ...) or another function, or leave it out"
                 )
-        object.__setattr__(self, "data", loader_of(self.data, shuffle=True))
-        object.__setattr__(self, "eval_data", loader_of(self.eval_data, shuffle=False))
+        packing = Rows()
+        if not isinstance(self.example, PackedBatch):
+            packing = Rows.of(self.example, self.rows, self.samples_in)
+            object.__setattr__(self, "example", packing.packed(self.example))
+            object.__setattr__(self, "buckets", [*map(packing.packed, self.buckets)])
+        object.__setattr__(self, "data", loader_of(self.data, shuffle=True, packing=packing))
+        eval_data = loader_of(self.eval_data, shuffle=False, packing=packing)
+        object.__setattr__(self, "eval_data", eval_data)
 
     def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
         """The optimizer of the recipe for some parameters; raises WorkloadError if that fails."""
@@ -140,6 +155,8 @@ def to_meta(batch: Batch) -> Batch:
     """The same batch, nested alike, without values."""
     if isinstance(batch, torch.Tensor):
         return batch.to("meta")
+    if isinstance(batch, PackedBatch):
+        return PackedBatch(to_meta(batch.tensors), batch.packing)
     if isinstance(batch, Mapping):
         return {key: to_meta(value) for key, value in batch.items()}
     if isinstance(batch, tuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,11 +11,23 @@ pytest.importorskip("transformers")
 
 from benchmarks.architectures import planning
 from benchmarks.architectures.__main__ import examined
+from benchmarks.architectures.models import ARCHITECTURES
+from benchmarks.architectures.multimodal import NAMES
 
 
-@pytest.mark.parametrize(("name", "kind"), [("Siglip", "coupled"), ("Swin", "weighted mean")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Siglip", "coupled"),
+        ("Qwen2Moe", "coupled"),
+        ("Swin", "weighted mean"),
+        *((name, "weighted mean") for name in NAMES),
+    ],
+)
 def test_a_step_is_that_of_the_whole_batch(name: str, kind: str) -> None:
-    """Of three stages in micro-batches of two samples; stochastic depth is off."""
+    """Of three stages in micro-batches of two samples; stochastic depth is off. The balance of
+    experts is that of the whole batch.
+    """
     found = examined(name)
     assert found["loss"] == kind
     assert found["loss_error"] < 1e-6
@@ -39,8 +52,14 @@ def test_a_rewritten_step_is_that_of_the_model_as_written(name: str, rewrites: l
         ("Bloom", r"modeling_bloom.py:\d+ .* calls GeLUFunction.apply, an autograd.Function"),
         ("Detr", r"Detector .*/modeling_detr.py:\d+ \(if not torch.isfinite.* use torch.where"),
         ("Vilt", r"ViltForQuestionAnswering .*/modeling_vilt.py:\d+ .* the value of a tensor"),
-        ("Llava", r"other operations for 8 samples.* calls aten.cat.default .* in model \(LlavaMo"),
-        ("Qwen2VL", r"pixel_values has the parts of 4 samples one after the other.*\(4, 16, 96\)"),
+        (
+            "LlavaByHand",
+            r"other operations for 8 samples.* calls aten.cat.default .* in model \(LlavaMo",
+        ),
+        (
+            "Qwen2VLByHand",
+            r"pixel_values has the parts of 4 samples one after the other.*\(4, 16, 96\)",
+        ),
     ],
 )
 def test_what_has_no_graph_is_refused_with_class_line_and_a_way_on(name: str, says: str) -> None:
@@ -53,9 +72,12 @@ def test_what_has_no_graph_is_refused_with_class_line_and_a_way_on(name: str, sa
 
 
 def test_published_sizes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, for a few devices."""
+    """On the meta device, for a few devices; of 48 layers two."""
+    layers = {"n_embd": 1600, "n_layer": 2, "n_head": 25}
+    chosen = replace(ARCHITECTURES["GPT2"], published=layers)
+    monkeypatch.setitem(ARCHITECTURES, "GPT2", chosen)
     monkeypatch.setattr(planning, "CLUSTERS", {"v100": "summit:1x4", "h100": "dgx-h100:1x8"})
     monkeypatch.setattr(planning, "BATCH", 8)
-    found = planning.planned("Siglip")
+    found = planning.planned("GPT2")
     assert found["step_s"] > 0
     assert found["devices"] == 4

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from anabranch.models import build
-from benchmarks.faults import __main__, processes, unequal
+from benchmarks.faults import __main__, blame, checkpoints, processes, unequal
 from benchmarks.faults.damage import DAMAGES
+from tests.benchmarks.small import small_two_branch
 
 EXPECTED: dict[str, tuple[int, dict[str, Any]]] = {
     "damage": (len(DAMAGES), {"refused, file named": len(DAMAGES), "silent": []}),
@@ -35,7 +35,9 @@ def test_a_part_counts(name: str, monkeypatch: pytest.MonkeyPatch):
     """With the figures that a large number of cases would have; those of time are not asserted."""
     monkeypatch.setattr(processes, "STEPS", 12)
     monkeypatch.setattr(unequal, "STEPS", 2)
-    monkeypatch.setattr(unequal, "build", lambda name, **options: build("two-branch", **options))
+    monkeypatch.setattr(unequal, "BATCH", 16)
+    for module in (blame, checkpoints, unequal):
+        monkeypatch.setattr(module, "build", small_two_branch)
     count, expected = EXPECTED[name]
     figures = __main__.PARTS[name](count)
     if why := figures.get("skipped"):

@@ -7,12 +7,14 @@ import pytest
 from benchmarks.memory import __main__ as peaks
 from benchmarks.memory import sharded
 from benchmarks.memory.sharded import compared, show
+from tests.benchmarks.small import small_two_branch
 from tests.calibration.examples import cluster
 
 
 @pytest.mark.dist
 def test_peaks_are_measured_and_shown(monkeypatch, capsys):
     """One model on two ranks, as pipeline and as data parallelism; all are near predictions."""
+    monkeypatch.setattr(peaks, "build", small_two_branch)
     monkeypatch.setattr("sys.argv", ["memory", "--models", "two-branch", "--ranks", "2"])
     peaks.main()
     shown = capsys.readouterr().out
@@ -25,6 +27,7 @@ def test_shared_state_is_measured_and_shown(monkeypatch):
     """Two ranks have half of the optimizer's state each."""
     for name, value in (("TURNS", 2), ("SETTLING", 0), ("STEPS", 1), ("BATCH", 4)):
         monkeypatch.setattr(sharded, name, value)
+    monkeypatch.setattr(sharded, "build", small_two_branch)
     (row,) = sharded.rows("two-branch", [2], cluster(2))
     whole, shared = row["state_bytes"]
     assert sum(shared) == whole[0] == whole[1]

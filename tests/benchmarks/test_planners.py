@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from anabranch.cluster import Cluster
+from benchmarks.planners import cases as case_list
 from benchmarks.planners import results, tables
 from benchmarks.planners.__main__ import GROUPS, main
-from benchmarks.planners.cases import CHANGES, Case, cases, changed
+from benchmarks.planners.cases import CHANGES, Case, cases, changed, synthetic
 from benchmarks.planners.contestants import measure
 from benchmarks.planners.evaluator import population_steps
 
@@ -109,9 +110,11 @@ def test_a_planner_is_measured_against_the_best():
 
 @pytest.mark.parametrize("group", [group for group in GROUPS if group != "table4"])
 def test_a_group_is_measured_and_shown(group, tmp_path, monkeypatch, capsys):
-    """Its first case by data parallelism, a second time from the file, and a picture. Those
-    of Table 4 need public profiles.
+    """Its first case by data parallelism, a second time from the file, and a picture, for models
+    of few operators. Those of Table 4 need public profiles.
     """
+    monkeypatch.setattr(case_list, "BATCHES", {"two-branch": {4: 64, 32: 256}})
+    monkeypatch.setattr(case_list, "synthetic", lambda branches, _: synthetic(branches, 20))
     file, picture = tmp_path / "results.json", tmp_path / "page.svg"
     command = f"planners --groups {group} --planners data-parallel --first 1 --detail {group}"
     paths = ["--results", str(file), "--picture", str(picture)]

@@ -16,6 +16,7 @@ from anabranch.files import save_cluster, save_profile
 from anabranch.graph import capture as graph_capture
 from anabranch.graph.capture import Captured
 from anabranch.models import MODELS
+from anabranch.planner.auto import planner as auto_planner
 from anabranch.profile.profile import Profile
 from anabranch.runtime.measurement import workload as whole
 from anabranch.workload import Workload
@@ -33,7 +34,7 @@ _CAPTURE = graph_capture.capture
 def _captured_once(monkeypatch):
     """Built-in models and those of this folder are built, captured and measured once for all tests:
     commands leave them as they were, since what trains is a fork. Not where a test has its own
-    ``capture``.
+    ``capture``. Searches are shorter still.
     """
     build, capture = ModelSource.workload, ModelSource.capture
     measure = whole.measure_workload
@@ -68,6 +69,8 @@ def _captured_once(monkeypatch):
             _MEASURED[key] = measure(workload, samples, device=device, **more)
         return _MEASURED[key]
 
+    few = replace(auto_planner.SETTINGS, evaluations=200)  # how good plans are is no matter here
+    monkeypatch.setattr(auto_planner, "SETTINGS", few)
     monkeypatch.setattr(ModelSource, "workload", built)
     monkeypatch.setattr(ModelSource, "capture", captured)
     monkeypatch.setattr(whole, "measure_workload", measured)

@@ -101,7 +101,8 @@ def test_every_python_block_of_a_page_compiles(page):
 NOT_RUN = {
     'device="cuda"': "needs a GPU",
     "# mymodel.py": "is written to a file, and trained by ``test_the_model_of_a_page_learns``",
-    "def rank()": "a script, run as one by ``test_the_script_of_a_page``",
+    "def rank()": "a script, run as one by ``test_the_script_of_the_quick_start``",
+    ".py\n": "a file of a tutorial, run by ``test_a_tutorial_is_done_as_it_stands``",
     "import Trainer": "run by ``tests/training/test_huggingface.py``, which has a model for it",
 }
 """What a Python block has that is not run where it stands -> why."""
@@ -181,11 +182,39 @@ def test_every_page_is_found_from_the_readme():
     pages = {page.resolve() for page in (ROOT / "docs").glob("*.md")}
     assert pages - links(PAGES[0]) == {ROOT / "docs" / "index.md"}
     for index in (ROOT / "docs").rglob("index.md"):
-        (tree,) = re.findall(
-            r"```{toctree}\n(.*?)```", index.read_text(encoding="utf-8"), re.DOTALL
-        )
-        listed = {line for line in tree.splitlines() if line and not line.startswith(":")}
+        trees = re.findall(r"```{toctree}\n(.*?)```", index.read_text(encoding="utf-8"), re.DOTALL)
+        lines = "\n".join(trees).splitlines()
+        listed = {line for line in lines if line and not line.startswith(":")}
         assert {page.stem for page in index.parent.glob("*.md")} - listed == {"index"}
+
+
+TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials" and page.stem != "index"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_is_done_as_it_stands(page, call, tmp_path, monkeypatch, capsys):
+    """Its files are written, then its commands called in their order; scripts print the same loss,
+    or that most pairs are right.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    files = {block.split()[1]: block for block in blocks(page, "python")}
+    for name, block in files.items():
+        (tmp_path / name).write_text(block, encoding="utf-8")
+    printed = []
+    for line in "".join(blocks(page, "console")).splitlines():
+        program, *words = shlex.split(line.removeprefix("$ "))
+        if program == "python":
+            capsys.readouterr()
+            runpy.run_path(str(tmp_path / words[0]), run_name="__main__")
+            printed.append(capsys.readouterr().out.splitlines()[-1])
+        else:
+            code, _, err = call(*words)
+            assert code == 0, (line, err)
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"), None)
+    assert len(set(printed)) <= 1, printed
+    assert all(float(end.removeprefix("accuracy ")) > 0.8 for end in printed if "acc" in end)
 
 
 def write_model(page: Path, folder: Path) -> None:
@@ -245,16 +274,15 @@ def test_the_readme_from_the_module_to_a_trained_model(call, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("page", "model"), [("README.md", "README.md"), ("docs/quickstart.md", "docs/workloads.md")]
-)
-def test_the_script_of_a_page(page, model, tmp_path, monkeypatch, capsys):
+def test_the_script_of_the_quick_start(tmp_path, monkeypatch, capsys):
     """It trains, and prints plan and loss. Run as a script, in this process: another one would only
     import everything again.
     """
     monkeypatch.chdir(tmp_path)
-    write_model(ROOT / model, tmp_path)
-    (script,) = (block for block in blocks(ROOT / page, "python") if "def rank" in block)
+    write_model(ROOT / "docs" / "workloads.md", tmp_path)
+    (script,) = (
+        block for block in blocks(ROOT / "docs" / "quickstart.md", "python") if "def rank" in block
+    )
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("mymodel", None)

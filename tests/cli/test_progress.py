@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
+import struct
+import sys
+import termios
+
+import pytest
+
 from anabranch.cli.progress import TrainingProgress
 from anabranch.training import LookEvent, PlanEvent, StepEvent
 
@@ -45,3 +54,65 @@ def test_what_is_slow_and_another_plan_are_in_the_line(capsys):
     progress(PlanEvent(3, "a better plan", 0.25))
     progress(StepEvent(3, 3, 3, 0, 1.0, {}, 0.5, 8))
     assert capsys.readouterr().err.endswith("step 500.00 ms (predicted 250.00)\n")
+
+
+def train(total: int | None) -> None:
+    """1,500 steps, of which a device is slow in one."""
+    progress = TrainingProgress(0.03)
+    for step in range(1, 1501):
+        if step % 500 == 0:
+            progress._shown = 0
+            progress(LookEvent(step, ("device 1 takes twice as long",)))
+        metrics = {"accuracy": 0.75, "recall": 0.5}
+        progress(StepEvent(step, step, total, 0, 0.4321, metrics, 0.031, 64))
+
+
+def on_terminal(columns: int, total: int | None) -> list[str]:
+    """The lines of a process whose terminal has so many columns, each drawn one of them."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    if (child := os.fork()) == 0:
+        for stream in range(3):
+            os.dup2(theirs, stream)
+        os.environ.update(TERM="xterm")
+        os.environ.pop("COLUMNS", None)
+        with open(2, "w", closefd=False) as sys.stderr:
+            train(total)
+        os._exit(0)
+    os.close(theirs)
+    written = b""
+    try:
+        while block := os.read(ours, 65536):
+            written += block
+    except OSError:  # the other end is closed
+        os.close(ours)
+    os.waitpid(child, 0)
+    text = re.sub("\x1b\\[[0-9;]*m", "", written.decode())
+    return [line for line in re.split("\r\n|\r\x1b\\[2K", text) if line]
+
+
+@pytest.mark.parametrize(
+    ("columns", "beside"),
+    [
+        (60, r"step 1500/1500 \S{8,} loss 0\.4321  0:00 left  2,065/s"),
+        (80, r"step 1500/1500 \S{8,} loss 0\.4321  0:00 left  2,065 samples/s"),
+        (
+            140,
+            r".*  0:00 left  2,065 samples/s  31\.00 of 30\.00 ms  accuracy 0\.750  recall 0\.500",
+        ),
+    ],
+)
+def test_a_terminal_has_one_line_that_is_no_longer_than_it(columns, beside):
+    """Bar, steps, loss, samples per second and time left; more where there is room."""
+    lines = on_terminal(columns, 1500)
+    assert max(map(len, lines)) < columns
+    assert re.fullmatch(beside, lines[-1])
+    assert "device 1 takes twice as long" in lines
+
+
+def test_a_terminal_without_an_end_has_no_bar():
+    """Neither is the time known that is left."""
+    assert re.fullmatch(
+        r"step \d+ loss 0\.4321  0:\d\d passed  2,065 samples/s  31.00 of 30.00 ms",
+        on_terminal(80, None)[-1],
+    )

@@ -7,6 +7,7 @@ import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,13 @@ def texts(document: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def poisoned(document: dict[str, Any], tmp_path: Path, most: int = 20) -> Iterator[None]:
-    """The document with an attack in place of each of its first texts, one after the other."""
-    for holder, key in list(texts(document))[:most]:
-        old = holder[key]
-        for model, _ in attacks(tmp_path):
-            holder[key] = model
-            yield
+    """The document with an attack in place of each of its first texts, one after the other; the
+    three kinds of attacks take turns.
+    """
+    kinds = cycle(attacks(tmp_path))
+    for (holder, key), (model, _) in zip(list(texts(document))[:most], kinds, strict=False):
+        old, holder[key] = holder[key], model
+        yield
         holder[key] = old
 
 

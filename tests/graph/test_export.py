@@ -85,6 +85,7 @@ def test_distributions_are_captured_without_the_check_of_their_arguments() -> No
     def likely(_: Net, h: torch.Tensor) -> torch.Tensor:
         return torch.distributions.Normal(h, 1 + h.square()).log_prob(h.detach())
 
+    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile turns it off
     captured = capture(Net(likely), batch())
     check_split(captured, batch(), stage_each(captured), exact=False)
     with pytest.raises(ValueError, match="parameter scale"):

@@ -85,7 +85,7 @@ def test_a_summary_names_what_some_stage_has():
         graph = StageGraph(stages, tuple((i, i + 1) for i in range(len(stages) - 1)), 8)
         predicted = Prediction(2.0, 0.1, 0.25, (2**20,) * len(graph.devices))
         made = Plan(graph, "1f1b", "p", "m", "c", "measured", 0.0, 0.0, predicted)
-        return made.summary().splitlines()[3:]
+        return made.summary().splitlines()[2:-1]
 
     plain = lines(Stage(("a",), (0,), 4), Stage(("b",), (1,), 4))
     assert " ".join(plain[1].split()) == (
@@ -96,6 +96,22 @@ def test_a_summary_names_what_some_stage_has():
     assert "in flight   0  k  1               1 operator: b" in last
     # Groups of two need two micro-batches.
     assert "k " not in lines(Stage(("a",), (0,), 8, k=2))[0].partition("in flight")[2]
+
+
+def test_a_summary_of_many_stages_has_a_line_for_those_alike():
+    """Two branches of seven stages and a join: first stages, others, and the one on two devices."""
+    stages = [Stage((f"{s}.in", f"{s}.mid", f"{s}.out"), (s,), 4, in_flight=2) for s in range(14)]
+    join = Stage(("join",), (14, 15), 8, in_flight=1)
+    edges = [(s, s + 1) for s in range(13) if s != 6] + [(6, 14), (13, 14)]
+    graph = StageGraph((*stages, join), tuple(sorted(edges)), 8)
+    made = Plan(graph, "1f1b", "p", "m", "c", "measured", 0.0, 0.0, None)
+    assert made.summary().splitlines()[2:-1] == [
+        "  stages 0,7, after -, 1 device each, micro-batch 4 in flight 2 3 operators each: "
+        "0.in .. 0.out, ...",
+        "  stages 1-6,8-13, after 0, ..., 1 device each, micro-batch 4 in flight 2 3 operators "
+        "each: 1.in .. 1.out, ...",
+        "  stage 14, after 6, 13, 2 devices, micro-batch 8 in flight 1 1 operator: join",
+    ]
 
 
 def test_the_headline_chooses_its_units():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured, capture
 from anabranch.profile.data_sheets import DATA_SHEETS
 from anabranch.profile.estimate import estimate
@@ -265,3 +266,63 @@ def test_wrong_arguments(
         estimate(towers, *arguments)
     with pytest.raises(ValueError, match="precision 'int8' is neither"):
         estimate(towers, "v100", precision="int8")  # type: ignore[arg-type]
+
+
+class ByValue(nn.Module):
+    """A loss of entries whose number depends on the data, or of a table with a sparse gradient."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(
+            16,
+            8,
+            padding_idx=0 if kind == "padding" else None,
+            scale_grad_by_freq=kind == "frequency",
+            sparse=kind in ("padding", "frequency"),
+        )
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores, mask = self.head(self.table(x)), y != 3
+        if self.kind == "mask":
+            return nn.functional.cross_entropy(scores[mask], y[mask])
+        if self.kind == "nonzero":
+            row, column = mask.nonzero(as_tuple=True)
+            return nn.functional.cross_entropy(scores[row, column], y[row, column])
+        if self.kind == "select":
+            return scores.masked_select(mask.unsqueeze(-1)).square().mean()
+        if self.kind == "assigned":
+            scores = scores.clone()
+            scores[mask] = scores[mask] * 2
+        if self.kind == "unique":
+            words, places = torch.unique(x, return_inverse=True)
+            scores = self.head(self.table(words))[places]
+        return nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def by_value(kind: str, device: str) -> Captured:
+    x, y = torch.arange(20).view(4, 5) % 16, torch.arange(20).view(4, 5) % 7
+    return capture(ByValue(kind).to(device), {"x": x.to(device), "y": y.to(device)})
+
+
+@pytest.mark.parametrize("kind", ["mask", "nonzero", "select", "assigned", "padding"])
+def test_sizes_by_value_are_estimated_at_their_most(kind: str) -> None:
+    """Every entry may be chosen, and every row looked up; a model on the meta device likewise."""
+    here, there = (estimate(by_value(kind, device), "a100", (2, 8)) for device in ("cpu", "meta"))
+    assert here.costs == there.costs
+    assert all(cost.forward_s[1] >= cost.forward_s[0] > 0 for cost in here.costs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("unique", r"aten._unique2.default, .*test_estimate.py:\d+ .* cannot be estimated"),
+        ("frequency", r"the backward of operator table cannot be estimated \(embedding_backward"),
+    ],
+)
+def test_what_has_no_size_without_values_is_refused_with_a_way_on(kind: str, says: str) -> None:
+    """One paragraph with the operation, its line, and to measure instead."""
+    with pytest.raises(ProfileError, match=says + ".*measure the model on a device") as error:
+        estimate(by_value(kind, "cpu"), "v100", (2, 8))
+    assert "\n" not in str(error.value)

@@ -2,6 +2,10 @@
 
 What comes of parameters, gradients and the batch is on the device; what was looked at is on the
 host, and so is what is made of it.
+
+``late_device`` has the CPU play a device that runs beside the host: numbers that are copied to the
+host are read when an event has happened. A read behind which the device has been given some pass is
+a late one; the others leave it idle.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
+
+from anabranch.device import accelerator
 
 _LOOKS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
 
@@ -23,7 +29,9 @@ class HostWaits(TorchDispatchMode):
     """Counts them inside.
 
     Attributes:
-        found: what looked, in order.
+        found: what looked, in order; of a late device ``late`` and ``dry``.
+        work: matrix products that the device has been given: forwards and backwards have some, and
+            updates have none.
 
     Args:
         device: tensors that are on the device from the start.
@@ -32,6 +40,7 @@ class HostWaits(TorchDispatchMode):
     def __init__(self, device: Iterable[Tensor]) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.work = 0
         self._storages: dict[int, torch.UntypedStorage] = {}
         for tensor in device:
             self._add(tensor)
@@ -50,6 +59,7 @@ class HostWaits(TorchDispatchMode):
             self.found.append(func.name())
         result = func(*args, **(kwargs or {}))
         if is_on_device:
+            self.work += func.name().endswith("mm")
             for leaf in tree_iter(result):
                 if isinstance(leaf, Tensor):
                     self._add(leaf)
@@ -75,5 +85,32 @@ def host_waits(device: Iterable[Tensor]) -> Iterator[HostWaits]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("tolist", "cpu", "numpy"):
             patch.setattr(Tensor, name, counted(name))
+        patch.setattr(_Arrival, "counting", counting)
         with counting:
             yield counting
+
+
+class _Arrival:
+    """The event behind a copy to the host."""
+
+    counting: HostWaits | None = None
+
+    def __init__(self) -> None:
+        self._work = self.counting.work if self.counting is not None else 0
+
+    def synchronize(self) -> None:
+        if self.counting is not None:
+            self.counting.found.append("late" if self.counting.work > self._work else "dry")
+
+
+def _to_host(tensor: Tensor) -> tuple[Tensor, _Arrival]:
+    with _disable_current_modes():
+        return tensor.clone(), _Arrival()
+
+
+@pytest.fixture
+def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU plays a device that runs beside the host."""
+    monkeypatch.setattr(accelerator, "has_streams", lambda place: True)
+    monkeypatch.setattr(accelerator, "pinned", lambda tensor, place: tensor)
+    monkeypatch.setattr(accelerator, "to_host", _to_host)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -16,14 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.cost import buckets
+from anabranch.device import accelerator
+from anabranch.errors import NonFiniteError
 from anabranch.graph.capture import capture
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.guards import same_batch
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.workload import Workload
-from tests.runtime.host_waits import host_waits
-from tests.runtime.small import WIDTH, Built, batch, built, plan, with_programs
-from tests.runtime.training import run
+from anabranch.workload import Batch, NamedParameters, Workload
+from tests.runtime.asynchronous.models import batches, cut
+from tests.runtime.asynchronous.running import on_ranks, pipeline, plan_of
+from tests.runtime.host_waits import host_waits, late_device
+from tests.runtime.small import WIDTH, Built, batch, built, on_devices, plan, with_programs
+from tests.runtime.training import run, sgd
+
+__all__ = ["late_device"]  # a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +140,161 @@ def test_steps_give_the_device_its_update_before_they_wait() -> None:
     assert seen[0] == 0
     assert len(seen) == 2
     assert seen[1] <= 2
+
+
+def fused(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05, fused=True)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def on_device(pipeline: Pipeline, leaves: Sequence[Batch]) -> list[Tensor]:
+    state = pipeline._state
+    values = (tensor for leaf in leaves for tensor in leaf.values())
+    return [*state.parameters.values(), *state.buffers.values(), *values]
+
+
+LATE = {
+    "one stage": (1, None),
+    "stages on one device": (3, [(0,), (0,), (0,)]),
+    "two stages per device": (4, [(0,), (1,), (0,), (1,)]),
+    "replicas": (2, [(0, 1), (2,)]),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.usefixtures("late_device")
+@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_ask_a_gpu_once_and_a_step_late(
+    case: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it has the passes of the next step; the update itself is not waited for. Losses and
+    weights are those of steps that wait.
+    """
+    stages, devices = LATE[case]
+    model = built("TwoBranch")
+    workload = replace(model.workload, optimizer=fused, scheduler=halving)
+    chosen = plan(model, stages, replicas=[2, 1] if case == "replicas" else None)
+    if devices is not None:
+        chosen = on_devices(chosen, devices)
+    leaves = [batch(16, seed) for seed in range(7)]
+
+    def work(pipeline: Pipeline) -> tuple[list[str], list[float], dict[str, Tensor], Any]:
+        first = [pipeline.step(leaf) for leaf in leaves[:accumulate]]
+        with host_waits(on_device(pipeline, leaves)) as counting:
+            losses = [*first, *pipeline.steps(leaves[accumulate:])]
+            count = len(counting.found)
+        pipeline.update()
+        weights = {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
+        scheduler = pipeline._state.scheduler
+        return counting.found[:count], losses, weights, scheduler and scheduler.last_epoch
+
+    results = run(model, chosen, work, workload=workload, accumulate=accumulate)
+    monkeypatch.undo()
+    expected = run(model, chosen, work, workload=workload, accumulate=accumulate)
+    for (found, *late), (_, *plain) in zip(results, expected, strict=True):
+        *before_last, last = found
+        assert set(before_last) <= {"late"}, found
+        assert last == "dry"  # nothing follows the last step
+        assert len(found) <= len(leaves) - accumulate
+        assert late[0] == plain[0]
+        assert all(torch.equal(late[1][name], plain[1][name]) for name in plain[1])
+        assert late[2] == plain[2]
+
+
+@pytest.mark.dist
+@pytest.mark.usefixtures("late_device")
+@pytest.mark.parametrize("optimizer", [fused, sgd])
+def test_a_bad_step_on_a_gpu_is_the_one_that_is_named(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the parameter, on every rank; one rank alone can go on, with what it had before."""
+    model = built("TwoBranch")
+    workload = replace(model.workload, optimizer=optimizer, scheduler=halving)
+    leaves = [batch(16, seed) for seed in range(5)]
+    leaves[2]["x"][3, 1] = float("inf")
+
+    def work(pipeline: Pipeline) -> tuple[list[float], str, dict[str, Tensor], Any]:
+        losses = []
+        with pytest.raises(NonFiniteError) as caught:
+            losses.extend(pipeline.steps(leaves))
+        told = str(caught.value)
+        if pipeline._mesh.size == 1:
+            losses += [pipeline.step(leaf) for leaf in leaves[3:]]
+        weights = {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
+        return losses, told, weights, pipeline._state.scheduler.state_dict()
+
+    for stages in (1, 2):
+        with monkeypatch.context() as patch:
+            results = run(model, plan(model, stages), work, workload=workload)
+            patch.setattr(accelerator, "has_streams", lambda place: False)
+            patch.setattr(accelerator, "to_host", lambda tensor: (tensor, None))
+            expected = run(model, plan(model, stages), work, workload=workload)
+        for late, plain in zip(results, expected, strict=True):
+            assert late[:2] == plain[:2]
+            if stages == 1:
+                assert all(torch.equal(late[2][name], plain[2][name]) for name in plain[2])
+                assert late[3] == plain[3]
+
+
+@pytest.mark.dist
+@pytest.mark.usefixtures("late_device")
+@pytest.mark.parametrize("optimizer", [fused, sgd])
+def test_a_step_waits_twice_for_a_gpu(optimizer: Any) -> None:
+    """At most: for gradients that this rank alone lacks, and for all numbers together."""
+    model = built("TwoBranch")
+    workload = replace(model.workload, optimizer=optimizer, clip_norm=1.0)
+    leaves = [batch(16, seed) for seed in range(4)]
+
+    def work(pipeline: Pipeline) -> int:
+        pipeline.step(leaves[0])
+        with host_waits(on_device(pipeline, leaves)) as counting:
+            for leaf in leaves[1:]:
+                pipeline.step(leaf)
+        return len(counting.found)
+
+    chosen = on_devices(plan(model, 2, replicas=[2, 1]), [(0, 1), (2,)])
+    assert max(run(model, chosen, work, workload=workload)) <= 2 * 3
+
+
+@pytest.mark.dist
+@pytest.mark.usefixtures("late_device")
+@pytest.mark.parametrize(("replicas", "round_robin"), [((1, 1, 1), False), ((2, 1, 1), True)])
+def test_mini_batches_without_a_flush_leave_no_gpu_idle(
+    replicas: tuple[int, ...], round_robin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came of one is asked when the next is under way; losses are those of a CPU."""
+    model, leaves = cut("chain 3"), batches(12)
+    chosen = plan_of(model, replicas=replicas)
+
+    def work() -> tuple[list[str], list[float]]:
+        pipe = pipeline(model, chosen, round_robin=round_robin)
+        losses = list(pipe.steps(leaves[:1]))
+        state = pipe._state
+        values = (tensor for leaf in leaves for tensor in leaf.values())
+        found: list[str] = []
+        with host_waits([*state.parameters.values(), *values]) as counting:
+            steps, drain = pipe.steps(leaves[1:]), pipe.drain
+
+            def noted() -> None:
+                found.extend(counting.found)
+                drain()
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pipe, "drain", noted)
+                losses += steps
+        return found, losses
+
+    results = on_ranks(chosen, work)
+    monkeypatch.undo()
+    expected = on_ranks(chosen, work)
+    for (found, losses), (_, plain) in zip(results, expected, strict=True):
+        assert found
+        assert set(found) == {"late"}
+        assert losses == plain
 
 
 @pytest.mark.dist

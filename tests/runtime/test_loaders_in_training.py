@@ -17,7 +17,7 @@ from anabranch.data.columns import Columns
 from anabranch.graph.capture import capture
 from anabranch.training import train, train_async
 from anabranch.workload import Workload
-from tests.runtime.small import Built, Chain, batch, built, plan, with_options
+from tests.runtime.small import Built, Chain, batch, built, plan, with_options, with_programs
 from tests.runtime.training import sgd
 
 pytestmark = pytest.mark.dist
@@ -138,6 +138,7 @@ def test_a_rank_reads_the_columns_of_its_own_stages(name: str):
     loss counts labels, its stage reads what it counts.
     """
     model = weighted() if name == "Weighted" else built(name)
+    model = with_programs(model, 4, evaluation=True)
     chosen = plan(model, 3)
     # 32 samples of two batches, and 20 held out.
     train_values, held_out = samples(32), samples(HELD_OUT, 6)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from anabranch import launch
+from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.mesh import Mesh
 
@@ -33,3 +34,26 @@ def test_ranks_are_devices_in_order() -> None:
         return Mesh([3, 5, 9], timeout=20.0).device
 
     assert launch.run(work, 3, timeout=30.0) == [3, 5, 9]
+
+
+@pytest.mark.dist
+def test_tensors_that_gloo_does_not_take_go_through_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The results are those of a device that it takes; here the CPU plays the other one, whose
+    copies are tensors of their own.
+    """
+    monkeypatch.setattr(accelerator, "has_collectives", lambda place: False)
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+
+    def work() -> list[list[float]]:
+        mesh, everyone = Mesh([0, 1], [(0, 1)], timeout=20.0), (0, 1)
+        tensors = [torch.full((2,), mesh.rank + 1.0) for _ in range(4)]
+        gathered = mesh.start_all_gather(tensors[1], everyone).wait()
+        mesh.start_all_reduce(tensors[0], everyone).wait()
+        mesh.start_broadcast(tensors[2], 1, everyone).wait()
+        mesh.broadcast(tensors[3], 1)
+        results = [tensors[0], gathered.flatten(), *tensors[2:]]
+        return [result.tolist() for result in results]
+
+    assert launch.run(work, 2, timeout=30.0) == [[[3, 3], [1, 1, 2, 2], [2, 2], [2, 2]]] * 2

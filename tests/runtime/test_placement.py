@@ -15,7 +15,7 @@ from anabranch import launch
 from anabranch.errors import TrainingError
 from anabranch.runtime import assignment, model_state
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.placement import claim, own_device, roomy_home
+from anabranch.runtime.placement import own_device, roomy_home
 from tests.runtime.small import batch, built, plan
 
 
@@ -36,22 +36,6 @@ def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(TrainingError, match="no CUDA device here; leave the device out"):
         own_device("cuda")
-
-
-def test_the_gpu_becomes_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL, generators and the user's own code ask for the current device."""
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    claim(torch.device("cuda", 1))
-    claim(torch.device("cpu"))
-    assert chosen == [torch.device("cuda", 1)]
-
-
-def test_a_fork_after_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA itself says only that it cannot be initialised, from somewhere in the model."""
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    with pytest.raises(TrainingError, match=r"forked from a process that had used CUDA.*torchrun"):
-        claim(torch.device("cuda", 0))
 
 
 @pytest.mark.dist

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anabranch import AsyncPipeline, Cluster, Pipeline, Workload, launch, plan
 from anabranch.checkpoint import load_state_dict
 from anabranch.errors import InvalidPlanError, TrainingError
-from anabranch.graph.capture import capture
+from anabranch.graph.capture import Captured, capture
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
@@ -59,34 +59,56 @@ def workload() -> Workload:
     )
 
 
+@cache
+def job(name: str) -> tuple[Workload, Captured]:
+    """A workload of its own for every rewrite, captured once for all ranks, which inherit both."""
+    made = workload()
+    return made, capture(made.module, made.example, rewrites=REWRITES[name])
+
+
+@cache
 def planned(name: str, devices: int = 3) -> Plan:
-    job = workload()
-    captured = capture(job.module, job.example, rewrites=REWRITES[name])
-    profile = estimate(captured, "v100", (2, 4, 8, 16))
+    profile = estimate(job(name)[1], "v100", (2, 4, 8, 16))
     return plan(profile, Cluster.preset(f"local:{devices}"), BATCH, planner="graphpipe")
 
 
-def train(
-    by: Plan, start: int, stop: int, load: Path | None, save: Path | None
+def run(
+    name: str,
+    start: int,
+    stop: int,
+    load: Path | None = None,
+    save: Path | None = None,
+    by: Plan | None = None,
 ) -> tuple[list[float], float]:
-    job = workload()
-    pipe = Pipeline(job, by) if load is None else Pipeline.resume(load, job, by)
-    losses = [float(pipe.step(batch)) for batch in batches(BATCH, 0)[start:stop]]
-    if save is not None:
-        pipe.save(save)
-    return losses, pipe.evaluate(batches(BATCH, 1))["loss"]
+    """Losses of some steps, and the mean over held-out batches."""
+    by = by or planned(name)
+
+    def rank() -> tuple[list[float], float]:
+        made, captured = job(name)
+        if load is None:
+            pipe = Pipeline(made, by, captured=captured)
+        else:
+            pipe = Pipeline.resume(load, made, by, captured=captured)
+        losses = [float(pipe.step(batch)) for batch in batches(BATCH, 0)[start:stop]]
+        if save is not None:
+            pipe.save(save)
+        return losses, pipe.evaluate(batches(BATCH, 1))["loss"]
+
+    return launch.run(rank, len(by.stage_graph.devices), timeout=60.0)[0]
 
 
-def run(by: Plan, *given: object) -> tuple[list[float], float]:
-    return launch.run(partial(train, by, *given), len(by.stage_graph.devices), timeout=60.0)[0]
+@cache
+def curve(name: str) -> tuple[list[float], float]:
+    """All steps in one run."""
+    return run(name, 0, STEPS)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["join", "both"])
 def test_the_curve_is_that_of_the_model_as_written(name: str) -> None:
     """With parameter groups, weight decay and clipping by the norm of whole gradients."""
-    losses, evaluated = run(planned("none"), 0, STEPS, None, None)
-    others, also_evaluated = run(planned(name), 0, STEPS, None, None)
+    losses, evaluated = curve("none")
+    others, also_evaluated = curve(name)
     assert others == pytest.approx(losses, rel=1e-5)
     assert also_evaluated == pytest.approx(evaluated, rel=1e-5)
 
@@ -97,16 +119,10 @@ def test_the_curve_is_that_of_the_model_as_written(name: str) -> None:
 )
 def test_a_run_goes_on_with_other_rewrites(before: str, after: str, tmp_path: Path) -> None:
     """Weights and the optimizer's state are those of the model, whatever was cut."""
-    whole, _ = run(planned("none"), 0, STEPS, None, None)
-    first, _ = run(planned(before), 0, 2, None, tmp_path / "saved")
-    rest, _ = run(planned(after), 2, STEPS, tmp_path / "saved", None)
-    assert first + rest == pytest.approx(whole, rel=1e-5)
-
-
-@pytest.mark.dist
-def test_a_checkpoint_has_the_model_as_written(tmp_path: Path) -> None:
-    """Names and shapes are those of the module's own ``state_dict``."""
-    run(planned("both"), 0, 1, None, tmp_path / "saved")
+    first, _ = run(before, 0, 2, save=tmp_path / "saved")
+    rest, _ = run(after, 2, STEPS, load=tmp_path / "saved")
+    assert first + rest == pytest.approx(curve("none")[0], rel=1e-5)
+    # Names and shapes of the checkpoint are those of the module's own ``state_dict``.
     saved, module = load_state_dict(tmp_path / "saved"), workload().module
     assert {n: t.shape for n, t in saved.items()} == {
         n: t.shape for n, t in module.state_dict().items()
@@ -115,7 +131,9 @@ def test_a_checkpoint_has_the_model_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_verify_compares_slices_with_the_module() -> None:
-    """Each with its part of the gradient of one process; bitwise it cannot be."""
+    """Each with its part of the gradient of one process; bitwise it cannot be. The model is
+    captured anew, as the plan says.
+    """
     result = verify(workload(), planned("both"))
     assert result.is_good
     assert result.max_gradient_error < 1e-5
@@ -134,10 +152,9 @@ def test_replicas_share_the_state_of_slices(tmp_path: Path) -> None:
     cut.append(replace(stages[-1], devices=(2, 3), microbatch_size=8, k=1))
     graph = StageGraph(tuple(cut), ((0, 1),), BATCH)
     shared = replace(by, stage_graph=graph, schedule="1f1b", shard_optimizer=True)
-    whole, _ = run(planned("none"), 0, STEPS, None, None)
-    first_losses, _ = run(shared, 0, 2, None, tmp_path / "saved")
-    rest, _ = run(planned("none"), 2, STEPS, tmp_path / "saved", None)
-    assert first_losses + rest == pytest.approx(whole, rel=1e-5)
+    first_losses, _ = run("join", 0, 2, save=tmp_path / "saved", by=shared)
+    rest, _ = run("none", 2, STEPS, load=tmp_path / "saved")
+    assert first_losses + rest == pytest.approx(curve("none")[0], rel=1e-5)
 
 
 @pytest.mark.dist
@@ -145,9 +162,9 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
     """Its update of a slice would be another one."""
 
     def rank() -> None:
-        job = workload()
-        object.__setattr__(job, "optimizer", lambda named: torch.optim.Adafactor(named))
-        Pipeline(job, by)
+        made, captured = job("join")
+        object.__setattr__(made, "optimizer", lambda named: torch.optim.Adafactor(named))
+        Pipeline(made, by, captured=captured)
 
     by = planned("join")
     with pytest.raises(TrainingError, match=r"cuts head\.0\.weight.*--rewrite none"):
@@ -160,13 +177,17 @@ def test_training_without_a_flush_refuses_rewrites() -> None:
     by = planned("join")
     stages = tuple(replace(s, microbatch_size=BATCH, k=1) for s in by.stage_graph.stages)
     by = replace(by, schedule="1f1b", stage_graph=replace(by.stage_graph, stages=stages))
-    job = replace(workload(), clip_norm=None)
+    made, captured = job("join")
+    made = replace(made, clip_norm=None)
+
+    def rank() -> None:
+        AsyncPipeline(made, by, captured=captured)
+
     with pytest.raises(InvalidPlanError, match=r"cuts head\.0\.weight.*--rewrite none"):
-        launch.run(lambda: AsyncPipeline(job, by), len(by.stage_graph.devices), timeout=60.0)
+        launch.run(rank, len(by.stage_graph.devices), timeout=60.0)
 
 
 def test_exact_gradients_refuse_rewrites() -> None:
     """A sum of products is added up in another order."""
-    job = workload()
     with pytest.raises(ValueError, match="adds in another order"):
-        Pipeline(job, planned("join", devices=1), exact=True)
+        Pipeline(workload(), planned("join", devices=1), exact=True)

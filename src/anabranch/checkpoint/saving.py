@@ -33,6 +33,7 @@ class Saving:
         part: its tensors belong to the thread from now on.
         keep: how many checkpoints there may be in the parent folder afterwards; by default all.
         timeout: seconds without anything new in the folder until another rank counts as lost.
+        ready: waits in the thread until a device has copied the part's tensors.
 
     Raises:
         TrainingError: if the folder exists, or something cannot be saved.
@@ -46,9 +47,10 @@ class Saving:
         *,
         keep: int | None,
         timeout: float,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._target, self._rank, self._keep, self._timeout = target, rank, keep, timeout
-        description = part.described()
+        description, self._ready = part.described(), ready
         self._good, self._given_up = threading.Event(), threading.Event()
         self._is_written, self._is_complete = threading.Event(), threading.Event()
         self._error: Exception | None = None
@@ -87,6 +89,7 @@ class Saving:
 
     def _work(self, part: RankPart, description: Mapping[str, Any]) -> None:
         try:
+            self._ready()
             if self._rank != 0:
                 self._wait_for(self._target.partial.is_dir)
             write_part(self._target, self._rank, part, description)

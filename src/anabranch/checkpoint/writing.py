@@ -153,8 +153,8 @@ def is_partial(path: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint under another name, so that nothing can be added meanwhile; what is left by
-    a process that is killed is tidied up.
+    """Remove a checkpoint under another name, so that nothing can be added meanwhile; what a killed
+    process leaves is tidied up.
     """
     gone = folder.with_name(f".{folder.name}.old.partial")
     try:

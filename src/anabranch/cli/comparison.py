@@ -6,6 +6,7 @@ stages without a flush the table shows the one with the oldest weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +33,7 @@ Results = Mapping[Contender, "Plan | AnabranchError"]
 def comparison(
     results: Results, optimizer: OptimizerFacts | None = None
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings, and one row per contender."""
+    """Headings, and one row per contender, the shortest step first."""
     plans, is_async = _plans(results), _is_async(results)
     fastest = min((plan.figures.step_s for plan in plans), default=0.0)
     peak = max((max(plan.figures.device_peak_bytes) for plan in plans), default=0)
@@ -42,7 +43,7 @@ def comparison(
     names = ["planner"] * has_planner + ["policy"] * is_async
     columns = [*_figures(plans[0], fastest, unit, optimizer)] if plans else ["step\nms"]
     rows = []
-    for contender, plan in results.items():
+    for contender, plan in sorted(results.items(), key=lambda item: _step_s(item[1])):
         if isinstance(plan, AnabranchError):
             cells = [_LABELS.get(type(plan), "no plan"), *["-"] * (len(columns) - 1)]
         else:
@@ -50,6 +51,10 @@ def comparison(
             contender = contender._replace(policy=plan.policy)  # where it was to choose one
         rows.append([*(getattr(contender, name) for name in names), *cells])
     return [*names, *columns], rows
+
+
+def _step_s(plan: Plan | AnabranchError) -> float:
+    return math.inf if isinstance(plan, AnabranchError) else plan.figures.step_s
 
 
 _LABELS = {BudgetError: "too big", SearchStoppedError: "stopped"}

@@ -14,6 +14,7 @@ from anabranch.cli.progress import begin_compiling, progress_bar
 from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
+from anabranch.device.kinds import CPU, kind_of
 from anabranch.remembered import remembered
 
 if TYPE_CHECKING:
@@ -32,11 +33,12 @@ class Job:
         self.plan = plan
         self.is_by_file = plan is not None
         self.device = device
-        self._calibrated = device == "cpu"
-        if device == "cuda":
+        self._calibrated = device == CPU
+        if device != CPU:
             # Ranks are forked, and cannot use a GPU that this process has used, if only to look
             # whether there is one.
-            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+            for name, value in kind_of(device).environment.items():
+                os.environ.setdefault(name, value)
             from anabranch.runtime.placement import own_device
 
             own_device(device)
@@ -79,7 +81,7 @@ class Job:
             captured=self.captured,
             device=self.device,
         )
-        if self.device == "cuda" and "RANK" not in os.environ:
+        if self.device != CPU and "RANK" not in os.environ:
             profile: Profile = launch.run(time, 1)[0]
         else:
             with progress_bar(f"measuring {self.source.model}") as progress:
@@ -161,11 +163,11 @@ class Job:
         if "WORLD_SIZE" in os.environ:
             return int(os.environ["WORLD_SIZE"])
         planned = len(self.plan.stage_graph.devices)
-        if self.device != "cuda":
+        if self.device == CPU:
             return planned
-        import torch
+        from anabranch.device import accelerator
 
-        now = torch.cuda.device_count()
+        now = accelerator.count(self.device)
         lost, self._gpus = max((self._gpus or now) - now, 0), now
         return max(planned - lost, 1)
 

@@ -1,24 +1,16 @@
-"""Training of a job on local ranks, or as one rank of torchrun, the folder that it leaves, and what
-is said of it.
-"""
+"""Training of a job on local ranks, or as one rank of torchrun, and the folder that it leaves."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from anabranch.cli.job import Job
-from anabranch.cli.output import note, print_json, print_rows
 from anabranch.cli.progress import TrainingProgress
 from anabranch.cli.training_settings import TrainingSettings
-from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -141,87 +133,3 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
             run = replace(run, parts=parts)
     save_run(run, folder)
     return run
-
-
-def agreed(search: Callable[[], Plan]) -> Plan:
-    """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
-    import torch.distributed as dist
-
-    from anabranch.files import plan_from_dict, plan_to_dict
-    from anabranch.runtime import texts
-    from anabranch.runtime.process_groups import join
-
-    join()
-    plan, failure = None, None
-    if dist.get_rank() == 0:
-        try:
-            plan = search()
-        except AnabranchError as error:
-            failure = error
-    document = {} if plan is None else plan_to_dict(plan)
-    received = json.loads(texts.from_first(json.dumps(document)))
-    if failure is not None:
-        raise failure
-    if not received:
-        raise typer.Exit(1)  # the first rank says why; the others just end
-    return plan or plan_from_dict(received, "the plan of rank 0")
-
-
-def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:
-    """Print the figures of a run, and its end if that was early."""
-    page = folder / "report.html"
-    if as_json:
-        how = {"interrupted": run.interrupted, "run": folder, "report": page}
-        print_json({**run.figures(), **how})
-    else:
-        say_figures(run)
-        typer.echo(f"report: {page}")
-    if ended:
-        note(ended)
-
-
-def say_figures(run: Run, more: Sequence[tuple[str, str]] = ()) -> None:
-    """The figures and what else there is, a row each; a terminal that is too narrow wraps them."""
-    from anabranch.record.figures import told
-
-    print_rows([*((figure.name, figure.line) for figure in told(run.figures())), *more])
-
-
-def say_stopping() -> None:
-    """Answer the first Ctrl-C, below a line of progress that may be there."""
-    line = "stopping after the step under way; Ctrl-C again stops at once\n"
-    sys.stderr.write(("\n" if sys.stderr.isatty() else "") + line)
-    sys.stderr.flush()
-
-
-def say_stopped(save: Path | None) -> None:
-    """After the second Ctrl-C: what is there."""
-    there = "nothing is kept"
-    if save is not None and save.exists():
-        from anabranch.checkpoint import newest
-
-        there = f"the checkpoint is {newest(save) or save}"
-    sys.stderr.write(f"stopped at once; {there}\n")
-
-
-def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
-    """Progress of a run that was ended early, and the options that go on; ``out`` as the user named
-    it.
-    """
-    done, steps, save = len(run.losses), training.last_step, training.save
-    counted = "step" if (steps or done) == 1 else "steps"
-    if done == steps:
-        return f"interrupted after the last of {steps} {counted}, before anything was evaluated"
-    total = f" of {steps}" if steps is not None else ""
-    text = f"interrupted after {done}{total} {counted}, with a loss of {run.losses[-1]:.4f} at last"
-    if save is None:
-        return f"{text}; there is no checkpoint, which --save FOLDER would have written"
-    left = [f"--resume {save}"]
-    if training.epochs is not None:
-        left.append(f"--epochs {training.epochs}")
-    if steps is not None:
-        left.append(f"--steps {steps - done}")
-    # Checkpoints of several steps go on in their folder.
-    other = ["--save"] * (training.save_every is None) + ["--out"] * (out is not None)
-    also = f" and another {' and '.join(other)}" if other else ""
-    return f"{text}; to go on, the same command with {' '.join(left)}{also}"

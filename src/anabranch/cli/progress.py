@@ -6,12 +6,17 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from anabranch.training import Event
+    from anabranch.training import Event, StepEvent
+
+_CLEAR = "\r\x1b[2K"
+_LEAST_BAR, _MOST_BAR = 8, 40
+_WIDE = 79
+"""Columns: of the bar, and of a terminal with room for words."""
 
 
 @contextmanager
@@ -61,10 +66,10 @@ def begin_compiling(planner: str) -> None:
 class TrainingProgress:
     """Shows loss, samples per second and the step beside its prediction, on standard error.
 
-    On a terminal one line is kept up to date; elsewhere a line is written every ``every_s``
-    seconds. The loss is the mean over the last ten, the time of a mini-batch without a flush
-    (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says nothing.
-    What was slow beside the others at the last look is named.
+    A terminal has a bar, and as much beside it as a line holds; elsewhere a line is written every
+    ``every_s`` seconds. The loss is the mean over the last ten, the time of a mini-batch without a
+    flush (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says
+    nothing. What was slow beside the others at the last look is named.
     """
 
     def __init__(
@@ -82,8 +87,11 @@ class TrainingProgress:
         """Note one step, and show it if it is time."""
         from anabranch.training.events import LookEvent, PlanEvent, StepEvent
 
+        terminal = sys.stderr.isatty()
         if isinstance(event, LookEvent):
-            self._slow = event.slow[0] if event.slow else ""
+            slow, self._slow = self._slow, event.slow[0] if event.slow else ""
+            if terminal and self._slow not in ("", slow):
+                sys.stderr.write(f"{_CLEAR}{self._slow}\n")
         if isinstance(event, PlanEvent):
             self._predicted_s, self._slow = event.predicted_s or 0.0, ""
             self._seconds.clear()
@@ -95,30 +103,77 @@ class TrainingProgress:
             self._samples.append(event.samples)
         self._losses.append(event.loss)
         last = event.done == event.total
-        terminal = sys.stderr.isatty()
         now = time.monotonic()
         if not last and now - self._shown < (0.1 if terminal else self._every_s):
             return
         self._shown = now
-        total = f"/{event.total}" if event.total else ""
-        metrics = "".join(f", {name} {value:.3f}" for name, value in event.metrics.items())
-        what = "mini-batch" if self._is_async else "step"
-        loss = sum(self._losses) / len(self._losses)
-        line = f"{what} {event.done}{total}, {now - self._started:.0f} s: loss {loss:.4f}{metrics}"
+        line = self._bar(event, now) if terminal else self._line(event, now)
+        sys.stderr.write(_CLEAR * terminal + line + "\n" * (last or not terminal))
+        sys.stderr.flush()
+
+    def _line(self, event: StepEvent, now: float) -> str:
+        """All of it in words."""
+        what, count, loss = self._words(event)
+        line = f"{count}, {now - self._started:.0f} s: {loss}{_metrics(event)}"
         if self._seconds:
-            taken = self._typical(self._seconds)
-            rate = self._typical(self._samples) / taken
+            taken, rate = self._typical()
             line += f", {rate:.0f} samples/s, {what} {taken * 1e3:.2f} ms"
             if self._predicted_s:
                 line += f" (predicted {self._predicted_s * 1e3:.2f})"
-        if self._slow:
-            line += f"; {self._slow}"
-        end = "\n" if last or not terminal else ""
-        sys.stderr.write(("\r\x1b[2K" if terminal else "") + line + end)
-        sys.stderr.flush()
+        return line + (f"; {self._slow}" if self._slow else "")
 
-    def _typical(self, per_step: Sequence[float]) -> float:
+    def _bar(self, event: StepEvent, now: float) -> str:
+        """One line of the terminal: a bar, and what fits beside it."""
+        from rich.console import Console
+        from rich.progress_bar import ProgressBar
+
+        console = Console(stderr=True)
+        room = console.width - 1
+        _, count, loss = self._words(event)
+        parts = [f"{_clock(now - self._started)} passed"]
+        if self._seconds:
+            taken, rate = self._typical()
+            if event.total:
+                parts = [f"{_clock(taken * (event.total - event.done))} left"]
+            parts.append(f"{rate:,.0f} samples/s" if room >= _WIDE else f"{rate:,.0f}/s")
+            against = f" of {self._predicted_s * 1e3:,.2f}" if self._predicted_s else ""
+            parts.append(f"{taken * 1e3:,.2f}{against} ms")
+        shown = [loss]
+        room -= len(count) + 1 + len(loss) + (_LEAST_BAR + 1) * bool(event.total)
+        for part in [*parts, *_metrics(event).split(", ")[1:]]:
+            if (room := room - len(part) - 2) < 0:
+                break
+            shown.append(part)
+        line = "  ".join(shown)
+        width = min(console.width - len(count) - len(line) - 3, _MOST_BAR)
+        if not event.total or width < _LEAST_BAR:
+            return f"{count} {line}"[: console.width - 1]
+        with console.capture() as bar:
+            console.print(ProgressBar(event.total, event.done, width=width), end="")
+        return f"{count} {bar.get()} {line}"
+
+    def _words(self, event: StepEvent) -> tuple[str, str, str]:
+        """The unit, how many are done, and the loss."""
+        what, total = "mini-batch" if self._is_async else "step", event.total
+        loss = sum(self._losses) / len(self._losses)
+        return what, f"{what} {event.done}{f'/{total}' if total else ''}", f"loss {loss:.4f}"
+
+    def _typical(self) -> tuple[float, float]:
+        """Seconds of a step, and samples per second."""
         from statistics import fmean, median
 
         # A flush has a first step that sets things up.
-        return fmean(per_step) if self._is_async else median(per_step[-50:])
+        mean = fmean if self._is_async else lambda per_step: median(per_step[-50:])
+        taken = mean(self._seconds)
+        return taken, mean(self._samples) / taken
+
+
+def _metrics(event: StepEvent) -> str:
+    return "".join(f", {name} {value:.3f}" for name, value in event.metrics.items())
+
+
+def _clock(seconds: float) -> str:
+    """Hours where there are some, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -18,6 +18,7 @@ from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
 from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import options_set
+from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
 from anabranch.graph.opgraph import Granularity
 from anabranch.planner import PLANNERS
 from anabranch.plans.plan import Mode
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     ScheduleName = str
     PolicyName = str
     OptimizerName = str
+    DeviceName = str
     PlannerNames = list[str]
     PolicyNames = list[str]
 else:
@@ -39,6 +41,7 @@ else:
     ScheduleName = Literal["auto", "published", *SCHEDULES]
     PolicyName = Literal["auto", *POLICIES]
     OptimizerName = Literal[tuple(OPTIMIZERS)]
+    DeviceName = Literal[CPU, *ACCELERATORS]
     PlannerNames = list[StrEnum("Planner", list(PLANNERS))]
     PolicyNames = list[StrEnum("Policy", ["auto", *POLICIES])]
 
@@ -76,14 +79,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 Device = Annotated[
     str | None,
     typer.Option(
-        help="cpu or cuda: measure here; v100, a100 or h100: estimate [default: the cluster's]."
+        help=f"cpu or {USUAL}: measure here; v100, a100 or h100: estimate [default: the cluster's]."
     ),
 ]
 RunsOn = Annotated[
-    Literal["cpu", "cuda"],
+    DeviceName,
     typer.Option(
         "--device",
-        help="Where stages are computed. With cuda each rank takes the GPU of its LOCAL_RANK "
+        help="Where stages are computed. On GPUs each rank takes that of its LOCAL_RANK "
         "(torchrun sets it, local ranks have it too), in turn where ranks outnumber GPUs, and "
         "moves only its own stages there; without --plan, operators are measured on a GPU.",
     ),

@@ -14,6 +14,7 @@ import typer
 from anabranch.cli.output import note
 from anabranch.cli.parsing import parse_counts, powers_of_two, usage
 from anabranch.cli.progress import progress_bar
+from anabranch.device.kinds import ACCELERATORS, CPU
 from anabranch.errors import SearchStoppedError
 from anabranch.graph.opgraph import Granularity
 
@@ -273,4 +274,4 @@ def model_in_file(model: str, file: Path, command: str) -> str:
 
 def _is_here(device: str) -> bool:
     """True if times for a device are measured on this machine, not estimated."""
-    return device.split(":")[0] in ("cpu", "cuda")
+    return device.split(":")[0] in (CPU, *ACCELERATORS)

@@ -25,6 +25,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -34,11 +35,14 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.data.columns import Columns
+from anabranch.data.packed import PackedData, Rows
 from anabranch.data.random_state import mixed, seeded
 from anabranch.errors import DataError
 
 TensorTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name of a batch's tensor -> the shape of a sample, and the type."""
+
+NOT_PACKED = Rows()
 
 _SAMPLES: MutableMapping[Tensor, tuple[bytes, bool]] = WeakTensorKeyDictionary()
 """Tensor of a batch that was read by columns -> digest of its samples, whether it has values."""
@@ -62,10 +66,11 @@ class Loader:
     Args:
         source: see ``loader_of``.
         shuffle: whether a data set without a sampler of its own is read in random order.
+        packing: where batches have their samples.
     """
 
-    def __init__(self, source: Any, *, shuffle: bool) -> None:
-        self.source, self._shuffle = source, shuffle
+    def __init__(self, source: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> None:
+        self.source, self._shuffle, self._packing = source, shuffle, packing
         self._samplers: list[Any] = []
         if isinstance(source, DataLoader):
             self._samplers = [source, source.sampler, source.batch_sampler]
@@ -158,8 +163,12 @@ class Loader:
                 part.set_epoch(epoch)
         order = self._order(batch_size, epoch, seed)
         if order is None:
-            return self._as_they_come(batch_size, epoch, start, seed, state)
-        return self._by_samples(order, epoch, start, seed, reads, types)
+            made = self._as_they_come(batch_size, epoch, start, seed, state)
+        else:
+            made = self._by_samples(order, epoch, start, seed, reads, types)
+        samples = self._is_indexed_set or isinstance(self.source, IterableDataset)
+        collate = getattr(self.source, "collate_fn", default_collate if samples else None)
+        return map(partial(self._packing.packed, is_stacked=collate is default_collate), made)
 
     def _order(self, batch_size: int, epoch: int, seed: int) -> Iterator[Sequence[int]] | None:
         """Sample numbers of every batch; None where the source does not go by them."""
@@ -247,13 +256,13 @@ class Loader:
                 yield batch
 
 
-def loader_of(data: Any, *, shuffle: bool) -> Any:
+def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
     """A function that yields batches: what is one already, or what becomes one.
 
     Args:
         data: a function, or a ``DataLoader``, a data set with ``__len__`` and ``__getitem__``, an
             ``IterableDataset``, all of samples; or any other iterable, of batches.
-        shuffle: see ``Loader``.
+        shuffle, packing: see ``Loader``.
 
     Raises:
         TypeError: if it is none of these.
@@ -263,11 +272,11 @@ def loader_of(data: Any, *, shuffle: bool) -> Any:
         return data
     is_set = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_set or isinstance(data, DataLoader | IterableDataset):
-        return Loader(data, shuffle=shuffle)
+        return Loader(data, shuffle=shuffle, packing=packing)
     if callable(data):
-        return data
+        return data if packing == NOT_PACKED else PackedData(data, packing)
     if isinstance(data, Iterable):
-        return Loader(data, shuffle=shuffle)
+        return Loader(data, shuffle=shuffle, packing=packing)
     raise TypeError(
         f"the data of a Workload is a {type(data).__name__}; give it a function data(batch_size, "
         "epoch) that yields batches, a DataLoader, or a data set"

@@ -60,6 +60,9 @@ class EmulatedTransport:
         self._counts[channel] += 1
         return self._counts[channel] - 1
 
+    def settle(self) -> None:
+        """See ``Transport``; what was sent is under way."""
+
     def flush(self) -> None:
         if self._shared is None:
             self._inner.flush()

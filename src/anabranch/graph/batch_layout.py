@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from anabranch.data.packed import PackedBatch, Rows
 from anabranch.errors import CaptureError
 from anabranch.workload import Batch
 
@@ -26,14 +27,12 @@ class BatchLayout:
         names: of the tensors, by their path in the batch.
         positions: of the tensors among the leaves.
         leaves: tensors and whatever else the example holds.
-        keywords: whether the module takes the batch as keyword arguments.
     """
 
     names: tuple[str, ...]
     positions: tuple[int, ...]
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    keywords: bool
 
     @staticmethod
     def of(example: Batch) -> BatchLayout:
@@ -52,13 +51,13 @@ class BatchLayout:
             raise CaptureError(
                 "dimension 0 of every tensor in the batch has to be the samples, but the shapes "
                 f"are {listed}; expand what is the same for all samples, or make it a buffer of "
-                f"the module{_packed(sizes)}"
+                f"the module{_rows_advice(sizes)}"
             )
         if 0 in {size[0] for size in sizes.values()}:
             raise CaptureError(
                 "the example batch has no samples; at least one is needed, better two"
             )
-        return BatchLayout(names, positions, spec, leaves, isinstance(example, Mapping))
+        return BatchLayout(names, positions, spec, leaves)
 
     @cached_property
     def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -78,8 +77,14 @@ class BatchLayout:
         changed = [item for item in types if unlike is None or item not in unlike.types.items()]
         return ", ".join(f"{name} {type_text(*kind)}" for name, kind in changed)
 
+    def packed(self, batch: Batch) -> Batch:
+        """A batch as the workload's data has it, where a user's own may have rows of samples."""
+        packing = self.spec.context[1] if self.spec.type is PackedBatch else None
+        return packing.packed(batch) if isinstance(packing, Rows) else batch
+
     def flatten(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The tensors of a batch by name; ValueError if it is built otherwise than the example."""
+        batch = self.packed(batch)
         paths, _ = pytree.tree_flatten_with_path(batch)
         tensors = {leaf_name(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
         if len(paths) != len(self.leaves) or tuple(tensors) != self.names:
@@ -111,15 +116,12 @@ class BatchLayout:
         """Number of samples of the example."""
         return int(self.leaves[self.positions[0]].shape[0])
 
-    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the module's forward."""
+    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Batch:
+        """A batch of these tensors, nested as the example."""
         leaves = list(self.leaves)
         for i, value in zip(self.positions, tensors, strict=True):
             leaves[i] = value
-        batch = pytree.tree_unflatten(leaves, self.spec)
-        if self.keywords:
-            return (), dict(batch)
-        return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
+        return pytree.tree_unflatten(leaves, self.spec)
 
     def resized(self, samples: int, device: torch.device | None) -> list[torch.Tensor]:
         """The example's tensors with that many samples, repeated as needed."""
@@ -154,7 +156,7 @@ def _shown(value: Any) -> str:
     return textwrap.shorten(repr(value), 60)
 
 
-def _packed(sizes: Mapping[str, tuple[int, ...]]) -> str:
+def _rows_advice(sizes: Mapping[str, tuple[int, ...]]) -> str:
     """Advice for a batch that has the parts of all samples, such as patches, in dimension 0."""
     samples = min((size[0] for size in sizes.values() if size), default=0)
     for name, size in sizes.items():
@@ -162,7 +164,9 @@ def _packed(sizes: Mapping[str, tuple[int, ...]]) -> str:
             parts = (samples, size[0] // samples, *size[1:])
             return (
                 f"; if {name} has the parts of {samples} samples one after the other, as patches "
-                f"of images, give it as {parts} and flatten the first two dimensions in the forward"
+                f"of images, say so: Workload(..., rows={{{name!r}: {parts[1]}}}), or give it as "
+                f"{parts} and flatten the first two dimensions in the forward; a vision-language "
+                "model of transformers takes batches of anabranch.multimodal_batch as it is"
             )
     return ""
 

@@ -27,9 +27,11 @@ from torch._functorch import eager_transforms, vmap
 from torch.distributions import Distribution
 from torch.utils import checkpoint
 
+from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
 from anabranch.graph.attributes_read import AttributesRead
 from anabranch.graph.data_attribute import data_as_detached
+from anabranch.graph.library_rules import library_rules
 from anabranch.graph.module_state import with_attributes
 from anabranch.graph.raising_guards import without_raising_guards
 
@@ -51,11 +53,11 @@ class ReturnsLoss(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> dict[str, torch.Tensor]:
         """Call the user's module on the batch that these leaves make."""
-        args, kwargs = self._rebuild(leaves)
+        batch = self._rebuild(leaves)
         if torch.compiler.is_dynamo_compiling():
-            return scalars(self.module(*args, **kwargs))
+            return scalars(call_module(self.module, batch, traced=True))
         before = {(owner, name): b for owner, name, b in _buffers(self.module)}
-        output = self.module(*args, **kwargs)
+        output = call_module(self.module, batch, traced=True)
         if _is_fraction(output) and "loss" not in _fields(output):
             self.pairs.add("loss")
         result = scalars(output)
@@ -177,6 +179,7 @@ def export(
                     stack.enter_context(data_as_detached(_refuse_data))
                     stack.enter_context(reads.recording())
                     stack.enter_context(without_raising_guards(checks))
+                    stack.enter_context(library_rules())
                 exported = torch.export.export(
                     module, tuple(leaves), dynamic_shapes=shapes, strict=strict
                 )

@@ -29,6 +29,7 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
 from anabranch.graph.number_metrics import numbers_as_tensors
+from anabranch.graph.raising_guards import without_raising_guards
 from anabranch.graph.rewrites import Rewrite, rewrite
 from anabranch.graph.whole_batch import counted_means
 
@@ -123,6 +124,7 @@ class Exporter:
             return True
         return False
 
+    @without_raising_guards(set())
     def _lowered(
         self, exported: torch.export.ExportedProgram, samples: int, device: torch.device | None
     ) -> FlatProgram:
@@ -146,7 +148,12 @@ class Exporter:
         except Exception as error:
             if exported is self._dynamic:
                 raise RefusedError from error
-            raise
+            text = str(error).partition("\n")[0]
+            raise CaptureError(
+                f"{type(self.module).__name__} cannot be captured with {samples} samples on "
+                f"{device or self.device}: {text} ({type(error).__name__}); types have to be those "
+                "of that device, and sizes follow from those of the batch, not from its values"
+            ) from error
         program = numbers_as_tensors(program, self.outputs)
         for node, source in program.writes_to(BATCH_LEAF):
             raise CaptureError(

@@ -31,12 +31,15 @@ class Assumption:
 class Flow:
     """Dependence of one value on the samples; ``known``: on nothing but the batch and constants.
     ``is_sum`` is false for a statistic that is no sum over samples, such as a ratio of two.
+    ``counts`` is true for a constant that counts samples, such as where the tokens of an expert
+    begin, and for what is made of it.
     """
 
     kind: Literal["constant", "samples", "additive", "statistic", "coupled"]
     degree: int = 0
     known: bool = True
     is_sum: bool = True
+    counts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from anabranch.graph.batch_sums import WHOLE_BATCH_LOSS
 from anabranch.graph.call_groups import CallGroups, bind, components, convex
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.flat_program import FlatProgram, frame, written
@@ -139,7 +140,7 @@ def _absorb(groups: CallGroups, weight: int, blocks: Blocks) -> None:
 
 def _host(groups: CallGroups, v: int, blocks: Blocks) -> int | None:
     block = blocks.block(groups.path[v])
-    nearest = groups.neighbours(v)
+    nearest = [g for g in groups.neighbours(v) if groups.path[g] != WHOLE_BATCH_LOSS]
     choices = [g for g in nearest if blocks.block(groups.path[g]) == block]
     if not choices and (not block or groups.weight[v] == 0):
         choices = nearest

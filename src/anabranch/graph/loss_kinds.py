@@ -14,9 +14,10 @@ SENTENCES: dict[LossKind, str] = {
     "sum": "a sum over samples, which micro-batches and replicas add up exactly",
     "weighted mean": "a mean over what counts in the batch, such as labels that are not ignored; "
     "every micro-batch is divided by the count of the whole batch, so they add up exactly",
-    "coupled": "coupled, as a contrastive loss is: samples are compared with each other, or "
-    "normalised together (SyncBatchNorm), so the operators that do it have the whole batch at "
-    "once, and those before them its micro-batches",
+    "coupled": "coupled, as a contrastive loss is: samples are compared with each other, "
+    "normalised together (SyncBatchNorm) or counted together (the balance of a router's experts), "
+    "so the operators that do it have the whole batch at once, and those before them its "
+    "micro-batches",
 }
 """Explanation of each kind of loss, after "the loss is"."""
 

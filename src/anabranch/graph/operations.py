@@ -76,5 +76,8 @@ ALONG = words(
     """
 )
 FACTORIES = words("new_ones new_zeros new_full zeros_like ones_like full_like")
-COUNTS = words("histc bincount")
+COUNTS = words("histc bincount scatter_add index_add")
+"""Sums over what other values sort into classes, such as the tokens of each expert."""
+
+ARITHMETIC = PRODUCTS | words("mul div add sub rsub where addcmul")
 BATCH_NORMS = words("batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm")

@@ -8,6 +8,7 @@ from itertools import zip_longest
 import torch
 from torch import fx, nn
 
+from anabranch.device import accelerator
 from anabranch.errors import CaptureError
 from anabranch.graph.exporter import Exporter, place_of
 from anabranch.graph.flat_program import (
@@ -85,7 +86,7 @@ class Programs:
         if samples < 1:
             raise ValueError(f"{samples} samples; at least 1 is needed")
         place = torch.device(device) if device is not None else self.device
-        if place.type == "cuda" and not torch.cuda.is_available():
+        if accelerator.is_on_accelerator(place) and not accelerator.count(place.type):
             raise ValueError(f"a program for {place} was asked for, but no such device is here")
         if (samples, place) not in self._made:
             with only_frozen(self.module, self.frozen):
@@ -164,6 +165,10 @@ class Programs:
         samples, place = int(first.shape[0]), device or first.device
         program = self.at(samples, device=place).statistics
         assert program is not None
+        if place.type == "meta":
+            like = [node.meta["val"] for node in program.outputs]
+            values = [torch.empty(v.shape, dtype=v.dtype, device=place) for v in like]
+            return {**tensors, **self._whole_batch.rows(values, samples)}
 
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
@@ -211,5 +216,6 @@ def require_same_calls(
         f"operators are not the same for both: the first that differs is number {first + 1}, where "
         f"the forward of {known} {here} and that of {unknown} {there}{where}; look for a Python "
         "loop or a branch over that size there, or for a list with an entry per sample, and write "
-        "it with tensor operations"
+        "it with tensor operations; a vision-language model of transformers takes batches of "
+        "anabranch.multimodal_batch as it is"
     )

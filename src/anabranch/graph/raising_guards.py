@@ -25,8 +25,11 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 _TORCH = torch.__path__[0]
+_KERNELS = tuple(f"{_TORCH}/{name}" for name in ("_refs", "_decomp", "_meta_registrations"))
+"""PyTorch's own operations in Python, which ask for the special case of no entries."""
 
 
 @contextlib.contextmanager
@@ -48,9 +51,12 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
         return bool(tensor_truth(tensor))
 
     def truth_of_symbol(symbol: torch.SymBool) -> bool:
-        chosen = None
-        if not _is_in_torch(sys._getframe(1)) and _depends_on_data(symbol):
-            chosen = _goes_on(sys._getframe(1), left_out)
+        chosen, frame = None, sys._getframe(1)
+        if _depends_on_data(symbol):
+            if not _is_in_torch(frame):
+                chosen = _goes_on(frame, left_out)
+            elif frame.f_code.co_filename.startswith(_KERNELS):
+                chosen = guard_or_false(symbol)
         return bool(symbol_truth(symbol)) if chosen is None else chosen
 
     tensors.__bool__, symbols.__bool__ = truth_of_tensor, truth_of_symbol

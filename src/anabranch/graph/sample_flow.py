@@ -44,6 +44,7 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.flows import Assumption, Flow, SampleFlow, StatisticUse
 from anabranch.graph.operations import (
     ALONG,
+    ARITHMETIC,
     BATCH_NORMS,
     BY_CLASS,
     CONVOLUTIONS,
@@ -89,7 +90,7 @@ class _Follower:
             elif node.op == "get_attr":
                 self.flows[node] = Flow("constant")
             elif node.op == "call_function":
-                self.flows[node] = self.followed(node)
+                self.flows[node] = self.with_counts(node, self.followed(node))
                 self.write(node)
         return SampleFlow(
             self.flows,
@@ -106,6 +107,21 @@ class _Follower:
             for other in self.flows if not flow.known else ():
                 if other.meta.get("storage", 0) == target.meta.get("storage", 1):
                     self.flows[other] = replace(self.flows[other], known=False)
+
+    def with_counts(self, node: fx.Node, flow: Flow) -> Flow:
+        """The flow of a call, which may read a count: one that weighs what is learned, as in the
+        balance of experts, has to be that of the whole batch.
+        """
+        inputs = [self.flows[source] for source in node.all_input_nodes]
+        value = tensor(node)
+        if not any(f.counts for f in inputs) or value is None:
+            return flow
+        is_weight = base_name(node).rstrip("_") in ARITHMETIC and value.requires_grad
+        if is_weight and any(f.kind in ("samples", "additive") for f in inputs):
+            self.coupling.append(node)
+            has_axis = self.axes.get(node, SampleAxis(-1)).dim >= 0
+            return Flow("samples" if has_axis else "coupled", 0, False)
+        return replace(flow, counts=flow.kind == "constant")
 
     def followed(self, node: fx.Node) -> Flow:
         inputs = [self.flows[n] for n in node.all_input_nodes]
@@ -129,7 +145,7 @@ class _Follower:
         if axis.dim >= 0 or axis.trouble == RAGGED:
             return self.per_sample(node, axis, inputs, known)
         if self.counts_reordered(node):
-            return Flow("constant", 0, known)
+            return Flow("constant", 0, known, counts=True)
         flow = self.for_batch(node, inputs, known)
         if flow.kind == "additive" and known:
             return Flow("statistic", flow.degree)
@@ -147,7 +163,8 @@ class _Follower:
         if value is None or "coupled" in kinds or not kinds & {"samples", "additive"}:
             return None
         operator = self.unknown_operator(node)
-        is_scalar = value.numel() == 1
+        # A size that depends on the data is not compared.
+        is_scalar = all(isinstance(n, int) and n == 1 for n in value.shape)
         if not operator and (is_scalar or self.rearranged.isdisjoint(node.all_input_nodes)):
             return None
         if operator:
@@ -178,7 +195,7 @@ class _Follower:
             value is not None
             and not value.requires_grad
             and any(axis.trouble not in ("", PAIRS, RAGGED) for axis in axes)
-            and (not value.is_floating_point() or base_name(node) in COUNTS)
+            and (not value.is_floating_point() or base_name(node).rstrip("_") in COUNTS)
         )
 
     def without_samples(self, node: fx.Node, axis: SampleAxis, known: bool) -> Flow:
@@ -306,6 +323,8 @@ class _Follower:
             share = degree == 0
             for source in sources[1:]:
                 if self.flows[source].kind == "statistic":
+                    if base_name(source) == "item":
+                        (source,) = source.all_input_nodes
                     self.uses.append(StatisticUse(node, source, share))
                     return Flow("additive", degree - share, known)
             return Flow("additive", degree + scale, known)
@@ -355,6 +374,8 @@ class _Follower:
             )
         if len(set(degrees)) > 1 and name not in PRODUCTS:
             return nothing
+        if name in COUNTS and not ragged and _adds_to_nothing(node, name):
+            return Flow("additive", degrees[0], known)
         if name == "sum":
             return Flow("additive", degrees[0], known)
         if name == "mean":
@@ -362,6 +383,13 @@ class _Follower:
         if name in PRODUCTS and len(moving) == 2:
             return Flow("additive", sum(degrees), known)
         return nothing
+
+
+def _adds_to_nothing(node: fx.Node, name: str) -> bool:
+    """True if a sum by classes begins with zeros."""
+    first = node.args[0]
+    zeros = ("zeros", "zeros_like", "new_zeros")
+    return not name.endswith("_add") or (isinstance(first, fx.Node) and base_name(first) in zeros)
 
 
 def has_classes(node: fx.Node) -> bool:

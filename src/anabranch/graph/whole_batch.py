@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from anabranch.graph.batch_sums import Sums, batch_sums, put_in_rows
 from anabranch.graph.call_traits import arguments, base_name
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
@@ -76,10 +77,12 @@ class WholeBatch:
         statistics: calls whose values are needed of the whole batch; those in ``shares`` as the
             share of a slice, which then is a sum over rows.
         uses: (reading call, number of the statistic).
+        sums: calls whose values reach a coupled loss as rows, see ``batch_sums``.
     """
 
     statistics: tuple[tuple[int, bool], ...]
     uses: tuple[tuple[int, int], ...]
+    sums: Sums = ()
 
     @staticmethod
     def of(program: FlatProgram, flow: SampleFlow) -> WholeBatch:
@@ -90,7 +93,7 @@ class WholeBatch:
         for use in flow.uses:
             key = position[use.argument], use.share
             uses.append((position[use.call], numbers.setdefault(key, len(numbers))))
-        return WholeBatch(tuple(numbers), tuple(uses))
+        return WholeBatch(tuple(numbers), tuple(uses), batch_sums(program, flow))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,10 +101,13 @@ class WholeBatch:
         return tuple(f"statistic of the batch {i}" for i in range(len(self.statistics)))
 
     def put_in(self, program: FlatProgram) -> FlatProgram:
-        """The program of a slice, which reads the statistics as tensors of the batch."""
-        if not self.statistics:
-            return program
+        """The program of a slice, which reads the statistics as tensors of the batch, and sums of
+        the batch as rows.
+        """
         calls = program.calls
+        if not self.statistics:
+            put_in_rows(program, calls, self.sums)
+            return program
         statistics = self._made(program)
         sources = dict(program.sources)
         values: list[fx.Node] = []
@@ -123,9 +129,14 @@ class WholeBatch:
                 read = insert(reader, _aten.to.dtype, total, reader.meta["val"].dtype)
             else:
                 read = insert(reader, _aten.select.int, values[number], 0, 0)
-            reader.replace_input_with(calls[index], read)
+            statistic = calls[index]
+            for source in reader.all_input_nodes:
+                # A number that was asked for (``item``) is the tensor that it is of.
+                if source is statistic or (base_name(source), *source.args) == ("item", statistic):
+                    reader.replace_input_with(source, read)
         sliced = replace(program, sources=sources, statistics=statistics)
         sliced.drop_dead()
+        put_in_rows(sliced, calls, self.sums)
         return sliced
 
     def _made(self, program: FlatProgram) -> FlatProgram:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph
@@ -46,6 +46,22 @@ class Planner(Protocol):
         ...
 
 
+class Runs(NamedTuple):
+    """How a stage graph runs, beside its schedule.
+
+    Attributes:
+        shared: whether replicas share the optimizer's state.
+        split: whether backwards are split.
+    """
+
+    shared: bool = False
+    split: bool = False
+
+
+WHOLE = Runs()
+"""Every replica holds its optimizer's state, and backwards are whole."""
+
+
 @runtime_checkable
 class Improving(Protocol):
     """Proposals that can be improved once the best of them is known."""
@@ -56,17 +72,27 @@ class Improving(Protocol):
         """Return the proposals that are taken for the best, promising ones first."""
         ...
 
-    def near(self, graph: StageGraph, *, shared: bool = False) -> Iterable[StageGraph]:
-        """Return stage graphs that differ little from a proposal, promising ones first.
+    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> Iterable[StageGraph]:
+        """Return stage graphs that differ little from a proposal, promising ones first."""
+        ...
 
-        Args:
-            shared: for replicas that share the optimizer's state.
+    def promising(
+        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = ...
+    ) -> Iterable[StageGraph]:
+        """Return the stage graphs among some that may take less than so many seconds if they run
+        so, promising ones first.
         """
         ...
 
-    def sharing(self, graphs: Iterable[StageGraph], limit: float) -> Iterable[StageGraph]:
-        """Return the stage graphs among some that may take less than so many seconds where replicas
-        share the optimizer's state, promising ones first.
+    def again(
+        self, best: StageGraph, runs: Runs, choice: Runs
+    ) -> Iterable[tuple[StageGraph, Runs]]:
+        """Return more proposals with how they run, found from the best plan on; none where the
+        search has done what it was given.
+
+        Args:
+            runs: how the best plan runs.
+            choice: what of it may be chosen.
         """
         ...
 

@@ -47,6 +47,9 @@ class Prediction:
     enough_step_s: float | None = None
 
 
+_MOST_STAGES = 12
+"""Stages of a summary that have a line each."""
+
 NOT_PREDICTED = "not predicted"
 """Text in place of the figures of a plan without a prediction."""
 
@@ -238,17 +241,20 @@ class Plan:
             "is not of this model, and another plan may be faster; plan this model anew"
         )
 
-    def summary(self) -> str:
-        """Return a table of the stages and the predicted figures, as plain text."""
-        graph = self.stage_graph
-        predicted = self.predicted
-        said = NOT_PREDICTED
+    def summary(self, gains: Sequence[str] = ()) -> str:
+        """Return the predicted figures and a table of the stages, as plain text.
+
+        Many stages that are alike have one line.
+
+        Args:
+            gains: lines about other plans, which follow the step.
+        """
+        graph, predicted, said = self.stage_graph, self.predicted, NOT_PREDICTED
         if predicted is not None:
-            peak = max(predicted.device_peak_bytes)
             said = headline(
                 predicted.step_s,
                 predicted.bubble,
-                peak,
+                max(predicted.device_peak_bytes),
                 graph.batch_size,
                 self.mode,
                 predicted.period_s,
@@ -262,28 +268,52 @@ class Plan:
         is_shared = self.shard_optimizer and any(stage.replicas > 1 for stage in graph.stages)
         how = f"asynchronous {self.schedule}, {self.policy}" if is_async else self.schedule
         lines = [
+            said,
+            *gains,
+            *(bound_text(predicted) + enough_text(predicted) if predicted is not None else ()),
             f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
             f"batch {graph.batch_size}",
-            said,
-            *(bound_text(predicted) + enough_text(predicted) if predicted is not None else ()),
+            *_stage_lines(graph),
             self.costs,
             *(["replicas share the optimizer's state"] if is_shared else []),
             *([_IN_TURNS] if self.round_robin else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]
-        modes = _modes(graph)
-        after = [", ".join(map(str, before)) or "-" for before in graph.predecessors]
-        devices = [ranges(stage.devices) for stage in graph.stages]
-        wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
-        for s, stage in enumerate(graph.stages):
-            lines.append(
-                f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "
-                f"micro-batch {stage.microbatch_size:4d}  in flight {stage.in_flight:3d}  "
-                f"{modes[s]}{len(stage.operators):3d} operator"
-                f"{'s' if len(stage.operators) > 1 else ''}: {span(stage.operators)}"
-            )
         return "\n".join(lines)
+
+
+def _stage_lines(graph: StageGraph) -> list[str]:
+    """A line for each stage; of more than ``_MOST_STAGES``, for those that are alike."""
+    modes = _modes(graph)
+    after = [", ".join(map(str, before)) or "-" for before in graph.predecessors]
+    devices = [ranges(stage.devices) for stage in graph.stages]
+    what = [
+        f"micro-batch {stage.microbatch_size:4d}  in flight {stage.in_flight:3d}  {modes[s]}"
+        f"{len(stage.operators):3d} operator{'s' if len(stage.operators) > 1 else ''}"
+        for s, stage in enumerate(graph.stages)
+    ]
+    if len(graph) <= _MOST_STAGES:
+        wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
+        return [
+            f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "
+            f"{what[s]}: {span(stage.operators)}"
+            for s, stage in enumerate(graph.stages)
+        ]
+    alike: dict[tuple[str, int, bool], list[int]] = {}
+    for s, stage in enumerate(graph.stages):
+        alike.setdefault((what[s], stage.replicas, after[s] == "-"), []).append(s)
+    lines = []
+    for (words, replicas, is_first), stages in alike.items():
+        first = stages[0]
+        plural, each = ("s", " each") if len(stages) > 1 else ("", "")
+        before = "-" if is_first else f"{after[first]}{', ...' if each else ''}"
+        lines.append(
+            f"  stage{plural} {ranges(stages)}, after {before}, {replicas} "
+            f"device{'s' if replicas > 1 else ''}{each}, {' '.join(words.split())}{each}: "
+            f"{span(graph.stages[first].operators)}{', ...' if each else ''}"
+        )
+    return lines
 
 
 def span(operators: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as all_nonzero
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
@@ -27,7 +28,7 @@ from anabranch.profile.kernel_trace import (
     TracedModel,
     checked_counts,
 )
-from anabranch.profile.kernels import MetaRun, Recorder
+from anabranch.profile.kernels import MetaRun, Recorder, cannot_estimate
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_runner import (
     example_batch,
@@ -91,7 +92,11 @@ def _kernels(captured: Captured, samples: int) -> KernelTrace:
     @contextmanager
     def recorded(op: int, is_backward: bool) -> Iterator[None]:
         with Recorder(nbytes.see) as recorder:
-            yield
+            try:
+                yield
+            except (RuntimeError, TypeError, ValueError) as error:
+                name, step = captured.graph.ops[op].name, "backward" if is_backward else "forward"
+                raise cannot_estimate(f"the {step} of operator {name}", error) from error
         seen.extend((int(is_backward), op, kernel) for kernel in recorder.kernels)
 
     nbytes = BytesObserver(len(program), [*at_hand, *batch.values()], recorded)
@@ -100,7 +105,9 @@ def _kernels(captured: Captured, samples: int) -> KernelTrace:
         result: Sequence[Tensor] = MetaRun(program[op].module, tensors[op]).run(*inputs)
         return result
 
-    run_operators(program, batch, call, nbytes)
+    # Where a mask chooses entries, all of them: the most that a batch can need.
+    with all_nonzero.patch(meta_nonzero_assume_all_nonzero=True):
+        run_operators(program, batch, call, nbytes)
     return KernelTrace(
         tuple(kernel for _, _, kernel in seen),
         tuple(which for which, _, _ in seen),

@@ -6,6 +6,7 @@ dropout are replaced by PyTorch's fused kernels for GPUs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from anabranch.errors import ProfileError
+from anabranch.graph.export import user_line
 from anabranch.graph.operations import words
 from anabranch.profile.kernel_trace import Kernel
 
@@ -56,15 +59,52 @@ class MetaRun(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(module)
         self.tensors = tensors
+        self.extra_traceback = False
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The meta tensor; what is no tensor is a sub-graph, such as that of an autocast region."""
         tensor = self.tensors.get(target)
         return super().get_attr(target, args, kwargs) if tensor is None else tensor
 
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one call; ProfileError where it needs values."""
+        try:
+            return super().run_node(n)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise cannot_estimate(f"{n.target}, {user_line(n)},", error) from error
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call the operation that a GPU runs instead, if there is one."""
         return _AS_ON_GPU.get(target, target)(*args, **kwargs)
+
+
+def cannot_estimate(what: str, error: Exception) -> ProfileError:
+    """The error of an operation that does not run on tensors without values."""
+    text = re.split(r"\n|\. ", str(error))[0].rstrip(".")
+    return ProfileError(
+        f"{what} cannot be estimated ({text}): an estimate computes sizes without values, as on "
+        "the meta device; measure the model on a device (anabranch profile MODEL --device cuda, "
+        "or cpu), or let sizes follow from those of the batch, such as with a mask; if one process "
+        "raises the same without anabranch, correct it there"
+    )
+
+
+def _embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    # A sparse gradient without padding has a size that depends on the data: at most all rows.
+    padding_idx = -1 if sparse else padding_idx
+    made: Tensor = aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
+    return made
+
+
+def _masked_select(value: Tensor, mask: Tensor) -> Tensor:
+    value, mask = torch.broadcast_tensors(value, mask)
+    return value[mask]
 
 
 def _attention(
@@ -105,6 +145,8 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
 _AS_ON_GPU: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: _attention,
     aten.dropout.default: _dropout,
+    aten.embedding.default: _embedding,
+    aten.masked_select.default: _masked_select,
 }
 
 _FREE = words(

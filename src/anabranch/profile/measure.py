@@ -34,11 +34,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+from anabranch.device import accelerator
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
 from anabranch.profile.operator_bytes import BytesObserver
-from anabranch.profile.operator_clock import CudaOperatorClock, OperatorClock
+from anabranch.profile.operator_clock import EventOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (
     example_batch,
     operator_programs,
@@ -68,8 +69,8 @@ def measure(
 
     Args:
         captured: the model; its example batch is repeated or cut to each sample count.
-        device: ``cpu``, or ``cuda`` with an optional index; if the model is elsewhere, copies of
-            the operators run there, which share one copy of the weights.
+        device: ``cpu``, or a GPU by torch's name, with an optional index; if the model is
+            elsewhere, copies of the operators run there, which share one copy of the weights.
         repeats: timed steps per sample count, besides a first one.
         budget_s: seconds for everything. When they are spent, fewer repeats have to do; sample
             counts that would not fit at all are left out, with a warning.
@@ -86,8 +87,8 @@ def measure(
     if not counts or counts[0] < 1 or repeats < 0:
         raise ValueError(f"cannot measure {repeats} repeats at {counts} samples")
     place = torch.device(device)
-    if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"cannot measure on {device}; cpu and cuda are possible")
+    if place.type != "cpu" and not accelerator.has_streams(place):
+        raise ValueError(f"cannot measure on {device}; cpu and {accelerator.usual()} are possible")
     if any(t.is_meta for t in captured.module.state_dict(keep_vars=True).values()):
         raise ProfileError(
             "the model was built on the meta device, which has no numbers to compute with; "
@@ -96,13 +97,13 @@ def measure(
             "weights for, on every rank those of its own stages"
         )
     counts = workable_counts(captured, counts)
-    if place.type == "cuda" and not torch.cuda.is_available():
+    if place.type != "cpu" and not accelerator.count(place.type):
         raise ProfileError(
-            "there is no CUDA device here to measure on; measure on the cpu, or estimate for a GPU "
-            "with device v100, a100 or h100"
+            f"there is no {place.type.upper()} device here to measure on; measure on the cpu, or "
+            "estimate for a GPU with device v100, a100 or h100"
         )
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
+    if place.type != "cpu" and place.index is None:
+        place = torch.device(place.type, torch.accelerator.current_device_index())
     copies = _Copies(place, captured.module)
     with _left_as_it_was(captured.module, place), _threads(threads):
         deadline = time.perf_counter() + budget_s
@@ -119,7 +120,7 @@ class Measurement:
 
     Args:
         samples: sample counts with which the model works.
-        device: ``cpu``, or ``cuda`` with an index.
+        device: ``cpu``, or a GPU by torch's name, with an index.
     """
 
     def __init__(self, captured: Captured, samples: Sequence[int], *, device: str = "cpu") -> None:
@@ -151,7 +152,9 @@ class _Bench:
         self.batch = example_batch(captured, samples, self.device)
         self.modules = [copies.of(program.module) for program in self.programs]
         self.clock = (
-            CudaOperatorClock(self.device) if self.device.type == "cuda" else OperatorClock()
+            EventOperatorClock(self.device)
+            if accelerator.has_streams(self.device)
+            else OperatorClock()
         )
         self.forward_s: list[list[float]] = [[] for _ in self.programs]
         self.backward_s: list[list[float]] = [[] for _ in self.programs]
@@ -382,11 +385,11 @@ def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
-    gpus = [device] if device.type == "cuda" else []
+    gpus = [device] if accelerator.is_on_accelerator(device) else []
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with torch.random.fork_rng(gpus), torch.enable_grad():
+        with torch.random.fork_rng(gpus, device_type=device.type), torch.enable_grad():
             yield
     finally:
         if collecting:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.device import accelerator
+
 
 class OperatorClock:
     """Seconds of operators on the CPU."""
@@ -49,27 +51,25 @@ class OperatorClock:
         return self.forward_s, self.backward_s
 
 
-class CudaOperatorClock(OperatorClock):
-    """Seconds on a GPU: events in its queue, read when it has caught up."""
+class EventOperatorClock(OperatorClock):
+    """Seconds on a GPU: events in its stream, read when it has caught up."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def start(self, num_ops: int) -> None:
         super().start(num_ops)
-        self.events: list[tuple[list[float], int, torch.cuda.Event, torch.cuda.Event]] = []
-        torch.cuda.synchronize(self.device)
+        self.events: list[tuple[list[float], int, torch.Event, torch.Event]] = []
+        accelerator.synchronize(self.device)
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def now(self) -> torch.Event:
+        return accelerator.mark(self.device, timed=True)
 
     def add(self, seconds: list[float], op: int, begin: Any, end: Any) -> None:
         self.events.append((seconds, op, begin, end))
 
     def stop(self) -> tuple[list[float], list[float]]:
-        torch.cuda.synchronize(self.device)
+        accelerator.synchronize(self.device)
         for seconds, op, start, end in self.events:
             seconds[op] += start.elapsed_time(end) / 1e3
         return super().stop()

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from anabranch.device.accelerator import claim, prepare
 from anabranch.errors import InvalidPlanError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import changed_by_samples
@@ -18,7 +19,7 @@ from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.initialisation import meta_names, require_constants
 from anabranch.runtime.optimizer_facts import updates_by_element
-from anabranch.runtime.placement import claim, own_device, start_of
+from anabranch.runtime.placement import own_device, start_of
 from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
 from anabranch.runtime.process_groups import join
 from anabranch.workload import Workload
@@ -75,6 +76,7 @@ def assign(
     module = captured.module
     home = start_of(module)
     place = home if device is None else own_device(device)
+    prepare(place)
     claim(place)
     join(timeout)
     require_agreement(facts_of(captured, plan, {**facts, **asdict(compute), "device": place.type}))

@@ -18,6 +18,7 @@ from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target
+from anabranch.device import accelerator
 from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -71,7 +72,12 @@ class Checkpointing:
             target = Target(Path(folder).absolute(), number, self._mesh.size, self.progress())
             part = self.state.part(further or {}, copies=None if wait else self._copies)
             self._saving = saving = Saving(
-                target, self._mesh.rank, part, keep=keep, timeout=self.timeout
+                target,
+                self._mesh.rank,
+                part,
+                keep=keep,
+                timeout=self.timeout,
+                ready=accelerator.waiter(self.workers.place),
             )
             if wait:
                 self._mesh.barrier()  # the first rank has made the folder, and not failed

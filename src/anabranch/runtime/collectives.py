@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport import Receipt, Transport, guarded
 
@@ -22,6 +27,10 @@ SMALL = 64
 """Numbers of a small tensor, at most."""
 
 
+_LOOK_S = 2e-4
+"""Seconds between two looks at a collective of the host beside notices of other ranks."""
+
+
 class Pending:
     """A collective that was started.
 
@@ -29,15 +38,23 @@ class Pending:
         result: complete after ``wait``.
         work: operation of a process group, where one does it.
         finish: takes the messages of the other ranks, where those do it.
+        progress: does what other ranks wait for, for so many seconds, while this one waits.
     """
 
     def __init__(
         self,
         result: Tensor,
         work: dist.Work | None = None,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
+        progress: Callable[[float], None] | None = None,
     ) -> None:
         self._result, self._work, self._finish = result, work, finish
+        self._progress = progress
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the result."""
+        return self._result.shape
 
     @property
     def is_done(self) -> bool:
@@ -50,12 +67,112 @@ class Pending:
             return self._result
         with POSITION.waiting():
             if self._work is not None:
+                while self._progress is not None and not guarded(self._work.is_completed):
+                    self._progress(_LOOK_S)
                 guarded(self._work.wait)
                 self._work = None
             if self._finish is not None:
                 finish, self._finish = self._finish, None
                 finish()
         return self._result
+
+
+def staged(start: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Wrap a method that starts a collective: tensors of devices that Gloo does not take go through
+    the memory of the host.
+    """
+
+    @wraps(start)
+    def through_host(mesh: Any, tensor: Tensor, *args: Any) -> Pending:
+        if accelerator.has_collectives(tensor.device):
+            return start(mesh, tensor, *args)
+        pending = start(mesh, tensor.cpu(), *args)
+        shape = pending.shape
+        result = tensor if shape == tensor.shape else tensor.new_empty(shape)
+        return Pending(result, finish=lambda: result.copy_(pending.wait()))
+
+    return through_host
+
+
+class Streams(Protocol):
+    """Streams of a rank's device, one per set of ranks."""
+
+    def fence(self) -> Any:
+        """Mark the place behind all that the compute stream has been given so far."""
+        ...
+
+    def start(self, ranks: tuple[int, ...], after: Any, call: Callable[[], Any]) -> Any:
+        """Start a collective behind a fence."""
+        ...
+
+
+class DeviceStreams:
+    """Those of an accelerator."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._streams: dict[tuple[int, ...], torch.Stream] = {}
+
+    def fence(self) -> Any:
+        return accelerator.mark(self._place)
+
+    def start(self, ranks: tuple[int, ...], after: Any, call: Callable[[], Any]) -> Any:
+        if ranks not in self._streams:
+            self._streams[ranks] = accelerator.new_stream(self._place)
+        stream = self._streams[ranks]
+        stream.wait_event(after)
+        with stream:  # NCCL's own stream waits for the one that is current
+            return guarded(call)
+
+
+class DeviceSums:
+    """Collectives of GPUs, which the devices get when the hosts of all ranks of a set have come to
+    them.
+
+    A collective is a kernel that spins until all ranks have it. A host that gave it to its device
+    before another one has what it needs for its own, and then waited for the device, would wait for
+    ever. So collectives are kept until this rank waits for one, or ``begin``; the sets of ranks
+    have one order everywhere. On the device each begins where its tensor is complete, which may be
+    long before the place where the host is.
+
+    Args:
+        meet: waits for all ranks of a set.
+    """
+
+    def __init__(self, meet: Callable[[tuple[int, ...]], None], streams: Streams) -> None:
+        self._meet, self._streams = meet, streams
+        self._kept: dict[tuple[int, ...], list[_Collective]] = defaultdict(list)
+
+    def add(self, ranks: tuple[int, ...], result: Tensor, call: Callable[[], dist.Work]) -> Pending:
+        """Start a collective, now or later; its tensors are complete on the compute stream."""
+        collective = _Collective(call, self._streams.fence())
+        self._kept[ranks].append(collective)
+
+        def finish() -> None:
+            if collective.work is None:
+                self.begin()
+            assert collective.work is not None
+            guarded(collective.work.wait)
+
+        return Pending(result, finish=finish)
+
+    def begin(self) -> None:
+        """Give the device all that is kept; all ranks of a set do so between the same others."""
+        for ranks in sorted(self._kept):
+            collectives = self._kept.pop(ranks)
+            self._meet(ranks)
+            for collective in collectives:
+                start = self._streams.start
+                collective.work = start(ranks, collective.after, collective.call)
+
+
+@dataclass(slots=True, eq=False)
+class _Collective:
+    """One that is kept, and the fence behind which it may begin."""
+
+    call: Callable[[], dist.Work]
+    after: Any
+    work: dist.Work | None = None
 
 
 class MessageCollectives:

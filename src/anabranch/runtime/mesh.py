@@ -6,29 +6,37 @@ everywhere, and only numbers travel. With one device every collective is the ide
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.collectives import (
     MOST_LARGE,
     MOST_SMALL,
     SMALL,
+    DeviceStreams,
+    DeviceSums,
     MessageCollectives,
     Pending,
+    staged,
 )
 from anabranch.runtime.guards.shared_failure import SharedFailure
 from anabranch.runtime.process_groups import (
     abort,
+    blocks_of,
     choose_backend,
     connect,
     destroy,
     join,
     nccl_digest,
     new_group,
+    require_streams,
 )
 from anabranch.runtime.transport import (
     Channel,
@@ -40,13 +48,18 @@ from anabranch.runtime.transport import (
     guarded,
     meet,
 )
-from anabranch.runtime.transport.nccl import GpuWire, require_streams
+from anabranch.runtime.transport.handshake import Handshake
+from anabranch.runtime.transport.nccl import GpuWire
+from anabranch.runtime.transport.notices import HostNotices
 
 _CPU = torch.device("cpu")
 _ALL: tuple[int, ...] = ()
 """Key of the group of all ranks for what the run itself needs. A parameter that all ranks share has
 a group of its own, whose sums begin in another order.
 """
+
+_FOREVER_S = 3e8
+"""Seconds that a thread waits for a notice, which may never come."""
 
 
 class Mesh:
@@ -89,22 +102,28 @@ class Mesh:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._made: list[dist.ProcessGroup] = []
         self._on_gpus: list[dist.ProcessGroup] = []
+        self._handshake: Handshake | None = None  # where ranks have a GPU each
+        self._sums: DeviceSums | None = None
+        self._sets = sorted(ranks for ranks in set(sets) if len(ranks) > 1)
         if self.size > 1:
             self._groups[_ALL] = self._new_group(self._everyone, "gloo")
             self.backend = choose_backend(self.all_gather_bytes(nccl_digest(place)))
-            for ranks in sorted(set(sets)):
-                if len(ranks) > 1:
-                    self._groups[ranks] = self._new_group(ranks, self.backend)
+            blocks = blocks_of(self._sets, self.size)
+            for ranks in self._sets:
+                self._groups[ranks] = self._new_group(ranks, self.backend, blocks=blocks)
             for group in self._on_gpus:
                 connect(group, place)
+            if self.backend == "nccl":
+                self._connect_notices()
+                self._sums = DeviceSums(self._meet, DeviceStreams(place))
             self.barrier()
 
     # A barrier follows whatever makes connections: a rank that fails, and leaves, as soon as its
     # own are made would disturb those who are still connecting to each other.
     def _new_group(
-        self, ranks: tuple[int, ...], backend: str, *, prior: bool = False
+        self, ranks: tuple[int, ...], backend: str, *, prior: bool = False, blocks: int = 0
     ) -> dist.ProcessGroup | None:
-        group = new_group(ranks, self._timeout, backend, prior=prior)
+        group = new_group(ranks, self._timeout, backend, prior=prior, blocks=blocks)
         if group is not None:
             self._made.append(group)
             if backend == "nccl":
@@ -122,36 +141,71 @@ class Mesh:
         if self.size == 1:
             return None
         through_host = self._host_transport()
-        if place.type != "cuda" or not channels or self.backend != "nccl":
+        if not accelerator.is_on_accelerator(place) or not channels or self.backend != "nccl":
             return through_host
-        require_streams(channels)
-        groups = {}
-        for channel in sorted(channels):
-            group = self._new_group((channel.sender, channel.receiver), "nccl", prior=True)
+        pairs = sorted({channel[:2] for channel in channels})
+        require_streams([*pairs, *self._sets], self.size, place)
+        blocks, groups = blocks_of(pairs, self.size), {}
+        for pair in pairs:
+            group = self._new_group(pair, "nccl", prior=True, blocks=blocks)
             if group is not None:
-                groups[channel] = group
+                groups[pair] = group
         wire = GpuWire(groups, self.rank, place)
         wire.connect()
         self.barrier()
-        return NcclTransport(self.rank, groups, wire, place, self._timeout, through_host)
+        assert self._handshake is not None
+        timeout, handshake = self._timeout, self._handshake
+        return NcclTransport(self.rank, groups, wire, place, timeout, handshake, through_host)
 
     def _host_transport(self) -> Transport:
-        meeting = meet(self.rank, self.all_gather_bytes)
-        routes: dict[int, Transport] = {}
-        transports: list[Transport] = []
-        if meeting.peers:
-            host = HostTransport(meeting, self._timeout)
-            transports.append(host)
-            routes = dict.fromkeys(meeting.peers, host)
-        # A group is made by all ranks together, also by one that does not need it.
-        if any(map(any, self.all_gather_bytes(bytes([len(routes) < self.size - 1])))):
-            remote = ProcessGroupTransport(new_group(self._everyone, self._timeout), self._timeout)
-            transports.append(remote)
-            routes = dict.fromkeys(self._everyone, remote) | routes
-        elif transports and self._near is None:
+        host, ranks, remote = self._host_connections(self._timeout)
+        transports: list[Transport] = [t for t in (host, remote) if t is not None]
+        if remote is None and self._near is None and self._handshake is None:
             self._near = MessageCollectives(transports[0], self.rank)
         self.barrier()
-        return transports[0] if len(transports) == 1 else Router(routes, transports)
+        if len(transports) == 1:
+            return transports[0]
+        assert host is not None
+        assert remote is not None
+        routes: dict[int, Transport] = dict.fromkeys(self._everyone, remote)
+        return Router(routes | dict.fromkeys(ranks, host), transports)
+
+    def _host_connections(
+        self, timeout: float
+    ) -> tuple[HostTransport | None, frozenset[int], ProcessGroupTransport | None]:
+        """Return a transport to ranks of this host, these ranks, and one to others."""
+        meeting = meet(self.rank, self.all_gather_bytes)
+        host = HostTransport(meeting, self._timeout) if meeting.peers else None
+        # A group is made by all ranks together, also by one that does not need it.
+        lacks = len(meeting.peers) < self.size - 1
+        if not any(map(any, self.all_gather_bytes(bytes([lacks])))):
+            return host, frozenset(meeting.peers), None
+        remote = ProcessGroupTransport(new_group(self._everyone, timeout), timeout)
+        return host, frozenset(meeting.peers), remote
+
+    def _connect_notices(self) -> None:
+        """Make what ranks tell each other by before they give their devices anything."""
+        host, ranks, remote = self._host_connections(_FOREVER_S)
+        self._notices = HostNotices(host, ranks, remote)
+        self._handshake = Handshake(self.rank, self._notices, self._timeout)
+
+    def _meet(self, ranks: tuple[int, ...]) -> None:
+        assert self._handshake is not None
+        self._handshake.meet(ranks, self._sets.index(ranks))
+
+    def begin_sums(self) -> None:
+        """Give the device the collectives that were started; see ``DeviceSums``."""
+        if self._sums is not None:
+            self._sums.begin()
+
+    def _begun(
+        self, key: tuple[int, ...], tensor: Tensor, call: Callable[[], Any], result: Tensor
+    ) -> Pending:
+        """Begin a collective of a process group, or keep it until all hosts have come to it."""
+        if self._sums is not None and key and accelerator.is_on_accelerator(tensor.device):
+            return self._sums.add(key, result, call)
+        progress = None if self._handshake is None else self._handshake.progress
+        return Pending(result, guarded(call), progress=progress)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather bytes, on all ranks of one length."""
@@ -162,6 +216,7 @@ class Mesh:
         """Sum over the ranks of a set (by default all), in place."""
         return self.start_all_reduce(tensor, ranks).wait()
 
+    @staged
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
         """Start ``all_reduce`` in the background. Ranks of one set start their collectives in one
         order.
@@ -171,19 +226,20 @@ class Mesh:
             return Pending(tensor)
         if (near := self._near_for(tensor, chosen)) is not None:
             return near.all_reduce(tensor, chosen, self._tag(key))
-        work = guarded(lambda: dist.all_reduce(tensor, group=self._groups[key], async_op=True))
-        return Pending(tensor, work)
+        call = partial(dist.all_reduce, tensor, group=self._groups[key], async_op=True)
+        return self._begun(key, tensor, call, tensor)
 
+    @staged
     def start_reduce(self, tensor: Tensor, ranks: tuple[int, ...], target: int) -> Pending:
         """Start to sum for one rank of a set, in place; others are left with anything."""
         if len(ranks) == 1:
             return Pending(tensor)
         if (near := self._near_for(tensor, ranks)) is not None:
             return near.reduce(tensor, ranks, target, self._tag(ranks))
-        group = self._groups[ranks]
-        work = guarded(lambda: dist.reduce(tensor, target, group=group, async_op=True))
-        return Pending(tensor, work)
+        call = partial(dist.reduce, tensor, target, group=self._groups[ranks], async_op=True)
+        return self._begun(ranks, tensor, call, tensor)
 
+    @staged
     def start_all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         """Stack the tensors of a set, which have one shape, in the background: the result has a row
         for each rank.
@@ -195,23 +251,23 @@ class Mesh:
         if (near := self._near_for(tensor, ranks)) is not None:
             return near.all_gather(rows, ranks, self._tag(ranks))
         group, parts = self._groups[ranks], list(rows.unbind(0))
-        work = guarded(lambda: dist.all_gather(parts, tensor, group=group, async_op=True))
-        return Pending(rows, work)
+        call = partial(dist.all_gather, parts, tensor, group=group, async_op=True)
+        return self._begun(ranks, tensor, call, rows)
 
+    @staged
     def start_broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> Pending:
         """Start ``broadcast`` in the background."""
         if len(ranks) == 1:
             return Pending(tensor)
         if (near := self._near_for(tensor, ranks)) is not None:
             return near.broadcast(tensor, source, ranks, self._tag(ranks))
-        group = self._groups[ranks]
-        work = guarded(lambda: dist.broadcast(tensor, source, group=group, async_op=True))
-        return Pending(tensor, work)
+        call = partial(dist.broadcast, tensor, source, group=self._groups[ranks], async_op=True)
+        return self._begun(ranks, tensor, call, tensor)
 
     def _near_for(self, tensor: Tensor, ranks: tuple[int, ...]) -> MessageCollectives | None:
         """Return collectives by messages, where they are faster for a tensor and these ranks."""
         most = MOST_SMALL if tensor.numel() <= SMALL else MOST_LARGE
-        return self._near if len(ranks) <= most and not tensor.is_cuda else None
+        return self._near if len(ranks) <= most and tensor.is_cpu else None
 
     def _tag(self, key: tuple[int, ...]) -> int:
         # Collectives of one set start in one order, those of different sets do not.
@@ -220,18 +276,20 @@ class Mesh:
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place."""
         if self.size > 1 and (ranks is None or len(ranks) > 1):
-            group = self._groups[_ALL if ranks is None else ranks]
-            work = guarded(lambda: dist.broadcast(tensor, source, group=group, async_op=True))
-            Pending(tensor, work).wait()
+            key = _ALL if ranks is None else ranks
+            sent = tensor if accelerator.has_collectives(tensor.device) else tensor.cpu()
+            call = partial(dist.broadcast, sent, source, group=self._groups[key], async_op=True)
+            self._begun(key, sent, call, sent).wait()
+            if sent is not tensor:
+                tensor.copy_(sent)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have one shape."""
         if self.size == 1:
             return [tensor]
         result = [torch.empty_like(tensor) for _ in range(self.size)]
-        group = self._groups[_ALL]
-        work = guarded(lambda: dist.all_gather(result, tensor, group=group, async_op=True))
-        Pending(tensor, work).wait()
+        call = partial(dist.all_gather, result, tensor, group=self._groups[_ALL], async_op=True)
+        self._begun(_ALL, tensor, call, tensor).wait()
         return result
 
     def barrier(self) -> None:

@@ -19,6 +19,7 @@ from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, re
 from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.pretrained import pretrained_in
 from anabranch.checkpoint.saved_state import SavedState
+from anabranch.device import accelerator
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.slices import view_named, whole_name
@@ -237,8 +238,8 @@ class ModelState:
 
         Args:
             further: tensors besides, by keys that end in a parameter's name.
-            copies: memory for copies of the tensors, which is used again and again; None for the
-                tensors themselves.
+            copies: memory for copies of the tensors, which is used again and again, and is filled
+                when the device has come so far; None for the tensors themselves.
 
         Raises:
             TrainingError: if the optimizer has what cannot be saved.
@@ -249,8 +250,9 @@ class ModelState:
             return part
         for key, tensor in part.tensors.items():
             if key not in copies or copies[key].shape != tensor.shape:
-                copies[key] = torch.empty_like(tensor, device="cpu")
-            copies[key].copy_(tensor.detach())
+                # To pinned memory a device copies while the host goes on.
+                copies[key] = accelerator.host_like(tensor)
+            copies[key].copy_(tensor.detach(), non_blocking=True)
         return replace(part, tensors={key: copies[key] for key in part.tensors})
 
     def _own_part(self, further: Mapping[str, Tensor]) -> RankPart:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.errors import (
     DataError,
     InfeasiblePlanError,
@@ -88,8 +89,8 @@ class Pipeline(BasePipeline):
         patience: likewise, seconds that start-up, the first step, an evaluation or a save may take;
             by default 600, or ``stall_timeout`` if that is more.
         device: where this rank's stages are computed, by default where the model is. They are moved
-            there, the rest of the model stays. ``cuda`` is the GPU of the number ``LOCAL_RANK``, in
-            turn where ranks outnumber GPUs.
+            there, the rest of the model stays. A name without an index is the GPU of the number
+            ``LOCAL_RANK``, in turn where ranks outnumber GPUs.
 
     Raises:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
@@ -242,6 +243,7 @@ class Pipeline(BasePipeline):
             DataError: if the batch is built otherwise than the workload's example.
         """
         begun = time.perf_counter()
+        batch = self._session.captured.layout.packed(batch)
         leaves = self._session.leaves(batch)
         with self._session.failing():
             POSITION.begin(self.step_number)
@@ -255,8 +257,8 @@ class Pipeline(BasePipeline):
                 self._mesh.barrier()
                 start = time.perf_counter()
             # Compiled code on a CPU shows nobody what it makes.
-            on_gpu = self._session.place.type == "cuda"
-            if weigh and (on_gpu or self._session.workers.options.backend is None):
+            counted = accelerator.has_own_memory(self._session.place)
+            if weigh and (counted or self._session.workers.options.backend is None):
                 gauge = PeakMemory(self._session.place, self._updates.tensors, leaves.values())
                 with gauge.measuring():
                     loss = self._steps.step(leaves)
@@ -287,8 +289,8 @@ class Pipeline(BasePipeline):
 
         Yields:
             The loss of each step, when the next step has been made (the last one at the end), with
-            ``metrics`` to it. ``step_number``, ``save`` and ``evaluate`` are those of the step that
-            was made last.
+            ``metrics`` to it. On a GPU the learning rate of a scheduler follows then as well.
+            ``step_number``, ``save`` and ``evaluate`` are those of the step that was made last.
 
         Raises:
             NonFiniteError: on every rank, one step late: a rank with a loss that is not finite does
@@ -345,6 +347,7 @@ class Pipeline(BasePipeline):
         Raises:
             TrainingError: if an update is still to come for earlier batches (``accumulate``).
         """
+        batch = self._session.captured.layout.packed(batch)
         leaves = self._session.leaves(batch, is_step=False)
         with self._session.failing():
             self._steps.settle()
@@ -394,6 +397,7 @@ class Pipeline(BasePipeline):
             else:
                 self._session.refuse_spoilt()
                 self._steps.finish_all_gather()
+                self._steps.resolve()  # the scheduler may be behind
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
         if self._steps.unread is None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from anabranch.device import accelerator
 from anabranch.errors import TrainingError
 
 
@@ -25,37 +26,21 @@ def start_of(module: nn.Module) -> torch.device:
 def own_device(wanted: torch.device | str) -> torch.device:
     """The device that a name means for this rank.
 
-    ``cuda`` is the GPU of the number ``LOCAL_RANK``. Where a host has fewer GPUs than ranks, they
-    share them in turn.
+    A name without an index is the GPU of the number ``LOCAL_RANK``. Where a host has fewer GPUs
+    than ranks, they share them in turn.
 
     Raises:
         TrainingError: if there is no GPU.
     """
     device = torch.device(wanted)
-    if device.type != "cuda" or device.index is not None:
+    if not accelerator.is_on_accelerator(device) or device.index is not None:
         return device
-    count = torch.cuda.device_count()
+    count = accelerator.count(device.type)
     if count == 0:
-        raise TrainingError("there is no CUDA device here; leave the device out to train on CPUs")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
-
-
-def claim(place: torch.device) -> None:
-    """Make a GPU the current device of this process, for whatever names none.
-
-    Raises:
-        TrainingError: if the process was forked after its parent had used CUDA.
-    """
-    if place.type != "cuda":
-        return
-    if torch.cuda._is_in_bad_fork():
         raise TrainingError(
-            "this rank was forked from a process that had used CUDA, after which it cannot use it "
-            'itself: leave the model on the CPU, pass device="cuda" to the pipeline, and set '
-            "PYTORCH_NVML_BASED_CUDA_CHECK=1 in the environment, so that torch looks for GPUs "
-            "without using them; or start the ranks with torchrun"
+            f"there is no {device.type.upper()} device here; leave the device out to train on CPUs"
         )
-    torch.cuda.set_device(place)
+    return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")) % count)
 
 
 def move(tensors: Iterable[Tensor], place: torch.device) -> None:
@@ -74,9 +59,9 @@ def roomy_home(
     Args:
         free_bytes: of the GPU, by default as it says.
     """
-    if home.type != "cuda":
+    if not accelerator.has_own_memory(home):
         return home
-    free = torch.cuda.mem_get_info(home)[0] if free_bytes is None else free_bytes
+    free = accelerator.free_bytes(home) if free_bytes is None else free_bytes
     sizes = [(p, p.numel() * p.element_size()) for p in module.parameters()]
     weights = sum(size for p, size in sizes if p.device != home)
     gradients = sum(size for p, size in sizes if p.requires_grad)
@@ -85,15 +70,29 @@ def roomy_home(
 
 def uploaded(tensor: Tensor, place: torch.device) -> Tensor:
     """A tensor on a device, without a wait where it comes from memory of the host."""
-    if place.type == "cuda" and tensor.is_cpu:
-        tensor = tensor.pin_memory()
-    return tensor.to(place, non_blocking=place.type == "cuda")
+    if tensor.is_cpu:
+        tensor = accelerator.pinned(tensor, place)
+    return tensor.to(place, non_blocking=accelerator.has_streams(place))
+
+
+class Fetched:
+    """Numbers of a device on their way to the host, with one copy for all of them."""
+
+    def __init__(self, numbers: Sequence[Tensor]) -> None:
+        self._host, self._arrived = torch.empty(0), None
+        if numbers:
+            precise = accelerator.wide(numbers[0].device)
+            flat = torch.cat([number.detach().to(precise).reshape(-1) for number in numbers])
+            self._host, self._arrived = accelerator.to_host(flat)
+
+    def read(self) -> list[float]:
+        """Return the numbers; waits for the device to have made them, but not for what follows."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
 
 
 def fetched(numbers: Sequence[Tensor]) -> list[float]:
     """Return numbers of a device, with one wait for all of them."""
-    if not numbers:
-        return []
-    stacked = torch.stack([number.detach().double().reshape(()) for number in numbers])
-    values: list[float] = stacked.tolist()
-    return values
+    return Fetched(numbers).read() if numbers else []

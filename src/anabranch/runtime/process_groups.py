@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,6 +26,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from anabranch.device import accelerator
+from anabranch.errors import InvalidPlanError
 from anabranch.runtime.attempts import begin_attempt
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import guarded
@@ -39,15 +42,13 @@ def device_digest(place: torch.device) -> bytes:
     """
     path = Path("/proc/sys/kernel/random/boot_id")  # another one after every boot
     text = f"{socket.gethostname()} {path.read_text() if path.exists() else ''}"
-    if place.type == "cuda":
-        text += str(torch.cuda.get_device_properties(place).uuid)
-    return hashlib.sha256(text.encode()).digest()
+    return hashlib.sha256((text + accelerator.identity(place)).encode()).digest()
 
 
 def nccl_digest(place: torch.device) -> bytes:
     """Return ``device_digest`` of a GPU that NCCL can serve; zeros for other devices."""
     digest = device_digest(place)
-    return digest if place.type == "cuda" and dist.is_nccl_available() else bytes(len(digest))
+    return digest if accelerator.backend(place) == "nccl" else bytes(len(digest))
 
 
 def choose_backend(digests: Sequence[bytes]) -> str:
@@ -106,15 +107,78 @@ def listens_to_all(port: int, tables: Collection[str] = _TCP_TABLES) -> bool:
     return False
 
 
+MOST_STREAMS = 32
+"""Queues of a GPU that the driver can have, and streams in PyTorch's pool of one priority."""
+
+_OTHER_STREAMS = 4
+"""Streams that do not wait for other ranks: of computation and of copies."""
+
+_BLOCKS = 32
+"""Blocks (and so multiprocessors) that the waiting kernels of all communicators of one sort may
+take, of about 100 that a GPU has.
+"""
+
+_MOST_BLOCKS = 8
+"""Blocks of one communicator, which fill a link of 50 GB/s and more."""
+
+
+def _busiest(groups: Collection[tuple[int, ...]], size: int) -> tuple[int, int]:
+    """Return the rank that is in most groups, and of how many it is a member."""
+    counts = Counter(rank for ranks in groups for rank in ranks)
+    return max(((rank, counts[rank]) for rank in range(size)), key=lambda item: item[1])
+
+
+def blocks_of(groups: Collection[tuple[int, ...]], size: int) -> int:
+    """Return the most blocks of the kernels of each of some groups, the same on all ranks."""
+    most = _busiest(groups, size)[1]
+    return max(1, min(_MOST_BLOCKS, _BLOCKS // most)) if most else 0
+
+
+def require_streams(groups: Collection[tuple[int, ...]], size: int, place: torch.device) -> None:
+    """Accept groups for which every rank has streams and queues of the driver.
+
+    Raises:
+        InvalidPlanError: naming the busiest rank, and what to set.
+    """
+    rank, most = _busiest(groups, size)
+    needed = 2 * most + _OTHER_STREAMS  # one of ours and one of NCCL's
+    who = (
+        f"rank {rank} has {most} connections to other ranks (one per rank and direction that "
+        f"messages have, and one per set of ranks that share a parameter), which need {needed} "
+        "streams of its GPU"
+    )
+    if needed > MOST_STREAMS:
+        raise InvalidPlanError(
+            f"{who}, and there are {MOST_STREAMS}; plan with fewer stages or fewer replicas"
+        )
+    name, queues = accelerator.queues(place)
+    if name and needed > queues:
+        raise InvalidPlanError(
+            f"{who}, but {name} is {queues}, so that a message that waits might stand before the "
+            f"computation that its sender waits for; set {name}={MOST_STREAMS} in the "
+            "environment, before the process uses its GPU"
+        )
+
+
 def new_group(
-    ranks: Sequence[int], timeout: float, backend: str = "gloo", *, prior: bool = False
+    ranks: Sequence[int],
+    timeout: float,
+    backend: str = "gloo",
+    *,
+    prior: bool = False,
+    blocks: int = 0,
 ) -> dist.ProcessGroup | None:
     """A group of some ranks, which all ranks of the run make together; None where this is not one.
 
     Args:
         prior: NCCL's kernels run on a stream of the pool of high priority.
+        blocks: most blocks of NCCL's kernels.
     """
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if prior else None
+    options: Any = None
+    if backend == "nccl" and dist.is_nccl_available():
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=prior)
+        if blocks:
+            options.config.max_ctas = blocks
     with POSITION.waiting():
         group = guarded(
             lambda: dist.new_group(
@@ -152,7 +216,7 @@ def abort(groups: Collection[dist.ProcessGroup]) -> None:
     """End NCCL's groups at once, all together: one may wait for the kernels of another."""
     if not groups or not dist.is_initialized():
         return
-    backend: Any = next(iter(groups))._get_backend(torch.device("cuda"))
+    backend: Any = next(iter(groups))._get_backend(accelerator.usual())
     backend._group_start()
     try:
         for group in groups:

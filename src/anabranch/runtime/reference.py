@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from anabranch.data.packed import call_module
 from anabranch.errors import TrainingError
 from anabranch.graph.export import scalars
 from anabranch.graph.module_state import in_mode, in_one_process
@@ -61,9 +62,7 @@ def _moved(batch: Batch, place: torch.device) -> Batch:
 def call(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """The loss and the metrics of a module on a batch."""
     with in_one_process():
-        if isinstance(batch, Mapping):
-            return scalars(module(**batch))
-        return scalars(module(*batch) if isinstance(batch, list | tuple) else module(batch))
+        return scalars(call_module(module, batch))
 
 
 Weights = Callable[[int, int], Mapping[str, float]]

@@ -16,13 +16,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.gradients import gradients_of
 from anabranch.runtime.data_parallel.updates import Updates
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.placement import fetched
 from anabranch.runtime.session import Session
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import Worker
@@ -37,6 +37,12 @@ _AFTER = (
 
 class StepRunner:
     """Runs steps, in which all ranks wait for the totals or read them one step later.
+
+    A GPU that has been told to make an update only with finite numbers is not waited for: what came
+    of it is asked when it has the passes of the next step, and the totals begin then::
+
+        host   passes 1  update 1  passes 2  ask 1, totals 1  update 2  passes 3  ask 2 ...
+        GPU         passes 1 | update 1 | passes 2        | update 2 ...
 
     Attributes:
         metrics: of the step whose totals were read last.
@@ -58,6 +64,8 @@ class StepRunner:
         self.metrics: dict[str, float] = {}
         self.is_first = True
         self.unread: StepTotals | None = None
+        self._is_late = accelerator.has_streams(session.place)
+        self._unresolved: tuple[Outcome, bool] | None = None  # and whether an update was made
         self._is_bad = False  # this rank has met a loss that is not finite, and updates no more
         self.ran: tuple[Worker, dict[str, Tensor], Outcome]
 
@@ -75,11 +83,26 @@ class StepRunner:
         self._session.refuse_spoilt()
         outcome = self._run(leaves)
         POSITION.begin(self._number, Phase.UPDATE)
+        self.resolve()
         self._update_alone(outcome)
         self.updates.start_all_gather()
-        self.unread = self._totals(outcome, is_first=False)
+        is_known = self._unresolved is None
+        self.unread = self._totals(outcome, is_first=False, starts=is_known)
         POSITION.leave()
         return self.unread
+
+    def resolve(self) -> None:
+        """Ask what came of the last update, if nobody has, and begin the totals of its step."""
+        if self._unresolved is None:
+            return
+        (outcome, is_update), self._unresolved = self._unresolved, None
+        self._is_bad |= outcome.is_bad
+        if self._is_bad:
+            self.updates.drop()
+        elif is_update:
+            self.updates.advance()
+        if self.unread is not None:
+            self.unread.start()
 
     def update_early(self) -> None:
         """Make an update of the batches since the last one, if there are any."""
@@ -92,8 +115,9 @@ class StepRunner:
         scale = self._workers.loss_scale
         while True:
             outcome = self._run(leaves, alone=True)
-            finite = [] if scale is None else scale.unscale(self._state.gradients())
-            overflow = not all(fetched(finite))
+            if scale is not None:
+                outcome.bring(further=scale.unscale(self._state.gradients()))
+            overflow = not all(outcome.further)
             sums = torch.tensor([outcome.loss, float(overflow)], dtype=torch.float64)
             loss, overflows = self._mesh.all_reduce(sums).tolist()
             if scale is None or not overflows:
@@ -135,7 +159,8 @@ class StepRunner:
         clips, scale = self._clip_norm is not None, self._workers.loss_scale if is_last else None
         finite = [] if scale is None else scale.unscale(self._state.gradients())
         squared = self.updates.squares() if clips and is_last else []
-        numbers = fetched([*finite, *squared])
+        outcome.bring(further=[*finite, *squared])
+        numbers = outcome.further
         overflow = not all(numbers[: len(finite)])
         squares = 0.0 if overflow else sum(numbers[len(finite) :])
         if not math.isfinite(squares):
@@ -159,16 +184,20 @@ class StepRunner:
 
     def _update_alone(self, outcome: Outcome) -> None:
         """Let the optimizer have the gradients, if what this rank knows is finite."""
-        if self.updates.may_guard and not self._is_bad:
-            guard = self.updates.apply_guarded(outcome.unread_losses)
-            # The device is at the update, or further, while the host looks.
-            if not any(fetched([guard])):
-                self.updates.end()
-                return
-        self.updates.check(outcome)
+        is_update, may_guard = self.updates.is_last, self.updates.may_guard and not self._is_bad
+        norms = None
+        if may_guard:
+            norms = self.updates.apply_guarded(outcome)
+        else:
+            self.updates.check(outcome)
+        if self._is_late and not self._is_bad and (may_guard or not is_update):
+            self._unresolved = outcome, is_update
+            return
         self._is_bad |= outcome.is_bad
         if self._is_bad:
             self.updates.drop()
+        elif norms is not None and not norms.overflowed:
+            self.updates.advance()
         else:
             self.updates.apply()
 
@@ -179,6 +208,7 @@ class StepRunner:
         squares: float = 0.0,
         overflow: bool = False,
         is_first: bool = True,
+        starts: bool = True,
     ) -> StepTotals:
         (_, leaves, _), when, trace = self.ran, f"step {self._number}", self._session.trace
         return StepTotals(
@@ -191,6 +221,7 @@ class StepRunner:
             squares=squares,
             overflow=overflow,
             digest=self._session.batch_digest,
+            starts=starts,
         )
 
     # Totals that are read a step later
@@ -200,6 +231,8 @@ class StepRunner:
         with self._session.failing():
             try:
                 with POSITION.doing(Phase.TOTALS):
+                    if totals is self.unread:
+                        self.resolve()
                     totals.read()
             except NonFiniteError:
                 self.unread, self._is_bad = None, False
@@ -213,6 +246,8 @@ class StepRunner:
         """Find out whether the last step was a good one, and have its parameters."""
         self._session.refuse_spoilt()
         self.finish_all_gather()
+        with self._session.failing():
+            self.resolve()
         unread, self.unread = self.unread, None
         if unread is not None:
             self.read(unread)
@@ -228,6 +263,7 @@ class StepRunner:
             self._session.transport.flush()
         with suppress(TrainingError):  # whoever goes on hears of it
             self.finish_all_gather()
+            self.resolve()
             if self.unread is not None:
                 self.unread.read()
 

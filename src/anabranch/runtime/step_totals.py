@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from anabranch.errors import NonFiniteError
+from anabranch.runtime.collectives import Pending
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.guards.same_batch import all_alike, small_digest, unequal_batches
@@ -27,6 +28,7 @@ class StepTotals:
         squares: this rank's share of the gradients' squared norm.
         overflow: under a scaled loss, whether a gradient of this rank is not finite.
         digest: of the batch, of ``guards.same_batch``.
+        starts: whether the sum begins now; otherwise with ``start``, on all ranks at one place.
         settle: called before ranks ask each other what is wrong, which they do in one order: has to
             finish what this rank does on its own.
     """
@@ -41,18 +43,29 @@ class StepTotals:
         squares: float = 0.0,
         overflow: bool = False,
         digest: bytes = b"",
+        starts: bool = True,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         self._names, self._why, self._mesh, self._digest = names, why, mesh, digest
-        self._settle = settle
+        self._settle, self._outcome, self._own = settle, outcome, (squares, float(overflow))
+        self._pending: Pending | None = None
         self._sums: list[float] = []
         self._error: NonFiniteError | None = None
         self._listeners: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        metrics = (outcome.metrics.get(name, 0.0) for name in names)
-        flags = float(overflow), float(INTERRUPT.heard), float(SAVE_CLOCK.wanted)
-        short = float(small_digest(digest))
-        totals = [outcome.loss, float(outcome.is_bad), squares, *flags, short, short**2, *metrics]
-        self._pending = mesh.start_all_reduce(torch.tensor(totals, dtype=torch.float64))
+        if starts:
+            self.start()
+
+    def start(self) -> Pending:
+        """Begin the sum, unless it has begun; waits for what the device has to tell."""
+        if self._pending is None:
+            outcome = self._outcome
+            metrics = (outcome.metrics.get(name, 0.0) for name in self._names)
+            flags = float(INTERRUPT.heard), float(SAVE_CLOCK.wanted)
+            short = float(small_digest(self._digest))
+            own = [outcome.loss, float(outcome.is_bad), *self._own, *flags, short, short**2]
+            totals = torch.tensor([*own, *metrics], dtype=torch.float64)
+            self._pending = self._mesh.start_all_reduce(totals)
+        return self._pending
 
     def read(self) -> None:
         """Wait for the sums.
@@ -62,7 +75,7 @@ class StepTotals:
             DataError: on every rank, if they have trained on different batches.
         """
         if not self._sums:
-            self._sums = self._pending.wait().tolist()
+            self._sums = self.start().wait().tolist()
             if self._sums[4]:
                 INTERRUPT.agreed = True
             SAVE_CLOCK.agree(int(self._sums[5]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from anabranch.device import accelerator
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.transport import guarded
 
@@ -39,4 +40,5 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 def _place() -> torch.device:
     """Return where the user's group gathers: one for NCCL alone takes no tensors of the CPU."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    usual = accelerator.usual()
+    return usual if dist.get_backend() == accelerator.backend(usual) else torch.device("cpu")

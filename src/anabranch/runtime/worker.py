@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.graph.split import Port
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome
@@ -97,6 +98,8 @@ class Worker:
         run = BatchRun(self, self.compute, tasks, leaves, step, seen, train=train)
         run.expect(Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
         run.execute(tasks.tasks)
+        if self.transport is not None:
+            self.transport.settle()
         POSITION.begin(step, phase)
         return run.outcome
 
@@ -325,7 +328,7 @@ class BatchRun:
         tensors = []
         for item in items:
             if item is TOKEN:
-                tensors.append(_nothing(self.place.type))
+                tensors.append(_nothing(self.place))
             elif item.port is not None:
                 tensors.append(item.part(self.returned[stage][item.port]))
             elif item.batched:
@@ -373,9 +376,9 @@ class BatchRun:
 
 
 @cache
-def _nothing(kind: str) -> Tensor:
+def _nothing(place: torch.device) -> Tensor:
     """Return the tensor of a token, pinned so that a copy to a GPU does not block."""
-    return torch.zeros(TOKEN.shape, dtype=TOKEN.dtype, pin_memory=kind == "cuda")
+    return accelerator.pinned(torch.zeros(TOKEN.shape, dtype=TOKEN.dtype), place)
 
 
 _DO: dict[Kind, Callable[[BatchRun, _Task], None]] = {

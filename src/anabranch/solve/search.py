@@ -6,7 +6,7 @@ Proposals are scheduled and simulated (``simulator.judge``); a plan's figures ar
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,16 +23,17 @@ from anabranch.profile.profile import Profile
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.solve.asynchronous_search import AsynchronousSearch
+from anabranch.solve.bound import step_bound
+from anabranch.solve.contest import Contest
 from anabranch.solve.idle_devices import on_its_part, with_fewer_devices, with_less_effort
 from anabranch.solve.improvement import SearchBudget
-from anabranch.solve.improvement import improve as improve_on
-from anabranch.solve.phases import Phases, collect, to_its_end
+from anabranch.solve.phases import Phase, Phases, collect, to_its_end
 from anabranch.solve.planner_options import check_arguments, planner_with, start_of
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes
-from anabranch.solve.sharing import judge_of_sharing, share
-from anabranch.solve.simulation import AUTO, checked_run, figures_of
-from anabranch.solve.splitting import split_backwards
+from anabranch.solve.settings import SETTINGS
+from anabranch.solve.simulation import checked_run, figures_of
+from anabranch.solve.splitting import AUTO
 from anabranch.weights import OptimizerFacts
 
 BUDGET = SearchBudget()
@@ -185,31 +186,23 @@ class _StepSearch:
             search = self._propose(cost)
             improving = search if isinstance(search, Improving) else None
             proposals, phases.stop = collect(search)
-        judge = Judge(ShortestStep(cost, self.schedules))
-        judged = phases.run("simulate_s", lambda: self._judge(judge, improving, proposals))
-        if judge.best is None and not judged:
-            judge = self._first_that_fits(cost, proposals)
-        if may_share and phases.stop is None:
-            shared = replace(cost, shard_optimizer=True)
-            sharing = judge_of_sharing(judge, shared, self.schedules)
-            limit = sharing.best_s
-            phases.run(
-                "simulate_s",
-                lambda: share(judge, sharing, improving, cost, shared, BUDGET.simulation),
-            )
-            if sharing.best_s < limit:
-                judge, cost = sharing, shared
-        if improving is not None and self.improve and phases.stop is None:
-            near = partial(improving.near, shared=cost.shard_optimizer)
-            phases.run("improve_s", lambda: improve_on(judge, near, BUDGET))
-        best = judge.winner(self.name)
-        if self.schedules == AUTO and phases.stop is None:
-
-            def split() -> None:
-                nonlocal best
-                best = split_backwards(judge, cost) or best
-
-            phases.run("simulate_s", split)
+        contest = Contest(cost, self.schedules, improving, BUDGET, may_share=may_share)
+        judged = phases.run("simulate_s", lambda: self._judge(contest.judge, improving, proposals))
+        if contest.judge.best is None and not judged:
+            contest.judge = self._first_that_fits(cost, proposals)
+        steps: list[tuple[Phase, Callable[[], object]]] = [("simulate_s", contest.share)]
+        steps += [("improve_s", contest.improve)] * self.improve
+        steps += [("simulate_s", contest.split)]
+        # Nothing is shorter than the bound.
+        enough_s = step_bound(cost, self.batch_size) * (1 + SETTINGS.bound_met)
+        for phase, step in steps:
+            if phases.stop is None and contest.best_s > enough_s:
+                phases.run(phase, step)
+        may_go_on = improving is not None and self.improve
+        while may_go_on and phases.stop is None and contest.best_s > enough_s:
+            if not phases.run("improve_s", contest.search_on) or contest.is_over:
+                break
+        best, cost = contest.winner(self.name), contest.cost
         if improving is not None and (origin := improving.origin(best.proposal)):
             notes.append(origin)
         notes += phases.notes(len(proposals))

@@ -12,6 +12,7 @@ class Settings:
     Attributes:
         worth_sharing: share of the step that replicas which share the optimizer's state
             have to save.
+        share_proposals: proposals that are simulated with shared state at the end of a search.
         split_gain: share of the step that split backwards have to save: each call with weights
             costs the host some 20 us more, which is not predicted.
         split_near: proposals whose steps are within this factor of the shortest are tried with
@@ -40,11 +41,13 @@ class Settings:
             save: they make fewer updates.
         as_fast: share of the speed that fewer devices have to reach for a plan to say so.
         fewer_effort: share of a search's evaluations for each smaller number of devices.
+        bound_met: share of the bound by which a step may be longer for a search to end.
         bound_rounding: share of the bound that it may be too low: where the search for it
             ends.
     """
 
     worth_sharing: float = 0.001
+    share_proposals: int = 6
     split_gain: float = 0.02
     split_near: float = 1.6
     split_proposals: int = 24
@@ -61,6 +64,7 @@ class Settings:
     turns_gain: float = 0.02
     as_fast: float = 0.97
     fewer_effort: float = 0.25
+    bound_met: float = 0.0005
     bound_rounding: float = 1e-4
 
 

@@ -36,7 +36,7 @@ from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.staleness import Staleness, staleness
 from anabranch.solve.bound import step_bound
 from anabranch.solve.policy_choice import check_mode, recommended
-from anabranch.solve.splitting import split_backwards
+from anabranch.solve.splitting import AUTO, split_backwards
 from anabranch.timeline import Timeline
 from anabranch.weights import (
     OptimizerFacts,
@@ -46,9 +46,6 @@ from anabranch.weights import (
     require_fits,
     require_optimizer,
 )
-
-AUTO = ("1f1b", "1f1b-deep")
-"""Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
 
 
 def simulate(
@@ -131,7 +128,7 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
         judge.consider([graph])
         best = judge.winner(plan_.planner)
         if name == "auto":
-            best = split_backwards(judge, cost) or best
+            _, best = split_backwards(judge, cost) or (0.0, best)
         graph, name = best.graph, best.schedule
     elif schedule is not None and schedule != plan_.schedule:
         graph = rule_named(name).warm_up(graph)

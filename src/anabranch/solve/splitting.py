@@ -1,11 +1,12 @@
 """Choice of split backwards for the stages that a search has found.
 
-A search prices tens of thousands of stage graphs under 1F1B. Its best ones are simulated under the
-schedules with split backwards at the end: which stages are best hardly depends on that.
+A search judges hundreds of stage graphs under 1F1B. The most promising ones are simulated under the
+schedules with split backwards as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from anabranch.cost import CostModel
@@ -17,31 +18,52 @@ from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.simulator.run import run
 from anabranch.solve.settings import SETTINGS
 
+AUTO = ("1f1b", "1f1b-deep")
+"""Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
 
-def split_backwards(judge: Judge, cost: CostModel) -> ScheduledProposal | None:
-    """The shortest step of a judge's best proposals with split backwards that fits memory; None
-    where none saves enough.
+
+def split_backwards(
+    judge: Judge,
+    cost: CostModel,
+    graphs: Iterable[StageGraph] | None = None,
+    limit: float | None = None,
+    schedules: Sequence[str] = tuple(sorted(SPLIT_BACKWARDS)),
+) -> tuple[float, ScheduledProposal] | None:
+    """The shortest step of some proposals with split backwards that fits memory, and its seconds;
+    None where it is not below a limit. Each has to save enough of the proposal's own step.
+
+    Args:
+        judge: knows these proposals, as far as they were simulated.
+        graphs: by default the judge's best.
+        limit: by default the judge's best seconds.
     """
-    limit = judge.best_s * (1 - SETTINGS.split_gain)
-    near = judge.ranked(SETTINGS.split_near)[: SETTINGS.split_proposals]
-    proposals = {with_lengths(proposal, cost): proposal for proposal in near}
-    shorter: list[tuple[float, int, ScheduledProposal]] = []
-    for number, schedule in enumerate(sorted(SPLIT_BACKWARDS)):
-        own = Judge(ShortestStep(cost, (schedule,)))
-        own.best_s = limit
-        for proposal in proposals:
-            passes = 3 * sum(map(proposal.num_microbatches, range(len(proposal))))
-            if passes <= SETTINGS.split_passes or not schedule.startswith("zb"):
-                own.consider([proposal])
-        if own.best is not None and own.best_s < limit:
-            shorter.append((own.best_s, number, own.best))
-    for *_, best in sorted(shorter, key=lambda entry: entry[:2]):
-        # Passes whose weights wait hold more than the formula of memory knows.
-        order = compute_order(best.graph, best.schedule)
-        timeline = run(best.graph, order, best.costs, messages=False)
-        if max(timeline.peak_bytes.values()) <= cost.cluster.memory_bytes:
-            return replace(best, proposal=proposals[best.proposal])
-    return None
+    near = judge.ranked(SETTINGS.split_near) if graphs is None else graphs
+    best_s = judge.best_s if limit is None else limit
+    best: ScheduledProposal | None = None
+    for proposal in [*near][: SETTINGS.split_proposals]:
+        passes = 3 * sum(map(proposal.num_microbatches, range(len(proposal))))
+        with_passes = with_lengths(proposal, cost)
+        for schedule in schedules:
+            if passes > SETTINGS.split_passes and schedule.startswith("zb"):
+                continue
+            own = Judge(ShortestStep(cost, (schedule,)))
+            own.best_s = best_s
+            own.consider([with_passes])
+            if own.best is None or own.best_s >= best_s or not _fits(own.best, cost):
+                continue
+            whole = Judge(ShortestStep(cost, AUTO))
+            whole.consider([proposal])
+            if own.best_s <= (1 - SETTINGS.split_gain) * whole.best_s:
+                best_s, best = own.best_s, replace(own.best, proposal=proposal)
+    return best and (best_s, best)
+
+
+def _fits(best: ScheduledProposal, cost: CostModel) -> bool:
+    """Whether the simulated step fits memory: passes whose weights wait hold more than the formula
+    of memory knows.
+    """
+    timeline = run(best.graph, compute_order(best.graph, best.schedule), best.costs, messages=False)
+    return max(timeline.peak_bytes.values()) <= cost.cluster.memory_bytes
 
 
 def with_lengths(graph: StageGraph, cost: CostModel) -> StageGraph:

@@ -240,7 +240,7 @@ def report(examination: Examination) -> str:
     says = f"cannot be captured: {examination.error}"
     if examination.capturable:
         says = f"can be captured: {size} parameters"
-    lines = [f"versions: {versions}", "", f"{model} {says}"]
+    lines = [f"{model} {says}"]
     lines += [f"- {finding}" for finding in examination.findings]
     if (branches := examination.branches) is not None:
         says = "a chain: a graph of stages has nothing to gain over a sequential pipeline"
@@ -259,4 +259,4 @@ def report(examination: Examination) -> str:
             f"{device:17d} {stage:8d} {memory_text(weights):>20s} {memory_text(peak):>19s}"
             for device, stage, weights, peak in examination.peaks
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"versions: {versions}"])

@@ -15,7 +15,7 @@ each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from anabranch import launch
-from anabranch.errors import TrainingError
+from anabranch.device.accelerator import claim
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.loss_kinds import told_normalised, told_stateful
-from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.plans.whole_batch import with_whole_batches
@@ -37,15 +36,19 @@ from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.initialisation import SEEDS, materialise, require_values
 from anabranch.runtime.numerics.no_dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.placement import claim, own_device
+from anabranch.runtime.placement import own_device
 from anabranch.runtime.reference import (
-    ROUNDING,
     Reference,
     draws_random,
-    largest_distance,
     num_samples,
     reference,
     require_repeatable,
+)
+from anabranch.verification.comparison import (
+    largest_error,
+    require_signal,
+    sliced_like,
+    tolerance_of,
 )
 from anabranch.verification.even import (
     even_plan,
@@ -56,12 +59,6 @@ from anabranch.verification.even import (
 )
 from anabranch.verification.result import CAPTURED, SAME_STAGES, SLICES, WHOLE, VerifyResult
 from anabranch.workload import Batch, Workload
-
-_STEPS = 4
-"""Rounding steps of a gradient's type that micro-batches may be apart."""
-
-_NOISE = 1e-3
-"""Share of the largest gradient that smaller gradients count as when they are compared."""
 
 
 def verify(
@@ -126,7 +123,7 @@ def verify(
         return replace(worst, notes=(*worst.notes, note))
     if batch is None and workload.data is not None:
         batch = next(iter(workload.data(plan.stage_graph.batch_size, 0)))
-    batch = workload.example if batch is None else batch
+    batch = captured.layout.packed(workload.example if batch is None else batch)
     size = num_samples(batch)
     graph = with_whole_batches(replace(plan.stage_graph, batch_size=size), captured.graph)
     plan = in_several(captured, replace(plan, stage_graph=graph))
@@ -187,15 +184,15 @@ def verify(
     ((expected, whole, notes),) = launch.run(
         one_device if on_captured else one_process, 1, timeout=timeout
     )
-    _require_signal(expected)
+    require_signal(expected)
     num_devices = len(plan.stage_graph.devices)
     ranks = launch.run(one_rank, num_devices, plan, timeout=timeout)
     loss = ranks[0][0]
     gradients = {name: dense(g) for _, part in ranks for name, g in part.items()}
-    others = _alike(expected, gradients)
+    others = sliced_like(expected, gradients)
     bitwise = loss == expected.loss and gradients.keys() == others.keys()
     bitwise = bitwise and all(torch.equal(g, others[n]) for n, g in gradients.items())
-    error, worst_name = _error(gradients, others)
+    error, worst_name = largest_error(gradients, others)
     if captured.graph.normalised:
         notes += (told_normalised(captured.graph.normalised),)
     if captured.graph.stateful:
@@ -211,26 +208,14 @@ def verify(
         num_devices,
         is_random=is_random and not by_sample,
         loss_kind=captured.graph.loss_kind or "mean",
-        whole_batch_error=_error(gradients, _alike(whole, gradients))[0] if whole else None,
+        whole_batch_error=largest_error(gradients, sliced_like(whole, gradients))[0]
+        if whole
+        else None,
         against=against,
         notes=notes,
-        tolerance=_tolerance(captured),
+        tolerance=tolerance_of(captured),
         stateful=captured.graph.stateful,
     )
-
-
-def _tolerance(captured: Captured) -> float:
-    """The largest difference that is rounding in the coarsest type of the parameters, some steps of
-    which add up over the micro-batches.
-    """
-    types = {p.dtype for p in captured.parameters().values() if p.requires_grad}
-    return max([ROUNDING, *(_STEPS * torch.finfo(t).eps for t in types)])
-
-
-def _alike(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return gradients in the slices of the pipeline's, and dense."""
-    cut = in_slices(result.gradients, names, view_named)
-    return {name: dense(gradient) for name, gradient in cut.items()}
 
 
 def _against(
@@ -254,17 +239,6 @@ def _against(
     return SAME_STAGES if captured.graph.normalised else WHOLE
 
 
-def _require_signal(expected: Reference) -> None:
-    """Refuse a batch of which every comparison would say that all is well."""
-    has_gradient = any(bool(dense(g).any()) for g in expected.gradients.values())
-    if expected.loss == 0 and not has_gradient:
-        raise TrainingError(
-            "nothing can be verified: the loss of this batch is 0 and so are all gradients, which "
-            "any pipeline would have; give a batch that the model has something to learn from "
-            "(a contrastive loss needs two samples, a masked one a sample with a label)"
-        )
-
-
 def _fetched(result: Reference) -> Reference:
     return replace(result, gradients=_on_cpu(result.gradients))
 
@@ -282,10 +256,3 @@ def _slices(graph: StageGraph, stage: int) -> list[tuple[int, int]]:
         for replica in range(graph.stages[stage].replicas)
     ]
     return [(start, stop) for start, stop in slices if start < stop]
-
-
-def _error(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest difference relative to the others, and its parameter."""
-    largest = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in others.items()}
-    floor = _NOISE * max(largest.values(), default=0.0)
-    return largest_distance(gradients, others, lambda name: max(largest.get(name, 0.0), floor))

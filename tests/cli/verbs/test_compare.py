@@ -16,12 +16,12 @@ def test_exhaustive_only_where_it_has_an_answer(run, write_chain):
     """8 operators are its most; beyond, it is compared if it is asked for, and says why not."""
     code, out, err = run("compare", *write_chain(*[1.0] * 8))
     assert code == 0, err
-    assert planners_of(out) == list(planners.PLANNERS)
+    assert sorted(planners_of(out)) == sorted(planners.PLANNERS)
     nine = write_chain(*[1.0] * 9)
-    assert planners_of(run("compare", *nine)[1]) == list(planners.PLANNERS)[:-1]
+    assert set(planners_of(run("compare", *nine)[1])) == set(planners.PLANNERS) - {"exhaustive"}
     code, out, _ = run("compare", *nine, "--planner", "exhaustive", "--planner", "even")
     assert code == 0
-    assert planners_of(out) == ["exhaustive", "even"]
+    assert planners_of(out) == ["even", "exhaustive"], "those without a plan are the last"
     assert "too big" in out
     assert "exhaustive: planner exhaustive takes up to 8 operators" in out
 
@@ -83,9 +83,9 @@ def test_an_interrupt_ends_one_search(run, write_chain, monkeypatch):
     four = [word for name in names for word in ("--planner", name)]
     code, out, err = run("compare", *write_chain(), *four)
     assert code == 0, err
-    assert planners_of(out) == ["dapple", "even", "piper"]
+    assert planners_of(out) == ["even", "piper", "dapple"]
     assert "interrupted before sequential" in out
-    assert out.splitlines()[3].split()[:3] == ["dapple", "stopped", "-"]
+    assert out.splitlines()[5].split()[:3] == ["dapple", "stopped", "-"]
     assert "dapple: interrupted before it had proposed a plan" in out
     assert "piper: 2 stages, micro-batch 8, 1f1b; interrupted: the best of the first 1" in out
     assert "dapple interrupted; Ctrl-C again ends the comparison" in err
@@ -186,7 +186,8 @@ def test_a_page_has_the_plans_side_by_side(run, write_chain, tmp_path):
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Plans side by side" in html
     rows = re.findall(r'<tr><td class="left">(.*?)</td><td class="">(.*?)</td>', html)
-    assert [name for name, _ in rows] == list(names)
+    assert sorted(name for name, _ in rows) == sorted(names)
+    assert rows == sorted(rows, key=lambda row: float(row[1])), "the shortest step first"
     table = {row.split()[0]: row.split()[1] for row in out.splitlines()[3:6]}
     assert dict(rows) == table
     assert len(re.findall("<h2>Stages: ", html)) >= 2

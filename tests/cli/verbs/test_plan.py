@@ -210,10 +210,7 @@ def test_operators_that_take_no_time(run, write_chain):
     arguments = write_chain(0.0, 0.0, devices=1)
     code, out, err = run("plan", *arguments, "-o", "plan.json")
     assert code == 0, err
-    assert (
-        "against the sequential pipeline (0.00 ms, depth 1, micro-batch 1, 1f1b): our plan takes no"
-        in out
-    )
+    assert "in no time against the sequential pipeline (0.00 ms, depth 1, micro-batch 1" in out
     code, out, err = run("plan", *arguments, "--json")
     assert json.loads(out)["gain"]["sequential"] is None
     code, out, err = run("simulate", "plan.json", "chain.json")
@@ -232,7 +229,7 @@ def test_a_plan_for_a_cluster_file_knows_its_cluster(run, write_chain):
     assert run("check", "plan.json", "chain.json")[:2] == (0, "plan.json is valid\n")
     code, out, err = run("simulate", "plan.json")
     assert code == 0, err
-    assert out.splitlines()[0] == made.splitlines()[1], "the same units, too"
+    assert out.splitlines()[0] == made.splitlines()[0], "the same units, too"
     older = json.loads(Path("plan.json").read_text())
     del older["machines"]
     Path("older.json").write_text(json.dumps(older))

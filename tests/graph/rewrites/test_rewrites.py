@@ -15,18 +15,19 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.graph.rewrites import REWRITES, Rewrite
 from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.split import split
-from anabranch.models import candle_uno, dlrm, mmt, transformer
+from anabranch.models import build
 from anabranch.workload import Batch
+from tests.captured_models import BUILT_IN
 
 SAMPLES = 4
 
 NOTHING_TO_REWRITE = {
-    (candle_uno, "table-split"),
-    (candle_uno, "table-row-split"),
-    (mmt, "join-split"),
-    (mmt, "table-split"),
-    (mmt, "table-row-split"),
-    (transformer, "join-split"),
+    ("candle-uno", "table-split"),
+    ("candle-uno", "table-row-split"),
+    ("mmt", "join-split"),
+    ("mmt", "table-split"),
+    ("mmt", "table-row-split"),
+    ("transformer", "join-split"),
 }
 """Built-in models without a join, or without a table."""
 
@@ -210,10 +211,10 @@ def test_tables_become_several(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["join-split", "tensor-split=4", "table-split", "table-row-split"])
-@pytest.mark.parametrize("model", [candle_uno, dlrm, mmt, transformer])
-def test_built_in_models_keep_their_gradients(model: object, text: str) -> None:
+@pytest.mark.parametrize("model", ["candle-uno", "dlrm", "mmt", "transformer"])
+def test_built_in_models_keep_their_gradients(model: str, text: str) -> None:
     """Or it is refused, where a model has no join or no table."""
-    workload = model.workload(model.PRESETS["small"])  # type: ignore[attr-defined]
+    workload = build(model, preset="small", options=BUILT_IN[model])
     batch = torch.utils._pytree.tree_map(
         lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, workload.example
     )

@@ -178,3 +178,27 @@ def test_a_sum_waits_for_messages_on_the_same_links():
     half = len(cost.graph) // 2
     mixed = draft("0" * half + "1" * (len(cost.graph) - half), "0011", microbatch=8)
     assert Evaluator(cost, 8)(mixed) == pytest.approx(simulated_s(cost, 8, mixed), rel=0.01)
+
+
+@pytest.mark.parametrize("owner", ["0101", "0011", "01"])
+def test_gathers_of_shared_state_take_turns_on_cards(owner):
+    """Two stages whose replicas are on both nodes send each other what they have updated through
+    the same cards, one after the other; on a node each, at once.
+    """
+    node = 2 if len(owner) == 4 else None
+    cost = cost_model(TOWERS, len(owner), node=node, memory=2**40, bandwidth=1e9, card=1e9)
+    half = len(cost.graph) // 2
+    mixed = draft("0" * half + "1" * (len(cost.graph) - half), owner, microbatch=8)
+    mixed = mixed._replace(sharded=True)
+    assert Evaluator(cost, 8)(mixed) == pytest.approx(simulated_s(cost, 8, mixed), rel=0.02)
+
+
+def test_many_micro_batches_of_several_sizes():
+    """2,048 micro-batches of one sample beside 512 of four: some are run, and the others take as
+    long each.
+    """
+    where = space(CHAIN, 2)
+    mixed = draft("000111", "01")
+    mixed.setups["microbatch"] = 1, 4
+    seconds = Evaluator(where.cost, 2048)(mixed)
+    assert seconds == pytest.approx(simulated_s(where.cost, 2048, mixed), rel=1e-3)

@@ -39,8 +39,8 @@ def logged(pipe: AsyncPipeline) -> list[str]:
             log.append(f"{kind}{run.number}.{microbatch}")
         return has_any
 
-    def learn(run: BatchRun | None, blame: bool, minibatches: int) -> None:
-        update(run, blame, minibatches)
+    def learn(run: BatchRun | None, minibatches: int) -> None:
+        update(run, minibatches)
         log.append("-*" if run is None else f"{log.pop()}*")
 
     passes = BatchRun.do

@@ -57,6 +57,7 @@ def trained(
                 INTERRUPT.hear()
             yield batch(batch_size, i)
 
+    model = with_programs(model, 16, evaluation=True)
     workload = with_options(model, data=data, eval_data=lambda size: iter([batch(size, 99)]))
 
     def rank() -> Run:
@@ -129,7 +130,7 @@ def test_a_run_that_ended_early_goes_on(is_async: bool, tmp_path: Path) -> None:
     """No batch is left out and none comes twice, nor any evaluation, also one that is due behind
     the last step of the first run.
     """
-    model = with_programs(built("TwoBranch"), 16, evaluation=True)
+    model = built("TwoBranch")
     chosen = plan(model, 2, microbatch_size=16)
     log = tmp_path / "log"
     options = {"evaluate_every": 3, "callbacks": [JsonLines(log)]}

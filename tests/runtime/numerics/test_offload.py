@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anabranch.device import accelerator
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.numerics.offload import SETTINGS, Offload, Saved
 from tests.runtime.computing import CPU, step
@@ -115,6 +116,122 @@ def test_the_option_gives_the_same_results(recompute: bool) -> None:
     assert loss == expected
     # Threads add to what they share in any order; here no parameter is shared.
     assert all(torch.equal(found[name], gradient) for name, gradient in reference.items())
+
+
+class Line:
+    """A stream that writes down what it is told to wait for."""
+
+    def __init__(self, log: list[tuple[str, object]]) -> None:
+        self.log = log
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def record_event(self) -> object:
+        return object()
+
+    def wait_stream(self, other: Line) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        self.log.append(("waits", event))
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Line:
+    """The main stream of a device with two, which the CPU plays."""
+    line = Line([])
+    monkeypatch.setattr(accelerator, "has_streams", lambda place: True)
+    monkeypatch.setattr(accelerator, "new_stream", lambda place: Line([]))
+    monkeypatch.setattr(accelerator, "current_stream", lambda place: line)
+    monkeypatch.setattr(accelerator, "host_like", torch.empty_like)
+    return line
+
+
+def forward(offload: Offload, x: Tensor, held: list[Tensor]) -> tuple[Tensor, Saved]:
+    """A loss that saves one tensor of its own twice, and what it has saved."""
+    with offload(held):
+        loss = (x * x).exp().sin().sum()
+        saved = loss.grad_fn.next_functions[0][0]._raw_saved_self  # type: ignore[union-attr]
+    assert saved is not None
+    return loss, offload._copying[-1]()  # type: ignore[return-value]
+
+
+def test_no_more_than_two_micro_batches_are_copied_at_a_time(main: Line) -> None:
+    """The device waits for the copies of the one before them, the host for none; then their memory
+    is free for the forward that begins.
+    """
+    offload, losses, all_saved = Offload([], CPU), [], []
+    for i in range(4):
+        x = torch.full((2000,), 0.1 * i, requires_grad=True)
+        loss, saved = forward(offload, x, [x])
+        losses.append((loss, x))
+        all_saved.append(saved)
+        on_device = [all(entry.is_on_device for entry in each._entries) for each in all_saved]
+        gone = [not any(entry.is_on_device for entry in each._entries) for each in all_saved]
+        first = max(i + 1 - SETTINGS.behind, 0)
+        assert on_device == [False] * first + [True] * (i + 1 - first)
+        assert gone == [True] * first + [False] * (i + 1 - first)
+        assert main.log == [("waits", each._copied) for each in all_saved[:first]]
+    for loss, x in losses:
+        loss.backward()  # type: ignore[no-untyped-call]
+        y = x.detach().requires_grad_()
+        (y * y).exp().sin().sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        assert y.grad is not None
+        assert torch.equal(x.grad, y.grad)
+
+
+def test_a_backward_that_comes_soon_copies_nothing_back(main: Line) -> None:
+    """Its tensors are still there."""
+    x = torch.ones(2000, requires_grad=True)
+    loss, saved = forward(Offload([], CPU), x, [x])
+    pointers = [entry._tensor.data_ptr() for entry in saved._entries if entry._tensor is not None]
+    assert len(pointers) == len(saved._entries) == 1
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert main.log == []
+    assert not any(entry.is_on_device for entry in saved._entries)
+
+
+def test_what_is_saved_several_times_is_copied_once() -> None:
+    """Also as views of one storage; not what was written to in between."""
+    saved = Saved([], None)
+    tensor, base = torch.randn(64, 64), torch.randn(100, 64)
+    packed = [saved.pack(view) for view in (tensor, tensor, tensor.t(), tensor.view(-1))]
+    assert len(saved._entries) == 1
+    parts = [saved.pack(base[:50]), saved.pack(base[:50]), saved.pack(base[50:])]
+    assert len(saved._entries) == 3
+    before = tensor.clone()
+    tensor.mul_(2)
+    packed.append(saved.pack(tensor))
+    assert len(saved._entries) == 4
+    expected = [before, before, before.t(), before.view(-1), tensor]
+    for back, want in zip(map(saved.unpack, packed), expected, strict=True):
+        assert torch.equal(back, want)
+        assert back.stride() == want.stride()
+    for part, want in zip(parts, [base[:50], base[:50], base[50:]], strict=True):
+        assert torch.equal(saved.unpack(part), want)
+
+
+def test_a_freed_storage_is_not_taken_for_another() -> None:
+    """One that is made after it may have its address."""
+    saved = Saved([], None)
+    packed = [(saved.pack(torch.full((2000,), float(i))), float(i)) for i in range(20)]
+    assert all(bool((saved.unpack(entry) == value).all()) for entry, value in packed)
+
+
+def test_what_arrives_and_the_batch_stay(main: Line) -> None:
+    """They are held until the backward in any case."""
+    x, label = torch.ones(2000, requires_grad=True), torch.full((2000,), 2.0)
+    offload = Offload([], CPU)
+    with offload([x, label]):
+        loss = (x * label).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    saved = offload._copying[-1]()
+    assert saved is None or not saved._entries
 
 
 def test_a_stream_is_taken_when_it_is_needed() -> None:

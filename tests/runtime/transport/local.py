@@ -58,6 +58,9 @@ class LocalTransport:
         """See ``Transport``."""
         return _Awaited(self._hub, (rank, self._rank, tag), specs, device)
 
+    def settle(self) -> None:
+        """See ``Transport``; what was sent is in the hub."""
+
     def flush(self) -> None:
         """See ``Transport``."""
         sent = self._hub.sent

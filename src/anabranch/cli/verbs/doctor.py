@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 
 from anabranch.cli.clusters import read_cluster
-from anabranch.cli.output import print_json
+from anabranch.cli.output import print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, TrainedModelSettings
 from anabranch.cli.spread import spread
@@ -69,6 +69,6 @@ def doctor(
             }
         )
     else:
-        typer.echo(report(examination))
+        say(report(examination))
     if not examination.capturable:
         raise typer.Exit(1)

@@ -207,7 +207,8 @@ def plan(
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(best, optimizer))
         return
-    say(best.summary())
+    gains = [against(name, other, best) for name, other in others.items()]
+    say(best.summary([*gains, *filter(None, [_faster(others, best)])]))
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
         say(sentence)
     if best.mode == "async":
@@ -218,10 +219,6 @@ def plan(
     )
     for line in tried.lines(chosen, written):
         say(line)
-    for name, other in others.items():
-        say(against(name, other, best))
-    if better := _faster(others, best):
-        typer.echo(better)
     if why is not None:
         typer.echo(why.summary())
     say_written(model.file)
@@ -230,13 +227,13 @@ def plan(
 def against(name: str, other: Plan | AnabranchError, ours: Plan) -> str:
     """One line that compares a baseline with our plan."""
     if isinstance(other, AnabranchError):
-        return f"against {_TITLES[name]}: none, {other}"
+        return f"{_TITLES[name]} has no plan: {other}"
     step_s, graph = other.figures.step_s, other.stage_graph
     gain = ratio(step_s, ours.figures.step_s)
     return (
-        f"against {_TITLES[name]} ({step_s * 1e3:.2f} ms, depth {graph.depth}, "
-        f"micro-batch {graph.stages[0].microbatch_size}, {other.schedule}): "
-        f"{'our plan takes no time' if gain is None else f'{gain:.2f}x'}"
+        f"{'in no time' if gain is None else f'{gain:.2f}x'} against {_TITLES[name]} "
+        f"({step_s * 1e3:.2f} ms, depth {graph.depth}, "
+        f"micro-batch {graph.stages[0].microbatch_size}, {other.schedule})"
     )
 
 

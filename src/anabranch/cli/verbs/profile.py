@@ -10,13 +10,14 @@ from anabranch.cli.output import print_json, print_table, say_written
 from anabranch.cli.parsing import parse_counts
 from anabranch.cli.settings import AsJson, EstimatedModelSettings
 from anabranch.cli.spread import spread
+from anabranch.device.kinds import USUAL
 
 
 @spread
 def profile(
     model: EstimatedModelSettings,
     device: Annotated[
-        str, typer.Option(help="cpu or cuda: measure here; v100, a100 or h100: estimate.")
+        str, typer.Option(help=f"cpu or {USUAL}: measure here; v100, a100 or h100: estimate.")
     ] = "cpu",
     samples: Annotated[
         str | None,

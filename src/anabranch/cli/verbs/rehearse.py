@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from anabranch.cli.clusters import cluster_of, read_cluster
-from anabranch.cli.local_run import say_figures
 from anabranch.cli.output import note, print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.progress import progress_bar
+from anabranch.cli.run_texts import say_figures
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread

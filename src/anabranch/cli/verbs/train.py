@@ -13,16 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from anabranch.cli.clusters import note_crowded, note_uncalibrated
+from anabranch.cli.first_rank import on_first
 from anabranch.cli.job import Job
-from anabranch.cli.local_run import (
-    agreed,
-    how_to_go_on,
-    keep_run,
-    say_run,
-    say_stopped,
-    say_stopping,
-    train_job,
-)
+from anabranch.cli.local_run import keep_run, train_job
 from anabranch.cli.output import INTERRUPTED, note, say
 from anabranch.cli.preflight import (
     executed_plan,
@@ -31,6 +24,7 @@ from anabranch.cli.preflight import (
     require_trainable,
 )
 from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
+from anabranch.cli.run_texts import how_to_go_on, say_run, say_stopped, say_stopping
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.training_settings import (
@@ -75,8 +69,8 @@ def train(
     With --mode async there is no flush between mini-batches, and --policy says which weights
     forwards and backwards read: `anabranch train two-branch --devices 4 --mode async`
 
-    With --device cuda stages are computed on GPUs, one rank per GPU or several:
-    `torchrun --nproc-per-node 4 -m anabranch train mmt --device cuda`
+    With another --device than cpu stages are computed on GPUs, one rank per GPU or several, which
+    torchrun starts on one host or on many.
 
     With --save run --save-every 10m there are checkpoints during training, and --resume run goes on
     from the newest; --max-restarts 3 does that by itself where a rank fails.
@@ -230,11 +224,11 @@ def _plan(
         sparse_embeddings=bool(compute.sparse_embeddings) and not is_async,
     )
     is_file = job.plan is not None
-    job.plan = job.plan or _on_first(search)
+    job.plan = job.plan or on_first(search)
     asked = {trait: getattr(compute, trait) for trait in ("shard_optimizer", "sparse_embeddings")}
     changed = replace(job.plan, **{trait: on for trait, on in asked.items() if on is not None})
     if changed != job.plan and not is_async:
-        job.plan = _on_first(partial(job.predicted, changed))
+        job.plan = on_first(partial(job.predicted, changed))
     policy = flush.other_policy(job.plan, is_file=is_file) if is_async else None
     shown = executed_plan(
         job.plan,
@@ -245,8 +239,3 @@ def _plan(
         checked=(job.captured, options) if is_file else None,
     )
     return shown, policy
-
-
-def _on_first(make: Callable[[], Plan]) -> Plan:
-    """Call a function here or, under torchrun, on the first rank alone."""
-    return agreed(make) if "RANK" in os.environ else make()

@@ -14,7 +14,7 @@ from random import Random
 from typing import NamedTuple
 
 from anabranch.compiled import forked
-from anabranch.planner.auto.draft import Draft, both
+from anabranch.planner.auto.draft import Draft, variants
 from anabranch.planner.auto.moves import MOVES, draw
 from anabranch.planner.auto.settings import SETTINGS, Settings
 from anabranch.planner.auto.space import Space
@@ -112,7 +112,7 @@ class Annealing:
         annealed = [
             AnnealedDraft(self._evaluate(draft, math.inf), draft, number)
             for number, start in enumerate(starts)
-            for draft in both(start)
+            for draft in variants(start, shared=self._space.shared, split=self._space.split)
         ]
         unlike = _unlike(entry for entry in annealed if entry.seconds < math.inf)
         self._keep(unlike)

@@ -43,6 +43,7 @@ class Draft(NamedTuple):
         deep: whether the warm-up is that of ``1f1b-deep``, as far as memory allows, or the least.
         chained: whether every stage waits for the one before it.
         sharded: whether replicas share the optimizer's state, see ``CostModel.shard_optimizer``.
+        split: whether backwards are split, see ``schedule.zero_bubble``.
     """
 
     home: Ints
@@ -51,6 +52,7 @@ class Draft(NamedTuple):
     deep: bool
     chained: bool
     sharded: bool
+    split: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -61,6 +63,18 @@ class Draft(NamedTuple):
 def both(draft: Draft) -> tuple[Draft, Draft]:
     """A draft with either warm-up."""
     return draft, draft._replace(deep=not draft.deep)
+
+
+def variants(draft: Draft, *, shared: bool = False, split: bool = False) -> list[Draft]:
+    """A draft in every way to run: with either warm-up and, where these may be chosen, with and
+    without shared optimizer state and split backwards.
+    """
+    ways = [*both(draft)]
+    if shared:
+        ways += [way._replace(sharded=not way.sharded) for way in ways]
+    if split:
+        ways += [way._replace(split=not way.split) for way in ways]
+    return ways
 
 
 def draft_of(graph: StageGraph, cost: CostModel) -> Draft:

@@ -36,7 +36,9 @@ from anabranch.cost.stage_weights import Held
 from anabranch.graph.opgraph import BATCH
 from anabranch.planner.auto import stage_records as tables
 from anabranch.planner.auto.draft import SETUP, Draft
-from anabranch.planner.auto.stage_clock import MOST_SHOWN, step_s
+from anabranch.planner.auto.settings import SETTINGS
+from anabranch.planner.auto.stage_clock import step_s
+from anabranch.plans.stages import MOST_MICROBATCHES
 
 
 class Evaluator:
@@ -98,8 +100,9 @@ class Evaluator:
             np.zeros((devices, devices), np.int64),
             np.zeros((2, devices + nodes)),
             pieces.view(np.recarray),
+            np.zeros(len(cost.graph), np.int64),
             paces,
-            np.empty((2, edges, min(batch_size, MOST_SHOWN))),
+            np.empty((2, edges, min(batch_size, MOST_MICROBATCHES))),
         )
         self._given = tuple(table.data.cast("B") for table in given)
         self._tables = given, problem, state
@@ -109,7 +112,8 @@ class Evaluator:
         for memory, values in zip(self._given, draft[:3], strict=True):
             memory[: values.nbytes] = values.tobytes()  # quicker than arrays of records
         given, problem, state = self._tables
-        return step_s(*given, draft.num_stages, *draft[3:], limit, problem, state)
+        factor = 1 + draft.split * SETTINGS.split_gain  # what has to be saved is no gain
+        return factor * step_s(*given, draft.num_stages, *draft[3:], limit / factor, problem, state)
 
 
 def _seconds(cost: CostModel) -> tuple[Any, Any]:
@@ -119,10 +123,11 @@ def _seconds(cost: CostModel) -> tuple[Any, Any]:
         measured = [0, measured[0]]
     elif len(measured) == 1:
         measured.append(measured[0] + 1)
-    seconds = np.zeros((len(measured), len(cost.graph), 2))
+    seconds = np.zeros((len(measured), len(cost.graph), 3))
     for n, samples in enumerate(measured):
         if cost.covers(samples):
-            seconds[n] = np.transpose(cost.op_seconds(samples))
+            ways = *cost.op_seconds(samples), cost.op_weight_s(samples)
+            seconds[n] = np.transpose(ways)
     return np.array(measured), seconds
 
 

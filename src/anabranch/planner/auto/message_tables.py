@@ -134,7 +134,7 @@ def price_sums(
             updated /= stage.replicas
         stage.gradients = summed_bytes(stage.trainable, stage.tables, stage.rows)
         reduce_s = all_reduce_s(stage.gradients, *_ring(stage, levels))
-        stage.update = updated * numbers.update_byte + (1 - half) * reduce_s
+        stage.update, stage.gather = updated * numbers.update_byte, (1 - half) * reduce_s
         if not numbers.flush:
             stage.sums = reduce_s
     if not numbers.flush:
@@ -156,6 +156,44 @@ def price_sums(
         if stage.waiting > 0:
             _cut_piece(stage, half, levels, pieces[s])
         stage.sums = max(0.0, stage.summed - stage.passed)
+
+
+def free_at(inward: int, s: int, far: int, state: State) -> float:
+    """Return when all ports of a stage in one direction are free, cards only for distant stages."""
+    free = 0.0
+    for i in range(1 + far * state.stages[s].nodes):
+        free = max(free, state.ports[inward, state.ports_of[s, i]])
+    return free
+
+
+def hold_ports(s: int, start: float, seconds: float, state: State) -> float:
+    """Take the ports of a ring in both directions as soon as they are free; return the end."""
+    far = 1 if state.stages[s].nodes > 1 else 0
+    end = max(start, free_at(0, s, far, state), free_at(1, s, far, state)) + seconds
+    for inward in range(2):
+        for i in range(1 + far * state.stages[s].nodes):
+            state.ports[inward, state.ports_of[s, i]] = end
+    return end
+
+
+def updated_after(stages: Table[StageRecord], state: State) -> float:
+    """Return the seconds from the last sum until all have what is updated: replicas that share the
+    optimizer's state send it to each other as soon as they have it, on the ports of their sums.
+    """
+    last, asked = 0.0, 0.0
+    for s in range(len(stages)):
+        stages[s].counted = 0
+    for _ in range(len(stages)):
+        following, asked = -1, np.inf
+        for s in range(len(stages)):
+            if stages[s].counted == 0 and stages[s].update < asked:
+                following, asked = s, stages[s].update
+        stages[following].counted = 1
+        if stages[following].gather > 0:
+            asked = hold_ports(following, asked, stages[following].gather, state)
+        last = max(last, asked)
+    _clear_ports(state.ports)
+    return last
 
 
 def _ring(stage: StageRecord, levels: Table[LevelRecord]) -> tuple[float, float]:

@@ -259,6 +259,16 @@ def chain(draft: Draft, space: Space, rng: Random) -> Draft | None:
     return draft._replace(chained=not draft.chained)
 
 
+def share_state(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Replicas begin to share the optimizer's state, or end to."""
+    return draft._replace(sharded=not draft.sharded) if space.shared else None
+
+
+def split_backwards(draft: Draft, space: Space, rng: Random) -> Draft | None:
+    """Backwards are split, or become whole."""
+    return draft._replace(split=not draft.split) if space.split else None
+
+
 MOVES: Mapping[str, tuple[Move, int]] = {
     "shift operator": (shift_operator, 10),
     "shift run": (shift_run, 10),
@@ -282,20 +292,27 @@ MOVES: Mapping[str, tuple[Move, int]] = {
 }
 """Name -> a move, and how often it is tried in relation to others."""
 
-_BOUNDS = list(accumulate(weight for _, weight in MOVES.values()))
-_NAMED = [(name, move) for name, (move, _) in MOVES.items()]
+FURTHER: Mapping[str, tuple[Move, int]] = {
+    "share state": (share_state, 2),
+    "split backwards": (split_backwards, 2),
+}
+"""Likewise, for the search from the best plan on."""
+
+_BOUNDS = list(accumulate(weight for _, weight in (MOVES | FURTHER).values()))
+_NAMED = [(name, move) for name, (move, _) in (MOVES | FURTHER).items()]
 
 _SHARES = 79
-"""One more than the weights: a draw beyond them is repeated, so that a seed finds the plans that it
-found while there was one more move.
+"""One more than the weights of ``MOVES``: a draw beyond them is repeated, so that a seed finds the
+plans that it found while there was one more move.
 """
 
 
 def draw(draft: Draft, space: Space, rng: Random) -> tuple[str, Draft]:
     """A move with something to do, if any, drawn by how often it is tried, and what it makes."""
+    shares, count = (_BOUNDS[-1], len(_NAMED)) if space.further else (_SHARES, len(MOVES))
     for _ in MOVES:
-        place = bisect(_BOUNDS, rng.random() * _SHARES)
-        if place < len(_NAMED):
+        place = bisect(_BOUNDS, rng.random() * shares)
+        if place < count:
             name, move = _NAMED[place]
             if made := move(draft, space, rng):
                 return name, made

@@ -92,9 +92,9 @@ class Auto:
         space = Space(cost, batch_size, problem.sizes, self.recompute)
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
-        count = min(self._most(cost), SETTINGS.neighbours) if coarse else self._most(cost)
+        count = min(self._first(cost), SETTINGS.neighbours) if coarse else self._first(cost)
         starts = [("the user", start)] if start else self._starts(problem, coarse)
-        return Search(space, evaluate, starts, count, self.seed)
+        return Search(space, evaluate, starts, count, self.seed, self._rounds(cost))
 
     def without_flush(
         self,
@@ -110,7 +110,7 @@ class Auto:
             Space(cost, batch_size, tuple(sorted(sizes)), self.recompute, flush=False),
             Evaluator(cost, batch_size, max_replicas=self.max_replicas, versions=versions),
             [("another planner", graph) for graph in graphs],
-            self._most(cost),
+            self._first(cost) if self.evaluations is None else self.evaluations,
             self.seed,
         )
 
@@ -124,10 +124,19 @@ class Auto:
             cost.memo[in_a_row] = row
         return replace(cost, profile=row)
 
-    def _most(self, cost: CostModel) -> int:
-        """Drafts to evaluate."""
+    def _first(self, cost: CostModel) -> int:
+        """Drafts to evaluate from the starts, at most as many as by default."""
         default = SETTINGS.evaluations * (2 if cost.cluster.num_devices <= SETTINGS.few else 1)
-        return default if self.evaluations is None else self.evaluations
+        return default if self.evaluations is None else min(self.evaluations, default)
+
+    def _rounds(self, cost: CostModel) -> list[int]:
+        """Drafts to evaluate in each round from the best plan on: those beyond the default, too, so
+        that a search with more of them does all that one with fewer does.
+        """
+        first, default = self._first(cost), replace(self, evaluations=None)._first(cost)
+        beyond = (self.evaluations or 0) - default
+        more = max(beyond, 0) // SETTINGS.further
+        return [SETTINGS.further * first // default] + [SETTINGS.further] * more
 
     def _starts(self, problem: Problem, coarse: Coarse | None) -> Iterator[Start]:
         """Proposals of other planners and for a coarser model; the last error if there are none."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from random import Random
 
 from anabranch.planner.auto.annealing import AnnealedDraft, Annealing, Evaluate
-from anabranch.planner.auto.draft import Draft, both, draft_of, stage_graph_of
+from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of, variants
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
+from anabranch.planner.base import WHOLE, Runs
 from anabranch.plans.check import suits
 from anabranch.plans.stages import StageGraph
 
@@ -25,6 +27,7 @@ class Search:
     Args:
         starts: what the search begins with, as it comes.
         evaluations: drafts to evaluate.
+        rounds: drafts to evaluate in each round from the best plan on, see ``again``.
     """
 
     def __init__(
@@ -34,9 +37,11 @@ class Search:
         starts: Iterable[Start],
         evaluations: int,
         seed: int = 0,
+        rounds: Sequence[int] = (),
     ) -> None:
         self._space, self._evaluate, self._starts = space, evaluate, starts
         self._evaluations, self._rng = evaluations, Random(seed)
+        self._seed, self._rounds = seed, list(rounds)
         self._origins: dict[StageGraph, str] = {}
         self._likely: list[StageGraph] = []
 
@@ -75,9 +80,36 @@ class Search:
         """Results of annealing: of each planner a plan, then the quickest first."""
         return self._likely
 
-    def near(self, graph: StageGraph, *, shared: bool = False) -> list[StageGraph]:
+    def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
+        """Anneal once more, from the best plan on, with every move; see ``planner.base``.
+
+        What a round finds does not depend on how many come after it.
+        """
+        if not self._rounds:
+            return []
+        count = self._rounds.pop(0)
+        space = replace(self._space, shared=choice.shared, split=choice.split, further=True)
+        start = draft_of(best, self._space.cost)._replace(sharded=runs.shared, split=runs.split)
+        others = (draft_of(graph, self._space.cost) for graph in self._likely if graph != best)
+        self._seed += 1
+        rng = Random(f"round {self._seed}")
+        annealing = Annealing(space, self._evaluate, rng, replace(SETTINGS, starts=4))
+        annealing.search([start, *others], count)
+        proposals: dict[tuple[StageGraph, Runs], int] = {}
+        for annealed in annealing.best(SETTINGS.proposed):
+            graph = self._stages(annealed.draft)
+            way = Runs(annealed.draft.sharded, annealed.draft.split)
+            if suits(graph, replace(self._space.cost, shard_optimizer=way.shared)):
+                proposals.setdefault((graph, way), annealed.moves)
+        origin = self.origin(best)
+        return [
+            (self._remember(graph, f"{origin}, then by {moves} more"), way)
+            for (graph, way), moves in proposals.items()
+        ]
+
+    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
         """Random neighbours of a stage graph, the quickest first; others when asked again."""
-        seconds, centre = self._with_quicker_warm_up(graph, shared)
+        seconds, centre = self._with_quicker_warm_up(graph, runs)
         limit = seconds * (1 + SETTINGS.error)
         neighbours: dict[float, tuple[Draft, str]] = {}
         for _ in range(SETTINGS.neighbours):
@@ -89,11 +121,13 @@ class Search:
             for draft, moves in (neighbours[s] for s in sorted(neighbours)[: SETTINGS.near])
         ]
 
-    def sharing(self, graphs: Iterable[StageGraph], limit: float) -> list[StageGraph]:
-        """Stage graphs that may take less where replicas share optimizer state, quickest first."""
-        seconds = {graph: self._with_quicker_warm_up(graph, shared=True)[0] for graph in graphs}
+    def promising(
+        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
+    ) -> list[StageGraph]:
+        """Stage graphs that may take less than a limit if they run so, quickest first."""
+        seconds = {graph: self._with_quicker_warm_up(graph, runs)[0] for graph in graphs}
         near = (graph for graph in seconds if seconds[graph] < limit * (1 + SETTINGS.error))
-        return sorted(near, key=seconds.__getitem__)[: SETTINGS.near]
+        return sorted(near, key=seconds.__getitem__)
 
     def origin(self, graph: StageGraph) -> str:
         """Say how a stage graph was found."""
@@ -107,10 +141,11 @@ class Search:
         second, draft = draw(draft, self._space, self._rng)
         return draft, f"{name} and {second}"
 
-    def _with_quicker_warm_up(self, graph: StageGraph, shared: bool) -> tuple[float, Draft]:
+    def _with_quicker_warm_up(self, graph: StageGraph, runs: Runs) -> tuple[float, Draft]:
         draft = draft_of(graph, self._space.cost)
-        variants = both(draft._replace(sharded=shared or draft.sharded))
-        return min(((self._evaluate(each, math.inf), each) for each in variants), key=itemgetter(0))
+        draft = draft._replace(sharded=runs.shared or draft.sharded, split=runs.split)
+        ways = ((self._evaluate(way, math.inf), way) for way in variants(draft))
+        return min(ways, key=itemgetter(0))
 
     def _remember(self, graph: StageGraph, origin: str) -> StageGraph:
         self._origins.setdefault(graph, origin)

@@ -12,6 +12,8 @@ class Settings:
     Attributes:
         evaluations: drafts that are evaluated at most; twice as many make steps .6 % shorter.
         few: on so many devices or fewer it is twice as many, and DAPPLE's plans are starts, too.
+        further: drafts that are evaluated besides, from the best plan on; a limit on evaluations
+            beyond the default goes there.
         starts: proposals of other planners that are annealed first: the most promising, unlike each
             other. Then the better half of what that ends with, for twice as long, down to two.
         hot: temperature at the beginning of a round, as a share of the step: drafts so much slower
@@ -19,6 +21,7 @@ class Settings:
         hotter: where the round before found nothing better: small models are at the end of what is
             near their starts soon, and the way to a better plan leads through much slower ones.
         cold: at its end.
+        split_gain: share of the step that split backwards have to save, as ``solve`` asks for it.
         proposed: drafts that are proposed to the judge.
         neighbours: drafts evaluated in a round of descent, or in all after a coarser model.
         near: the best of these, which are judged.
@@ -27,11 +30,13 @@ class Settings:
     """
 
     evaluations: int = 20_000
+    further: int = 6_000
     few: int = 16
     starts: int = 8
     hot: float = 0.01
     hotter: float = 0.2
     cold: float = 0.001
+    split_gain: float = 0.02
     proposed: int = 20
     neighbours: int = 500
     near: int = 6

@@ -23,6 +23,9 @@ class Space:
         sizes: micro-batch sizes, ascending.
         recompute: stages may recompute.
         flush: stages may differ in micro-batch size and in k, and the warm-up may be deep.
+        shared: replicas may share the optimizer's state, or not.
+        split: backwards may be split.
+        further: all moves are made, not only those that change stages and devices.
     """
 
     cost: CostModel
@@ -30,6 +33,9 @@ class Space:
     sizes: tuple[int, ...]
     recompute: bool = True
     flush: bool = True
+    shared: bool = False
+    split: bool = False
+    further: bool = False
 
     @cached_property
     def edges(self) -> Ints:

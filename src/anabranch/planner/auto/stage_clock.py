@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compiled import Floats, Table, compiled
-from anabranch.planner.auto.message_tables import message_bytes, price_messages, price_sums
+from anabranch.planner.auto.message_tables import (
+    free_at,
+    hold_ports,
+    message_bytes,
+    price_messages,
+    price_sums,
+    updated_after,
+)
 from anabranch.planner.auto.stage_records import (
     EdgeRecord,
     Numbers,
@@ -28,6 +35,7 @@ from anabranch.planner.auto.stage_tables import (
     join_stages,
     order_edges,
     sort_stages,
+    split_backwards,
     split_samples,
     sum_operators,
 )
@@ -35,15 +43,18 @@ from anabranch.planner.auto.stage_tables import (
 SHOWN = 96
 """Micro-batches that are run; the others take as long each as those in the middle of these."""
 
+LEAST_PERIODS = 12
+"""Micro-batches of the largest size that are run at least, where stages differ in them."""
+
 MOST_SHOWN = 8 * SHOWN
-"""Micro-batches that are run at most where stages differ in them, so that no period shows."""
+"""Micro-batches of one size that are run at most."""
 
 
-def _least_s(numbers: Numbers, stages: Table[StageRecord], state: State) -> float:
+def _least_s(numbers: Numbers, stages: Table[StageRecord], update: float, state: State) -> float:
     """No step is shorter than the busiest stage with the way to it and back from it, or than all
     work on the cores that are shared.
     """
-    work, longest, update, apart = 0.0, 0.0, 0.0, 0.0
+    work, longest, apart = 0.0, 0.0, 0.0
     for place in range(len(stages)):
         s = stages[place].ordered
         stage = stages[s]
@@ -56,7 +67,7 @@ def _least_s(numbers: Numbers, stages: Table[StageRecord], state: State) -> floa
             ahead = source.before + (needed - 1) * source.seconds[0, 0]
             ahead += source.seconds[int(needed == source.total), 0]
             ahead += _message_s(edge, 0, first)
-            back = source.behind + source.seconds[1, 1]
+            back = source.behind + source.seconds[1, 1] - source.weights[1]
             back += _message_s(edge, 1, min(source.last, stage.last))
             stage.before = max(stage.before, ahead)
             stage.behind = max(stage.behind, back)
@@ -64,7 +75,7 @@ def _least_s(numbers: Numbers, stages: Table[StageRecord], state: State) -> floa
         work += compute * stage.devices
         if numbers.flush:  # nobody updates before all have their sums
             longest = max(longest, stage.before + compute + stage.behind)
-            update, apart = max(update, stage.update), max(apart, stage.apart)
+            apart = max(apart, stage.apart)
         else:
             longest = max(longest, compute + stage.sums + stage.update)
     return max(longest, work / numbers.cores if numbers.cores > 0 else 0.0) + update + apart
@@ -98,17 +109,9 @@ def _busiest_port_s(batch_size: int, state: State) -> float:
             nbytes = message_bytes(edge, way, size) * batch_size / size
             for end in range(2):
                 x, inward = edge.ends[end], int(end != way)
-                _occupy(edge, way, end, _free_at(inward, x, edge.far, state), nbytes, state)
-                longest = max(longest, _free_at(inward, x, edge.far, state))
+                _occupy(edge, way, end, free_at(inward, x, edge.far, state), nbytes, state)
+                longest = max(longest, free_at(inward, x, edge.far, state))
     return longest
-
-
-def _free_at(inward: int, s: int, far: int, state: State) -> float:
-    """Return when all ports of a stage in one direction are free, cards only for distant stages."""
-    free = 0.0
-    for i in range(1 + far * state.stages[s].nodes):
-        free = max(free, state.ports[inward, state.ports_of[s, i]])
-    return free
 
 
 def _occupy(
@@ -129,28 +132,35 @@ def _send(e: int, way: int, number: int, samples: int, start: float, state: Stat
     nbytes = message_bytes(edge, way, samples)
     if nbytes > 0:
         for end in range(2):
-            start = max(start, _free_at(int(end != way), edge.ends[end], edge.far, state))
+            start = max(start, free_at(int(end != way), edge.ends[end], edge.far, state))
         for end in range(2):
             _occupy(edge, way, end, start, nbytes, state)
     state.arrivals[way, e, number] = start + nbytes * edge.byte_s + edge.latency
 
 
-def _count_shown(stages: Table[StageRecord]) -> int:
-    """Number of micro-batches that show the period: 0 for all, -1 where there are too many."""
-    alike, depth, most = True, 0, 0
+def _count_periods(stages: Table[StageRecord]) -> tuple[int, int, int]:
+    """Samples of a period, after which all stages repeat what they do: the largest micro-batch, if
+    it is a multiple of all; how many periods show what one takes; and how many there are besides,
+    0 where all are run.
+    """
+    least = largest = stages[0].microbatch
+    held, samples = 0, 0
     for s in range(len(stages)):
-        alike = alike and stages[s].microbatch == stages[0].microbatch
-        depth = max(depth, stages[s].in_flight)
-        most = max(most, stages[s].total)
-    shown = min(max(SHOWN, 4 * depth), MOST_SHOWN)
-    if alike and most > shown:
-        return shown
-    return -1 if most > MOST_SHOWN else 0
+        stage = stages[s]
+        least, largest = min(least, stage.microbatch), max(largest, stage.microbatch)
+        held = max(held, stage.in_flight * stage.microbatch)
+        samples = max(samples, stage.total * stage.microbatch)
+    for s in range(len(stages)):
+        if largest % stages[s].microbatch != 0:
+            return largest, 0, 0
+    shown = max(-(-SHOWN * least // largest), 4 * (-(-held // largest)))
+    shown = max(shown, LEAST_PERIODS) if least < largest else min(shown, MOST_SHOWN)
+    return largest, shown, max(-(-samples // largest) - shown, 0)
 
 
 def _turn(stage: StageRecord, at: float) -> None:
     """A stage turns to its next action, if there is one: kFkB says which."""
-    stage.ready, stage.until, stage.begun, stage.taken = at, np.inf, 0, 0
+    stage.ready, stage.until, stage.begun, stage.taken, stage.idle = at, np.inf, 0, 0, at
     flight = stage.in_flight + (stage.done[1] if stage.done[1] % stage.k == 0 else 0)
     stage.way = int(stage.done[0] >= min(stage.total, flight))
 
@@ -186,17 +196,39 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
 
 
 def _action_s(stage: StageRecord) -> float:
-    """Seconds of a stage's next action."""
-    return float(stage.seconds[int(stage.done[stage.way] + 1 == stage.total), stage.way])
+    """Seconds of a stage's next action; of a backward that is split, those nobody waits for are
+    owed.
+    """
+    last = int(stage.done[stage.way] + 1 == stage.total)
+    return float(stage.seconds[last, stage.way] - stage.way * stage.weights[last])
+
+
+def _work_off(stage: StageRecord, start: float) -> float:
+    """A stage that waits until a start does what it owes meanwhile, and before a forward whatever
+    holds memory that this needs. When it can begin then.
+    """
+    if stage.owed > 0:
+        least = 0.0
+        if stage.way == 0:
+            held = stage.done[0] - stage.done[1] - stage.most + 1
+            least = min(stage.owed, held * stage.weights[0] + stage.owed)
+        worked = max(min(stage.owed, start - stage.idle), least)
+        stage.owed -= worked
+        stage.left -= worked
+        start = max(start, stage.idle + worked)
+    return start
 
 
 def _compute(stage: StageRecord, start: float, pace: float, pieces: Table[StagePiece]) -> None:
     """A stage begins its next action, which takes so many times as long as alone; in its last
     backward it begins to sum.
     """
-    stage.until, stage.pace = start + _action_s(stage) * pace, pace
+    stage.until, stage.pace = _work_off(stage, start) + _action_s(stage) * pace, pace
     if stage.way == 1 and stage.done[1] + 1 == stage.total:
         stage.passed_all = stage.until
+        if stage.weights[1] > 0:  # gradients are final one after the other in the part that waits
+            stage.passed_all += stage.owed + stage.weights[1]
+            stage.pace *= stage.weights[1] / stage.seconds[1, 1]
         _ask(stage, 0.0, pieces)
 
 
@@ -227,12 +259,8 @@ def _sum(s: int, state: State) -> float:
     requests.
     """
     stage = state.stages[s]
-    far, piece = 1 if stage.nodes > 1 else 0, state.pieces[s][stage.pieces_done]
-    start = max(stage.asks, _free_at(0, s, far, state), _free_at(1, s, far, state))
-    end = float(start + piece.seconds)
-    for inward in range(2):
-        for i in range(1 + far * stage.nodes):
-            state.ports[inward, state.ports_of[s, i]] = end
+    piece = state.pieces[s][stage.pieces_done]
+    end = hold_ports(s, stage.asks, piece.seconds, state)
     piece.parts -= 1
     stage.pieces_done += piece.parts == 0
     _ask(stage, end, state.pieces[s])
@@ -240,7 +268,12 @@ def _sum(s: int, state: State) -> float:
 
 
 def _run(
-    batch_size: int, slots: int, stages: Table[StageRecord], state: State, limit: float
+    batch_size: int,
+    slots: int,
+    stages: Table[StageRecord],
+    update: float,
+    state: State,
+    limit: float,
 ) -> float:
     """The clock: of all stages the one whose next action ends first, message after message. Sums
     are looked for once a stage is at its last backward.
@@ -249,29 +282,27 @@ def _run(
         Seconds of the step; infinity where they are beyond the limit.
     """
     paces = state.paces
-    shown = _count_shown(stages)
-    if shown < 0:
-        return np.inf
-    hidden = stages[0].total - shown if shown > 0 else 0
-    batch_size -= hidden * stages[0].microbatch
-    slow, actions, summing, running, late = 0, 0, 0, 0, False
-    update, apart = 0.0, 0.0
+    samples, shown, hidden = _count_periods(stages)
+    batch_size -= hidden * samples
+    slow, actions, summing, running, late, apart = 0, 0, 0, 0, False, 0.0
     for s in range(len(stages)):
         stage = stages[s]
-        stage.total -= hidden
+        stage.total -= hidden * samples // stage.microbatch
         stage.left = _compute_s(stage) + stage.behind
-        update, apart = max(update, stage.update), max(apart, stage.apart)
+        apart = max(apart, stage.apart)
         actions += 2 * stage.total
         stage.asks = np.inf
         summing += stage.pieces > 0
         late = late or stage.total == 1
-        if _period_s(stage) > _period_s(stages[slow]):
+        busy = _period_s(stage) * stages[slow].microbatch
+        if busy > _period_s(stages[slow]) * stage.microbatch:
             slow = s
         _turn(stage, 0.0)
     for s in range(len(stages)):
         _take(s, batch_size, slots, state)
-    limit -= hidden * _period_s(stages[slow]) + update + apart
-    first, last, period = shown // 3, 2 * shown // 3, 0.0
+    passes = samples // stages[slow].microbatch  # of a period
+    limit -= hidden * passes * _period_s(stages[slow]) + update + apart
+    first, last, period = shown // 3 * passes, 2 * shown // 3 * passes, 0.0
     step = 0.0
     while actions + summing > 0:
         s, end, sums = len(stages), np.inf, False
@@ -304,12 +335,13 @@ def _run(
             return np.inf
         done = stage.done[way]
         stage.done[way] += 1
+        stage.owed += way * stage.weights[int(done + 1 == stage.total)]
         late = late or stage.done[1] + 1 >= stage.total
-        if way == 1 and s == slow and shown > 0:
+        if way == 1 and s == slow and hidden > 0:
             if done == first:
-                period -= end / (last - first)
+                period -= end * passes / (last - first)
             elif done == last:
-                period += end / (last - first)
+                period += end * passes / (last - first)
         low = done * stage.microbatch
         high = min(low + stage.microbatch, batch_size)
         for i in range(stage.edges[1 - way]):
@@ -325,7 +357,7 @@ def _run(
             receiver = state.edges[state.edges_of[1 - way, s, i]].ends[1 - way]
             _take(receiver, batch_size, slots, state)
         if way == 1 and done + 1 == stage.total:
-            step = max(step, end)
+            step = max(step, end + stage.owed)
     return step + apart + update + hidden * period
 
 
@@ -338,6 +370,7 @@ def step_s(
     deep: bool,
     chained: bool,
     sharded: bool,
+    split: bool,
     limit: float,
     problem: PricedModel,
     state: State,
@@ -353,6 +386,8 @@ def step_s(
     if not sum_operators(home, problem, stages):
         return np.inf
     join_stages(home, problem, stages, state)
+    if split:
+        split_backwards(home, problem, stages, state)
     if not sort_stages(stages, state):
         return np.inf
     if chained:
@@ -363,9 +398,10 @@ def step_s(
         return np.inf
     price_messages(problem, stages, state)
     price_sums(home, sharded, problem, stages, state.pieces)
-    least = _least_s(numbers, stages, state)
+    update = updated_after(stages, state) if flush else 0.0
+    least = _least_s(numbers, stages, update, state)
     if not flush:
         least = max(least, _busiest_port_s(batch_size, state))
     if flush and least <= limit:
-        least = max(_run(batch_size, numbers.receive_slots, stages, state, limit), least)
+        least = max(_run(batch_size, numbers.receive_slots, stages, update, state, limit), least)
     return least if least <= limit else np.inf

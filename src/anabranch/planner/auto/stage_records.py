@@ -78,6 +78,7 @@ class StageRecord:
     nodes: int  # that they are on
     replicas: int
     samples: int  # of the fullest replica
+    most: int  # micro-batches whose activations it may hold, with split backwards
     row: Annotated[Ints, 2]  # [last] row of the measured seconds below them
     last: int  # samples of the last micro-batch
     total: int  # micro-batches of a step
@@ -95,15 +96,19 @@ class StageRecord:
     pieces_done: int  # that are summed
     above: Annotated[Floats, 2]  # [last] share of the way from that row to the next
     seconds: Annotated[Floats, 2, 2]  # [last, way]
+    weights: Annotated[Floats, 2]  # [last] part of a backward that can wait, where it is split
+    owed: float  # seconds of such parts that are not done yet
     apart: float  # how much later than the first replica the last one has a message
     sums: float  # what the last backward leaves of its all-reduce
     update: float
+    gather: float  # of what its replicas have updated
     before: float  # from the beginning of the step to its first forward, at least
     behind: float  # from its last backward to the end of the step, at least
     passed: float  # by operators in the last backward, and the next four: when
     final: float  # gradients that wait are final
     summed: float  # all are summed
     passed_all: float  # that backward ends
+    idle: float  # its last action has ended
     ready: float  # its next action may begin, as far as that is known
     until: float  # when that ends; infinity where it is not known
     left: float  # seconds that it has left to do
@@ -153,7 +158,7 @@ class PricedModel(NamedTuple):
 
     numbers: Table[Numbers]  # the only record
     measured: Ints  # [n] samples
-    op_seconds: Floats  # [n, i, way]
+    op_seconds: Floats  # [n, i, way], and behind the ways the weights' part of the way back
     op_bytes: Table[OperatorBytes]  # [i]
     values: Table[ValueRecord]  # [v]
     readers: Ints
@@ -174,5 +179,6 @@ class State(NamedTuple):
     devices: Ints  # [s, 0 to its devices]
     ports: Floats  # [out or in, port] when it is free; before, seconds of a message of a byte
     pieces: Sequence[Table[StagePiece]]  # [s][0 to its pieces]
+    behind: Ints  # [i] whether gradients of its stage's inputs come through an operator
     paces: Floats  # [devices that compute] times as long as alone; empty where that is no matter
     arrivals: Floats  # [way, e, micro-batch of the receiver] of the last of its messages

@@ -136,6 +136,8 @@ def join_stages(
 ) -> None:
     """Edges between stages and what flows along them."""
     state.num_edges[0] = 0
+    for i in range(len(home)):
+        state.behind[i] = 0
     for v in range(len(problem.values)):
         value = problem.values[v]
         s = int(home[value.producer])
@@ -143,6 +145,9 @@ def join_stages(
         for reader in range(value.first, value.last):
             t = int(home[problem.readers[reader]])
             target = stages[t]
+            returns = value.per_sample[1] + value.fixed[1] > 0
+            if (t != s and returns) or state.behind[value.producer]:
+                state.behind[problem.readers[reader]] = 1
             if t == s or target.counted == v + 1:  # this value has come to it before
                 continue
             target.counted, leaves = v + 1, True
@@ -155,6 +160,19 @@ def join_stages(
         if leaves:
             source.returns += value.per_sample[1]
             source.returns_fixed += value.fixed[1]
+
+
+def split_backwards(
+    home: NDArray[np.int32], problem: PricedModel, stages: Table[StageRecord], state: State
+) -> None:
+    """Seconds of the parts of backwards that can wait: gradients of the weights of operators
+    through which gradients of the stage's inputs come.
+    """
+    for i in range(len(home)):
+        stage = stages[home[i]]
+        for last in range(2):
+            if state.behind[i] > 0:
+                stage.weights[last] += operator_s(i, 2, last, stage, problem.op_seconds)
 
 
 def sort_stages(stages: Table[StageRecord], state: State) -> bool:
@@ -212,6 +230,9 @@ def count_in_flight(deep: bool, flush: bool, stages: Table[StageRecord], state: 
 
 def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], state: State) -> bool:
     """Micro-batches in flight as memory allows (``cost.memory``); whether the least ones fit."""
+    largest = 0
+    for s in range(len(stages)):
+        largest = max(largest, stages[s].least * stages[s].microbatch)
     for place in range(len(stages)):
         s = stages[place].ordered
         stage = stages[s]
@@ -239,9 +260,10 @@ def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], stat
         free = numbers.memory - resident - backward
         if stage.least * flight > free or resident + sums > numbers.memory:
             return False
-        room = stage.wanted
+        room, stage.most = stage.wanted, -(-largest // stage.microbatch)
         if flight > 0:
-            room = min(room, int(free // flight))
+            fitting = int(free // flight)
+            room, stage.most = min(room, fitting), min(stage.most, fitting)
         for i in range(stage.edges[0]):
             before = stages[state.edges[state.edges_of[0, s, i]].ends[0]]
             if before.in_flight < before.total:
@@ -249,4 +271,5 @@ def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], stat
                 more = waited_for_samples(k, b, stage.k, stage.microbatch)
                 room = min(room, (before.in_flight * b - more) // stage.microbatch)
         stage.in_flight = max(stage.least, room)
+        stage.most = max(stage.most, stage.in_flight)
     return True

@@ -194,11 +194,11 @@ class AsyncPipeline(BasePipeline):
 
         Yields:
             The loss of every mini-batch, in order, when all stages have learned from it: as many
-            mini-batches late as the deepest stage holds. When the iterable ends, the pipeline is
-            drained, and the rest follow. ``metrics`` are those to the loss; ``step_number``,
-            ``evaluate`` and ``save`` count all that were put in. A loop that is left early leaves
-            mini-batches in flight: whatever is called next goes on with them, but their losses are
-            not told any more.
+            mini-batches late as the deepest stage holds, on a GPU one more. When the iterable ends,
+            the pipeline is drained, and the rest follow. ``metrics`` are those to the loss;
+            ``step_number``, ``evaluate`` and ``save`` count all that were put in. A loop that is
+            left early leaves mini-batches in flight: whatever is called next goes on with them, but
+            their losses are not told any more.
 
         Raises:
             NonFiniteError: on every rank, late like the loss; names stage and mini-batch. Stages
@@ -213,7 +213,8 @@ class AsyncPipeline(BasePipeline):
                 with self._session.failing():
                     begin_unit(self._mesh, loop, self.step_number - first)
                 self._put(batch)
-                yield from self._known(first, self.step_number - self._order.late)
+                late = self._order.late + self._stream.delay
+                yield from self._known(first, self.step_number - late)
             with self._session.failing():
                 end_loop(self._mesh, loop, self.step_number - first)
             with suppress(NonFiniteError):  # its turn comes after the losses before it
@@ -257,6 +258,7 @@ class AsyncPipeline(BasePipeline):
         """The tensors of a mini-batch; a ``DataError`` is raised on every rank."""
         try:
             which = self._session.feed.where
+            batch = self._session.captured.layout.packed(batch)
             leaves = self._session.leaves(batch)
             samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
             if samples > most:

@@ -22,20 +22,26 @@ to the sum and makes the same update::
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.asynchronous.versions import VersionedWeights
+from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.numerics.nonfinite import Finding, bad_names
+from anabranch.runtime.numerics.gradient_norms import GradientNorms
+from anabranch.runtime.numerics.nonfinite import Finding
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import BatchRun, Worker
 from anabranch.schedule.asynchronous import AsynchronousOrder
@@ -46,6 +52,22 @@ _CONSEQUENCE = (
     "mini-batches follow each other without waiting, so other stages may have been updated by "
     "then: resume from a checkpoint"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Learned:
+    """An update of which it is not known whether its numbers were finite.
+
+    Attributes:
+        run: this rank's mini-batch; None if it had none in a round.
+        outcome: brings the norms of gradients, and the terms of this rank.
+        is_last_turn: whether the mini-batch is the last one of its round.
+    """
+
+    run: BatchRun | None
+    outcome: Outcome
+    norms: GradientNorms
+    is_last_turn: bool
 
 
 class Stream:
@@ -86,6 +108,8 @@ class Stream:
                 deepest=order.deepest(stage),
                 scheduler=state.scheduler,
             )
+        self._is_late = accelerator.has_streams(session.place)
+        self._unjudged: deque[_Learned] = deque()
         self._first_bad: tuple[int, list[Finding]] | None = None
         self._has_stopped = self._has_warned = False
         self._reducer = Reducer(
@@ -108,6 +132,13 @@ class Stream:
         Returns:
             Whether this rank takes part in it.
         """
+        before = len(self._unjudged)
+        takes_part = self._forward(leaves, number)
+        # The device has something to do meanwhile.
+        self._judge(min(before, len(self._unjudged)))
+        return takes_part
+
+    def _forward(self, leaves: Mapping[str, Tensor], number: int) -> bool:
         if self.is_empty:
             self._first = self.weights.version
             self.weights.fill(self._first)
@@ -134,6 +165,14 @@ class Stream:
         while self._count and self.weights.version < self._first + updates:
             self._do(next(self._actions))
         self._count = 0
+        if self._session.transport is not None:
+            self._session.transport.settle()
+        self._judge(len(self._unjudged))
+
+    @property
+    def delay(self) -> int:
+        """Mini-batches after which, at the latest, it is known what was learned from one."""
+        return int(self._is_late)
 
     def _worker(self, leaves: Mapping[str, Tensor]) -> Worker:
         """Return the worker for the mini-batch that was put in last."""
@@ -175,41 +214,61 @@ class Stream:
             POSITION.begin(run.number, Phase.UPDATE, is_minibatch=True)
             self._reducer.take_all()
         minibatches = min(self._turns, self._count - unit * self._turns)
-        # Each replica knows whether its own term was bad. If no term was, but the sum of them
-        # overflowed, the last one answers for it.
-        blame = self._turn == minibatches - 1 or not self._reducer.has_finite_terms
-        self._learn(run, blame, minibatches)
+        self._learn(run, minibatches)
         if run is not None:
             POSITION.begin(run.number, is_minibatch=True)
 
-    def _learn(self, run: BatchRun | None, blame: bool, minibatches: int) -> None:
+    def _learn(self, run: BatchRun | None, minibatches: int) -> None:
         """Make an update from the sum of gradients of some mini-batches, if all numbers so far were
-        finite.
+        finite, as far as that is known: a GPU is asked when the next mini-batch is under way. An
+        update by bad numbers does no harm, as such a run ends there on all ranks.
 
         Args:
             run: this rank's mini-batch; None if it has none in a round.
-            blame: numbers that are not finite count as this mini-batch's.
         """
         parameters = self._session.state.parameters
         divide(parameters, minibatches)
         gradients = gradients_of(parameters)
-        bad = bad_names(gradients)
+        norms, outcome = GradientNorms(gradients), run.outcome if run is not None else Outcome()
+        outcome.bring(further=[*norms.tensors, *self._reducer.terms])
         if not self._has_warned:
             self._has_warned = True
             self._session.warn_without_gradient()
-        self._has_stopped |= bool(bad)
-        if run is not None:
-            run.outcome.bad_parameters.extend(bad if blame else [])
-            if run.outcome.is_bad and self._first_bad is None:
-                self._has_stopped = True
-                self._first_bad = run.number, self._session.trace.findings(run.outcome)
+        self._unjudged.append(_Learned(run, outcome, norms, self._turn == minibatches - 1))
+        if not self._is_late:
+            self._find_bad(self._unjudged[-1])
         if self._clip is not None:
             with_gradient = [p for p in parameters.values() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm([entries(g) for g in gradients.values()])
             torch.nn.utils.clip_grads_with_norm_(with_gradient, self._clip, norm)
         self.weights.update(skip=self._has_stopped, minibatches=minibatches)
-        if run is not None:
-            self._learned(run)
+        if not self._is_late:
+            self._judge(1)
+
+    def _judge(self, count: int) -> None:
+        """Tell of the first updates that nobody has heard of."""
+        for _ in range(count):
+            learned = self._unjudged.popleft()
+            if self._is_late:
+                self._find_bad(learned)
+            if learned.run is not None:
+                self._learned(learned.run)
+
+    def _find_bad(self, learned: _Learned) -> None:
+        """Note whether an update was from numbers that are not finite."""
+        count, run = len(learned.norms.names), learned.run
+        numbers = learned.outcome.further
+        bad = learned.norms.bad(numbers[:count])
+        self._has_stopped |= bool(bad)
+        if run is None:
+            return
+        # Each replica knows whether its own term was bad. If no term was, but the sum of them
+        # overflowed, the last one answers for it.
+        if learned.is_last_turn or not all(map(math.isfinite, numbers[count:])):
+            run.outcome.bad_parameters.extend(bad)
+        if run.outcome.is_bad and self._first_bad is None:
+            self._has_stopped = True
+            self._first_bad = run.number, self._session.trace.findings(run.outcome)
 
     def error(self, number: int, leaves: Mapping[str, Tensor], advice: str) -> NonFiniteError:
         """Return the error of a bad mini-batch, the same on every rank.

@@ -14,26 +14,33 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from anabranch.device import accelerator
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.programs import StageCall, StagePrograms
 from anabranch.runtime.compute.split_backward import CallWithWeights
 from anabranch.runtime.messages import Layout, gradient_ports
+from anabranch.runtime.numerics.gradient_norms import GradientNorms
 from anabranch.runtime.numerics.offload import Offload
 from anabranch.runtime.numerics.precision import LossScale
 from anabranch.runtime.numerics.random_streams import step_key
-from anabranch.runtime.placement import fetched
+from anabranch.runtime.placement import Fetched, fetched
 
 _SEED_MODULUS = 2**63
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
+
+
+_Noted = tuple[Key, Mapping[str, float], Mapping[str, Tensor]]
+"""A micro-batch, the weights of its loss and metrics in the batch's, and these numbers."""
 
 
 class Outcome:
@@ -47,16 +54,17 @@ class Outcome:
     Attributes:
         times: start and end of every action, as marks of the worker's clock.
         tied: exact mode: (parameter, micro-batch, order) -> gradient of one use.
-        bad_parameters: names of parameters whose gradients are not finite.
     """
 
     def __init__(self) -> None:
         self.times: list[tuple[Any, Any]] = []
         self.tied: dict[tuple[str, int, int], Tensor] = {}
-        self.bad_parameters: list[str] = []
+        self._bad_parameters: list[str] = []
+        self._further: list[float] = []
+        self._coming: list[tuple[list[_Noted], GradientNorms | None, Fetched]] = []
         self._sums: dict[str, float] = {}
         self._bad: Key | None = None
-        self._unread: list[tuple[Key, Mapping[str, float], Mapping[str, Tensor]]] = []
+        self._unread: list[_Noted] = []
         self._left: list[tuple[Key, int, bool, Tensor]] = []
 
     def leaves(self, key: Key, values: Iterable[tuple[int, Tensor]], *, is_gradient: bool) -> None:
@@ -87,14 +95,45 @@ class Outcome:
         """Losses of this device that nobody has asked for yet."""
         return [numbers["loss"] for *_, numbers in self._unread if "loss" in numbers]
 
-    def _read(self) -> None:
+    def bring(self, norms: GradientNorms | None = None, further: Sequence[Tensor] = ()) -> None:
+        """Start to copy losses and metrics to the host, for who asks for them later.
+
+        Args:
+            norms: of gradients of which bad ones are to be noted.
+            further: numbers for ``further``.
+        """
         unread, self._unread = self._unread, []
-        values = iter(fetched([tensor for *_, numbers in unread for tensor in numbers.values()]))
-        for key, weights, numbers in unread:
-            for name, value in zip(numbers, values, strict=False):
-                if name == "loss" and self._bad is None and not math.isfinite(value):
-                    self._bad = key
-                self._sums[name] = self._sums.get(name, 0.0) + value * weights[name]
+        own = [tensor for *_, numbers in unread for tensor in numbers.values()]
+        tensors = [*own, *(norms.tensors if norms is not None else ()), *further]
+        if tensors:
+            self._coming.append((unread, norms, Fetched(tensors)))
+
+    def _read(self) -> None:
+        if self._unread:
+            self.bring()
+        coming, self._coming = self._coming, []
+        for unread, norms, fetched_numbers in coming:
+            values = iter(fetched_numbers.read())
+            for key, weights, numbers in unread:
+                for name, value in zip(numbers, values, strict=False):
+                    if name == "loss" and self._bad is None and not math.isfinite(value):
+                        self._bad = key
+                    self._sums[name] = self._sums.get(name, 0.0) + value * weights[name]
+            if norms is not None:
+                self._bad_parameters += norms.bad(list(islice(values, len(norms.names))))
+            self._further += values
+
+    @property
+    def further(self) -> list[float]:
+        """Further numbers that were brought."""
+        self._read()
+        return self._further
+
+    @property
+    def bad_parameters(self) -> list[str]:
+        """Names of parameters whose gradients are not finite."""
+        self._read()
+        return self._bad_parameters
 
     @property
     def loss(self) -> float:
@@ -213,8 +252,9 @@ class StageCompute:
         aliases = [self._alias(use.name) for use in program.tied]
         # A compiled stage has another program without gradients, which may draw other numbers.
         graphless = piece.recompute and self._prepared.options.backend is None
-        with torch.set_grad_enabled(self._train and not graphless), self._saving(piece.recompute):
-            results = self._call(piece, key, [leaf for _, leaf in inputs], aliases)
+        leaves = [leaf for _, leaf in inputs]
+        with torch.set_grad_enabled(self._train and not graphless), self._saving(piece, leaves):
+            results = self._call(piece, key, leaves, aliases)
         outputs, loss = _outputs_and_loss(program, results)
         metrics = results[len(outputs) + program.has_loss :]
         numbers = dict(zip(program.metrics, metrics, strict=True))
@@ -246,9 +286,13 @@ class StageCompute:
             )
         return self._pieces[key]
 
-    def _saving(self, recompute: bool) -> AbstractContextManager[object]:
-        wanted = self._prepared.options.offload and self._train and not recompute
-        return self._offload() if wanted else nullcontext()
+    def _saving(
+        self, piece: _BatchSlice, arrived: Iterable[Tensor]
+    ) -> AbstractContextManager[object]:
+        if not (self._prepared.options.offload and self._train) or piece.recompute:
+            return nullcontext()
+        buffers = piece.runnable.program.module.buffers()
+        return self._offload((*arrived, *buffers, *self._leaves.values()))
 
     def _call(
         self, piece: _BatchSlice, key: Key, inputs: list[Tensor], aliases: list[Tensor]
@@ -385,9 +429,7 @@ def _strided(tensor: Tensor) -> Iterator[tuple[int, int]]:
 @contextmanager
 def seeded(seed: int, place: torch.device) -> Iterator[None]:
     """Draw from a generator of its own; data loaders draw from the user's on every rank."""
-    generators = [torch.default_generator]
-    if place.type == "cuda":
-        generators.append(torch.cuda.default_generators[place.index])
+    generators = accelerator.generators(place)
     before = [generator.get_state() for generator in generators]
     for generator in generators:
         generator.manual_seed(seed)

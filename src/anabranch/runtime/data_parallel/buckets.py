@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from anabranch.remembered import remembered
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.mesh import Mesh
@@ -98,11 +99,11 @@ class Bucket(ABC):
         """Start to sum over the ranks, for all of them or for those that update."""
 
     @abstractmethod
-    def wait(self) -> Tensor:
-        """Wait for the sums; return the numbers that ``hand_out`` needs on the host."""
+    def wait(self) -> Tensor | None:
+        """Wait for the sums; return the numbers that ``hand_out`` needs on the host, if any."""
 
     @abstractmethod
-    def hand_out(self, numbers: Sequence[float]) -> None:
+    def hand_out(self, numbers: Sequence[float] | None) -> None:
         """Make the sums the gradients, given the numbers of ``wait``."""
 
     @abstractmethod
@@ -126,6 +127,9 @@ class Bucket(ABC):
 class DenseBucket(Bucket):
     """Gradients side by side in one buffer."""
 
+    _summed: tuple[list[Tensor], Tensor] | None = None
+    _gathered: list[tuple[Tensor, Tensor]]
+
     def hold(self, index: int) -> None:
         """Make a parameter's gradient a view of the buffer.
 
@@ -141,11 +145,13 @@ class DenseBucket(Bucket):
         self._buffer()
         view = self._views[index]
         if gradient is not view:
-            view.copy_(dense(gradient.detach()))
+            with torch.no_grad():
+                view.copy_(dense(gradient))
         return view
 
     def _fill(self, gradients: Sequence[Tensor | None]) -> None:
         self._buffer()
+        self._lacks = any(gradient is None for gradient in gradients)
         self._flags.fill_(1)
         for i, gradient in enumerate(gradients):
             if gradient is None:
@@ -158,43 +164,75 @@ class DenseBucket(Bucket):
         flat, mesh, ranks = self._buffer(), self._mesh, self.ranks
         if all_get_it:
             return [mesh.start_all_reduce(flat, ranks)]
-        pending = [mesh.start_reduce(part, ranks, rank) for part, rank in self._parts()]
-        if len(self.shards) > 1:
-            pending.append(mesh.start_all_reduce(self._flags, ranks))
-        return pending
-
-    def _parts(self) -> list[tuple[Tensor, int]]:
-        """Return (part of the buffer, rank that updates it), shard by shard."""
-        flat = self._buffer()
         if len(self.shards) == 1:
-            return [(flat, self.shards[0].rank)]
-        rows = [part.view(len(p), -1) for part, (_, p) in zip(self._flats, self.named, strict=True)]
-        return [(shard.of(part), shard.rank) for part in rows for shard in self.shards]
+            return [mesh.start_reduce(flat, ranks, self.shards[0].rank)]
+        pending = []
+        for shard in self.shards:
+            pieces = [shard.of(part.view(len(p), -1)) for part, (_, p) in self._parts()]
+            message = pieces[0]
+            if len(pieces) > 1:
+                message = torch.cat([piece.reshape(-1) for piece in pieces])
+                if shard in self._own:
+                    self._summed = pieces, message
+            pending.append(mesh.start_reduce(message, ranks, shard.rank))
+        return [*pending, mesh.start_all_reduce(self._flags, ranks)]
+
+    def _parts(self) -> Iterable[tuple[Tensor, Named]]:
+        """Generate the part of the buffer of each parameter."""
+        return zip(self._flats, self.named, strict=True)
 
     def start_all_gather(self) -> None:
-        self._buffer()
-        with torch.no_grad():
-            for (_, parameter), view in zip(self.named, self._views, strict=True):
-                parameter.grad = None
-                for shard in self._own:
-                    shard.of(view).copy_(shard.of(parameter))
-        share = self._mesh.start_broadcast
-        self._gathering = [share(part, rank, self.ranks) for part, rank in self._parts()]
+        """Parameters travel in the buffer, those that one rank updates side by side."""
+        flat, self._gathered = self._buffer(), []
+        for _, parameter in self.named:
+            parameter.grad = None
+        for shard, (begin, end, values) in zip(self.shards, self._regions(), strict=True):
+            rows = [shard.of(parameter.detach()) for _, parameter in self.named]
+            if shard in self._own:
+                torch._foreach_copy_(values, rows)
+            else:
+                self._gathered += zip(rows, values, strict=True)
+            share = self._mesh.start_broadcast(flat[begin:end], shard.rank, self.ranks)
+            self._gathering.append(share)
+
+    @remembered
+    def _regions(self) -> list[tuple[int, int, list[Tensor]]]:
+        """Return per shard begin and end in the buffer, and its rows there, as they lie in memory
+        in the parameters.
+        """
+        flat, end, regions = self._buffer(), 0, []
+        for shard in self.shards:
+            begin, values = end, []
+            for _, parameter in self.named:
+                rows = shard.of(parameter.detach())
+                values.append(flat.as_strided(rows.shape, dense_strides(rows), end))
+                end += rows.numel()
+            regions.append((begin, end, values))
+        return regions
 
     def _take_gathered(self) -> None:
-        for (_, parameter), view in zip(self.named, self._views, strict=True):
-            parameter.copy_(view)
+        rows, values = zip(*self._gathered, strict=True)
+        torch._foreach_copy_(rows, values)
+        self._gathered = []
 
-    def wait(self) -> Tensor:
-        """Wait for the sums; return per parameter whether any rank has a gradient."""
+    def wait(self) -> Tensor | None:
+        """Wait for the sums; return per parameter whether any rank has a gradient, which is known
+        where this rank has all of them.
+        """
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        return self._flags.real  # complex beside complex gradients
+        if self._summed is not None:
+            (pieces, message), self._summed = self._summed, None
+            sums = torch.split(message, [piece.numel() for piece in pieces])
+            shaped = [part.view_as(piece) for part, piece in zip(sums, pieces, strict=True)]
+            torch._foreach_copy_(pieces, shaped)
+        return self._flags.real if self._lacks else None  # complex beside complex gradients
 
-    def hand_out(self, numbers: Sequence[float]) -> None:
+    def hand_out(self, numbers: Sequence[float] | None) -> None:
         """Make the sums the gradients of those parameters."""
-        for (_, parameter), view, has in zip(self.named, self._views, numbers, strict=True):
+        known = [1.0] * len(self.named) if numbers is None else numbers
+        for (_, parameter), view, has in zip(self.named, self._views, known, strict=True):
             parameter.grad = view if has > 0 and self._is_mine else None
 
     def _buffer(self) -> Tensor:
@@ -205,10 +243,15 @@ class DenseBucket(Bucket):
             *self._flats, self._flags = torch.split(self.flat, [*sizes, len(sizes)])
             # In the order in memory that a gradient has: fused optimizers count on it.
             self._views = [
-                part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
+                part.as_strided(p.shape, dense_strides(p))
                 for part, (_, p) in zip(self._flats, self.named, strict=True)
             ]
         return self.flat
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a copy, which are those of the tensor if it is dense."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def entries(gradient: Tensor) -> Tensor:

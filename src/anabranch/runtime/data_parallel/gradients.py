@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from anabranch.checkpoint.optimizer import laid_out
 from anabranch.cost.memory import deal
+from anabranch.device import accelerator
 from anabranch.graph.slices import whole_name
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
@@ -213,12 +214,15 @@ def sum_of_squares(
     """Return the squared norm of the gradients that this rank owns, in a list that is empty without
     any; the sum over the ranks counts each gradient once.
     """
-    norms = [
-        torch.linalg.vector_norm(entries(gradient), dtype=torch.float64)
+    own = [
+        entries(gradient)
         for name, gradient in gradients_of(parameters).items()
         if name in holders.cut or holders.owner(name) == rank
     ]
-    return [torch.stack(norms).square().sum()] if norms else []
+    if not own:
+        return []
+    norms = torch._foreach_norm(own, 2.0, accelerator.wide(own[0].device))
+    return [torch.stack(norms).square().sum()]
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -229,13 +233,18 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 def divide(parameters: Mapping[str, nn.Parameter], count: int) -> None:
     """Divide gradients, in place."""
     if count > 1:
-        for gradient in gradients_of(parameters).values():
-            gradient.div_(count)
+        _scale(parameters, lambda gradients: torch._foreach_div_(gradients, count))
 
 
 def clip(parameters: Mapping[str, nn.Parameter], squares: float, largest: float) -> None:
     """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` does, given the sum over all ranks."""
     factor = largest / (math.sqrt(squares) + 1e-6)
     if factor < 1.0 or math.isnan(factor):
-        for gradient in gradients_of(parameters).values():
-            gradient.mul_(factor)
+        _scale(parameters, lambda gradients: torch._foreach_mul_(gradients, factor))
+
+
+def _scale(parameters: Mapping[str, nn.Parameter], scale: Callable[[list[Tensor]], None]) -> None:
+    """Scale all gradients, by one launch or a few."""
+    if gradients := list(gradients_of(parameters).values()):
+        with torch.no_grad():
+            scale(gradients)

@@ -20,14 +20,12 @@ A parameter that gets no gradient in the last backward is final when that backwa
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -75,7 +73,7 @@ class Reducer:
         notes: bool = False,
         tables: Mapping[str, SharedTable] | None = None,
     ) -> None:
-        tables = tables or {}
+        tables, self._mesh = tables or {}, mesh
         self._parameters, self._stages_of = parameters, holders.stages
         # Whoever is frozen for some steps, even the first, has its place among the others.
         self._trainable = [name for name, p in parameters.items() if p.requires_grad]
@@ -215,6 +213,7 @@ class Reducer:
                 if bucket.shards:
                     bucket.start_all_gather()
                     self._gathering.append(bucket)
+        self._mesh.begin_sums()
 
     def finish_all_gather(self, stage: int | None = None) -> None:
         """Wait for the all-gather of the parameters of a stage, or of all."""
@@ -232,18 +231,17 @@ class Reducer:
         self._gathering = left
 
     @property
-    def has_finite_terms(self) -> bool:
-        """True if this rank's terms of the last sums were finite; needs ``notes``."""
-        return all(map(math.isfinite, fetched(self._totals)))
+    def terms(self) -> list[Tensor]:
+        """Numbers that are finite if this rank's terms of the last sums were; needs ``notes``."""
+        return list(self._totals)
 
     def take_all(self) -> None:
-        """Wait for all sums and make them the gradients, with one device read."""
+        """Wait for all sums and make them the gradients; one device read if a bucket needs it."""
         buckets = (bucket for queue in self._queues for bucket in queue.buckets)
-        pending = [bucket for bucket in buckets if bucket.is_pending]
-        flags = [bucket.wait().double() for bucket in pending]
-        numbers = iter(torch.cat(flags).tolist() if flags else ())
-        for bucket, part in zip(pending, flags, strict=True):
-            bucket.hand_out(list(islice(numbers, len(part))))
+        flags = {bucket: bucket.wait() for bucket in buckets if bucket.is_pending}
+        numbers = iter(fetched([part for part in flags.values() if part is not None]))
+        for bucket, part in flags.items():
+            bucket.hand_out(None if part is None else list(islice(numbers, len(part))))
 
 
 def _buckets(

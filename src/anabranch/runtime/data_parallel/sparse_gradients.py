@@ -142,8 +142,9 @@ class SparseBucket(Bucket):
         self._pending = []
         return torch.cat([counts for counts, _, _ in self._gathered])
 
-    def hand_out(self, numbers: Sequence[float]) -> None:
+    def hand_out(self, numbers: Sequence[float] | None) -> None:
         """Add the rows up and make them the gradients, by the counts."""
+        assert numbers is not None
         parts = self._gathered if self._is_mine else []
         for i, (_, parameter) in enumerate(self.named):
             terms: list[tuple[Tensor, Tensor]] = []

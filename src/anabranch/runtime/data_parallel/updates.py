@@ -17,13 +17,13 @@ over all of them, is summed over its holders with the last one, and is divided b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anabranch.cost.sparse import rows_pay
+from anabranch.device import accelerator
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.gradients import (
     clip,
@@ -34,7 +34,7 @@ from anabranch.runtime.data_parallel.gradients import (
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.data_parallel.sparse_gradients import SharedTable
-from anabranch.runtime.numerics.nonfinite import bad_names, norms
+from anabranch.runtime.numerics.gradient_norms import GradientNorms
 from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import Worker
@@ -116,8 +116,8 @@ class Updates:
             self._take_sums(now=self._exact)
 
     def check(self, outcome: Outcome) -> None:
-        """After ``finish``: note in the outcome which gradients of this rank are not finite."""
-        outcome.bad_parameters.extend(bad_names(gradients_of(self._updated)))
+        """After ``finish``: have the outcome note which gradients of this rank are not finite."""
+        outcome.bring(GradientNorms(gradients_of(self._updated)))
 
     def finish_early(self) -> None:
         """End an update with the batches that it has so far; see ``finish``."""
@@ -152,7 +152,8 @@ class Updates:
             clip(self._updated, squares, largest)
         if self._state.optimizer is not None:
             self._state.optimizer.step()
-        self.end()
+        self.accumulated = 0
+        self.advance()
 
     def start_all_gather(self) -> None:
         """Start the all-gather of updated parameters, which ends by the next forward of a stage
@@ -177,29 +178,30 @@ class Updates:
         is_sparse = any(gradient.is_sparse for gradient in self._state.gradients())
         return bool(self._is_last and knows and not is_sparse)
 
-    def apply_guarded(self, losses: Sequence[Tensor]) -> Tensor:
-        """As ``apply``, but for the scheduler, if all gradients and these losses are finite, which
-        the host does not wait to know.
-
-        Returns:
-            One where nothing was done.
+    def apply_guarded(self, outcome: Outcome) -> GradientNorms:
+        """As ``apply``, but for the scheduler, if the norms of all gradients and the losses of the
+        outcome are finite. The host need not wait to know: the outcome tells later, and so do the
+        norms, which it brings.
         """
         optimizer: Any = self._state.optimizer
-        numbers = [
-            number.double().reshape(()) for number in (*norms(self._state.gradients()), *losses)
-        ]
-        total = torch.stack(numbers).sum() if numbers else torch.zeros(())
-        guard = (~total.isfinite()).float()
+        norms = GradientNorms(gradients_of(self._updated))
+        numbers = [*norms.tensors, *outcome.unread_losses]
+        outcome.bring(norms)
+        guard = torch.zeros(())
+        if numbers:
+            precise = accelerator.wide(numbers[0].device)
+            flat = torch.cat([number.to(precise).reshape(-1) for number in numbers])
+            guard = (~flat.isfinite().all()).float()
         optimizer.grad_scale, optimizer.found_inf = None, guard
         try:
             optimizer.step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        return guard
-
-    def end(self) -> None:
-        """End an update that the optimizer has made, such as in ``apply_guarded``."""
         self.accumulated = 0
+        return norms
+
+    def advance(self) -> None:
+        """Step the scheduler after an update."""
         if self._state.scheduler is not None:
             self._state.scheduler.step()
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from anabranch.device import accelerator
+from anabranch.device.kinds import kind_of
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan, memory_text
 from anabranch.runtime.mesh import Mesh
@@ -101,7 +103,7 @@ def _beyond_host(needs: Sequence[Need], kind: str) -> str:
         free = min(needs[r].free_bytes for r in ranks) + sum(needs[r].given_bytes for r in ranks)
         if more > free * MARGIN:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_ranks(ranks)} together"
-            where = "the GPU" if kind == "cuda" else "the host or its container"
+            where = "the GPU" if kind_of(kind).own_memory else "the host or its container"
             return (
                 f"{who} would take {memory_text(more)} more at the peak by the plan's prediction, "
                 f"but {where} has {memory_text(free)} free"
@@ -120,10 +122,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _free(place: torch.device) -> int:
     """Return the free bytes of a device's memory; -1 if unknown."""
-    if place.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(place)
-        # What the allocator holds and has not lent is free as well.
-        return free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+    if accelerator.has_own_memory(place):
+        return accelerator.available_bytes(place)
     limits = [limit for limit in (_host_free(), _container_free()) if limit is not None]
     return min(limits, default=-1)
 

@@ -46,6 +46,7 @@ class BatchDigests:
             another and be compared.
         key_bits: bits of such an integer that say which batch it is; those of the digest
             follow. Both are written at once; 0 is none.
+        chunk_bytes: of copies of parameters that are put together for their digest.
         wait_s: seconds that the watch waits for more ranks to begin a batch of which two
             have different ones.
     """
@@ -54,6 +55,7 @@ class BatchDigests:
     sampled: int = 32
     recent_ints: int = 16
     key_bits: int = 42
+    chunk_bytes: int = 2**23
     wait_s: float = 0.4
 
 
@@ -101,14 +103,33 @@ def all_alike(count: int, total: float, squares: float) -> bool:
 
 
 def copies_digest(copies: Collection[Tensor]) -> int:
-    """A number from all bits of some tensors, the same for equal ones."""
-    total = 0
-    for position, tensor in enumerate(copies):
-        words = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        whole = words[: words.numel() // 4 * 4].view(torch.int32).sum(dtype=torch.int64)
-        rest = words[words.numel() // 4 * 4 :].sum(dtype=torch.int64)
-        total = (total * 1_000_003 + position + int(whole) * 31 + int(rest)) % 2**62
+    """A number from all bits of some tensors, the same for equal ones; with one look at a device.
+
+    Small tensors are put together first, so that there are few launches.
+    """
+    sums: list[Tensor] = []
+    for chunk in _chunks([tensor.detach() for tensor in copies]):
+        flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
+        words = flat[: flat.numel() // 4 * 4].view(torch.int32)
+        parts = (words, words[::3], flat[words.numel() * 4 :])
+        sums += [part.sum(dtype=torch.int64) for part in parts]
+    total = len(copies)
+    for number in torch.stack(sums).tolist() if sums else ():
+        total = (total * 1_000_003 + number) % 2**62
     return total
+
+
+def _chunks(tensors: Collection[Tensor]) -> Iterator[list[Tensor]]:
+    """Generate lists of the tensors' bytes, of a few MiB each unless one tensor has more."""
+    chunk, nbytes = list[Tensor](), 0
+    for tensor in tensors:
+        if chunk and nbytes + tensor.nbytes > DIGESTS.chunk_bytes:
+            yield chunk
+            chunk, nbytes = [], 0
+        chunk.append(tensor.contiguous().view(-1).view(torch.uint8))
+        nbytes += tensor.nbytes
+    if chunk:
+        yield chunk
 
 
 class RecentBatches:

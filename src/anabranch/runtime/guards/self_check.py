@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import seen_writes
@@ -145,7 +146,8 @@ def compare_with_eager(
         # The model's own trouble, which the step will name.
         return "not compared: the loss or a gradient is not finite"
     types = {n: p.dtype for n, p in captured.parameters().items()}
-    on_gpu = any(p.is_cuda for p in module.parameters()) or home.type == "cuda"
+    places = {home, *(parameter.device for parameter in module.parameters())}
+    on_gpu = any(map(accelerator.is_on_accelerator, places))
     tolerances = {} if on_gpu else _TOLERANCE
     worst = _difference(names, types, digests, whole, tolerances)
     if not worst:

@@ -14,10 +14,12 @@ from time import perf_counter
 
 import torch
 
-Mark = torch.cuda.Event | float
+from anabranch.device import accelerator
+
+Mark = torch.Event | float
 """A moment in the compute stream of a GPU, or seconds of ``time.perf_counter``."""
 
-_SIZE = {"cpu": 256, "cuda": 2048}
+_SIZE, _ACCELERATOR_SIZE = 256, 2048
 """Rows of square matrices whose product takes a millisecond or so."""
 
 _REPEATS = 15
@@ -31,9 +33,9 @@ class Clock:
         event: puts an event into the compute stream of a GPU; None for a CPU.
     """
 
-    def __init__(self, event: Callable[[], torch.cuda.Event] | None = None) -> None:
+    def __init__(self, event: Callable[[], torch.Event] | None = None) -> None:
         self._event = event
-        self._first: torch.cuda.Event | None = None
+        self._first: torch.Event | None = None
         self._first_s, self._records = 0.0, False
 
     def begin(self) -> None:
@@ -58,7 +60,7 @@ class Clock:
         """Convert marks into the time of ``time.perf_counter``."""
         return [mark if isinstance(mark, float) else self._seconds(mark) for mark in marks]
 
-    def _seconds(self, mark: torch.cuda.Event) -> float:
+    def _seconds(self, mark: torch.Event) -> float:
         assert self._first is not None
         mark.synchronize()
         milliseconds: float = self._first.elapsed_time(mark)
@@ -67,15 +69,9 @@ class Clock:
 
 def clock_of(place: torch.device) -> Clock:
     """Return the clock of a device."""
-    if place.type != "cuda":
+    if not accelerator.has_streams(place):
         return Clock()
-
-    def marked() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(place))
-        return event
-
-    return Clock(marked)
+    return Clock(lambda: accelerator.mark(place, timed=True))
 
 
 def yardstick_s(place: torch.device) -> float:
@@ -83,14 +79,13 @@ def yardstick_s(place: torch.device) -> float:
     same time. Its quick half counts: what interrupts a process is none of its device's slowness,
     but what shares the processor with it is.
     """
-    size = _SIZE.get(place.type, 256)
+    size = _ACCELERATOR_SIZE if accelerator.is_on_accelerator(place) else _SIZE
     matrix = torch.ones(size, size, device=place)
     taken = []
     for _ in range(_REPEATS):
         began = perf_counter()
         torch.mm(matrix, matrix)
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
+        accelerator.synchronize(place)
         taken.append(perf_counter() - began)
     quick = sorted(taken[1:])[: _REPEATS // 2]
     return sum(quick) / len(quick)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from anabranch.device import accelerator
 from anabranch.profile.storages import Storages, TensorWatch
 
 
@@ -41,10 +42,10 @@ class PeakMemory:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Around the step."""
-        if self._place.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._place)
+        if accelerator.has_own_memory(self._place):
+            accelerator.reset_peak(self._place)
             yield
-            self.peak_bytes = torch.cuda.max_memory_allocated(self._place)
+            self.peak_bytes = accelerator.peak_bytes(self._place)
             return
         self.storages = storages = Storages(self._held, self._ignored)
         self._held.clear()

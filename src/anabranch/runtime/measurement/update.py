@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from anabranch.device import accelerator
 from anabranch.errors import naming_place
 from anabranch.profile.profile import UpdateCost
 from anabranch.profile.storages import Storages
@@ -121,8 +122,8 @@ def _temporary_bytes(
     for state in optimizer.state.values():
         held += [value for value in state.values() if isinstance(value, torch.Tensor)]
     memory = PeakMemory(place, held)
-    is_cuda = place.type == "cuda"
-    before = torch.cuda.memory_allocated(place) if is_cuda else Storages(held, ()).now
+    counted = accelerator.has_own_memory(place)
+    before = accelerator.allocated_bytes(place) if counted else Storages(held, ()).now
     with memory.measuring():
         _update(copies, optimizer, workload.clip_norm)
     return max(0, memory.peak_bytes - before)
@@ -138,10 +139,10 @@ def _seconds(
     for repeat in range(-2, _REPEATS):
         _give_gradients(copies, optimizer)
         other.add_(1)  # the passes of a step leave nothing of the optimizer's state in the cache
-        _synchronize(place)
+        accelerator.synchronize(place)
         begun = time.perf_counter()
         _update(copies, optimizer, workload.clip_norm)
-        _synchronize(place)
+        accelerator.synchronize(place)
         if repeat >= 0:
             taken.append(time.perf_counter() - begun)
             if time.perf_counter() > deadline:
@@ -199,8 +200,3 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> UpdateCost
             figures = [0.0] * left_out + (terms / scale).tolist()
             return UpdateCost(*figures)
     return UpdateCost(0.0, 0.0, max(s / row[2] for s, row in zip(seconds, rows, strict=True)))
-
-
-def _synchronize(place: torch.device) -> None:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)

@@ -27,6 +27,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.numerics.gradient_norms import GradientNorms
 from anabranch.runtime.placement import fetched
 
 _ACTIVATION, _LOSS, _GRADIENT, _PARAMETER = range(4)
@@ -61,22 +62,8 @@ _NOTHING = Finding(2, 0, 0, 0, 0)
 
 def bad_names(gradients: Mapping[str, Tensor]) -> list[str]:
     """Names of gradients that are not finite: one pass over all, and one wait for the device."""
-    values_of = {name: g._values() if g.is_sparse else g for name, g in gradients.items()}
-    # A norm may overflow though the numbers do not, so whatever looks bad is looked at again.
-    if all(map(math.isfinite, fetched(norms(values_of.values())))):
-        return []
-    return [name for name, values in values_of.items() if not values.isfinite().all()]
-
-
-def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Sums of norms, one for all tensors of a device and type; finite if all tensors are, unless
-    numbers are very large.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return [torch.stack(torch._foreach_norm(group)).sum() for group in groups.values()]
+    norms = GradientNorms(gradients)
+    return norms.bad(fetched(norms.tensors))
 
 
 class Trace:

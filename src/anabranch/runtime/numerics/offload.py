@@ -3,20 +3,30 @@
     main stream   F0 ------ F1 ------ F2 ------        B0 ------ ...
     side stream       copies of 0 ->    of 1 ->  ...   <- copies of 0, a few ahead of their use
 
-A tensor that autograd saves is copied into pinned memory; its device memory is free once the copy
-is done and nobody else holds it. Backward takes tensors in about the opposite order, so with each
-the ones saved just before it are fetched as well.
+A tensor that autograd saves is copied into pinned memory, once however often it is saved. What is
+there anyway (parameters, what has arrived, the batch) stays. Forwards wait for copies that lag, so
+no more than those of ``behind`` micro-batches are on the device as well; a backward that comes
+sooner finds its tensors there. All memory is the main stream's, which waits for each copy before
+it is used again: no allocation depends on how far ahead the host is.
+
+Backward takes tensors in about the opposite order, so with each the ones saved just before it are
+fetched as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from anabranch.device import accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +35,12 @@ class OffloadSettings:
 
     Attributes:
         ahead: tensors that are fetched before backward asks for them.
+        behind: micro-batches whose tensors may be on the device while they are copied.
         smallest_bytes: a copy of less costs more than it frees.
     """
 
     ahead: int = 3
+    behind: int = 2
     smallest_bytes: int = 4096
 
 
@@ -36,90 +48,172 @@ SETTINGS = OffloadSettings()
 
 
 class Offload:
-    """Keeps what autograd saves of a stage on a GPU on the host, but for parameters."""
+    """Keeps what autograd saves of a stage on a GPU on the host, but for what is there anyway."""
 
     def __init__(self, parameters: Iterable[Tensor], place: torch.device) -> None:
         self._parameters = list(parameters)
         self._place = place
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
+        self._copying: deque[weakref.ref[Saved]] = deque()
 
-    def __call__(self) -> AbstractContextManager[Any]:
-        """Around the forward of one micro-batch."""
-        if self._place.type != "cuda":
-            return nullcontext()
+    def __call__(self, held: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
+        """Around the forward of one micro-batch.
+
+        Args:
+            held: tensors that stay on the device until its backward.
+        """
+        return self._saving(held) if accelerator.has_streams(self._place) else nullcontext()
+
+    @contextmanager
+    def _saving(self, held: Iterable[Tensor]) -> Iterator[None]:
         if self._stream is None:
             # The pool of streams is small, and NCCL takes from it as well.
-            self._stream = torch.cuda.Stream(self._place)  # type: ignore[no-untyped-call]
-        saved = Saved(self._parameters, self._stream)
-        return torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+            self._stream = accelerator.new_stream(self._place)
+        while len(self._copying) >= SETTINGS.behind:
+            if (earlier := self._copying.popleft()()) is not None:
+                earlier.release()
+        saved = Saved([*self._parameters, *held], self._stream)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            yield
+        saved.end()
+        self._copying.append(weakref.ref(saved))
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A saved tensor: an entry, and how it lies in it if that is a whole storage."""
+
+    entry: _Entry
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # -1 for a part
 
 
 class Saved:
     """Saved tensors of one micro-batch; without a stream copies are made in line."""
 
-    def __init__(self, parameters: Iterable[Tensor], stream: torch.cuda.Stream | None) -> None:
-        self._kept = {parameter.untyped_storage()._cdata for parameter in parameters}
+    def __init__(self, kept: Iterable[Tensor], stream: torch.Stream | None) -> None:
+        self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
         self._stream = stream
         self._entries: list[_Entry] = []
+        self._known: dict[tuple[object, ...], tuple[StorageWeakRef, _Entry]] = {}
+        self._copied: torch.Event | None = None
 
-    def pack(self, tensor: Tensor) -> _Entry | Tensor:
-        """Start the copy to the host."""
+    def pack(self, tensor: Tensor) -> _View | Tensor:
+        """Start the copy to the host, unless there is one."""
         small = tensor.nbytes < SETTINGS.smallest_bytes
-        strided = tensor.layout is torch.strided
-        if small or not strided or tensor.untyped_storage()._cdata in self._kept:
+        if small or tensor.layout is not torch.strided:
             return tensor
-        entry = _Entry(len(self._entries), tensor, self._stream)
-        self._entries.append(entry)
-        return entry
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._kept:
+            return tensor
+        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        is_plain = not (tensor.is_complex() or tensor.is_neg())
+        is_whole = is_plain and tensor.nbytes == storage.nbytes()
+        # The reference keeps the number of the storage from being given to another one.
+        key = (
+            storage._cdata,
+            tensor._version,
+            tensor.dtype,
+            None if is_whole else (size, stride, offset),
+        )
+        if key not in self._known:
+            flat = tensor.as_strided((tensor.numel(),), (1,), 0) if is_whole else tensor
+            entry = _Entry(len(self._entries), flat.detach(), self._stream)
+            self._entries.append(entry)
+            self._known[key] = StorageWeakRef(storage), entry  # type: ignore[no-untyped-call]
+        entry = self._known[key][1]
+        entry.users += 1
+        return _View(entry, size, stride, offset if is_whole else -1)
 
-    def unpack(self, entry: _Entry | Tensor) -> Tensor:
+    def unpack(self, saved: _View | Tensor) -> Tensor:
         """The tensor on its device again."""
-        if isinstance(entry, Tensor):
-            return entry
+        if isinstance(saved, Tensor):
+            return saved
+        entry = saved.entry
         entry.fetch()
         for nearby in self._entries[max(entry.index - SETTINGS.ahead, 0) : entry.index]:
             if not nearby.is_taken:
                 nearby.fetch()
-        return entry.take()
+        tensor = entry.take()
+        if saved.offset < 0:
+            return tensor
+        return tensor.as_strided(saved.size, saved.stride, saved.offset)
+
+    def end(self) -> None:
+        """The forward has ended; all copies have been started."""
+        self._known.clear()
+        if self._stream is not None:
+            self._copied = self._stream.record_event()
+
+    def release(self) -> None:
+        """Have the device wait for the copies, and give the memory of the tensors back."""
+        left = [entry for entry in self._entries if entry.is_on_device]
+        if left and self._copied is not None:
+            accelerator.current_stream(left[0].device).wait_event(self._copied)
+        for entry in left:
+            entry.leave()
 
 
 class _Entry:
-    """One saved tensor."""
+    """One saved storage, or a part of it.
 
-    def __init__(self, index: int, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
-        self.index, self._stream, self._device = index, stream, tensor.device
+    Attributes:
+        users: saved tensors that it stands for.
+    """
+
+    def __init__(self, index: int, tensor: Tensor, stream: torch.Stream | None) -> None:
+        self.index, self._stream, self.device = index, stream, tensor.device
+        self.users = self._taken = 0
         self._back: Tensor | None = None
-        self._ready: torch.cuda.Event | None = None
-        self.is_taken = False
+        self._ready: torch.Event | None = None
+        self._tensor: Tensor | None = None
         if stream is None:
             self._host = tensor.clone()
             return
-        # empty_like keeps the strides of a dense tensor, so views and kernels find what they knew.
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._tensor = tensor
+        # It keeps the strides of a dense tensor, so views and kernels find what they knew.
+        self._host = accelerator.host_like(tensor)
+        stream.wait_stream(accelerator.current_stream(self.device))
+        with stream:
             self._host.copy_(tensor, non_blocking=True)
-        # The allocator may hand the memory out again only after the copy.
-        tensor.record_stream(stream)
+
+    @property
+    def is_taken(self) -> bool:
+        """True if all that it stands for was asked for."""
+        return self._taken >= max(self.users, 1)
+
+    @property
+    def is_on_device(self) -> bool:
+        """True if the tensor itself is still there."""
+        return self._tensor is not None
+
+    def leave(self) -> None:
+        """Forget the tensor itself."""
+        self._tensor = None
 
     def fetch(self) -> None:
-        """Start the copy back, unless it is under way."""
-        if self._back is not None:
+        """Start the copy back, unless it is under way, or the tensor still there."""
+        if self._back is not None or self._tensor is not None:
             return
         if self._stream is None:
             self._back = self._host.clone()
             return
-        with torch.cuda.stream(self._stream):
-            self._back = self._host.to(self._device, non_blocking=True)
-            self._ready = self._stream.record_event()
+        self._back = torch.empty_like(self._host, device=self.device)
+        # The memory may have been something else's until now.
+        self._stream.wait_stream(accelerator.current_stream(self.device))
+        with self._stream:
+            self._back.copy_(self._host, non_blocking=True)
+        self._ready = self._stream.record_event()
 
     def take(self) -> Tensor:
-        """Wait for the copy that was fetched; a second backward fetches it again."""
-        assert self._back is not None
-        back, self._back = self._back, None
-        self.is_taken = True
+        """Wait for the copy that was fetched; one more backward fetches it again."""
+        tensor = self._tensor if self._tensor is not None else self._back
+        assert tensor is not None
+        self._taken += 1
         if self._ready is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(self._ready)
-            back.record_stream(current)
-        return back
+            accelerator.current_stream(self.device).wait_event(self._ready)
+            self._ready = None
+        if self.is_taken:
+            self._back = self._tensor = None
+        return tensor

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError
 from anabranch.graph.capture import Captured
 
@@ -76,13 +77,17 @@ class LossScale:
 
     def unscale(self, gradients: Iterable[Tensor | None]) -> list[Tensor]:
         """Divide gradients in place; a number, zero unless all are finite, if there are any."""
-        finite = []
-        for gradient in gradients:
-            if gradient is not None:
-                values = gradient._values() if gradient.is_sparse else gradient
-                finite.append(torch.isfinite(values).all())
-                values.mul_(1.0 / self.scale)
-        return [torch.stack(finite).all()] if finite else []
+        held = [gradient for gradient in gradients if gradient is not None]
+        values = [gradient._values() if gradient.is_sparse else gradient for gradient in held]
+        values = [entries for entries in values if entries.numel()]
+        if not values:
+            return []
+        place = values[0].device
+        by_entry = accelerator.has_streams(place)  # the fastest of those that never overflow
+        kind = (math.inf, None) if by_entry else (2.0, accelerator.wide(place))
+        norms = torch.stack(torch._foreach_norm(values, *kind))
+        torch._foreach_mul_(values, 1.0 / self.scale)
+        return [norms.isfinite().all()]
 
     def update(self, overflow: bool) -> None:
         """After a step; NonFiniteError if gradients are not finite at the smallest scale."""

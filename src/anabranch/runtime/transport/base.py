@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from anabranch.device.kinds import OWN_ERRORS
 from anabranch.runtime.guards.failure import PeerLostError
 
 T = TypeVar("T")
@@ -43,6 +44,12 @@ class Transport(Protocol):
         """Post a receive for the next message of a rank and tag, whose specs both ends know."""
         ...
 
+    def settle(self) -> None:
+        """Wait, if anything has to, until other ranks can take what was sent without this host;
+        they post their receives meanwhile.
+        """
+        ...
+
     def flush(self) -> None:
         """Wait until what was sent arrives even if this rank ends."""
         ...
@@ -55,17 +62,6 @@ class Transport(Protocol):
 def listed(specs: Iterable[Spec]) -> str:
     """Element types and shapes, for a message."""
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in specs)
-
-
-_OWN_ERRORS = (
-    "CUDA error",
-    "CUDA out of memory",
-    "CUDA failure",
-    "unhandled cuda error",
-    "device-side assert",
-    "invalid usage",
-)
-"""What torch and NCCL say when this rank's own GPU fails, in any case."""
 
 
 def guarded(call: Callable[[], T]) -> T:
@@ -83,7 +79,7 @@ def guarded(call: Callable[[], T]) -> T:
 def _is_own(error: RuntimeError) -> bool:
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or any(
-        sign.lower() in text for sign in _OWN_ERRORS
+        sign in text for sign in OWN_ERRORS
     )
 
 

@@ -51,6 +51,7 @@ class HostTransport:
         }
         peers = list(meeting.peers.values())
         self._close = weakref.finalize(self, _close, os.getpid(), peers, self._segment)
+        self._any: select.poll | None = None
         _OPEN.add(self)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
@@ -68,6 +69,36 @@ class HostTransport:
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         return self._lines[rank].post(tuple(specs), device, tag)
+
+    def arrivals(self, tag: int, wait_s: float = 0.0) -> list[tuple[int, memoryview]]:
+        """Return rank and bytes of the messages with a tag that have come from any rank; wait for
+        one up to ``wait_s``.
+
+        Raises:
+            PeerLostError: if nothing has come and a rank has ended.
+        """
+        arrived = [pair for line in self._lines.values() for pair in line.arrivals(tag)]
+        if arrived or not wait_s:
+            return arrived
+        if not self._close.alive:
+            raise PeerLostError("this rank has broken its connections")
+        if self._any is None:
+            self._any = select.poll()
+            for line in self._lines.values():
+                self._any.register(line.peer.wakes, select.POLLIN)
+                self._any.register(line.peer.socket, 0)
+        ends = {line.peer.socket.fileno(): rank for rank, line in self._lines.items()}
+        ready = [file for file, _ in self._any.poll(1e3 * wait_s)]
+        for line in self._lines.values():
+            if line.peer.wakes.fileno() in ready:
+                line.peer.wakes.clear()
+        arrived = [pair for line in self._lines.values() for pair in line.arrivals(tag)]
+        if not arrived and (gone := [ends[file] for file in ready if file in ends]):
+            raise PeerLostError(f"the connection to rank {gone[0]} broke: it has ended")
+        return arrived
+
+    def settle(self) -> None:
+        """See ``Transport``; what was sent is the receiver's already."""
 
     def flush(self) -> None:
         """See ``Transport``; what was sent is the receiver's already."""
@@ -152,6 +183,14 @@ class _PeerConnection:
                 self._take_in()
                 if awaited.data is None and (reason or time.monotonic() >= deadline):
                     raise self._lost(reason or f"no message within {self._timeout:g} s")
+
+    def arrivals(self, tag: int) -> list[tuple[int, memoryview]]:
+        """Return this rank and the bytes of each message with a tag that has come."""
+        self._take_in()
+        arrived = self._channels[tag].arrived
+        taken = [(self._rank, data) for _, data in arrived]
+        arrived.clear()
+        return taken
 
     def _sleep(self) -> str:
         """Sleep until the peer has sent something; say why that will not happen any more."""

@@ -1,24 +1,22 @@
 """Messages between ranks with a GPU each, through NCCL.
 
 NCCL has no tags, and operations on one communicator run in the order in which each end started
-them. On a graph of stages senders and receivers start in different orders, so a shared communicator
-would deadlock. Every channel (sender, receiver, tag) has a communicator of its own, in one
-direction only. The tensors of one message are one NCCL group. All communicators are made and used
-once at the start, in one order for the whole run, because the first use waits for the other end.
+them. There is one communicator for each ordered pair of ranks, and ``handshake`` says in which
+order, and when, its two ends are given their halves. The tensors of one message are one NCCL group.
+All communicators are made and used once at the start, in one order for the whole run, because the
+first use waits for the other end.
 
 Streams of the GPU wait, the host hardly ever does. A send starts when the compute stream has made
-its tensors. A receive starts when it is posted; the compute stream waits for it where its tensors
-are first used. Receives take memory, so the host posts one only when the GPU has taken the last
-message that the host had taken before it asked::
+its tensors, a receive when its buffer is free; the compute stream waits for it where its tensors
+are first used::
 
-    slots 2   host   take 0, ask for 2    take 1, ask for 3    take 2 ...
-              GPU                         takes 0: 2 is posted          takes 1: 3 is posted
+    host           post 1   take 0   forward 0   post 2   take 1   forward 1
+    pair stream    [receive 0]   [receive 1] ...
+    compute                  wait 0 [forward 0]           wait 1 [forward 1]
 
-The kernels of a channel run on a stream of PyTorch's pool of high priority. Channels that share one
-would wait for each other, so a rank with more channels than streams is refused. A waiting kernel
-occupies a queue of the driver: set ``CUDA_DEVICE_MAX_CONNECTIONS`` to at least the number of
-channels of a rank plus 2 (up to 32, by default 8), or it may stand before the computation that its
-peer needs.
+A waiting kernel keeps a queue of the driver and a few multiprocessors, which the computation that
+its peer needs must not lack: ``process_groups`` bounds both, and ``require_streams`` refuses plans
+with too many pairs.
 
 A lost rank cannot be noticed by the host while a stream waits for it. NCCL's watchdog ends the
 process after the timeout, the launcher earlier when it sees the other rank fail.
@@ -27,120 +25,108 @@ process after the timeout, the launcher earlier when it sees the other rank fail
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch.errors import InvalidPlanError
+from anabranch.device import accelerator
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
+from anabranch.runtime.transport.buffers import Buffers
+from anabranch.runtime.transport.handshake import Handshake
 
-NUM_STREAMS = 32
-"""Streams in PyTorch's pool of high priority."""
+Pair = tuple[int, int]
+"""A sender and a receiver."""
+
+_SENDS_AHEAD = 2
+"""Sends of a channel that the compute stream lets run on, with the memory of their tensors."""
 
 _POLL_S = 1e-4
 """Seconds between two looks at sends that have to be done."""
 
 
-def require_streams(channels: Collection[Channel]) -> None:
-    """Accept channels for which every rank has streams; InvalidPlanError names the busiest."""
-    counts = Counter(rank for channel in channels for rank in (channel.sender, channel.receiver))
-    rank, most = max(counts.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
-    if most > NUM_STREAMS:
-        raise InvalidPlanError(
-            f"rank {rank} has {most} channels to other ranks (one per stage edge, direction and "
-            f"rank at the other end), but a GPU has {NUM_STREAMS} streams for them; plan with "
-            "fewer stages or fewer replicas"
-        )
+class Wire(Protocol):
+    """Communicators of one rank with a GPU, and its compute stream."""
+
+    def start(self, pair: Pair, tensors: Sequence[Tensor], after: Any) -> list[Any]:
+        """Start to send or to receive tensors behind a fence; None for at once."""
+        ...
+
+    def join(self, works: Sequence[Any]) -> None:
+        """Let the compute stream wait for operations."""
+        ...
+
+    def fence(self) -> Any:
+        """Mark the place behind all that the compute stream has been given so far."""
+        ...
 
 
 class GpuWire:
-    """The channels of one rank with a GPU, and its compute stream."""
+    """The wire of NCCL."""
 
     def __init__(
-        self, groups: Mapping[Channel, dist.ProcessGroup], rank: int, place: torch.device
+        self, groups: Mapping[Pair, dist.ProcessGroup], rank: int, place: torch.device
     ) -> None:
         self._groups, self._rank, self._place = groups, rank, place
-        self._ahead = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+        # NCCL's stream waits for the stream that is current, which must wait for nothing else.
+        self._streams = {pair: accelerator.new_stream(place) for pair in sorted(groups)}
 
     def connect(self) -> None:
-        """Use each channel once, in one order everywhere, so that no two ranks can deadlock."""
-        for channel in sorted(self._groups):
-            tensor = torch.zeros(1, device=self._place)
-            self._start(channel, [tensor])
-            torch.cuda.synchronize(self._place)
+        """Use each pair once, in one order everywhere, so that no two ranks can deadlock."""
+        for pair in sorted(self._groups):
+            self.start(pair, [torch.zeros(1, device=self._place)], self.fence())
+            accelerator.synchronize(self._place)
 
-    def send(self, channel: Channel, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        """Start to send when the compute stream has made the tensors."""
-        return self._start(channel, tensors)
-
-    def receive(
-        self, channel: Channel, specs: Sequence[Spec], device: torch.device
-    ) -> tuple[list[dist.Work], list[Tensor]]:
-        """Start to receive, whatever the compute stream does."""
-        with torch.cuda.stream(self._ahead):
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
-            filled = [tensor for tensor in tensors if tensor.numel()]
-            return (self._start(channel, filled) if filled else []), tensors
-
-    def _start(self, channel: Channel, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        sends = channel.sender == self._rank
+    def start(self, pair: Pair, tensors: Sequence[Tensor], after: Any) -> list[dist.Work]:
+        sends = pair[0] == self._rank
         operation: Any = dist.isend if sends else dist.irecv
-        other = channel.receiver if sends else channel.sender
-        group = self._groups[channel]
-        operations = [dist.P2POp(operation, tensor, other, group) for tensor in tensors]
-        return guarded(lambda: dist.batch_isend_irecv(operations))
+        group, stream = self._groups[pair], self._streams[pair]
+        operations = [dist.P2POp(operation, tensor, pair[sends], group) for tensor in tensors]
+        if after is not None:
+            stream.wait_event(after)
+        with stream:
+            return guarded(lambda: dist.batch_isend_irecv(operations))
 
-    def fence(self) -> torch.cuda.Event:
-        """Mark the place behind all that the compute stream has been given so far."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._place))
-        return event
+    def join(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            guarded(work.wait)
 
-
-@dataclass(slots=True)
-class _PostedChannel:
-    """One channel's receives to be posted, and where the GPU takes the host's last message."""
-
-    waiting: deque[_Receive] = field(default_factory=deque)
-    taken: torch.cuda.Event | None = None
+    def fence(self) -> torch.Event:
+        return accelerator.mark(self._place)
 
 
 class NcclTransport:
-    """Messages of this rank's ``channels`` through NCCL, of others (an edge that only an evaluation
-    has) through ``otherwise``, which is closed with this one.
+    """Messages between the ranks of ``pairs`` through NCCL, others (along an edge that only an
+    evaluation has) through ``otherwise``, which is closed with this one.
     """
 
     def __init__(
         self,
         rank: int,
-        channels: Collection[Channel],
-        wire: GpuWire,
+        pairs: Collection[Pair],
+        wire: Wire,
         place: torch.device,
         timeout: float,
+        handshake: Handshake,
         otherwise: Transport,
     ) -> None:
         self._rank, self.wire, self._place, self._timeout = rank, wire, place, timeout
-        self._otherwise = otherwise
-        self._channels = frozenset(channels)
-        self._lines = {
-            channel: _PostedChannel() for channel in channels if channel.receiver == rank
-        }
-        self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._pairs, self._handshake, self._otherwise = frozenset(pairs), handshake, otherwise
+        self.buffers = Buffers(place, wire.fence)
+        self._sent: defaultdict[Channel, deque[tuple[list[Any], list[Tensor]]]] = defaultdict(deque)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
         channel = Channel(self._rank, rank, tag)
-        if channel not in self._channels:
-            self._otherwise.send(tensors, rank, tag)
+        self.buffers.sweep()
+        if channel[:2] not in self._pairs:
+            self._handshake.offer(channel, partial(self._otherwise.send, tensors, rank, tag))
             return
-        self._let_go()
-        self.post_due()
         moved = [
             tensor.detach()
             .to(self._place, non_blocking=True)
@@ -150,82 +136,90 @@ class NcclTransport:
             for tensor in tensors
             if tensor.numel()
         ]
-        if moved:
+        made = self.wire.fence()
+        self._handshake.offer(channel, partial(self._start, channel, moved, made))
+        self._let_go(channel)
+
+    def _start(self, channel: Channel, tensors: list[Tensor], made: Any) -> None:
+        if tensors:
             # The caching allocator does not know of NCCL's stream.
-            self._sends.append((self.wire.send(channel, moved), moved))
+            works = self.wire.start(channel[:2], tensors, made)
+            self._sent[channel].append((works, tensors))
+
+    def _let_go(self, channel: Channel) -> None:
+        """Drop tensors that have been sent. The device runs behind the host; the compute stream
+        waits for older sends rather than that their memory waits for the host.
+        """
+        sent = self._sent[channel]
+        while len(sent) > _SENDS_AHEAD or (sent and _is_completed(sent[0][0])):
+            works, _ = sent[0]
+            self.wire.join(works)
+            sent.popleft()
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        line = self._lines.get(Channel(rank, self._rank, tag))
-        if line is None:
-            return self._otherwise.receive(specs, device, rank, tag)
-        receive = _Receive(self, line, Channel(rank, self._rank, tag), tuple(specs), device)
-        line.waiting.append(receive)
-        self.post_due()
+        channel = Channel(rank, self._rank, tag)
+        self.buffers.sweep()
+        receive = _Receive(self._handshake, self.wire)
+        half: Callable[[], None]
+        if channel[:2] not in self._pairs:
+            half = partial(receive.start_otherwise, self._otherwise, specs, device, rank, tag)
+        else:
+            taken = [self.buffers.take((channel, i), spec) for i, spec in enumerate(specs)]
+            receive.tensors = [tensor for tensor, _ in taken]
+            after = next((fence for _, fence in reversed(taken) if fence is not None), None)
+            half = partial(receive.start, channel[:2], after)
+        self._handshake.offer(channel, half)
         return receive
 
-    def post_due(self) -> None:
-        """Post the receives for which the GPU is far enough."""
-        for line in self._lines.values():
-            while line.waiting and line.waiting[0].is_due:
-                line.waiting.popleft().post()
+    def settle(self) -> None:
+        self._handshake.settle()
 
     def flush(self) -> None:
         self._otherwise.flush()
         deadline = time.monotonic() + self._timeout
         with POSITION.waiting():
-            while self._sends:
-                self._let_go()
-                if self._sends and time.monotonic() >= deadline:
+            while sent := [s for sends in self._sent.values() for s in sends]:
+                if all(_is_completed(works) for works, _ in sent):
+                    break
+                if time.monotonic() >= deadline:
                     raise PeerLostError(f"a message was not received within {self._timeout:g} s")
-                time.sleep(_POLL_S if self._sends else 0)
-
-    def _let_go(self) -> None:
-        while self._sends and all(guarded(work.is_completed) for work in self._sends[0][0]):
-            self._sends.popleft()
+                self._handshake.progress(_POLL_S)
+        self._sent.clear()
 
     def close(self) -> None:
         self._otherwise.close()
-        self._sends.clear()
+        self._sent.clear()
+
+
+def _is_completed(works: Sequence[Any]) -> bool:
+    return all(guarded(work.is_completed) for work in works)
 
 
 class _Receive:
-    """A receive that is posted when the GPU is far enough, at the latest when it is waited for."""
+    """A receive whose buffers wait for the sender."""
 
-    __slots__ = ("_after", "_channel", "_device", "_line", "_posted", "_specs", "_transport")
-    _posted: tuple[list[dist.Work], list[Tensor]]
+    __slots__ = ("_handshake", "_inner", "_is_started", "_wire", "_works", "tensors")
 
-    def __init__(
-        self,
-        transport: NcclTransport,
-        line: _PostedChannel,
-        channel: Channel,
-        specs: tuple[Spec, ...],
-        device: torch.device,
-    ) -> None:
-        self._transport, self._line, self._channel = transport, line, channel
-        self._specs, self._device, self._after = specs, device, line.taken
+    def __init__(self, handshake: Handshake, wire: Wire) -> None:
+        self._handshake, self._wire = handshake, wire
+        self._works: list[Any] = []
+        self._inner: Receipt | None = None
+        self._is_started = False
+        self.tensors: list[Tensor] = []
 
-    @property
-    def is_due(self) -> bool:
-        return self._after is None or bool(self._after.query())  # type: ignore[no-untyped-call]
+    def start(self, pair: Pair, after: Any) -> None:
+        self._is_started = True
+        if filled := [tensor for tensor in self.tensors if tensor.numel()]:
+            self._works = self._wire.start(pair, filled, after)
 
-    def post(self) -> None:
-        self._posted = self._transport.wire.receive(self._channel, self._specs, self._device)
-        self._after = None
+    def start_otherwise(self, transport: Transport, *args: Any) -> None:
+        self._is_started, self._inner = True, transport.receive(*args)
 
     def wait(self) -> list[Tensor]:
-        self._transport.post_due()
-        waiting = self._line.waiting
-        while self in waiting:
-            first = waiting.popleft()
-            if first._after is not None:
-                first._after.synchronize()
-            first.post()
-        works, tensors = self._posted
-        for work in works:
-            guarded(work.wait)  # the compute stream waits, not the host
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        self._line.taken = self._transport.wire.fence()
+        if not self._is_started:
+            self._handshake.wait_until(lambda: self._is_started)
+        if self._inner is not None:
+            return self._inner.wait()
+        self._wire.join(self._works)  # the compute stream waits, not the host
+        tensors, self.tensors, self._works = self.tensors, [], []
         return tensors

@@ -50,10 +50,14 @@ def _parcels(specs: tuple[Spec, ...]) -> tuple[_Parcel, ...]:
 
 
 class ProcessGroupTransport:
-    """Messages through a Gloo process group."""
+    """Messages through a Gloo process group.
+
+    Attributes:
+        group: None when the transport has been closed.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self._group = group
+        self.group = group
         self._timeout = timedelta(seconds=timeout)
         self._reaper: _Reaper | None = None
 
@@ -63,7 +67,7 @@ class ProcessGroupTransport:
         self._reaper.check()
         for parcel in _parcels(specs_of(tensors)):
             data = self._bytes([tensors[i] for i in parcel.indices], parcel.packing)
-            work = guarded(partial(dist.isend, data, rank, group=self._group, tag=tag))
+            work = guarded(partial(dist.isend, data, rank, group=self.group, tag=tag))
             assert work is not None
             self._reaper.watch(work, data)
 
@@ -83,7 +87,7 @@ class ProcessGroupTransport:
                 tensors[i] = torch.empty(shape, dtype=dtype)
         for parcel in _parcels(specs):
             data = torch.empty(parcel.packing.nbytes, dtype=torch.uint8)
-            work = guarded(partial(dist.irecv, data, rank, group=self._group, tag=tag))
+            work = guarded(partial(dist.irecv, data, rank, group=self.group, tag=tag))
             assert work is not None
             works.append((work, data))
             for i, tensor in zip(
@@ -91,6 +95,9 @@ class ProcessGroupTransport:
             ):
                 tensors[i] = tensor
         return _Posted(works, tensors, device, self._timeout)
+
+    def settle(self) -> None:
+        """See ``Transport``; Gloo's threads send."""
 
     def flush(self) -> None:
         """See ``Transport``; a send of Gloo is done when its receive has been posted."""
@@ -100,9 +107,9 @@ class ProcessGroupTransport:
     def close(self) -> None:
         if self._reaper is not None:
             self._reaper.stop()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
 
 
 class _Reaper:

@@ -27,6 +27,10 @@ class Router:
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         return self._routes[rank].receive(specs, device, rank, tag)
 
+    def settle(self) -> None:
+        for transport in self._transports:
+            transport.settle()
+
     def flush(self) -> None:
         for transport in self._transports:
             transport.flush()

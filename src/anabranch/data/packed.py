@@ -1,0 +1,189 @@
+"""Batches of which some tensors have other things than samples in dimension 0.
+
+Vision models take the patches or images of all samples one after the other, positions have the
+samples in dimension 1. A ``PackedBatch`` holds such tensors with the samples in front, so that
+whatever cuts batches may cut them, and brings them back when the module is called::
+
+    module's own            in a PackedBatch
+    labels [n, 16]          [n, 16]
+    pixel_values [n * k, d] [n, k, d]         rows={"pixel_values": k}
+    position_ids [3, n, 16] [n, 3, 16]        samples_in={"position_ids": 1}
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from anabranch.errors import DataError
+
+
+class Packing(Protocol):
+    """How a module is called on tensors that have the samples in dimension 0; two are equal that
+    pack alike.
+    """
+
+    def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
+        """Call a module; ``traced`` without operations whose sizes depend on the data."""
+
+
+class PackedBatch:
+    """Tensors of a batch by name, with the samples in dimension 0.
+
+    PyTorch's pytrees know it, so it is cut, moved and compared as a dict of tensors is.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], packing: Packing) -> None:
+        self.tensors, self.packing = dict(tensors), packing
+
+    def __repr__(self) -> str:
+        shapes = {name: tuple(getattr(t, "shape", ())) for name, t in self.tensors.items()}
+        return f"PackedBatch({shapes}, {self.packing})"
+
+
+def _flatten(batch: PackedBatch) -> tuple[list[Any], Any]:
+    return list(batch.tensors.values()), (tuple(batch.tensors), batch.packing)
+
+
+def _flatten_with_keys(batch: PackedBatch) -> tuple[list[tuple[Any, Any]], Any]:
+    values, context = _flatten(batch)
+    return list(zip(map(pytree.MappingKey, batch.tensors), values, strict=True)), context
+
+
+def _unflatten(values: Any, context: Any) -> PackedBatch:
+    return PackedBatch(dict(zip(context[0], values, strict=True)), context[1])
+
+
+pytree.register_pytree_node(
+    PackedBatch,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="anabranch.PackedBatch",
+)
+
+
+def call_module(module: nn.Module, batch: Any, *, traced: bool = False) -> Any:
+    """Call a module on a batch: a dict as keyword arguments, a tuple or list as positional ones."""
+    if isinstance(batch, PackedBatch):
+        return batch.packing.call(module, batch.tensors, traced=traced)
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packing of a user's own module.
+
+    Attributes:
+        rows: (name of a tensor, its rows per sample in dimension 0, name of a tensor of the batch
+            that says so for each sample, or nothing).
+        samples_in: (name of a tensor, the dimension of the samples).
+    """
+
+    rows: tuple[tuple[str, int, str], ...] = ()
+    samples_in: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(example: Any, rows: Mapping[str, int | str], samples_in: Mapping[str, int]) -> Rows:
+        """What is said of an example, and what is plain to see in it.
+
+        The number of samples is that of ``labels``; a tensor with a multiple of it in dimension 0
+        has rows if it has two dimensions, one with it in dimension 1 alone has positions.
+        """
+        labels = example.get("labels") if isinstance(example, Mapping) else None
+        numbers, dims = {n: (k, "") for n, k in rows.items() if isinstance(k, int)}, {**samples_in}
+        for name, counts in rows.items():
+            if isinstance(counts, str):
+                numbers[name] = int(example[counts][0]), counts
+        if isinstance(labels, Tensor) and labels.dim() and len(labels):
+            for name, tensor in example.items():
+                if name in numbers or name in dims or not isinstance(tensor, Tensor):
+                    continue
+                sizes, samples = tensor.shape[:2], len(labels)
+                if sizes[1:] == (samples,) and sizes[0] % samples:
+                    dims[name] = 1
+                elif len(sizes) == 2 and sizes[0] > samples and sizes[0] % samples == 0:
+                    numbers[name] = sizes[0] // samples, ""
+        found = Rows(tuple((n, *k) for n, k in numbers.items()), tuple(dims.items()))
+        if told := [
+            *(f"{name} has {k} rows per sample" for name, k, _ in found.rows if name not in rows),
+            *(f"{n} has samples in dimension {d}" for n, d in dims.items() if n not in samples_in),
+        ]:
+            warnings.warn(
+                f"by the shapes of the example of {len(labels)} samples, {', '.join(told)}; say so "
+                "by rows={...} or samples_in={...} of the Workload, or otherwise if it is not so",
+                stacklevel=4,
+            )
+        return found
+
+    def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
+        """Call the module with its own arguments."""
+        result = dict(tensors)
+        for name, _, _ in self.rows:
+            result[name] = result[name].flatten(0, 1)
+        for name, dim in self.samples_in:
+            result[name] = result[name].movedim(0, dim)
+        return module(**result)
+
+    def packed(self, batch: Any, *, is_stacked: bool = False) -> Any:
+        """A batch of the user's with the samples in front.
+
+        Args:
+            is_stacked: of single samples, which puts them in front already.
+
+        Raises:
+            DataError: if a tensor has another number of rows than its samples make.
+        """
+        if isinstance(batch, PackedBatch) or not (self.rows or self.samples_in):
+            return batch
+        tensors = dict(batch) if isinstance(batch, Mapping) else {}
+        apart = [name for name, *_ in (*self.rows, *self.samples_in)]
+        if missing := [name for name in apart if name not in tensors]:
+            raise DataError(
+                f"the batch has no {', '.join(missing)}, of which the Workload says where the "
+                f"samples are (rows, samples_in); it has {', '.join(tensors) or 'no names'}"
+            )
+        if not is_stacked:
+            others = (t for n, t in tensors.items() if n not in apart and isinstance(t, Tensor))
+            first = next(others, None)
+            for name, dim in self.samples_in:
+                tensors[name] = tensors[name].movedim(dim, 0)
+                first = tensors[name] if first is None else first
+            for name, count, counts in self.rows:
+                samples = len(tensors[name]) // count if first is None else len(first)
+                numbers = tensors[counts].tolist() if counts else []
+                tensors[name] = _parted(name, tensors[name], samples, count, numbers)
+        return PackedBatch(tensors, self)
+
+
+def _parted(name: str, tensor: Tensor, samples: int, count: int, numbers: Sequence[int]) -> Tensor:
+    """A tensor of rows as [samples, rows of a sample, ...]; other sizes are other buckets."""
+    other = [sample for sample, number in enumerate(numbers) if number != numbers[0]]
+    if len(tensor) % samples or other or (numbers and numbers[0] * samples != len(tensor)):
+        has = f"{samples} samples have {len(tensor)} rows of {name}"
+        if other:
+            has = f"sample {other[0]} has {numbers[other[0]]} rows of {name}, sample 0 {numbers[0]}"
+        raise DataError(
+            f"{has}; in the example of the Workload each has {count}, and rows of one sample would "
+            "move into the next. Give every sample as many (pad them, masked), or for a "
+            "vision-language model of transformers let anabranch.multimodal_batch do so"
+        )
+    return tensor.reshape(samples, -1, *tensor.shape[1:])
+
+
+class PackedData:
+    """A user's function that yields batches, of which the Workload says where samples are."""
+
+    def __init__(self, function: Callable[..., Iterable[Any]], packing: Rows) -> None:
+        self.function, self.packing = function, packing
+
+    def __call__(self, *arguments: int) -> Iterator[Any]:
+        """Batches with the samples in front."""
+        return map(self.packing.packed, self.function(*arguments))

@@ -1,0 +1,193 @@
+"""The accelerator of a process: its memory, streams, events and random numbers, whatever its kind.
+
+Streams and events are torch's own of all devices. What torch has under the name of a kind alone is
+asked of the module of that kind (``torch.get_device_module``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from anabranch.device.kinds import ACCELERATORS, USUAL, kind_of
+from anabranch.errors import TrainingError
+
+
+def usual() -> torch.device:
+    """Return the kind of accelerator that this torch is built for."""
+    return torch.accelerator.current_accelerator() or torch.device(USUAL)
+
+
+def is_on_accelerator(place: torch.device) -> bool:
+    """Return True for a device other than the CPU, and not for the meta device."""
+    return place.type in ACCELERATORS
+
+
+def has_streams(place: torch.device) -> bool:
+    """Return True if work of a device runs beside the host on several streams."""
+    return kind_of(place.type).streams
+
+
+def has_own_memory(place: torch.device) -> bool:
+    """Return True if a device has other memory than the host, and counts it."""
+    return kind_of(place.type).own_memory
+
+
+def has_collectives(place: torch.device) -> bool:
+    """Return True if tensors of a device are summed where they are; others go through the host."""
+    return kind_of(place.type).gloo
+
+
+def count(kind: str) -> int:
+    """Return the number of devices of a kind on this host; 0 if torch does not know the kind."""
+    module = _module(kind)
+    return module.device_count() if module is not None else 0
+
+
+def claim(place: torch.device) -> None:
+    """Make an accelerator the current device of this process, for whatever names none.
+
+    Raises:
+        TrainingError: if the process was forked after its parent had used it.
+    """
+    if not is_on_accelerator(place):
+        return
+    module, name = _module(place.type), place.type.upper()
+    if getattr(module, "_is_in_bad_fork", bool)():
+        settings = " and ".join(f"{k}={v}" for k, v in kind_of(place.type).environment.items())
+        advice = f", and set {settings} in the environment, so that torch looks for GPUs without "
+        raise TrainingError(
+            f"this rank was forked from a process that had used {name}, after which it cannot use "
+            f'it itself: leave the model on the CPU, pass device="{place.type}" to the pipeline'
+            f"{f'{advice}using them' if settings else ''}; or start the ranks with torchrun"
+        )
+    if hasattr(module, "set_device"):
+        module.set_device(place)
+
+
+def prepare(place: torch.device) -> None:
+    """Set the variables that a device reads when it is first used, where the user has not, unless
+    this process has used it.
+    """
+    if not getattr(_module(place.type), "is_initialized", bool)():
+        for name, value in kind_of(place.type).settings.items():
+            os.environ.setdefault(name, value)
+
+
+def queues(place: torch.device) -> tuple[str, int]:
+    """Return the variable that says how many queues a device's driver has, and its value."""
+    name = kind_of(place.type).queues
+    return name, int(os.environ.get(name, "8"))
+
+
+def identity(place: torch.device) -> str:
+    """Return a name of the card itself, the same in all processes of a host."""
+    if not is_on_accelerator(place):
+        return ""
+    find = getattr(_module(place.type), "get_device_properties", None)
+    return str(getattr(find(place) if find else None, "uuid", f"{place}"))
+
+
+def backend(place: torch.device) -> str:
+    """Return the library of collectives between accelerators that is here; empty if none is."""
+    name = kind_of(place.type).backend
+    return name if name and torch.distributed.is_backend_available(name) else ""
+
+
+def pinned(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Return a tensor of the host from which a copy to a device does not block."""
+    return tensor.pin_memory() if has_streams(place) else tensor
+
+
+def host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for a copy of a tensor, which a device can fill by itself."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
+
+
+def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+    """Start to copy a tensor to the host, where it is when the event has happened; None: now."""
+    if not has_streams(tensor.device):
+        return tensor, None
+    return host_like(tensor).copy_(tensor, non_blocking=True), mark(tensor.device)
+
+
+def wide(place: torch.device) -> torch.dtype:
+    """Return the type with the most digits that a device computes with."""
+    return torch.float64 if kind_of(place.type).float64 else torch.float32
+
+
+def synchronize(place: torch.device) -> None:
+    """Wait until a device is idle."""
+    if is_on_accelerator(place):
+        torch.accelerator.synchronize(place)
+
+
+def new_stream(place: torch.device) -> torch.Stream:
+    """Return a stream of a device, from torch's pool."""
+    return torch.Stream(device=place)
+
+
+def current_stream(place: torch.device) -> torch.Stream:
+    """Return the stream into which operations of this thread go."""
+    return torch.accelerator.current_stream(place)
+
+
+def mark(place: torch.device, *, timed: bool = False) -> torch.Event:
+    """Record an event behind all that the current stream has been given so far."""
+    event = torch.Event(place, enable_timing=timed)
+    event.record(current_stream(place))
+    return event
+
+
+def waiter(place: torch.device) -> Callable[[], None]:
+    """Return what waits for all that the current stream has been given so far, from any thread."""
+    return mark(place).synchronize if has_streams(place) else lambda: None
+
+
+def free_bytes(place: torch.device) -> int:
+    """Return the free bytes of an accelerator's own memory, without those that torch holds."""
+    return cast("int", _module(place.type).mem_get_info(place)[0])
+
+
+def available_bytes(place: torch.device) -> int:
+    """Return the bytes that tensors can take, with those that torch holds and has not lent."""
+    held = torch.accelerator.memory_reserved(place) - torch.accelerator.memory_allocated(place)
+    return free_bytes(place) + held
+
+
+def allocated_bytes(place: torch.device) -> int:
+    """Return the bytes of tensors on an accelerator."""
+    return torch.accelerator.memory_allocated(place)
+
+
+def reset_peak(place: torch.device) -> None:
+    """Let the peak begin at the present bytes."""
+    torch.accelerator.reset_peak_memory_stats(place)
+
+
+def peak_bytes(place: torch.device) -> int:
+    """Return the most bytes of tensors since ``reset_peak``."""
+    return torch.accelerator.max_memory_allocated(place)
+
+
+def generators(place: torch.device) -> list[torch.Generator]:
+    """Return the generators from which operations of a device draw: the host's, and its own."""
+    own = [torch.default_generator]
+    if is_on_accelerator(place):
+        module = _module(place.type)
+        if hasattr(module, "default_generators"):
+            own.append(module.default_generators[place.index])
+        else:
+            own.append(module._get_default_mps_generator())
+    return own
+
+
+def _module(kind: str) -> Any:
+    """Return torch's module of a kind; None for one that this torch does not know."""
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError:
+        return None

@@ -1,0 +1,76 @@
+"""Kinds of devices that compute, by torch's names. No other file names one but the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What torch can do with one kind of device.
+
+    Attributes:
+        backend: library of its collectives in ``torch.distributed``; empty if it has none, or none
+            that the runtime knows to order.
+        gloo: whether Gloo takes its tensors. Those of others are summed on the host.
+        streams: whether it runs several streams, and copies from pinned memory meanwhile.
+        own_memory: whether it has memory of its own, whose allocator counts.
+        float64: whether it computes with numbers of 64 bits.
+        environment: variables that must be set before processes are forked that will use it.
+        settings: variables that a process must set before it uses it: queues of the driver, of
+            which every stream that may wait for another rank needs its own, and connections that
+            are all made at the start, not where an algorithm is first used.
+        queues: the one that says how many queues there are, 8 by default.
+    """
+
+    backend: str = ""
+    gloo: bool = False
+    streams: bool = True
+    own_memory: bool = True
+    float64: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    queues: str = ""
+
+
+CPU = "cpu"
+HOST = Kind(gloo=True, streams=False, own_memory=False)
+ACCELERATORS: Mapping[str, Kind] = {
+    "cuda": Kind(
+        "nccl",
+        gloo=True,
+        environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        settings={"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_RUNTIME_CONNECT": "0"},
+        queues="CUDA_DEVICE_MAX_CONNECTIONS",
+    ),
+    "xpu": Kind(),
+    "hpu": Kind(float64=False),
+    "npu": Kind(float64=False),
+    "mps": Kind(streams=False, own_memory=False, float64=False),
+}
+"""Name in torch -> kind. The first one is meant where a machine has none."""
+
+USUAL = next(iter(ACCELERATORS))
+
+
+def kind_of(name: str) -> Kind:
+    """Return the kind of a device; one that is not listed is treated as the CPU is."""
+    return ACCELERATORS.get(name.partition(":")[0], HOST)
+
+
+def is_accelerator(name: str) -> bool:
+    """Return True for the name of a device other than the CPU, with an index or without."""
+    return name.partition(":")[0] in ACCELERATORS
+
+
+OWN_ERRORS = (
+    *(
+        sign.format(name)
+        for name in ACCELERATORS
+        for sign in ("{} error", "{} out of memory", "{} failure", "unhandled {} error")
+    ),
+    "device-side assert",
+    "invalid usage",
+)
+"""What torch and its libraries say when this rank's own device fails, in small letters."""

@@ -1,0 +1,55 @@
+"""What library code says in a way that tracing cannot follow, said otherwise while it is traced.
+
+Each rule gives the same values. Those of vision-language models are in ``multimodal``;
+``docs/multimodal.md`` has the table of the models that need them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_NOTHING = object()
+
+
+@contextlib.contextmanager
+def replaced(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, attributes have other values, also those that an object does not have by itself."""
+    before = [(owner, name, vars(owner).get(name, _NOTHING)) for owner, name, _ in values]
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            if value is _NOTHING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _broadcast(masking: Any) -> Callable[..., Any]:
+    """``torch.vmap`` over the four dimensions of a mask is broadcasting, where the mask's function
+    works on whatever indices it is given, as those of transformers do.
+    """
+
+    def expansion(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *indices: mask_function(*masking._non_vmap_expansion_sdpa(*indices))
+
+    return expansion
+
+
+_RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    # Gemma3: masks that let the tokens of one image see each other.
+    ("transformers.masking_utils", "_vmap_expansion_sdpa", _broadcast),
+    ("transformers.masking_utils", "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
+)
+"""Module, a name in it, and the module -> what the name stands for while a forward is traced."""
+
+
+def library_rules() -> contextlib.AbstractContextManager[None]:
+    """Inside, library code can be traced that says otherwise what it means."""
+    loaded = [(sys.modules[name], key, make) for name, key, make in _RULES if name in sys.modules]
+    return replaced([(owner, key, make(owner)) for owner, key, make in loaded])

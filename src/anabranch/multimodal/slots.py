@@ -1,0 +1,129 @@
+"""Slots of samples for images: which image is in which, and which feature each token takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import DataError
+
+Sizes = int | Sequence[int] | None
+"""A size, or some of which the least that will do is taken; None for what is needed."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Images or sounds of a batch.
+
+    Attributes:
+        tensors: name -> one entry per image.
+        rows: per image, the rows of its slot that its tokens take, in order; -1 for the last row of
+            a sample.
+        slot_rows: rows of a slot's features.
+        per_sample: images of each sample, where the batch tells.
+    """
+
+    tensors: Mapping[str, Tensor]
+    rows: Sequence[Tensor]
+    slot_rows: int
+    per_sample: Sequence[int] | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each image."""
+        return [len(rows) for rows in self.rows]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Images of each sample, which fill its first slots; ``is_counted`` if the batch has said how
+    many.
+    """
+
+    counts: Tensor
+    is_counted: bool = False
+
+    def filled(self, tensor: Tensor) -> Tensor:
+        """The entries of a tensor ``[samples, slots, ...]`` that hold an image."""
+        numbers = torch.arange(tensor.shape[1], device=tensor.device)
+        return tensor[numbers < self.counts[:, None]]
+
+    @staticmethod
+    def put(tensor: Tensor, counts: Sequence[int], slots: int, fill: float = 0) -> Tensor:
+        """Entries of images, in order, as ``[samples, slots, ...]``."""
+        result = tensor.new_full((len(counts), slots, *tensor.shape[1:]), fill)
+        numbers = torch.arange(slots)
+        result[numbers < torch.tensor(counts)[:, None]] = tensor
+        return result
+
+
+def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
+    """Images of each sample, by its placeholder tokens.
+
+    Raises:
+        DataError: if a sample's tokens are not as many as the features of its inputs.
+    """
+    lengths, counts, first = inputs.lengths, [], 0
+    for sample, wanted in enumerate(tokens):
+        stop, features = first, 0
+        if inputs.per_sample is not None:
+            stop = first + inputs.per_sample[sample]
+            features = sum(lengths[first:stop])
+        while inputs.per_sample is None and stop < len(lengths) and features < wanted:
+            features += lengths[stop]
+            stop += 1
+        if features != wanted:
+            moved = "they would move into" if features > wanted else "it would take those of"
+            after = f"sample {sample + 1}" if sample + 1 < len(tokens) else "nowhere"
+            raise DataError(
+                f"sample {sample} has {wanted} {what} tokens but {features} {what} features; "
+                f"{moved} {after}. Tokens are cut off by truncation or missing in the text: make "
+                "the text longer or the images smaller, so that every sample keeps all tokens of "
+                "its own"
+            )
+        counts.append(stop - first)
+        first = stop
+    if first < len(lengths):
+        raise DataError(
+            f"the batch has {len(lengths)} {what} inputs, but its tokens stand for the first "
+            f"{first} only; the text of a sample lacks {what} tokens"
+        )
+    return counts
+
+
+def feature_rows(
+    is_token: Tensor, inputs: Inputs, counts: Sequence[int], slots: int, extra: int
+) -> Tensor:
+    """Per token, the row of its feature among those of the sample's slots; 0 for other tokens.
+
+    Args:
+        extra: rows of a sample after those of its slots, the last of which -1 stands for.
+    """
+    result = torch.zeros(is_token.shape, dtype=torch.long)
+    first = 0
+    for sample, count in enumerate(counts):
+        rows = [
+            torch.where(
+                own < 0, slots * inputs.slot_rows + extra - 1, own + slot * inputs.slot_rows
+            )
+            for slot, own in enumerate(inputs.rows[first : first + count])
+        ]
+        if rows:
+            result[sample, is_token[sample].cpu()] = torch.cat(rows)
+        first += count
+    return result
+
+
+def most(needed: int, allowed: Sizes, what: str, argument: str) -> int:
+    """Slots of a sample: the least of those allowed that hold all that are needed, at least one."""
+    sizes = [max(needed, 1)] if allowed is None else allowed
+    fitting = [size for size in ([sizes] if isinstance(sizes, int) else sizes) if size >= needed]
+    if not fitting:
+        raise DataError(
+            f"a sample of the batch has {needed} {what}, and {argument}={allowed!r} allows fewer; "
+            f"give multimodal_batch a larger {argument}, and the Workload an example of that size"
+        )
+    return min(fitting)

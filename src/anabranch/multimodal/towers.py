@@ -1,0 +1,204 @@
+"""Families of models whose images go through a tower one by one: LLaVA, Idefics3, Gemma3.
+
+A sample has as many slots for images as the batch asks for; slots without an image hold zeros. No
+token reads their features, so they change nothing but the time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anabranch.errors import DataError
+from anabranch.graph.library_rules import replaced
+from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Models with images ``[images, 3, height, width]``."""
+
+    token = "image_token_id"
+    names = (
+        "pixel_values", "pixel_attention_mask", "image_sizes", "batch_num_images",
+    )  # fmt: skip
+
+    def one(self, config: Any) -> dict[str, Tensor]:
+        """A batch with one image."""
+        side = config.vision_config.image_size
+        return {"pixel_values": torch.ones(1, 3, side, side)}
+
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+        """The images of a batch, whose number of features is known."""
+        pixels = batch["pixel_values"]
+        count = self.features(model.config, pixels.shape[-2:])
+        rows = torch.arange(count)
+        return Inputs({"pixel_values": pixels}, [rows] * len(pixels), count)
+
+    def features(self, config: Any, size: Any) -> int:
+        """Features of an image of a size."""
+        if config.model_type == "gemma3":
+            return int(config.mm_tokens_per_image)
+        patch = config.vision_config.patch_size
+        has_class = config.vision_config.model_type == "clip_vision_model"
+        is_full = config.vision_feature_select_strategy == "full"
+        # "default" drops the first feature, whatever it is.
+        extra = (has_class and is_full) - (not has_class and not is_full)
+        return int((size[0] // patch) * (size[1] // patch) + extra)
+
+    def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
+        """The model's own arguments."""
+        return {"pixel_values": slots.filled(tensors["pixel_values"])}
+
+    def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
+        """Encode all slots with the library's own code, where ``list(features)`` of all images,
+        which are joined again, keeps them in one piece.
+        """
+        with replaced([(_file_of(model), "list", _in_one_piece)]):
+            return model.model.get_image_features(
+                tensors["pixel_values"].flatten(0, 1), return_dict=True
+            )
+
+
+@dataclass(frozen=True)
+class Tiled(Tower):
+    """Models with images ``[samples, images, 3, height, width]``, of which some may be empty."""
+
+    def one(self, config: Any) -> dict[str, Tensor]:
+        """A batch with one image."""
+        return {"pixel_values": super().one(config)["pixel_values"][None]}
+
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+        """Images that are not empty, and their samples."""
+        pixels = batch["pixel_values"]
+        is_real = (pixels != 0).flatten(2).any(2)
+        config, side = model.config, pixels.shape[-1]
+        count = (side // config.vision_config.patch_size) ** 2 // config.scale_factor**2
+        tensors = {"pixel_values": pixels[is_real]}
+        if "pixel_attention_mask" in batch:
+            tensors["pixel_attention_mask"] = batch["pixel_attention_mask"][is_real].bool()
+        rows = [torch.arange(count)] * int(is_real.sum())
+        return Inputs(tensors, rows, count, per_sample=is_real.sum(1).tolist())
+
+    def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
+        """The model takes empty images as well, and leaves them out."""
+        if not slots.counts.any():
+            return {}
+        return {n: tensors[n] for n in ("pixel_values", "pixel_attention_mask") if n in tensors}
+
+    def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
+        """Encode all slots, without the search for those that are not empty."""
+        pixels, inner = tensors["pixel_values"].flatten(0, 1), model.model
+        size = model.config.vision_config.patch_size
+        mask = tensors.get("pixel_attention_mask")
+        if mask is not None:
+            # An empty slot sees itself, or its softmax would be of nothing.
+            mask = (mask | ~mask.flatten(2).any(2)[..., None, None]).flatten(0, 1)
+            parts = mask.reshape(len(mask), mask.shape[1] // size, size, -1, size)
+            mask = parts.any(4).any(2)
+        outputs = inner.vision_model(
+            pixel_values=pixels, patch_attention_mask=mask, return_dict=True
+        )
+        features = inner.connector(outputs.last_hidden_state)
+        outputs.pooler_output = [features.flatten(0, 1)]
+        return outputs
+
+
+@dataclass(frozen=True)
+class Packed(Tower):
+    """LLaVA-OneVision: images ``[images, tiles, 3, height, width]``, whose features are arranged
+    by the size of the whole image and parted by a learned line break.
+    """
+
+    def one(self, config: Any) -> dict[str, Tensor]:
+        """A batch with one image."""
+        pixels = super().one(config)["pixel_values"]
+        return {"pixel_values": pixels[None], "image_sizes": torch.tensor([pixels.shape[-2:]])}
+
+    def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
+        """The images, with the rows that the library's own arrangement takes."""
+        pixels, sizes = batch["pixel_values"], batch["image_sizes"]
+        config, vision = model.config, model.config.vision_config
+        count = self.features(config, pixels.shape[-2:])
+        module = _file_of(model)
+        numbers = batch.get("batch_num_images")
+        per_sample = None if numbers is None else [int(number) for number in numbers]
+        alone = [True] * len(sizes)
+        if per_sample is not None:
+            alone = [number == 1 for number in per_sample for _ in range(number)]
+        tiles = [
+            module.image_size_to_num_patches(size, config.image_grid_pinpoints, vision.image_size)
+            if is_alone
+            else 1
+            for size, is_alone in zip(sizes, alone, strict=True)
+        ]
+        slot_tiles = most(max(tiles, default=1), size, "tiles in an image", "patches")
+        rows = []
+        with torch.no_grad():
+            for image, (number, pixel_size) in enumerate(zip(tiles, sizes, strict=True)):
+                index = torch.arange(number * count, dtype=torch.float64)
+                rows.append(_arranged(model, index.view(number, count, 1), pixel_size, image))
+        pixels = F.pad(pixels, (0, 0, 0, 0, 0, 0, 0, slot_tiles - pixels.shape[1]))
+        tensors = {"pixel_values": pixels, "image_sizes": sizes}
+        return Inputs(tensors, rows, slot_tiles * count, per_sample=per_sample)
+
+    def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
+        """The model's own arguments."""
+        own = {n: slots.filled(tensors[n]) for n in ("pixel_values", "image_sizes")}
+        return own | ({"batch_num_images": slots.counts} if slots.is_counted else {})
+
+    def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
+        """Encode the tiles of all slots; rows are arranged where tokens read them."""
+        inner, config = model.model, model.config
+        pixels = tensors["pixel_values"]
+        samples = pixels.shape[0]
+        layers = config.vision_feature_layer
+        outputs = inner.vision_tower(
+            pixels.flatten(0, 2), output_hidden_states=True, return_dict=True
+        )
+        numbers = [layers] if isinstance(layers, int) else layers
+        chosen = torch.cat([outputs.hidden_states[number] for number in numbers], dim=-1)
+        if config.vision_feature_select_strategy == "default":
+            chosen = chosen[:, 1:]
+        features = inner.multi_modal_projector(chosen)
+        rows = features.reshape(samples, -1, features.shape[-1])
+        newline = inner.image_newline.expand(samples, 1, -1).to(rows)
+        outputs.pooler_output = [torch.cat([rows, newline], dim=1).flatten(0, 1)]
+        return outputs
+
+
+def _file_of(model: nn.Module) -> Any:
+    """The Python module that a model's class is defined in."""
+    return sys.modules[type(model).__module__]
+
+
+def _in_one_piece(values: Any) -> list[Any]:
+    return [values.flatten(0, 1)] if isinstance(values, Tensor) else list(values)
+
+
+def _arranged(model: Any, index: Tensor, size: Tensor, image: int) -> Tensor:
+    """Rows that an image's tokens take; -1 for the line break."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise DataError(
+            f"image {image} of {size.tolist()} pixels has more tiles than "
+            f"{model.config.vision_aspect_ratio} allows, so the model interpolates its features; "
+            "make the image smaller before the processor, or allow fewer sizes "
+            "(image_grid_pinpoints)"
+        )
+
+    with replaced([(F, "interpolate", refuse)]):
+        (rows,), _ = model.model.pack_image_features(
+            [index],
+            size[None],
+            image_newline=torch.tensor([-1.0], dtype=index.dtype),
+            vision_aspect_ratio=model.config.vision_aspect_ratio,
+        )
+    taken: Tensor = rows[:, 0].long()
+    return taken

@@ -1,0 +1,180 @@
+"""A contest of proposals in every way to run them: replicas share the optimizer's state or do not,
+and backwards are whole or split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from anabranch.cost import CostModel
+from anabranch.planner.base import Improving, Runs
+from anabranch.plans.stages import StageGraph
+from anabranch.schedule import SPLIT_BACKWARDS
+from anabranch.simulator.judge import Judge
+from anabranch.simulator.objective import ScheduledProposal, ShortestStep
+from anabranch.simulator.stage_costs import stage_costs
+from anabranch.solve.improvement import SearchBudget, improve
+from anabranch.solve.settings import SETTINGS
+from anabranch.solve.splitting import AUTO, split_backwards
+
+
+class Contest:
+    """Judges of whole backwards without and with shared state, and the best of all.
+
+    Attributes:
+        cost: prices of the best: ``shard_optimizer`` says whether replicas share the state.
+        choice: what may be chosen for each proposal.
+        is_over: whether the search proposes nothing more.
+
+    Args:
+        schedules: of whole backwards; where they are those of ``auto``, backwards may be split.
+        may_share: whether replicas may share the optimizer's state, where ``cost`` has that not.
+        improving: the search that proposes, if it knows what lies near its proposals.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        schedules: tuple[str, ...],
+        improving: Improving | None,
+        budget: SearchBudget,
+        *,
+        may_share: bool,
+    ) -> None:
+        self.cost, self.budget = cost, budget
+        self.choice = Runs(may_share, schedules == AUTO)
+        self._improving = improving
+        costs = [cost, replace(cost, shard_optimizer=True)] if may_share else [cost]
+        self._costs = {priced.shard_optimizer: priced for priced in costs}
+        self._judges = {
+            shared: Judge(ShortestStep(priced, schedules)) for shared, priced in self._costs.items()
+        }
+        self._split: tuple[float, ScheduledProposal] | None = None
+        self.is_over = False
+
+    @property
+    def judge(self) -> Judge:
+        """The judge of whole backwards at the prices of the best."""
+        return self._judges[self.cost.shard_optimizer]
+
+    @judge.setter
+    def judge(self, judge: Judge) -> None:
+        self._judges[self.cost.shard_optimizer] = judge
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best; infinite while nothing is simulated."""
+        return self._split[0] if self._split else self.judge.best_s
+
+    def winner(self, planner: str) -> ScheduledProposal:
+        """The best; an error if no proposal can run or fits."""
+        return self._split[1] if self._split else self.judge.winner(planner)
+
+    def share(self) -> None:
+        """Judge proposals again, those that may gain where replicas share the optimizer's state."""
+        if not self.choice.shared:
+            return
+        plain, sharing = self._judges[False], self._judges[True]
+        sharing.best_s = min(sharing.best_s, plain.best_s * (1 - SETTINGS.worth_sharing))
+        limit = sharing.best_s
+        near: Iterable[StageGraph]
+        if self._improving is not None:
+            known = filter(_is_replicated, (*plain.seconds(), *plain.unfit))
+            promising = [*self._improving.promising(known, Runs(shared=True), limit)]
+            near = promising[: SETTINGS.share_proposals]
+        else:
+            gaining = _may_gain(plain, limit, self._costs[True], self._costs[False])
+            near = filter(_is_replicated, (*gaining, *plain.unfit))
+        sharing.consider(near, self.budget.simulation, in_order=True)
+        if sharing.best_s < limit:
+            self.cost = self._costs[True]
+
+    def improve(self) -> None:
+        """Judge what lies near the best, as long as that finds something better."""
+        if self._improving is not None:
+            search, runs = self._improving, Runs(self.cost.shard_optimizer)
+            improve(self.judge, lambda graph: search.near(graph, runs), self.budget)
+
+    def split(self) -> None:
+        """Try the most promising proposals with split backwards."""
+        for shared in self._judges if self.choice.split else ():
+            judge = self._judges[shared]
+            ranked = judge.ranked(SETTINGS.split_near)
+            if self._improving is not None:
+                runs = Runs(shared, split=True)
+                promising = [*self._improving.promising(judge.seconds(), runs)]
+                half = SETTINGS.split_proposals // 2
+                ranked = [*dict.fromkeys([*promising[:half], *ranked])]
+            self._split_some(ranked, shared)
+
+    def search_on(self) -> None:
+        """Judge what the search proposes from the best plan on, and what lies near the best."""
+        self.is_over = True
+        if self._improving is None or self.best_s == math.inf:
+            return
+        best = self.winner("").proposal
+        for graph, runs in self._improving.again(best, self._runs, self.choice):
+            self.is_over = False
+            if runs.split:
+                self._split_some([graph], runs.shared)
+                continue
+            judge = self._judges[runs.shared]
+            judge.best_s = min(judge.best_s, self.best_s)
+            if judge.consider([graph]) and judge.best_s < self.best_s:
+                self.cost, self._split = self._costs[runs.shared], None
+        if not self.is_over and not self._split:
+            self.improve()
+        elif not self.is_over:
+            self._improve_split()
+
+    def _improve_split(self) -> None:
+        failures = 0
+        while self._improving is not None and self._split and failures < self.budget.patience:
+            near = self._improving.near(self._split[1].proposal, self._runs)
+            schedule = (self._split[1].schedule,)
+            better = self._split_some(near, self.cost.shard_optimizer, schedule)
+            failures = 0 if better else failures + 1
+
+    @property
+    def _runs(self) -> Runs:
+        return Runs(self.cost.shard_optimizer, self._split is not None)
+
+    def _split_some(
+        self,
+        graphs: Iterable[StageGraph],
+        shared: bool,
+        schedules: Iterable[str] = sorted(SPLIT_BACKWARDS),
+    ) -> bool:
+        """Try proposals with split backwards; whether one is the best now."""
+        found = split_backwards(
+            self._judges[shared], self._costs[shared], graphs, self.best_s, tuple(schedules)
+        )
+        if found is not None:
+            self._split, self.cost = found, self._costs[shared]
+        return found is not None
+
+
+def _may_gain(judge: Judge, limit: float, cost: CostModel, unshared: CostModel) -> list[StageGraph]:
+    """Proposals of a judge, of a search without, that may take less than a limit where replicas
+    share the optimizer's state: an update took long, or there is memory for a faster way to run.
+    """
+
+    def least_s(proposal: StageGraph, seconds: float) -> float:
+        """Its seconds, less what its longest update is shortened by, if that may be enough."""
+        size = proposal.batch_size
+        updates = (stage_costs(unshared, s, size).update_s for s in proposal.stages)
+        if seconds - max(updates) > limit:  # which is known, unlike what is left of them
+            return seconds
+        return seconds - max(
+            stage_costs(unshared, stage, size).update_s - stage_costs(cost, stage, size).update_s
+            for stage in proposal.stages
+        )
+
+    known = {p: least_s(p, seconds) for p, seconds in judge.seconds().items()}
+    return sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
+
+
+def _is_replicated(graph: StageGraph) -> bool:
+    return any(stage.replicas > 1 for stage in graph.stages)

@@ -1,0 +1,135 @@
+"""What GPUs would be given, on real ranks: the transport and the sums of GPUs, over Gloo.
+
+Everything is as between GPUs but what NCCL and streams do: notices, who begins, buffers, sums that
+wait for all hosts, waits of hosts in which they do what others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch import launch
+from anabranch.plans.plan import Plan
+from anabranch.runtime import mesh as meshes
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.transport import NcclTransport
+from tests.runtime.asynchronous.plans import async_plan, built_pipeline
+from tests.runtime.small import Built, batch, built, num_ranks, plan
+from tests.runtime.training import LIMIT_S
+
+pytestmark = pytest.mark.dist
+
+
+class GlooWire:
+    """A ``Wire`` whose communicators are groups of Gloo."""
+
+    def __init__(self, groups: Any, rank: int, place: torch.device) -> None:
+        self._groups, self._rank = groups, rank
+
+    def connect(self) -> None: ...
+
+    def start(self, pair: Any, tensors: Sequence[Tensor], after: Any) -> list[Any]:
+        sends, group = pair[0] == self._rank, self._groups[pair]
+        operation: Any = dist.isend if sends else dist.irecv
+        return [operation(tensor, pair[sends], group=group) for tensor in tensors]
+
+    def join(self, works: Sequence[Any]) -> None:
+        for work in works:
+            work.wait()
+
+    def fence(self) -> Any:
+        return None
+
+
+class NoStreams:
+    """``Streams`` of the CPU."""
+
+    def __init__(self, place: torch.device) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def start(self, ranks: tuple[int, ...], after: Any, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+@contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """Every rank takes its CPU for a GPU of its own."""
+    new_group = dist.new_group
+
+    def on_gloo(members: Sequence[int], **options: Any) -> Any:
+        return new_group(members, **{**options, "backend": "gloo"})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshes, "choose_backend", lambda seen: "nccl")
+        patch.setattr(meshes, "GpuWire", GlooWire)
+        patch.setattr(meshes, "DeviceStreams", NoStreams)
+        patch.setattr(dist, "new_group", on_gloo)
+        gpu = SimpleNamespace(
+            is_on_accelerator=lambda place: True, has_collectives=lambda place: True
+        )
+        patch.setattr(meshes, "accelerator", gpu)
+        yield
+
+
+def numbers(pipeline: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of steps of all kinds, and the parameters that this rank then has."""
+    losses = list(pipeline.steps(batch(8, seed) for seed in range(4)))
+    losses += [pipeline.step(batch(6, 5)), pipeline.evaluate([batch(8), batch(7)])["loss"]]
+    losses += list(pipeline.steps(batch(8, seed) for seed in range(3)))
+    return losses, {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
+
+
+def trained(make: Callable[[], Any], ranks: int, *, gpus: bool) -> Any:
+    def rank() -> Any:
+        if not gpus:
+            return numbers(make())
+        with as_on_gpus():
+            pipeline = make()
+            assert isinstance(pipeline._session.transport, NcclTransport)
+            return numbers(pipeline)
+
+    return launch.run(rank, ranks, timeout=LIMIT_S)
+
+
+def synchronous(model: Built, chosen: Plan, **options: Any) -> tuple[Callable[[], Any], int]:
+    options = {"captured": model.captured, "timeout": 20.0} | options
+    return partial(Pipeline, model.workload, chosen, **options), num_ranks(chosen)
+
+
+def asynchronous(model: Built, chosen: Plan, **options: Any) -> tuple[Callable[[], Any], int]:
+    return partial(built_pipeline, model, chosen, **options), num_ranks(chosen)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["stages", "replicas", "shared state", "exact", "asynchronous", "in turn", "replicas, async"],
+)
+def test_training_is_bitwise_that_of_other_transports(case: str) -> None:
+    """Whoever begins: losses and parameters of all ranks."""
+    two, tied = built("TwoBranch"), built("Tied")
+    replicated = plan(tied, 2, batch_size=8, microbatch_size=2, replicas=[2, 1])
+    make, ranks = {
+        "stages": lambda: synchronous(two, plan(two, 3, batch_size=8, microbatch_size=2)),
+        "replicas": lambda: synchronous(tied, replicated),
+        "shared state": lambda: synchronous(tied, replicated, shard_optimizer=True),
+        "exact": lambda: synchronous(tied, plan(tied, 2, batch_size=8), exact=True),
+        "asynchronous": lambda: asynchronous(two, async_plan(two, 3)),
+        "in turn": lambda: asynchronous(two, async_plan(two, 2, replicas=[2, 1]), round_robin=True),
+        "replicas, async": lambda: asynchronous(two, async_plan(two, 2, replicas=[1, 2])),
+    }[case]()
+    for mine, theirs in zip(
+        trained(make, ranks, gpus=True), trained(make, ranks, gpus=False), strict=True
+    ):
+        assert mine[0] == theirs[0]
+        assert mine[1].keys() == theirs[1].keys()
+        assert all(torch.equal(mine[1][name], theirs[1][name]) for name in mine[1])

@@ -1,0 +1,162 @@
+"""How many operations a step dispatches besides its passes: a few, however many parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from anabranch import launch
+from anabranch.graph.capture import capture
+from anabranch.plans.plan import Plan
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.asynchronous.requirements import asynchronous_stages
+from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.guards.same_batch import copies_digest
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.worker import BatchRun, Worker
+from anabranch.workload import NamedParameters, Workload
+from tests.runtime.small import WIDTH, Built, batch, plan, tower
+from tests.runtime.training import LIMIT_S, run
+
+pytestmark = pytest.mark.dist
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations; views of tensors launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func.name() != "aten::detach":
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def passes_left_out() -> Iterator[None]:
+    """Forwards and backwards, whose operations are those of the model."""
+
+    def uncounted(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return method(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "run", uncounted(Worker.run))
+        patch.setattr(BatchRun, "do", uncounted(BatchRun.do))
+        yield
+
+
+class Tower(nn.Module):
+    """As many layers as asked for."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.body, self.head = tower(depth), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, word: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(x)), label)
+
+
+@cache
+def of_depth(depth: int) -> Built:
+    torch.manual_seed(0)
+    module, example = Tower(depth), batch(4)
+    return Built(capture(module, example), Workload(module, example))
+
+
+def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, foreach=True, capturable=False)
+
+
+def momentum(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=True)
+
+
+def fused(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, fused=True)
+
+
+CASES: dict[str, tuple[Any, float | None, list[int], dict[str, Any], bool]] = {
+    "plain": (momentum, None, [1], {}, False),
+    "clipped": (momentum, 0.5, [1], {}, False),
+    "fp16": (momentum, 0.5, [1], {"compute": ComputeOptions(precision="fp16")}, False),
+    "accumulated": (momentum, None, [1], {"accumulate": 2}, True),
+    "steps": (fused, None, [1], {}, True),
+    "replicas": (momentum, None, [2], {}, True),
+    "sharded": (momentum, None, [2], {"shard_optimizer": True}, True),
+}
+"""Name -> optimizer, norm, replicas, options, whether by ``steps``."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_follows_the_passes_does_not_grow_with_the_parameters(case: str) -> None:
+    """Nor with their number does what is summed, checked, scaled, clipped, updated and shared."""
+    optimizer, clip_norm, replicas, options, steps = CASES[case]
+    counts = []
+    for depth in (2, 12):
+        model = of_depth(depth)
+        workload = replace(model.workload, optimizer=optimizer, clip_norm=clip_norm)
+        chosen = plan(model, 1, replicas=replicas)
+
+        def work(pipeline: Pipeline, steps: bool = steps) -> Counter[str]:
+            leaves = [batch(16, seed) for seed in range(6)]
+            for leaf in leaves[:2]:
+                pipeline.step(leaf)
+            with passes_left_out(), Launches() as launches:
+                if steps:
+                    list(pipeline.steps(leaves[2:]))
+                else:
+                    for leaf in leaves[2:]:
+                        pipeline.step(leaf)
+            return launches.counts
+
+        counts.append(run(model, chosen, work, workload=workload, **options)[0])
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("policy", ["stash", "pipeoptim"])
+def test_nor_without_a_flush(policy: str) -> None:
+    """With copies of weights, and with their prediction."""
+    counts = []
+    for depth in (2, 12):
+        model = of_depth(depth)
+        chosen = plan(model, 2, microbatch_size=16)
+        chosen = replace(chosen, stage_graph=asynchronous_stages(chosen), mode="async")
+        workload = replace(model.workload, optimizer=momentum)
+
+        def work(workload: Workload = workload, chosen: Plan = chosen) -> Counter[str]:
+            pipe = AsyncPipeline(workload, chosen, policy=policy, check_gradients=False)
+            leaves = [batch(16, seed) for seed in range(9)]
+            list(pipe.steps(leaves[:3]))
+            with passes_left_out(), Launches() as launches:
+                list(pipe.steps(leaves[3:]))
+            return launches.counts
+
+        counts.append(launch.run(work, 2, timeout=LIMIT_S)[0])
+    assert counts[0] == counts[1]
+
+
+def test_nor_the_digest_of_copies() -> None:
+    """Small ones are put together."""
+    counts = []
+    for number in (3, 40):
+        tensors = [torch.full((5, i + 1), float(i)) for i in range(number)]
+        with Launches() as launches:
+            copies_digest(tensors)
+        counts.append(launches.counts)
+    assert counts[0] == counts[1]
