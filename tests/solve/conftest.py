@@ -6,7 +6,7 @@ import pytest
 
 from anabranch import planner as planners
 from anabranch.plans.stages import StageGraph
-from anabranch.solve import search, simulation
+from anabranch.solve import contest, simulation
 from tests.solve.helpers import Proposals
 
 
@@ -24,5 +24,5 @@ def propose(monkeypatch):
 @pytest.fixture(autouse=True)
 def whole_backwards(monkeypatch):
     """Searches stay with 1F1B, whose numbers can be read by eye; see ``test_splitting``."""
-    for module in (search, simulation):
+    for module in (contest, simulation):
         monkeypatch.setattr(module, "split_backwards", lambda *_, **__: None)

@@ -23,9 +23,9 @@ from anabranch.simulator.run import step_seconds
 from anabranch.solve import (
     comparable,
     compare,
+    contest,
     plan,
     search,
-    sharing,
     simulate,
     simulation,
 )
@@ -407,7 +407,7 @@ def test_an_interrupt_before_shared_state_is_tried_is_noted(propose, monkeypatch
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sharing, "stage_costs", interrupt)
+    monkeypatch.setattr(contest, "stage_costs", interrupt)
     best = found(cost, 8)
     assert best.notes[-1] == "interrupted: the best of the first 1 proposals"
     assert best.interrupted

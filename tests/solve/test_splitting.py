@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.schedule import SPLIT_BACKWARDS
-from anabranch.solve import search, simulate, simulation
+from anabranch.solve import contest, simulate, simulation
 from anabranch.solve.splitting import split_backwards, with_lengths
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import found, two_stages
@@ -16,7 +16,7 @@ from tests.solve.helpers import found, two_stages
 @pytest.fixture(autouse=True)
 def whole_backwards(monkeypatch):
     """Not here."""
-    for module in (search, simulation):
+    for module in (contest, simulation):
         monkeypatch.setattr(module, "split_backwards", split_backwards)
 
 
