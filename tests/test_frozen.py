@@ -1,240 +1,255 @@
-"""Frozen parts of a model, from the estimate to the trace: nothing goes backward through them."""
+"""Frozen encoders and low-rank adapters: planned, priced, scheduled, run and saved without what a
+frozen parameter does not need.
+"""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch import launch, solve
+from anabranch.checkpoint import Checkpoint, load_state_dict
+from anabranch.checkpoint.export import WEIGHTS, export
 from anabranch.cluster import Cluster
-from anabranch.errors import TrainingError
+from anabranch.cost import CostModel
+from anabranch.errors import FileFormatError
 from anabranch.graph.capture import capture
+from anabranch.plans.check import stage_bytes
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
-from anabranch.profile.profile import Profile
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
+from anabranch.schedule import rule_named
 from anabranch.schedule.schedule import Kind
+from anabranch.verification import even_plan, verify
 from anabranch.workload import Workload
-from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan
-from tests.runtime.training import LIMIT_S
+from tests.runtime.small import Built
+from tests.runtime.training import LIMIT_S, sgd
 
-WIDTH = 512
-FROZEN = (0, 2, 3)
-"""Steps in which something is frozen for a while."""
-CLUSTER = Cluster.preset("summit:1x4")
-
-
-def tower(depth: int, width: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+WIDTH, SAMPLES = 16, 8
+FROZEN = 2
+"""Layers of the encoder."""
 
 
-class Towers(nn.Module):
-    """Two towers and a head; the first tower may be frozen."""
+class Low(nn.Module):
+    """A frozen layer, and a product of rank 2 beside it."""
 
-    def __init__(self, *, frozen: bool, depths: tuple[int, int] = (12, 6), width: int = WIDTH):
+    def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        self.left, self.right = (tower(depth, width) for depth in depths)
-        self.head = nn.Linear(2 * width, 1)
-        self.left.requires_grad_(not frozen)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.head(torch.cat([self.left(x), self.right(y)], 1)).square().mean()
-
-
-def profile(*, frozen: bool) -> Profile:
-    module = Towers(frozen=frozen).to("meta")
-    example = (torch.empty(4, WIDTH, device="meta"), torch.empty(4, WIDTH, device="meta"))
-    return estimate(capture(module, example), "v100", [1 << i for i in range(11)])
-
-
-def test_a_frozen_tower_is_planned_without_its_backward() -> None:
-    """It has forwards alone, and keeps and sends back nothing; so its twelve layers get fewer
-    devices than in a plan that does not know, whose step is longer: 1.81 ms against 1.55.
-    """
-    blind, aware = profile(frozen=False), profile(frozen=True)
-    for op, cost in zip(aware.graph.ops, aware.costs, strict=True):
-        is_frozen = op.name.startswith("left")
-        assert (max(cost.backward_s) == 0) == is_frozen
-        assert (cost.kept_bytes == 0) == is_frozen
-    assert not any(v.grad for v in aware.graph.values if aware.graph.ops[v.producer].name[0] == "l")
-    plans = {
-        known: solve.plan(known_profile, CLUSTER, 1024, max_replicas=1, improve=False)
-        for known, known_profile in (("blind", blind), ("aware", aware))
-    }
-    step_s = {name: solve.simulate(p, aware, CLUSTER).step_s for name, p in plans.items()}
-    assert step_s["aware"] < 0.9 * step_s["blind"]
-    holders = {
-        known: sum(any(n.startswith("left") for n in s.operators) for s in p.stage_graph.stages)
-        for known, p in plans.items()
-    }
-    assert holders == {"blind": 3, "aware": 2}
-    timeline = solve.simulate(plans["aware"], aware, CLUSTER)
-    frozen_stage = next(
-        s
-        for s, stage in enumerate(plans["aware"].stage_graph.stages)
-        if all(name.startswith("left") for name in stage.operators)
-    )
-    spans = [span for span in timeline.spans if span.action.stage == frozen_stage]
-    assert {span.action.kind for span in spans if span.end > span.start} <= {
-        Kind.FORWARD,
-        Kind.SEND_FORWARD,
-    }
-
-
-def test_a_frozen_tower_runs_without_a_graph() -> None:
-    """Its stage makes values without a gradient, none comes back to it, and no parameter of it has
-    one afterwards; the others have those of one process.
-    """
-    torch.manual_seed(0)
-    module = Towers(frozen=True, depths=(2, 2), width=8)
-    given = (torch.randn(8, 8), torch.randn(8, 8))
-    captured = capture(module, given)
-    model = Built(captured, Workload(module, given))
-    cut = on_devices(plan(model, 3, batch_size=8, microbatch_size=2), [(0,), (0,), (0,)])
-    pipeline = Pipeline(model.workload, cut, captured=captured)
-    parts = pipeline._session.parts
-    assert not any(port.grad for port in parts.ports if port.source == 0)
-    loss, gradients = pipeline.gradients(given)
-    expected = reference(module, given, [(0, 8)])
-    assert gradients.keys() == expected.gradients.keys()
-    assert not any(name.startswith("left") for name in gradients)
-    assert abs(loss - expected.loss) < 1e-6 * expected.loss
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank adapter (LoRA)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
+        return self.base(x) + self.up(self.down(x))
 
 
-class Classifier(nn.Module):
-    """Adapters on a frozen model."""
+class Reader(nn.Module):
+    """An encoder and a reader of what it makes; ``adapters`` are all that is trained of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, frozen: bool = True, adapters: bool = False) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Adapted(8) for _ in range(4)))
-        self.head = nn.Linear(8, 3).requires_grad_(False)
+        self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(FROZEN))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        self.encoder.requires_grad_(not frozen)
+        if adapters:
+            self.head.requires_grad_(False)
+            self.layers = nn.ModuleList(Low(layer) for layer in self.layers)
 
     def forward(self, x: Tensor, label: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.layers(x)), label)
+        for layer in (*self.encoder, *self.layers):
+            x = torch.tanh(layer(x))
+        return F.cross_entropy(self.head(x), label)
 
 
-def test_adapters_on_a_frozen_model_are_trained_as_in_one_process() -> None:
-    """Gradients pass frozen layers, which have none of their own; the optimizer holds adapters."""
-    torch.manual_seed(0)
-    module = Classifier()
-    given = {"x": torch.randn(8, 8), "label": torch.randint(0, 3, (8,))}
-    captured = capture(module, given)
-    model = Built(captured, Workload(module, given))
-    cut = on_devices(plan(model, 3, batch_size=8, microbatch_size=2), [(0,), (0,), (0,)])
-    pipeline = Pipeline(model.workload, cut, captured=captured)
-    _, gradients = pipeline.gradients(given)
-    expected = reference(module, given, [(0, 8)])
-    assert gradients.keys() == expected.gradients.keys()
-    assert all("down" in name or "up" in name for name in gradients)
-    for name, gradient in gradients.items():
-        assert torch.allclose(gradient, expected.gradients[name], atol=1e-7)
-    held = [p for group in pipeline.optimizer.param_groups for p in group["params"]]
-    assert len(held) == 8
+def batch(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    label = torch.randint(0, 3, (SAMPLES,), generator=generator)
+    return {"x": torch.randn(SAMPLES, WIDTH, generator=generator), "label": label}
 
 
-class Routed(nn.Module):
-    """Samples whose first number is positive go through an expert, the others through another."""
+def made(seed: int = 0, **options: bool) -> Built:
+    torch.manual_seed(seed)
+    module = Reader(**options).train()
+    workload = Workload(module, batch(), optimizer=sgd, save_frozen=False)
+    return Built(capture(module, batch()), workload)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.expert, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.body(x))
-        mixed = torch.where(x[:, :1] > 0, self.expert(h), self.other(h))
-        return self.head(mixed).square().mean()
+@cache
+def adapted() -> Built:
+    return made(adapters=True)
+
+
+def cut(model: Built, replicas: int = 1) -> Plan:
+    """The encoder, on devices of its own, then the rest; micro-batches of two samples each."""
+    graph = model.captured.graph
+    names = [op.name for op in graph.ops]
+    parts = names[:FROZEN], names[FROZEN:]
+    plan = even_plan(graph, 2, SAMPLES)
+    devices = tuple(range(replicas)), (replicas,)
+    stages = tuple(
+        replace(stage, operators=tuple(part), devices=on, microbatch_size=2)
+        for stage, part, on in zip(plan.stage_graph.stages, parts, devices, strict=True)
+    )
+    shaped: StageGraph = replace(plan.stage_graph, stages=stages)
+    return replace(plan, stage_graph=rule_named("1f1b").warm_up(shaped), schedule="1f1b")
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_frozen_encoder_has_no_backward_and_keeps_nothing(adapters: bool) -> None:
+    """Of its operators; no gradient goes back to it, and its device has its parameters alone: no
+    gradients, no state of an optimizer, as a trained one has.
+    """
+    frozen, trained = made(adapters=adapters), made(frozen=False)
+    profiles = [estimate(model.captured, "v100", (2, 4, 8)) for model in (frozen, trained)]
+    costs = profiles[0].costs
+    assert all(not any(cost.backward_s) for cost in costs[:FROZEN])
+    assert not any(cost.kept_bytes for cost in costs[: FROZEN - 1])
+    assert all(any(cost.backward_s) for cost in profiles[1].costs[:FROZEN])
+
+    cluster, plan = Cluster.preset("summit:1x2"), cut(frozen)
+    timeline = solve.simulate(plan, profiles[0], cluster)
+    kinds = {span.action.kind for span in timeline.spans if span.device == 0}
+    backwards = [
+        span.end - span.start
+        for span in timeline.spans
+        if span.device == 0 and span.action.kind is Kind.BACKWARD
+    ]
+    assert Kind.RECEIVE_BACKWARD not in kinds
+    assert not any(backwards)
+    if not adapters:  # which take kernels of their own, more than such small layers
+        assert timeline.step_s < solve.simulate(cut(trained), profiles[1], cluster).step_s
+
+    weights = FROZEN * (WIDTH * WIDTH + WIDTH) * 4
+    held, all_of_it = (
+        stage_bytes(cut(m).stage_graph, CostModel(profile, cluster), 0, in_flight=1)
+        for m, profile in zip((frozen, trained), profiles, strict=True)
+    )
+    assert weights <= held < weights + 8 * WIDTH * 4 * SAMPLES
+    assert all_of_it >= 4 * weights
 
 
 @pytest.mark.dist
-def test_gradients_that_are_sometimes_absent_are_those_of_a_plain_loop() -> None:
-    """An expert without samples in some micro-batches, and in all of step 3, has gradients of zero,
-    by which Adam moves it on; the body, frozen from the first step on and again in steps 2 and 3,
-    has none, and stays as it is.
+@pytest.mark.parametrize("options", [{"adapters": False}, {"adapters": True}])
+def test_gradients_are_those_of_one_process(options: dict[str, bool]) -> None:
+    """Also where the encoder has two replicas, whose ranks have nothing to sum and no optimizer;
+    verify finds nothing either.
     """
+    model = made(**options)
+    expected = reference(model.module, batch(), [(0, SAMPLES)])
+
+    def rank() -> tuple[float, dict[str, Tensor], bool]:
+        pipe = Pipeline(model.workload, cut(model, 2), captured=model.captured, timeout=20.0)
+        loss, gradients = pipe.gradients(batch())
+        pipe.step(batch())
+        return loss, {n: g.clone() for n, g in gradients.items()}, pipe.optimizer is None
+
+    ranks = launch.run(rank, 3, timeout=LIMIT_S)
+    assert [found[2] for found in ranks] == [True, True, False]
+    gradients = {n: g for found in ranks for n, g in found[1].items()}
+    assert gradients.keys() == expected.gradients.keys()
+    assert ranks[0][0] == pytest.approx(expected.loss, rel=1e-6)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7)
+    result = verify(model.workload, 2, batch=batch(), captured=model.captured, timeout=LIMIT_S)
+    assert result.is_good
+
+
+def steps(model: Built, work: Callable[[Pipeline], Any], resume: Path | None = None) -> list[Any]:
+    """Call a function with the pipeline of both ranks."""
+
+    def rank() -> Any:
+        options: dict[str, Any] = {"captured": model.captured, "timeout": 20.0}
+        if resume is not None:
+            return work(Pipeline.resume(resume, model.workload, cut(model), **options))
+        return work(Pipeline(model.workload, cut(model), **options))
+
+    return launch.run(rank, 2, timeout=LIMIT_S)
+
+
+@pytest.mark.dist
+def test_checkpoints_of_adapters_alone(tmp_path: Path) -> None:
+    """They hold what is trained; a run goes on from one as it would have, with the base weights of
+    the module; an export has the adapters, by a trained model's names.
+    """
+
+    def first(pipe: Pipeline) -> list[float]:
+        losses = [pipe.step(batch(1))]
+        pipe.save(tmp_path / "saved")
+        return [*losses, pipe.step(batch(2)), pipe.step(batch(3))]
+
+    losses = steps(adapted(), first)[0]
+    saved = Checkpoint(tmp_path / "saved")
+    learned = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("down", "up")}
+    assert set(saved.keys("model")) == learned
+    assert set(saved.frozen) == {n for n, _ in adapted().module.named_parameters()} - learned
+    assert load_state_dict(tmp_path / "saved").keys() == learned
+
+    again = made(adapters=True)
+    resumed = steps(
+        again, lambda pipe: [pipe.step(batch(2)), pipe.step(batch(3))], tmp_path / "saved"
+    )
+    assert resumed[0] == losses[1:]
+
+    export(tmp_path / "saved", tmp_path / "plain")
+    assert load_file(tmp_path / "plain" / WEIGHTS).keys() == learned
+
+
+@pytest.mark.dist
+def test_a_resume_with_other_base_weights_is_refused(tmp_path: Path) -> None:
+    """Adapters were trained beside the weights of then."""
+    steps(adapted(), lambda pipe: (pipe.step(batch(1)), pipe.save(tmp_path / "saved"))[0])
+    with pytest.raises(FileFormatError, match=r"weight has other values in the module"):
+        steps(made(1, adapters=True), lambda pipe: None, tmp_path / "saved")
+
+
+@pytest.mark.dist
+def test_a_whole_checkpoint_exports_adapters_if_asked(tmp_path: Path) -> None:
+    """By default everything is saved, and exported."""
+    model = made(adapters=True)
+    whole = replace(model, workload=replace(model.workload, save_frozen=True))
+    steps(whole, lambda pipe: (pipe.step(batch(1)), pipe.save(tmp_path / "saved"))[0])
+    export(tmp_path / "saved", tmp_path / "all.safetensors")
+    export(tmp_path / "saved", tmp_path / "adapters.safetensors", trained=True)
+    names = {n for n, _ in model.module.named_parameters()}
+    assert load_file(tmp_path / "all.safetensors").keys() == names
+    adapters = load_file(tmp_path / "adapters.safetensors")
+    assert adapters.keys() == {n for n in names if "down" in n or "up" in n}
+
+
+class Follower(Reader):
+    """A frozen parameter that the forward changes, as a teacher does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(3, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        loss = super().forward(x, label)
+        self.mean.copy_(0.9 * self.mean + 0.1 * self.head.weight.detach())
+        return loss
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:the forward changes mean")
+def test_what_a_forward_changes_is_saved_though_it_is_frozen(tmp_path: Path) -> None:
+    """The module cannot know it."""
     torch.manual_seed(0)
-    module, batches = Routed().double(), torch.randn(6, 8, 4, dtype=torch.float64)
-    batches[0, 1:, 0], batches[3, :, 0] = -1.0, -1.0
-    workload = Workload(module, (batches[0],), optimizer=torch.optim.Adam)
-    model = Built(capture(module, workload.example), workload)
-    chosen = plan(model, 2, batch_size=8, microbatch_size=2, replicas=[2, 1])
-    alone = copy.deepcopy(module)
-
-    def rank() -> dict[str, Tensor]:
-        pipeline = Pipeline(workload, chosen, captured=model.captured, timeout=20.0)
-        for step, x in enumerate(batches):
-            module.body.requires_grad_(step not in FROZEN)
-            pipeline.step((x,))
-        return {name: p.detach() for name, p in pipeline._state.parameters.items()}
-
-    ranks = launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
-    optimizer = torch.optim.Adam(alone.parameters())
-    for step, x in enumerate(batches):
-        alone.body.requires_grad_(step not in FROZEN)
-        optimizer.zero_grad()
-        alone(x).backward()
-        optimizer.step()
-    trained = {name: p for mine in ranks for name, p in mine.items()}
-    for name, parameter in alone.named_parameters():
-        assert torch.allclose(trained[name], parameter, rtol=1e-9, atol=1e-12), name
-
-
-@pytest.mark.parametrize(
-    ("name", "frozen"), [("Tied", "words"), ("Chain", "body")], ids=["tied", "a whole stage"]
-)
-def test_exact_mode_and_another_plan_leave_alone_what_is_frozen_for_a_while(
-    name: str, frozen: str
-) -> None:
-    """Adam would move a tied parameter on by a gradient of zero. A batch of a new size, of which a
-    program is made while all of a stage is frozen, and a change of the plan then change nothing.
-    """
-    model = built(name, torch.float64)
-    module = copy.deepcopy(model.module)
-    workload = Workload(module, batch(2, 0, torch.float64), optimizer=torch.optim.Adam)
-    model = Built(capture(module, workload.example), workload)
-    plans = [
-        on_devices(plan(model, stages, batch_size=8, microbatch_size=2), [(0,)] * stages)
-        for stages in (2, 3)
-    ]
-    alone = copy.deepcopy(module)
-    optimizer = torch.optim.Adam(alone.parameters())
-    pipeline = Pipeline(workload, plans[0], captured=model.captured, exact=True)
-    for step, size in enumerate([8, 8, 7, 7, 8, 7]):
-        given = batch(size, step, torch.float64)
-        for part in (module, alone):
-            part.get_submodule(frozen).requires_grad_(step not in FROZEN)
-        if step == 3:
-            pipeline.change_plan(plans[1])
-        pipeline.step(given)
-        optimizer.zero_grad()
-        alone(**given).backward()
-        optimizer.step()
-    for found, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_a_part_that_was_frozen_at_capture_cannot_be_trained_later() -> None:
-    """Stages after it were told to send it no gradients, so it would not learn, without a word."""
-    module = Towers(frozen=True, depths=(1, 1), width=4)
-    model = Built(capture(module, (x := torch.ones(4, 4), x)), Workload(module, (x, x)))
-    pipeline = Pipeline(model.workload, plan(model, 1), captured=model.captured)
-    pipeline.step((x, x))
-    module.left.requires_grad_(True)
-    with pytest.raises(TrainingError, match=r"left\.0\.0\.weight, .* were frozen"):
-        pipeline.step((x, x))
+    module = Follower().train()
+    workload = Workload(module, batch(), optimizer=sgd, save_frozen=False)
+    model = Built(capture(module, batch()), workload)
+    steps(model, lambda pipe: (pipe.step(batch(1)), pipe.save(tmp_path / "saved"))[0])
+    saved = Checkpoint(tmp_path / "saved")
+    assert "mean" in saved.keys("model")
+    assert set(saved.frozen) == {f"encoder.{i}.{n}" for i in range(2) for n in ("weight", "bias")}

@@ -172,7 +172,7 @@ def _text_with_images(length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == _IMAGE, -100)}
 
 
-def llava(name: str, length: int, *, vision: Any, text: Any) -> Built:
+def llava_by_hand(name: str, length: int, *, vision: Any, text: Any) -> Built:
     """A language model that reads images among its tokens."""
     config = transformers.LlavaConfig(
         text_config=transformers.LlamaConfig(**text),
@@ -202,6 +202,21 @@ def vision_language(name: str, length: int) -> Built:
     """A vision-language model as it is: samples with one image, two, none and one."""
     module = multimodal.small(name)
     return module, multimodal_batch(module, multimodal.ragged(name, [1, 2, 0, 1]))
+
+
+def llava(name: str, length: int, *, is_small: bool = False) -> Built:
+    """LLaVA, small or with 7 billion parameters and one image a sample; the name says whether the
+    tower is frozen, or all but adapters of the language model (LoRA of rank 16).
+    """
+    module = multimodal.small("Llava") if is_small else multimodal.llava_7b()
+    if name != "Llava":
+        module.model.vision_tower.requires_grad_(False)  # type: ignore[union-attr]
+    if name == "LlavaLora":
+        multimodal.add_adapters(module)
+    with torch.device("cpu"):
+        small = multimodal.ragged("Llava", [1, 2, 0, 1])
+        own = small if is_small else multimodal.llava_7b_batch(length)
+        return module, multimodal_batch(module, own)
 
 
 class Dlrm(nn.Module):
@@ -432,8 +447,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         None,
     ),
     **{name: Architecture(vision_language, {}, None) for name in multimodal.NAMES},
+    **{
+        name: Architecture(llava, {"is_small": True})
+        for name in ("Llava", "LlavaFrozen", "LlavaLora")
+    },
     "LlavaByHand": Architecture(
-        llava,
+        llava_by_hand,
         {
             "text": {**_ONE_KEY, "use_cache": False},
             "vision": {**_WIDTHS, "image_size": 16, "patch_size": 8, "projection_dim": 16},

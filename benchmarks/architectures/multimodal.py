@@ -110,6 +110,52 @@ NAMES = (
 )  # fmt: skip
 
 
+def llava_7b() -> nn.Module:
+    """LLaVA 1.5 with 7 billion parameters."""
+    text = transformers.LlamaConfig(
+        **{"vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 11008},
+        **{"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096},
+    )
+    vision = transformers.CLIPVisionConfig(
+        **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24},
+        **{"num_attention_heads": 16, "image_size": 336, "patch_size": 14},
+    )
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
+    return transformers.LlavaForConditionalGeneration(config).train()
+
+
+def llava_7b_batch(length: int) -> Own:
+    """One image of 576 features and so many words a sample."""
+    ids = torch.randint(8, 32000, (4, 576 + length))
+    ids[:, :576] = IMAGE
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    return {"input_ids": ids, "labels": labels, "pixel_values": torch.zeros(4, 3, 336, 336)}
+
+
+class Adapter(nn.Module):
+    """A linear layer that is frozen, and a small one beside it that is trained."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both."""
+        result: torch.Tensor = self.frozen(x) + self.up(self.down(x))
+        return result
+
+
+def add_adapters(module: nn.Module, rank: int = 16) -> None:
+    """Freeze a model, and add adapters to queries and values of its language model."""
+    module.requires_grad_(False)
+    for part in list(module.model.language_model.modules()):  # type: ignore[union-attr]
+        for key in ("q_proj", "v_proj"):
+            if isinstance(layer := getattr(part, key, None), nn.Linear):
+                setattr(part, key, Adapter(layer, rank))
+
+
 def ragged(
     name: str, images: Sequence[int], length: int = 64, *, seed: int = 0, mixed: bool = False
 ) -> Own:

@@ -60,8 +60,8 @@ def _plans(profile: Profile, cluster: anabranch.Cluster) -> dict[str, Any]:
         "recompute": sum(stage.recompute for stage in graph.stages),
         "microbatch_sizes": sorted({stage.microbatch_size for stage in graph.stages}),
         "step_s": chosen.predicted.step_s,
-        "data_parallel_step_s": _step(profile, cluster, "data-parallel"),
-        "chain_step_s": _step(profile, cluster, "sequential") if _kind(chosen) == "graph" else None,
+        "data_parallel_step_s": step(profile, cluster, "data-parallel"),
+        "chain_step_s": step(profile, cluster, "sequential") if _kind(chosen) == "graph" else None,
     }
 
 
@@ -72,9 +72,11 @@ def _kind(plan: Plan) -> str:
     return "chain" if graph.depth == len(graph) else "graph"
 
 
-def _step(profile: Profile, cluster: anabranch.Cluster, planner: str) -> float | None:
+def step(
+    profile: Profile, cluster: anabranch.Cluster, planner: str, **options: Any
+) -> float | None:
     """Seconds of a baseline's step, None where it does not fit."""
     try:
-        return anabranch.plan(profile, cluster, BATCH, planner=planner).predicted.step_s
+        return anabranch.plan(profile, cluster, BATCH, planner=planner, **options).predicted.step_s
     except AnabranchError:
         return None

@@ -25,28 +25,31 @@ from benchmarks.gpu.case import ROOT, Row
 from benchmarks.planners.common import table
 
 MINUTES = {
-    "probe": 2.5,
-    "one-rank": 3.5,
+    "hang": 2.0,
+    "probe": 2.0,
+    "one-rank": 4.0,
+    "host": 4.0,
     "shared-gpu": 4.0,
-    "tests": 2.0,
     "operators": 4.0,
-    "transformer": 2.0,
-    "nccl": 2.0,
 }
 """Section -> its share of 20 minutes, in the order in which they run; what one leaves is for those
 after it.
 """
 
-REHEARSED = ("one-rank", "shared-gpu", "operators", "transformer")
+LATER = {"memory": 8.0, "nccl": 6.0, "tests": 5.0, "transformer": 6.0}
+"""Sections that run after them where there are more than 20 minutes, and their share of 25."""
+
+ALL = MINUTES | LATER
+MORE_MINUTES = 20.0
+
+REHEARSED = ("hang", "one-rank", "host", "shared-gpu", "operators", "transformer", "memory")
 """Sections that also run on a CPU."""
 
 
 def main() -> None:
     """Run the sections, then print tables or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", nargs="+", metavar="SECTION[/CASE]", help=f"of {', '.join(MINUTES)}"
-    )
+    parser.add_argument("--only", nargs="+", metavar="SECTION[/CASE]", help=f"of {', '.join(ALL)}")
     parser.add_argument("--minutes", type=float, default=20.0, help="for everything (default 20)")
     parser.add_argument("--out", type=Path, help="the JSON file; by default one in results/")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -54,8 +57,9 @@ def main() -> None:
         "--rehearse", action="store_true", help="tiny, on the CPU; the figures mean nothing"
     )
     arguments = parser.parse_args()
-    chosen = arguments.only or (REHEARSED if arguments.rehearse else tuple(MINUTES))
-    allowed = REHEARSED if arguments.rehearse else tuple(MINUTES)
+    asked = ALL if arguments.minutes > MORE_MINUTES else MINUTES
+    chosen = arguments.only or (REHEARSED if arguments.rehearse else tuple(asked))
+    allowed = REHEARSED if arguments.rehearse else tuple(ALL)
     if unknown := {name.partition("/")[0] for name in chosen} - set(allowed):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(allowed)}")
     if not arguments.rehearse and not torch.cuda.is_available():
@@ -90,13 +94,13 @@ def run(chosen: Sequence[str], device: str, seconds: float, about: Row, out: Pat
     out.parent.mkdir(parents=True, exist_ok=True)
     lines = out.with_suffix(".jsonl")
     lines.unlink(missing_ok=True)
-    sections = [name for name in MINUTES if any(c.partition("/")[0] == name for c in chosen)]
+    sections = [name for name in ALL if any(c.partition("/")[0] == name for c in chosen)]
     end, spent = time.monotonic() + seconds, dict[str, float]()
     document = about
     for i, name in enumerate(sections):
         begun = time.monotonic()
-        share = MINUTES[name] / sum(MINUTES[left] for left in sections[i:])
-        _section(name, chosen, device, lines, begun + share * (end - begun))
+        share = ALL[name] / sum(ALL[left] for left in sections[i:])
+        _section(name, chosen, device, lines, begun + share * (end - begun), about)
         spent[name] = time.monotonic() - begun
         document = about | {"seconds": spent, "rows": cases.read(lines)}
         out.write_text(json.dumps(document, indent=2) + "\n")
@@ -104,7 +108,9 @@ def run(chosen: Sequence[str], device: str, seconds: float, about: Row, out: Pat
     return document
 
 
-def _section(name: str, chosen: Sequence[str], device: str, lines: Path, end: float) -> None:
+def _section(
+    name: str, chosen: Sequence[str], device: str, lines: Path, end: float, about: Row
+) -> None:
     for case in cases.section_named(name).cases(device):
         if name not in chosen and f"{name}/{case.name}" not in chosen:
             continue
@@ -114,7 +120,12 @@ def _section(name: str, chosen: Sequence[str], device: str, lines: Path, end: fl
             cases.write(lines, told | {"left_out": "the section's time was spent"})
             continue
         print(f"{name}: {case.name}", file=sys.stderr, flush=True)
+        before = len(cases.read(lines))
         cases.run(name, case, device, lines, left)
+        # Each answer stands by itself, in case that nothing follows.
+        for row in cases.read(lines)[before:]:
+            line = {"question": _first_sentence(name), **row, "environment": about}
+            print(json.dumps(line, default=str), file=sys.stderr, flush=True)
 
 
 SHORTEST_S = 10.0
@@ -131,9 +142,11 @@ def without_device(minutes: float) -> str:
     rows = [
         [name, f"{scale * share:.1f}", _first_sentence(name)] for name, share in MINUTES.items()
     ]
+    later = ", ".join(LATER)
     return (
         f"no CUDA device: what would run ({reason})\n\n"
         f"{table(['section', 'minutes', 'what'], rows)}\n\n"
+        f"With --minutes 45 also {later}. "
         "--rehearse runs some of them on the CPU, with figures that mean nothing."
     )
 

@@ -38,10 +38,10 @@ def cases(device: str) -> list[Case]:
 
 
 def sheet_of(place: torch.device) -> str | None:
-    """The data sheet of a card; that of the H100 for an H200, which computes the same."""
+    """The data sheet of a card."""
     if place.type != "cuda":
         return None
-    card = torch.cuda.get_device_name(place).lower().replace("h200", "h100")
+    card = torch.cuda.get_device_name(place).lower()
     return next((name for name in DATA_SHEETS if name in card), None)
 
 

@@ -28,7 +28,7 @@ from benchmarks.runtime.transformer import (
 LARGE = {"sequence": "256", "hidden": "1024", "heads": "16", "feedforward": "4096"}
 """On a GPU: 100 million parameters in as many layers."""
 
-SMALL = {"sequence": "16", "hidden": "32", "feedforward": "64", "vocabulary": "64"}
+SMALL = {"layers": "4", "sequence": "16", "hidden": "32", "feedforward": "64", "vocabulary": "64"}
 """In a rehearsal."""
 
 

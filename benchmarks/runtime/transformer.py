@@ -31,7 +31,7 @@ SIZES = {
     "feedforward": "1024",
     "vocabulary": "1024",
 }
-LAYERS, BATCH, MICROBATCHES = 8, 32, 8
+BATCH, MICROBATCHES = 32, 8
 REFERENCE = "torch 1f1b"
 
 
@@ -55,7 +55,7 @@ class Part(nn.Module):
     def __init__(self, model: nn.Module, start: int, stop: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(model.layers[start:stop])
-        self.is_first, self.is_last = start == 0, stop == LAYERS
+        self.is_first, self.is_last = start == 0, stop == len(model.layers)
         if self.is_first:
             self.embedding, self.position = model.embedding, model.position
         if self.is_last:
@@ -113,9 +113,10 @@ def rows() -> list[Row]:
 def plans_by_hand(captured: Captured) -> dict[str, Plan]:
     """A row of two stages under two schedules, and data parallelism."""
     size = BATCH // MICROBATCHES
+    layers = len(captured.module.model.layers)
     in_a_row = ours.plan_of(
         captured,
-        lambda name: half(name, LAYERS),
+        lambda name: half(name, layers),
         [[0], [1]],
         microbatches=MICROBATCHES,
         microbatch_size=size,
@@ -141,7 +142,7 @@ def torch_sides(model: nn.Module, tokens: Tensor, target: Tensor) -> dict[str, S
 
     def parts(count: int) -> Callable[[], list[nn.Module]]:
         def make() -> list[nn.Module]:
-            own, size = copy.deepcopy(model), LAYERS // count
+            own, size = copy.deepcopy(model), len(model.layers) // count
             return [Part(own, i * size, (i + 1) * size) for i in range(count)]
 
         return make
@@ -154,7 +155,7 @@ def torch_sides(model: nn.Module, tokens: Tensor, target: Tensor) -> dict[str, S
     }
 
     def data_parallel() -> Step:
-        own = DistributedDataParallel(Part(copy.deepcopy(model), 0, LAYERS))
+        own = DistributedDataParallel(Part(copy.deepcopy(model), 0, len(model.layers)))
         optimizer = ours.sgd(own.parameters())
         mine = slice(dist.get_rank() * BATCH // 2, (dist.get_rank() + 1) * BATCH // 2)
 

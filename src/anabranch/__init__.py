@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from anabranch.files import save_profile as save_profile
     from anabranch.files.pipedream import read_profile as read_profile
     from anabranch.graph.capture import capture as capture
+    from anabranch.interchange.pipelining import TorchPipeline as TorchPipeline
     from anabranch.launch import run as run
     from anabranch.multimodal import multimodal_batch as multimodal_batch
     from anabranch.plans.plan import Plan as Plan
@@ -56,6 +57,7 @@ _NAMES = {
     "files": "load_cluster load_plan load_profile save_cluster save_plan save_profile",
     "files.pipedream": "read_profile",
     "graph.capture": "capture",
+    "interchange.pipelining": "TorchPipeline",
     "launch": "run",
     "multimodal": "multimodal_batch",
     "plans.plan": "Plan",

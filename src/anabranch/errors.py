@@ -10,6 +10,7 @@
      +-- BudgetError             a search would exceed its limit of states or time
      +-- SearchStoppedError      the user ended a search before its first plan
      +-- InvalidPlanError        a plan breaks one of the conditions C1-C4 or a memory limit
+     +-- NotExpressibleError     another program has no form for a plan
      +-- PolicyError             no such weight policy, or it does not fit optimizer, plan or model
      +-- InvalidScheduleError    an order of actions that no device could execute
      |    +-- DeadlockError      every device waits for another
@@ -54,6 +55,10 @@ class OutputError(AnabranchError):
 
 class ProfileError(AnabranchError):
     """A profile lacks costs that were asked for."""
+
+
+class NotExpressibleError(AnabranchError):
+    """Another program has no form for a plan; the message has every reason."""
 
 
 class InfeasiblePlanError(AnabranchError):

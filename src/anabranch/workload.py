@@ -70,6 +70,8 @@ class Workload:
         per_sample: names of operators (``mylib::op``) that work on each sample by itself, though
             the sizes of their results do not show it; a scalar of theirs is a mean over samples.
             Without a word, numbers decide: two halves of the example are compared with the whole.
+        save_frozen: checkpoints hold parameters that are not trained as well. False leaves them
+            out, as for adapters of a large model; whoever resumes then has them in the module.
 
     Raises:
         TypeError: if ``module`` is none, but its class for example; a recipe is what it should
@@ -90,6 +92,7 @@ class Workload:
     per_sample: Collection[str] = ()
     rows: Mapping[str, int | str] = field(default_factory=dict)
     samples_in: Mapping[str, int] = field(default_factory=dict)
+    save_frozen: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, nn.Module):

@@ -39,7 +39,13 @@ def test_unknown_sections_are_refused(name: str, monkeypatch, capsys):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["one-rank/plain", "operators/two-branch", "transformer/race"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hang/lazy", "one-rank/plain", "host/transformer", "operators/two-branch"),
+        *("transformer/race", "memory/pressure 64 MiB", "memory/communicators"),
+    ],
+)
 def test_a_section_is_rehearsed(name: str, tmp_path: Path, monkeypatch, capsys):
     """The sections that run on a CPU; that of shared GPUs is rehearsed below."""
     command = ["gpu", "--rehearse", "--only", name, "--out", str(tmp_path / "found.json")]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import transformer as gpu_transformer
 from benchmarks.planners.common import Row
 from benchmarks.runtime import (
     __main__,
@@ -28,12 +29,10 @@ def raced_once(sides: Any, ranks: int, **options: Any) -> dict[str, list[float]]
     return race.race(sides, ranks, **options | {"turns": 1, "steps": 1, "warm": 1})
 
 
-TINY = {"layers": "4", "sequence": "16", "hidden": "32", "feedforward": "64", "vocabulary": "64"}
-
 SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "sleeps": ({}, (((2, 4, 1e-4, 2e-4),),)),
     "messages": ({}, (((4 << 10, 4),),)),
-    "transformer": ({"LAYERS": 4, "BATCH": 8, "SIZES": transformer.SIZES | TINY}, ()),
+    "transformer": ({"BATCH": 8, "SIZES": transformer.SIZES | gpu_transformer.SMALL}, ()),
     "towers": ({"CASES": ((2, 2),), "FORWARD_S": 1e-4, "BACKWARD_S": 2e-4}, ()),
     "memory": ({"COUNTS": (4,), "SAMPLES": 64, "OURS": ("1f1b",), "THEIRS": ("1f1b",)}, ()),
     "halves": ({"SIZES": halves.SIZES | {"layers": "2"}, "LAYERS": 2, "STEPS": 1}, ()),

@@ -132,14 +132,3 @@ def test_a_model_that_cannot_be_captured_names_its_line(run):
     assert "models.py" in err
     assert "left.sum() > 0" in err or "line" in err
     assert json.loads(out)["error"] == "CaptureError"
-
-
-@pytest.mark.dist
-def test_data_that_raises_ends_every_rank(run):
-    """The cause is named once, and no process is left."""
-    code, _, err = run(
-        "train", "tests.cli.models:with_failing_data", "--devices", "2", "--steps", "9",
-        "--batch-size", "4", "--max-replicas", "1",
-    )  # fmt: skip
-    assert code == 1
-    assert err.count("the disk is on fire") == 1

@@ -137,7 +137,7 @@ class World:
         *,
         seed: int = 0,
         num_queues: int = 32,
-        multiprocessors: int = 100,
+        multiprocessors: int = 40,
         injected: Callable[[int, int], bool] = lambda rank, call: False,
         lag: float = 0.7,
     ) -> None:

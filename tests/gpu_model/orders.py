@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from anabranch.runtime.collectives import DeviceSums, Pending
 from anabranch.runtime.process_groups import blocks_of
 from anabranch.runtime.transport import Channel, NcclTransport, Receipt, Spec
-from anabranch.runtime.transport.handshake import Handshake, Notice, Word
+from anabranch.runtime.transport.handshake import Half, Handshake, Notice, Word
 from tests.gpu_model.gpu import DONE, Operation, World
 from tests.runtime.transport.local import Hub, LocalTransport
 
@@ -144,7 +144,7 @@ class ModelNotices:
         past = self._post.world.hosts[self._rank].past
         self._post.letters[rank].append((notice, past))
 
-    def heard(self, wait_s: float = 0.0) -> list[Notice]:
+    def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
         world, letters = self._post.world, self._post.letters[self._rank]
         if wait_s:
             world.wait(self._rank, lambda: bool(letters), "a notice")
@@ -158,19 +158,28 @@ class ModelNotices:
         return notices
 
 
+class BehindAnything(Handshake):
+    """First halves may wait, on their device, for others that are not closed."""
+
+    def offer(self, channel: Channel, give: Callable[[], None], place: int) -> Half:
+        return super().offer(channel, give, 0)
+
+
 class SendsFirst(Handshake):
     """Every receive is given when its send has been; no rank waits for anybody before it sends."""
 
-    def offer(self, channel: Channel, half: Callable[[], None]) -> None:
+    def offer(self, channel: Channel, give: Callable[[], None], place: int) -> Half:
+        half = Half(channel, give, place)
         if channel.sender == self._rank:
-            half()
+            self._give(half)
             self._tell(channel, Word.BEGUN)
         else:
             self._lines[channel].halves.append(half)
             self._receive(channel)
         self.progress()
+        return half
 
-    def progress(self, wait_s: float = 0.0) -> None:
+    def progress(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> None:
         for notice in self._notices.heard(wait_s):
             if notice.word is Word.HERE:
                 self._here[notice.rank, notice.number] += 1
@@ -183,7 +192,7 @@ class SendsFirst(Handshake):
         line = self._lines[channel]
         while line.halves and line.available:
             line.available -= 1
-            line.halves.popleft()()
+            self._give(line.halves.popleft())
 
 
 class PostedAhead:
@@ -275,7 +284,8 @@ class Rank:
         blocks = max(blocks_of(pairs, size), blocks_of(sets, size))
         self.rank, self.world, self.letters = rank, world, post.letters[rank]
         self.wire = wire = ModelWire(world, rank, blocks)
-        kind = SendsFirst if order == "sends first" else Handshake
+        kinds = {"sends first": SendsFirst, "behind anything": BehindAnything}
+        kind = kinds.get(order, Handshake)
         self.handshake = handshake = kind(rank, ModelNotices(post, rank), 60.0)
         self.sums: Any
         self.transport: Any
@@ -287,5 +297,5 @@ class Rank:
         if order == "sums at once":
             self.sums = SumsAtOnce(wire)
             return
-        meet = lambda ranks: handshake.meet(ranks, sets.index(ranks))  # noqa: E731
-        self.sums = DeviceSums(meet, ModelStreams(wire))
+        meeting = lambda ranks: handshake.meeting(ranks, sets.index(ranks))  # noqa: E731
+        self.sums = DeviceSums(meeting, ModelStreams(wire))

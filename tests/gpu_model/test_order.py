@@ -41,12 +41,12 @@ def drawn(seed: int, *, user_may_wait: bool = True) -> dict[str, Any]:
     }
 
 
-def hangs(programs: Programs, order: str, draws: int) -> Counter[str]:
+def hangs(programs: Programs, order: str, draws: int, **options: Any) -> Counter[str]:
     """Count how replays end."""
     ends: Counter[str] = Counter()
     for seed in range(draws):
         try:
-            replay(programs, order=order, **drawn(seed, user_may_wait=False))
+            replay(programs, order=order, **drawn(seed, user_may_wait=False), **options)
             ends["ends"] += 1
         except HangError:
             ends["hangs"] += 1
@@ -91,6 +91,30 @@ def test_sends_that_nobody_waits_for_hang(recorded: Mapping[str, Programs]) -> N
     wait for their devices, wait for each other's receive.
     """
     assert hangs(recorded["two stages: step"], "sends first", 40)["hangs"] > 5
+
+
+def test_kernels_that_take_all_multiprocessors_hang(recorded: Mapping[str, Programs]) -> None:
+    """Why connections have a bounded number of blocks: in any order, a kernel that waits for one
+    that its own computation has to feed must leave it room.
+    """
+    assert hangs(recorded["four stages: steps"], "", 20, multiprocessors=3)["hangs"] > 0
+
+
+CHAIN: Programs = [
+    [("receive", 0, 1, 1), ("take", 0), ("receive", 1, 2, 2), ("take", 1), ("settle",)],
+    [("send", 2, 3), ("send", 0, 1), ("settle",)],
+    [("receive", 0, 1, 3), ("send", 0, 2), ("take", 0), ("settle",)],
+]
+"""Rank 0 receives from rank 2 behind what it receives from rank 1, which sends to rank 2."""
+
+
+def test_nothing_is_given_behind_what_may_wait_for_a_host() -> None:
+    """Rank 2 has sent to rank 0, whose receive stands behind that of another message; its sender,
+    rank 1, waits for its device, which waits for rank 2 to receive, and rank 2 for its own.
+    """
+    for seed in range(200):
+        replay(CHAIN, **drawn(seed, user_may_wait=False))
+    assert hangs(CHAIN, "behind anything", 200)["hangs"] > 0
 
 
 _SUM = [("start", 0, (1, 2), ""), ("finish", 0), ("look",), ("settle",)]

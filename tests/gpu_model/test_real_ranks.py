@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch import launch
+from anabranch.errors import StageFailedError
 from anabranch.plans.plan import Plan
 from anabranch.runtime import mesh as meshes
 from anabranch.runtime.pipeline import Pipeline
@@ -133,3 +134,55 @@ def test_training_is_bitwise_that_of_other_transports(case: str) -> None:
         assert mine[0] == theirs[0]
         assert mine[1].keys() == theirs[1].keys()
         assert all(torch.equal(mine[1][name], theirs[1][name]) for name in mine[1])
+
+
+def test_messages_take_the_memory_that_the_plan_counts() -> None:
+    """Per channel as many buffers as micro-batches hold a message at once, and one that is posted:
+    in flight and one forward, two backward. They are made in the first step.
+    """
+    model = built("TwoBranch")
+    make, ranks = synchronous(model, chosen := plan(model, 3, batch_size=12, microbatch_size=2))
+
+    def rank() -> list[dict[Any, int]]:
+        with as_on_gpus():
+            pipeline = make()
+            pools = pipeline._session.transport.buffers._pools
+            counts = []
+            for batches in ([batch(12)], [batch(12, 1), batch(5), batch(12, 2)]):
+                for size in batches:
+                    pipeline.step(size)
+                counts.append({channel: len(pool) for (channel, _), pool in pools.items()})
+                pipeline.evaluate([batch(12), batch(3)])
+            return counts
+
+    stages = chosen.stage_graph.stages
+    counts = launch.run(rank, ranks, timeout=LIMIT_S)
+    assert all(first for first, _ in counts)
+    for number, (first, later) in enumerate(counts):
+        assert first == later
+        for channel, count in first.items():
+            forward = channel.sender < channel.receiver
+            assert count <= (stages[number].in_flight + 1 if forward else 2)
+
+
+@pytest.mark.parametrize("error", ["a fault of the model", "CUDA out of memory. Tried 2.00 GiB"])
+def test_a_rank_that_fails_ends_all(error: str) -> None:
+    """Also by an allocation, at any place: the others hear of it, wherever they wait."""
+    model = built("TwoBranch")
+    make, ranks = synchronous(model, plan(model, 3, batch_size=8, microbatch_size=2))
+
+    def rank() -> None:
+        with as_on_gpus():
+            pipeline = make()
+            pipeline.step(batch(8))
+            if dist.get_rank() == 1:
+
+                def fail(*_: Any) -> None:
+                    raise torch.OutOfMemoryError(error)
+
+                pipeline._session.workers.worker(8).compute.backward = fail
+            for seed in range(3):
+                pipeline.step(batch(8, seed))
+
+    with pytest.raises(StageFailedError, match=rf"rank 1 failed .* stage 1, .*{error}"):
+        launch.run(rank, ranks, timeout=LIMIT_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -230,13 +229,6 @@ def test_assigned_buffer_is_updated() -> None:
     assert module.count == 0
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
     assert module.count == 1
-
-
-def test_warns_of_nothing_by_itself() -> None:
-    """Deprecations inside the tracer are not the user's concern."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        capture(Net(), batch())
 
 
 class ChangesItsInput(Net):

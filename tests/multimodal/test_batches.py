@@ -112,3 +112,41 @@ def test_other_models_are_refused() -> None:
         multimodal_batch(nn.Linear(2, 2), {})
     with pytest.raises(DataError, match="takes images; give a video as images"):
         multimodal_batch(model("Qwen2VL"), {"pixel_values_videos": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("name", ["Llava", "LlavaOnevision", "Qwen2_5_VL", "SmolVLM"])
+def test_shared_slots_change_neither_loss_nor_gradients(name: str) -> None:
+    """Two samples have three slots each on average, so one may have four images. What a slice of
+    two samples computes is what the model makes of these two.
+    """
+    module = model(name)
+    own = doubled(ragged(name, (4, 1, 3, 2), 128, mixed=True))
+    batch = multimodal_batch(module, own, share=2)
+    batch.tensors = doubled(batch.tensors)
+    assert batch.tensors["image_counts"].tolist() == [4, 1, 3, 2]
+    assert batch.tensors["pixel_values"].shape[1] == 3
+    expected = gradients(module, lambda: module(**own, use_cache=False))
+    with library_rules():
+        traced = gradients(module, lambda: call_module(module, batch, traced=True))
+    largest = max(float(g.abs().max()) for g in expected.values())
+    for key, wanted in expected.items():
+        torch.testing.assert_close(traced[key], wanted, rtol=1e-9, atol=1e-12 * largest)
+    batch.tensors = {key: tensor[2:] for key, tensor in batch.tensors.items()}
+    with library_rules():
+        part = call_module(module, batch, traced=True).loss
+    torch.testing.assert_close(part, call_module(module, batch).loss, rtol=1e-12, atol=0)
+
+
+def test_samples_are_dealt_out_by_their_cost() -> None:
+    """The batch is in another order, every two samples have five images, three slots each do."""
+    module = model("Llava")
+    own = ragged("Llava", (4, 4, 1, 1), 128)
+    batch = multimodal_batch(module, own, share=2)
+    assert batch.tensors["image_counts"].tolist() == [4, 1, 4, 1]
+    order = [0, 2, 1, 3]
+    assert torch.equal(batch.tensors["input_ids"], own["input_ids"][order])
+    as_it_is = multimodal_batch(module, own, share=2, balance="none")
+    slots = [b.tensors["pixel_values"].shape[1] for b in (batch, as_it_is)]
+    assert slots == [3, 4]
+    with pytest.raises(DataError, match=r"a batch of 3 is no multiple .* drop_last=True"):
+        multimodal_batch(module, ragged("Llava", (1, 1, 1)), share=2)

@@ -229,6 +229,7 @@ def test_every_picture_has_a_title():
     html = page(plan(), [("predicted", PREDICTED)], curves={"loss": [2.0, 1.0]})
     titles = re.findall(r"<svg.*?>\n<title>(.*?)</title>", html)
     assert [title.split(":")[0] for title in titles] == [
+        "Stage graph",  # in numbers, for narrow pages
         "Stage graph",
         "Timeline of one training step",
         "Memory of every device over the step",

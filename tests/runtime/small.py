@@ -17,6 +17,8 @@ from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.plan_parts import prepare
 from anabranch.runtime.reference import reference
 from anabranch.schedule import SCHEDULES
+from anabranch.simulator.costs import StageTimes
+from anabranch.simulator.run import step_seconds
 from anabranch.workload import Workload
 
 WIDTH = 8
@@ -27,6 +29,16 @@ Batch = dict[str, Tensor]
 def load_compiler() -> None:
     """Import what ``torch.compile`` needs, which takes seconds: once here, not in every rank."""
     torch.compile(torch.tanh, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+
+
+@cache
+def load_simulator() -> None:
+    """Load compiled loops, which takes half a second: once here, not in every rank that trains and
+    says what the ideal step is.
+    """
+    alone = SCHEDULES["1f1b"]().warm_up(StageGraph((Stage(("a",), (0,), 1),), (), 1))
+    order = SCHEDULES["1f1b"]().order(alone)
+    step_seconds(alone, order, StageTimes([{1: 1.0}], [{1: 1.0}]))
 
 
 def tower(depth: int = 2) -> nn.Sequential:
@@ -211,6 +223,7 @@ def plan(
     """Cut the topological order into stages of about equally many operators; those that compute
     across samples have the whole batch. Its programs are made here, once for all ranks.
     """
+    load_simulator()
     graph = model.captured.graph
     counts = replicas or [1] * num_stages
     sizes = [microbatch_size] * num_stages if isinstance(microbatch_size, int) else microbatch_size

@@ -77,7 +77,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(name: str, is_async: bool, t
     losses and weights are the same bits, under a replica too. Ranks have random states of their
     own.
     """
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 2, 10, 16)
     chosen = plan(model, 2, microbatch_size=16 if is_async else 4)
     options = {"policy": "stash"} if is_async else {}
 

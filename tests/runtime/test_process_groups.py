@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import launch
-from anabranch.errors import StageFailedError
+from anabranch.errors import InvalidPlanError, StageFailedError
 from anabranch.runtime import mesh as meshes
 from anabranch.runtime import process_groups
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.process_groups import (
     abort,
+    blocks_of,
     choose_backend,
+    connection_bytes,
     device_digest,
     listens_to_all,
     nccl_digest,
+    require_streams,
+    told_connections,
 )
 from anabranch.workload import Workload
 from tests.runtime.small import batch, built, plan
@@ -104,6 +111,66 @@ def test_groups_on_gpus_connect_at_the_start_in_one_order() -> None:
     expected = sorted(sets)
     for number, used in enumerate(launch.run(rank, 3, timeout=60.0)):
         assert used == [members for members in expected if number in members]
+
+
+def test_nobody_waits_long_for_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group may take up to its timeout, and the user's error waits for it."""
+    let_go = threading.Event()
+    begun: list[str] = []
+
+    def aborts(groups: Sequence[str]) -> None:
+        begun.extend(groups)
+        let_go.wait(60.0)
+
+    monkeypatch.setattr(process_groups, "TIMEOUTS", replace(TIMEOUTS, abort_s=0.01))
+    monkeypatch.setattr(process_groups, "_abort", aborts)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    groups: Any = ["a", "b"]
+    abort(groups)
+    assert begun == ["a", "b"]
+    let_go.set()
+
+
+def test_more_connections_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them in one queue would wait for each other, though nothing in the plan does. A rank
+    with 14 connections has 28 streams for them and 4 others.
+    """
+    gpu, name = torch.device("cuda"), "CUDA_DEVICE_MAX_CONNECTIONS"
+    star = [(0, rank) for rank in range(1, 15)]
+    monkeypatch.setenv(name, "32")
+    require_streams(star, 15, gpu)
+    with pytest.raises(InvalidPlanError, match=r"rank 0 has 15 .* 34 streams .* are 32; plan"):
+        require_streams([*star, (1, 0)], 15, gpu)
+    monkeypatch.setenv(name, "31")
+    with pytest.raises(InvalidPlanError, match=f"but {name} is 31, .* set {name}=32 in the"):
+        require_streams(star, 15, gpu)
+    require_streams(star[:13], 15, gpu)
+    monkeypatch.delenv(name)
+    require_streams(star[:2], 15, gpu)
+    with pytest.raises(InvalidPlanError, match=f"but {name} is 8"):
+        require_streams(star[:3], 15, gpu)
+
+
+def test_waiting_kernels_leave_room_for_others() -> None:
+    """All connections of the busiest rank together take 16 multiprocessors at most, and each as
+    many as a link needs; every rank comes to the same number.
+    """
+    assert [blocks_of([(0, r) for r in range(1, n + 1)], 40) for n in (0, 1, 4, 5, 8, 32, 39)] == [
+        0, 8, 4, 3, 2, 1, 1,
+    ]  # fmt: skip
+    assert connection_bytes([(0, 1), (1, 0), (1, 2)], 3, 1) == 3 * 5 * (4 << 20)
+    assert connection_bytes([(0, 1), (1, 0), (1, 2)], 3, 2) == 5 * (4 << 20)
+
+
+def test_what_gpus_need_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the user's own settings where there are any, or with the refusal."""
+    gpu = torch.device("cuda")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
+    told = told_connections([(0, 1), (1, 0), (1, 2)], gpu)
+    assert "rank 1 has the most connections, 3; " in told
+    assert told.endswith("with CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_RUNTIME_CONNECT=1")
+    assert "34 streams" in told_connections([(0, rank) for rank in range(1, 16)], gpu)
 
 
 def test_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from anabranch.cost import CostModel
+from anabranch.planner.base import WHOLE, Runs
 from anabranch.plans.stages import StageGraph
 from anabranch.solve import search
 from anabranch.solve.improvement import SearchBudget
@@ -28,14 +30,22 @@ class Halving:
     def likely(self) -> list[StageGraph]:
         return []
 
-    def near(self, graph: StageGraph, *, shared: bool = False) -> list[StageGraph]:
+    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
         self.asked.append(graph.stages[0].microbatch_size)
         if len(self.asked) % 2:
             return []
         return [with_size(self.graph, max(1, graph.stages[0].microbatch_size // 2))]
 
-    def sharing(self, graphs: Iterable[StageGraph], limit: float) -> list[StageGraph]:
+    def promising(
+        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
+    ) -> list[StageGraph]:
         return [*graphs]
+
+    def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
+        return []
+
+    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+        return False
 
     def origin(self, graph: StageGraph) -> str:
         return f"with {graph.stages[0].microbatch_size} samples"

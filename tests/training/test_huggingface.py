@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import get_scheduler
 from transformers.feature_extraction_utils import BatchFeature
@@ -22,6 +24,7 @@ from anabranch.training import SaveEvery
 from anabranch.training.huggingface import Trainer, batch_size, training_options, workload_of
 from benchmarks.architectures.models import build
 from tests.runtime.small import Built, plan
+from tests.runtime.training import sgd
 
 SAMPLES, BATCH = 40, 8
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
@@ -131,15 +134,17 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
 
 
 @pytest.mark.dist
-def test_trainer_plans_and_trains_by_itself():
+def test_trainer_plans_and_trains_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As docs/coming-from.md has it, on local ranks; what ``train`` takes besides is given on."""
+    monkeypatch.chdir(tmp_path)
     args = arguments(max_steps=1, gradient_accumulation_steps=1, save_strategy="no")
     model, _ = build("Bert")
     names = {"model": model, "args": args, "data_collator": collate}
-    names |= {"train_dataset": Sentences(), "eval_dataset": None}
+    names |= {"train_dataset": Sentences(), "eval_dataset": Sentences(6)}
     (block,) = re.findall(r"```python\n(.*?import Trainer.*?)```", PAGE.read_text(), re.DOTALL)
     exec(block, names)
     assert len(names["run"].losses) == 1
+    assert (tmp_path / "tuned" / "model.safetensors").exists()
     trainer = Trainer(model, args, collate, Sentences(), devices=2, steps=3)
     run = trainer.train(trainer.plan(planner="even", max_replicas=1))
     assert len(run.losses) == 3
@@ -163,16 +168,102 @@ def test_arguments_are_counted_in_batches():
     assert "save" not in training_options(arguments(save_strategy="no"), workload)
 
 
-def test_what_is_not_taken_over_is_named():
-    """A warning for what changes training, an error for another optimizer."""
+def test_what_is_not_taken_over_is_refused():
+    """Before anything is planned: what would change training, another optimizer without a recipe,
+    and arguments that only Hugging Face's ``Trainer`` has, each with a way on.
+    """
     model, _ = build("Bert")
     options: Any = {"devices": 2, "data_collator": collate}
-    with pytest.warns(UserWarning, match="label_smoothing_factor, torch_compile: arguments of"):
+    with pytest.raises(ValueError, match="label_smoothing_factor, torch_compile: arguments of"):
         workload_of(
             model, arguments(label_smoothing_factor=0.1, torch_compile=True), Sentences(), **options
         )
-    workload = workload_of(model, arguments(optim="adafactor"), Sentences(), **options)
+    other = arguments(optim="adafactor")
     with pytest.raises(ValueError, match="optimizer adafactor is not taken over"):
-        workload.optimizer(list(model.named_parameters()))
+        workload_of(model, other, Sentences(), **options)
+    assert workload_of(model, other, Sentences(), optimizer=sgd, **options).optimizer is sgd
+    other = arguments(lr_scheduler_type="reduce_lr_on_plateau")
+    with pytest.raises(ValueError, match="reduce_lr_on_plateau needs a metric"):
+        workload_of(model, other, Sentences(), **options)
     with pytest.raises(ValueError, match="has 4 samples, and a batch 8"):
         workload_of(model, arguments(), Sentences(4), **options)
+    data: Any = (model, arguments(), collate, Sentences())
+    strange: Any = {"optimizers": (None, None), "nonsense": 1}
+    with pytest.raises(TypeError, match=r"optimizers: give optimizer=.*nonsense: there is no such"):
+        Trainer(*data, devices=2, **strange)
+    called: Any = [transformers.TrainerCallback()]
+    with pytest.raises(TypeError, match=r"callbacks are functions of training\.events"):
+        Trainer(*data, devices=2, callbacks=called)
+
+
+class Ragged(Sentences):
+    """Sentences of 3 to 8 tokens, some of 20, as lists, with a column that no model takes."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self.tokens[index].repeat(3)[: 3 + index % 6 if index % 13 else 20].tolist()
+        return {"input_ids": tokens, "labels": tokens, "text": "left out"}
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w1"))
+    made: Any = transformers.PreTrainedTokenizerFast
+    return made(tokenizer_object=words, pad_token="w60")
+
+
+@pytest.mark.dist
+def test_padding_to_the_longest_of_a_batch_has_buckets_by_itself(tmp_path: Path):
+    """Without a length anywhere: batches are computed in the sizes of the least bucket that holds
+    them, with the losses of batches that are padded to their longest alone. After training the
+    model has its weights: ``evaluate`` calls ``compute_metrics`` with predictions of all held-out
+    samples, and ``save_model`` writes what transformers reads.
+    """
+    args = arguments(max_steps=2, gradient_accumulation_steps=1, save_strategy="no")
+    model, _ = build("Llama")
+    words, shapes = tokenizer(), list[Any]()
+    collator = transformers.DataCollatorForTokenClassification(words)
+
+    def metrics(found: Any) -> dict[str, float]:
+        shapes.append((found.predictions.shape, found.label_ids.shape))
+        counted = found.label_ids != -100
+        right = found.predictions.argmax(-1) == found.label_ids
+        return {"accuracy": float(right[counted].mean())}
+
+    trainer = Trainer(
+        model, args, collator, Ragged(), Ragged(9), devices=2, processing_class=words,
+        compute_metrics=metrics,
+    )  # fmt: skip
+    examples = [trainer.workload.example, *trainer.workload.buckets]
+    lengths = [example["input_ids"].shape[1] for example in examples]
+    assert lengths[0] == 20
+    assert 8 in lengths[1:]
+    before = trainer.evaluate()["eval_loss"]
+
+    chosen = trainer.plan(planner="even", max_replicas=1)
+    run = trainer.train(chosen)
+    untrained, _ = build("Llama")
+    data = list(trainer.workload.data(BATCH, 0))[:2]
+    optimizer = trainer.workload.make_optimizer(list(untrained.named_parameters()))
+    scheduler = trainer.workload.make_scheduler(optimizer)
+    losses = []
+    for batch in data:
+        longest = int(batch["attention_mask"].sum(1).max())
+        loss = untrained(**{name: leaf[:, :longest] for name, leaf in batch.items()}).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(untrained.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    assert run.losses == pytest.approx(losses, rel=1e-5)
+
+    found = trainer.evaluate(metric_key_prefix="test")
+    assert found["test_loss"] < before
+    assert 0 <= found["test_accuracy"] <= 1
+    assert shapes[-1] == ((9, 20, 64), (9, 20))
+    trainer.save_model(tmp_path / "saved")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    model.eval()
+    given = {name: data[0][name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        assert torch.equal(model(**given).logits, again(**given).logits)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token == "w60"

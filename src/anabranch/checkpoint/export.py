@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from anabranch.checkpoint.pretrained import Pretrained
 from anabranch.checkpoint.reading import Checkpoint
 from anabranch.errors import TrainingError
+from anabranch.graph.slices import whole_name
 
 WEIGHTS = "model.safetensors"
 
@@ -49,6 +50,7 @@ def export(
     output: str | os.PathLike[str],
     *,
     prefix: str | None = None,
+    trained: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint.
 
@@ -58,6 +60,7 @@ def export(
             a model of Hugging Face, ``config.json``, which ``from_pretrained`` reads.
         prefix: export the part of the module whose names begin so, without it: ``model.``. By
             default that of the only model of Hugging Face in the module, if it is all of it.
+        trained: only what was trained, such as adapters; a folder gets no ``config.json``.
 
     Raises:
         FileFormatError: if the checkpoint is incomplete or damaged.
@@ -68,6 +71,10 @@ def export(
         raise TrainingError(f"{path} exists, and an export never replaces anything; name another")
     parts = {part.prefix: part for part in saved.manifest.pretrained}
     names = saved.names()
+    if trained:
+        groups = saved.optimizer.groups if saved.optimizer is not None else ()
+        updated = {whole_name(name) for group in groups for name in group.parameters}
+        names = {first: several for first, several in names.items() if first in updated}
     chosen = _only_prefix(parts, names) if prefix is None else prefix
     files = _exported_names(names, chosen)
     if not files:
@@ -75,7 +82,8 @@ def export(
         raise TrainingError(f"no tensor of {saved.folder} has a name with {chosen!r} first{held}")
     saved.verify()
     tensors = {name: saved.tensor(f"model/{first}") for first, name in files.items()}
-    part = parts.get(chosen)
+    # Adapters alone are no model that ``from_pretrained`` could make.
+    part = None if trained or saved.frozen else parts.get(chosen)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")

@@ -63,6 +63,7 @@ class Manifest(Strict):
         transient: buffers that are none of the model's ``state_dict``.
         data: the ``state_dict`` of the loader, where it has one.
         pretrained: models of Hugging Face in it.
+        frozen: parameters that were not trained and are left out -> their ``fingerprint``.
         checksum: SHA-256 of everything else in this document, as ``checksum_of`` computes it.
     """
 
@@ -84,6 +85,7 @@ class Manifest(Strict):
     data: dict[str, Any] | None = None
     batch_size: _Position = 0
     pretrained: list[Pretrained] = Field(default_factory=list)
+    frozen: dict[str, int] = Field(default_factory=dict)
     checksum: _Checksum
 
 
@@ -102,6 +104,14 @@ class Progress:
     loss_streak: int = 0
     data: Mapping[str, Any] | None = None
     batch_size: int = 0
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's numbers, read as integers: the same on every device."""
+    as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    flat = tensor.detach().contiguous().flatten()
+    integers = flat.view(as_integers.get(flat.element_size(), torch.int64))
+    return int(integers.sum(dtype=torch.int64))
 
 
 def checksum_of(document: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ def optimizer_part(
     groups = []
     for group in optimizer.param_groups:
         owned_here = {names[id(p)]: p for p in group["params"] if names[id(p)] in owned}
-        options = {k: _option(k, v) for k, v in group.items() if k not in _NO_OPTIONS}
+        options = {k: option(k, v) for k, v in group.items() if k not in _NO_OPTIONS}
         parameters = list(dict.fromkeys(map(whole_name, owned_here)))
         groups.append({"options": options, "parameters": parameters})
         for name, parameter in owned_here.items():
@@ -55,7 +55,8 @@ def optimizer_part(
 _NO_OPTIONS = ("params", "param_names")
 
 
-def _option(key: str, value: Any) -> Option:
+def option(key: str, value: Any) -> Option:
+    """An option of an optimizer as a checkpoint has it."""
     plain = value.tolist() if isinstance(value, Tensor) else value
     plain = list(plain) if isinstance(plain, tuple) else plain
     numbers = plain if isinstance(plain, list) else [plain]

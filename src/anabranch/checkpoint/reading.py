@@ -56,6 +56,7 @@ class Checkpoint(SavedState):
             optimizer=manifest.optimizer,
             scheduler=manifest.scheduler,
             progress=Progress(**{f.name: getattr(manifest, f.name) for f in fields(Progress)}),
+            frozen=manifest.frozen,
         )
         # Keys that came into being later are in no checkpoint from before.
         written = self.manifest.model_dump(by_alias=True, exclude_unset=True)
@@ -162,7 +163,8 @@ def load_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Returns:
         Tensors on the CPU, by the names of the model's own ``state_dict``; the same tensor under
-        each name of one that the model shares.
+        each name of one that the model shares. A checkpoint that leaves frozen parameters out
+        (``Workload.save_frozen``) has none of them: load it with ``strict=False``.
 
     Raises:
         FileFormatError: if the checkpoint is incomplete or damaged.

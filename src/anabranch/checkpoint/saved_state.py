@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from anabranch.checkpoint.manifest import OptimizerState, Progress, type_text
+from anabranch.checkpoint.manifest import OptimizerState, Progress, fingerprint, type_text
 from anabranch.errors import FileFormatError
 from anabranch.graph.slices import read_by_name, whole_name
 
@@ -32,6 +32,7 @@ class SavedState:
         optimizer: state of the optimizer besides tensors; None if nothing was trained.
         scheduler: the state of the scheduler, if there was one.
         progress: position of training.
+        frozen: parameters that it leaves out, which the module has -> their fingerprint.
 
     Args:
         keys: of all tensors, such as ``model/text.0.weight``.
@@ -47,9 +48,11 @@ class SavedState:
         optimizer: OptimizerState | None,
         scheduler: Mapping[str, Any] | None,
         progress: Progress,
+        frozen: Mapping[str, int] | None = None,
     ) -> None:
         self.where, self._read = where, read
         self.optimizer, self.scheduler, self.progress = optimizer, scheduler, progress
+        self.frozen = dict(frozen or {})
         self._stored: dict[str, list[str]] = {}
         for key in keys:
             self._stored.setdefault(whole_name(key), []).append(key)
@@ -65,13 +68,26 @@ class SavedState:
         Raises:
             FileFormatError: naming those that are missing, or one that the model lacks.
         """
-        self.require([f"model/{name}" for name in names])
-        unknown = sorted(set(self.keys("model")) - set(names))
+        self.require([f"model/{name}" for name in names if name not in self.frozen])
+        unknown = sorted({*self.keys("model"), *self.frozen} - set(names))
         if unknown:
             raise FileFormatError(
                 f"{self.where} holds {len(unknown)} tensors that the model lacks, such as "
                 f"{unknown[0]}; the checkpoint is of another model, or of another configuration "
                 "of it"
+            )
+
+    def require_frozen(self, name: str, parameter: Tensor) -> None:
+        """Check that a parameter which the checkpoint leaves out has the values of then.
+
+        Raises:
+            FileFormatError: naming it.
+        """
+        if fingerprint(parameter) != self.frozen[name]:
+            raise FileFormatError(
+                f"{self.where} leaves frozen parameters out (save_frozen=False), and {name} has "
+                "other values in the module than when it was written: build the module with the "
+                "same pretrained weights before it resumes"
             )
 
     def require(self, keys: Sequence[str]) -> None:

@@ -53,6 +53,7 @@ class RankPart:
         optimizer: state of its optimizer besides tensors, of the names that it owns.
         aliases: see ``Manifest``, from the first rank only; so are ``transient`` and
             ``pretrained``.
+        frozen: parameters that are left out -> their fingerprint.
     """
 
     tensors: Mapping[str, Tensor]
@@ -61,6 +62,7 @@ class RankPart:
     aliases: Mapping[str, str] = field(default_factory=dict)
     transient: Sequence[str] = ()
     pretrained: Sequence[Pretrained] = ()
+    frozen: Mapping[str, int] = field(default_factory=dict)
 
     def described(self) -> dict[str, Any]:
         """All but the tensors, as it is now, for the manifest.
@@ -74,6 +76,7 @@ class RankPart:
             "aliases": dict(self.aliases),
             "transient": list(self.transient),
             "pretrained": [entry.model_dump() for entry in self.pretrained],
+            "frozen": dict(self.frozen),
         }
         try:
             copied: dict[str, Any] = json.loads(json.dumps(description, allow_nan=False))
@@ -265,6 +268,7 @@ def joined(parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
         "aliases": {alias: name for part in parts for alias, name in part["aliases"].items()},
         "transient": [name for part in parts for name in part["transient"]],
         "pretrained": [entry for part in parts for entry in part["pretrained"]],
+        "frozen": {name: number for part in parts for name, number in part["frozen"].items()},
         "optimizer": optimizer,
         "scheduler": next((part["scheduler"] for part in parts if part["scheduler"]), None),
     }

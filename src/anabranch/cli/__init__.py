@@ -35,6 +35,7 @@ from anabranch.cli.verbs.compare import compare
 from anabranch.cli.verbs.demo import demo
 from anabranch.cli.verbs.doctor import doctor
 from anabranch.cli.verbs.export import export
+from anabranch.cli.verbs.export_plan import export_plan
 from anabranch.cli.verbs.models import models
 from anabranch.cli.verbs.plan import plan
 from anabranch.cli.verbs.profile import profile
@@ -84,7 +85,7 @@ app = typer.Typer(
 )
 _verbs = (
     *(doctor, profile, plan, compare, check, simulate, rehearse, models),
-    *(verify, train, export, report, cluster, demo),
+    *(verify, train, export, export_plan, report, cluster, demo),
 )
 
 

@@ -16,6 +16,7 @@ import typer
 from anabranch.cli.clusters import cluster_of
 from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
+from anabranch.cli.run_file import refuse_beside_plan
 from anabranch.cli.source import ModelSource, Preset
 from anabranch.cli.spread import options_set
 from anabranch.device.kinds import ACCELERATORS, CPU, USUAL
@@ -68,10 +69,11 @@ Rewrites = Annotated[
 ]
 
 NamedRewrites = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="none|NAME[,NAME]",
-        help="Rewrites of the model, as of plan --rewrite, which chooses among them.",
+        help="Rewrites of the model, as of plan --rewrite, which chooses among them "
+        "[default: none].",
     ),
 ]
 
@@ -79,7 +81,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 Device = Annotated[
     str | None,
     typer.Option(
-        help=f"cpu or {USUAL}: measure here; v100, a100 or h100: estimate [default: the cluster's]."
+        help=f"cpu or {USUAL}: measure here; v100, a100, h100 or h200: estimate "
+        "[default: the cluster's]."
     ),
 ]
 RunsOn = Annotated[
@@ -299,7 +302,12 @@ class LocalPlanSettings:
     """The plan of local ranks: a file, or what is needed to make one."""
 
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="A plan file [default: plan for --devices].")
+        Path | None,
+        typer.Option(
+            "--plan",
+            help="A plan file [default: plan for --devices].",
+            callback=refuse_beside_plan,
+        ),
     ] = None
     devices: Annotated[
         int | None, typer.Option(min=1, help="Local ranks, without --plan [default: 2].")

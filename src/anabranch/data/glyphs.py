@@ -17,6 +17,7 @@ import importlib.util
 import unicodedata
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -98,8 +99,11 @@ def load_glyphs(buckets: int = 4096, seed: int = 0) -> Glyphs:
     )
 
 
+@cache
 def draw(path: Path) -> tuple[list[str], np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]]:
-    """Names and pictures of the font's named glyphs that leave ink; [glyphs, 32, 32], 0 to 255."""
+    """Names and pictures of the font's named glyphs that leave ink; [glyphs, 32, 32], 0 to 255.
+    They take a second, once in a process.
+    """
     from matplotlib.ft2font import FT2Font
     from PIL import Image, ImageDraw, ImageFont
 

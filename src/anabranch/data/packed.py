@@ -102,11 +102,12 @@ class Rows:
         for name, counts in rows.items():
             if isinstance(counts, str):
                 numbers[name] = int(example[counts][0]), counts
-        if isinstance(labels, Tensor) and labels.dim() and len(labels):
+        samples = len(labels) if isinstance(labels, Tensor) and labels.dim() else 0
+        if samples:
             for name, tensor in example.items():
                 if name in numbers or name in dims or not isinstance(tensor, Tensor):
                     continue
-                sizes, samples = tensor.shape[:2], len(labels)
+                sizes = tensor.shape[:2]
                 if sizes[1:] == (samples,) and sizes[0] % samples:
                     dims[name] = 1
                 elif len(sizes) == 2 and sizes[0] > samples and sizes[0] % samples == 0:
@@ -117,7 +118,7 @@ class Rows:
             *(f"{n} has samples in dimension {d}" for n, d in dims.items() if n not in samples_in),
         ]:
             warnings.warn(
-                f"by the shapes of the example of {len(labels)} samples, {', '.join(told)}; say so "
+                f"by the shapes of the example of {samples} samples, {', '.join(told)}; say so "
                 "by rows={...} or samples_in={...} of the Workload, or otherwise if it is not so",
                 stacklevel=4,
             )
@@ -144,7 +145,7 @@ class Rows:
         if isinstance(batch, PackedBatch) or not (self.rows or self.samples_in):
             return batch
         tensors = dict(batch) if isinstance(batch, Mapping) else {}
-        apart = [name for name, *_ in (*self.rows, *self.samples_in)]
+        apart = [*(row[0] for row in self.rows), *(name for name, _ in self.samples_in)]
         if missing := [name for name in apart if name not in tensors]:
             raise DataError(
                 f"the batch has no {', '.join(missing)}, of which the Workload says where the "

@@ -7,13 +7,16 @@ asked of the module of that kind (``torch.get_device_module``).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 
 from anabranch.device.kinds import ACCELERATORS, USUAL, kind_of
 from anabranch.errors import TrainingError
+
+T = TypeVar("T")
 
 
 def usual() -> torch.device:
@@ -68,19 +71,16 @@ def claim(place: torch.device) -> None:
         module.set_device(place)
 
 
+def settings(place: torch.device) -> dict[str, str]:
+    """Return the variables that a device reads when it is first used: the user's, or ours."""
+    ours = kind_of(place.type).settings
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
+
+
 def prepare(place: torch.device) -> None:
-    """Set the variables that a device reads when it is first used, where the user has not, unless
-    this process has used it.
-    """
+    """Set these variables, unless this process has used the device."""
     if not getattr(_module(place.type), "is_initialized", bool)():
-        for name, value in kind_of(place.type).settings.items():
-            os.environ.setdefault(name, value)
-
-
-def queues(place: torch.device) -> tuple[str, int]:
-    """Return the variable that says how many queues a device's driver has, and its value."""
-    name = kind_of(place.type).queues
-    return name, int(os.environ.get(name, "8"))
+        os.environ.update(settings(place))
 
 
 def identity(place: torch.device) -> str:
@@ -145,6 +145,43 @@ def mark(place: torch.device, *, timed: bool = False) -> torch.Event:
 def waiter(place: torch.device) -> Callable[[], None]:
     """Return what waits for all that the current stream has been given so far, from any thread."""
     return mark(place).synchronize if has_streams(place) else lambda: None
+
+
+@contextmanager
+def beside(place: torch.device) -> Iterator[None]:
+    """Let operations inside run on a stream of their own, behind what was given before."""
+    if not has_streams(place):
+        yield
+        return
+    stream, current = new_stream(place), current_stream(place)
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)
+
+
+def recorded(work: Callable[[], T], place: torch.device) -> Callable[[], T]:
+    """Record what some work launches; return what launches it again, with results in one place.
+
+    Raises:
+        TrainingError: if this torch cannot record.
+    """
+    if not has_streams(place):
+        return work
+    if not hasattr(torch.accelerator, "Graph"):
+        raise TrainingError(
+            f"torch {torch.__version__} cannot record passes of {place.type.upper()}; take 2.13 or "
+            "newer, another backend of compile, or none"
+        )
+    graph = torch.accelerator.Graph(capture_error_mode="thread_local")  # transports have threads
+    with beside(place), graph:
+        result = work()
+
+    def replay() -> T:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def free_bytes(place: torch.device) -> int:

@@ -53,15 +53,13 @@ ACCELERATORS: Mapping[str, Kind] = {
 
 USUAL = next(iter(ACCELERATORS))
 
+GRAPHS = "cudagraphs"
+"""Torch's name of the backend that replays recorded passes."""
+
 
 def kind_of(name: str) -> Kind:
     """Return the kind of a device; one that is not listed is treated as the CPU is."""
     return ACCELERATORS.get(name.partition(":")[0], HOST)
-
-
-def is_accelerator(name: str) -> bool:
-    """Return True for the name of a device other than the CPU, with an index or without."""
-    return name.partition(":")[0] in ACCELERATORS
 
 
 OWN_ERRORS = (

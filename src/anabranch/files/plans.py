@@ -110,7 +110,9 @@ def _digest(document: dict[str, Any]) -> str:
 
 def _prediction(predicted: Prediction, graph: StageGraph) -> dict[str, Any]:
     rate = _samples_per_s(predicted.step_s, graph)
-    return document_fields(predicted, _PredictionEntry, samples_per_s=rate, digest="")
+    entry = document_fields(predicted, _PredictionEntry, samples_per_s=rate, digest="")
+    unknown = [name for name in ("data_parallel_s", "chain_s", "limit") if not entry[name]]
+    return {name: value for name, value in entry.items() if name not in unknown}
 
 
 def _samples_per_s(step_s: float, graph: StageGraph) -> float:
@@ -142,6 +144,9 @@ class _PredictionEntry(Strict):
     bound_s: Seconds | None = None
     enough_devices: Annotated[int, Field(ge=1, le=LIMITS.devices)] | None = None
     enough_step_s: Seconds | None = None
+    data_parallel_s: Seconds | None = None
+    chain_s: Seconds | None = None
+    limit: str = ""
     digest: str = ""
 
 

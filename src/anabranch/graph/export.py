@@ -157,10 +157,12 @@ def export(
     *,
     dynamic: bool,
     works_with: int | None = None,
+    preserve: tuple[str, ...] = (),
 ) -> torch.export.ExportedProgram:
     """Export with a symbolic or fixed number of samples; CaptureError has cause and remedy, which
     is about the number where the module ``works_with`` another one. Attributes that the forward
-    reads are noted in ``reads``.
+    reads are noted in ``reads``, arguments and results of the submodules ``preserve`` in the
+    exported program.
     """
     reads = reads or AttributesRead(module, module)
     failure: Exception | None = None
@@ -181,7 +183,11 @@ def export(
                     stack.enter_context(without_raising_guards(checks))
                     stack.enter_context(library_rules())
                 exported = torch.export.export(
-                    module, tuple(leaves), dynamic_shapes=shapes, strict=strict
+                    module,
+                    tuple(leaves),
+                    dynamic_shapes=shapes,
+                    strict=strict,
+                    preserve_module_call_signature=preserve,
                 )
         except CaptureError:
             raise

@@ -6,11 +6,15 @@ is exported again for each number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export import ModuleCallSignature
+from torch.export.graph_signature import TensorArgument
 
 from anabranch.errors import CaptureError
 from anabranch.graph.attributes_read import AttributesRead
@@ -32,6 +36,7 @@ from anabranch.graph.number_metrics import numbers_as_tensors
 from anabranch.graph.raising_guards import without_raising_guards
 from anabranch.graph.rewrites import Rewrite, rewrite
 from anabranch.graph.whole_batch import counted_means
+from anabranch.remembered import remembered
 
 
 class Exporter:
@@ -108,12 +113,34 @@ class Exporter:
         self.outputs = tuple(chosen.call_spec.out_spec.context)
 
     def _run(
-        self, samples: int, *, dynamic: bool, works_with: int | None = None
+        self, samples: int, *, dynamic: bool, works_with: int | None = None, **options: Any
     ) -> torch.export.ExportedProgram:
-        leaves = self.layout.resized(samples, self.device)
+        leaves, options = self.layout.resized(samples, self.device), options | {"dynamic": dynamic}
         mode, place = in_mode(self.module, self.training), on_one_device(self.module, self.device)
         with mode, in_one_process(), place:
-            return export(self._wrapped, leaves, self.reads, dynamic=dynamic, works_with=works_with)
+            return export(self._wrapped, leaves, self.reads, works_with=works_with, **options)
+
+    @remembered
+    def signatures(self, samples: int) -> dict[str, ModuleCallSignature]:
+        """Arguments and results of each call of a submodule, by its path in the tracer's words, in
+        names of the program's nodes. Submodules with children are left out where the tracer fails
+        on one of them.
+        """
+        paths = {f"module.{name}": part for name, part in self.module.named_modules() if name}
+        leaves = [path for path, part in paths.items() if next(part.children(), None) is None]
+        program, dynamic = self.program(samples), self._dynamic is not None
+        for preserve in (tuple(paths), tuple(leaves)):
+            with suppress(Exception):
+                count = self.samples if dynamic else samples
+                exported = self._run(count, dynamic=dynamic, preserve=preserve)
+                again = self._lowered(exported, samples, None)
+                if again.signature() != program.signature():
+                    continue
+                pairs = zip(again.graph.nodes, program.graph.nodes, strict=True)
+                names = {node.name: known.name for node, known in pairs}
+                calls = {call.fqn: call.signature for call in exported.module_call_graph}
+                return {fqn: _renamed(call, names) for fqn, call in calls.items() if call}
+        return {}
 
     def is_general(self, samples: int) -> bool:
         """True if the export for any number of samples has these as well."""
@@ -193,6 +220,18 @@ class Exporter:
                 "and denominator of a loss, but the second depends on parameters, as an accuracy "
                 'does; return {"loss": ..., "accuracy": ...} for a loss and a metric'
             )
+
+
+def _renamed(call: ModuleCallSignature, names: Mapping[str, str]) -> ModuleCallSignature:
+    """The same call in other names of nodes."""
+
+    def renamed(arguments: list[Any]) -> list[Any]:
+        return [
+            TensorArgument(names.get(a.name, "")) if isinstance(a, TensorArgument) else a
+            for a in arguments
+        ]
+
+    return replace(call, inputs=renamed(call.inputs), outputs=renamed(call.outputs))
 
 
 def place_of(module: nn.Module, node: fx.Node) -> str:

@@ -155,7 +155,7 @@ class Split:
 
     def _sources(self, stage: int, kind: str) -> set[str]:
         program = self.captured.programs.example
-        read = (program.sources.get(node) for node in self._needed(program, stage))
+        read = (program.sources.get(node) for node in self.needed(program, stage))
         return {source.name for source in read if source is not None and source.kind == kind}
 
     def program(
@@ -168,7 +168,7 @@ class Split:
     @remembered
     def _stage_program(self, stage: int, samples: int, place: torch.device) -> StageProgram:
         program = self.captured.programs.at(samples, device=place)
-        needed, strides = self._needed(program, stage), self._strides(samples, place)
+        needed, strides = self.needed(program, stage), self._strides(samples, place)
         return _Cutter(self, program, stage, needed, strides).cut()
 
     @remembered
@@ -178,7 +178,7 @@ class Split:
         sent = {self.captured.value_calls[p.value] for p in self.ports if p.grad and self.exact}
         return gradient_strides(program, [program.calls[call] for call in sent])
 
-    def _needed(self, program: FlatProgram, stage: int) -> list[fx.Node]:
+    def needed(self, program: FlatProgram, stage: int) -> list[fx.Node]:
         """The nodes of a stage in order: its calls, the free calls they read, and placeholders."""
         owners = self.captured.programs.owners(program)
         nodes = list(program.graph.nodes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from anabranch.data.packed import PackedBatch
 from anabranch.errors import DataError
 from anabranch.graph.library_rules import replaced
 from anabranch.multimodal.patches import Patches
-from anabranch.multimodal.slots import Sizes, Slots, feature_rows, most, shared_out
+from anabranch.multimodal.shared_slots import dealt, take_rows
+from anabranch.multimodal.slots import Inputs, Sizes, Slots, feature_rows, most, shared_out
 from anabranch.multimodal.sounds import Sounds
 from anabranch.multimodal.towers import Packed, Tiled, Tower
 
@@ -44,6 +46,8 @@ def multimodal_batch(
     patches: Sizes = None,
     sounds: Sizes = None,
     chunks: Sizes = None,
+    share: int = 1,
+    balance: Literal["cost", "none"] = "cost",
 ) -> PackedBatch:
     """A batch of a vision-language model of transformers that can be cut by samples.
 
@@ -59,6 +63,10 @@ def multimodal_batch(
         patches: likewise the patches of a slot, for models that take packed patches, and its tiles,
             for LLaVA-OneVision.
         sounds, chunks: likewise for sounds.
+        share: samples of a micro-batch that share their slots, of which there are ``images`` per
+            sample on average then; a micro-batch of every stage is a multiple of it.
+        balance: samples that share slots cost alike: the batch is in another order, which changes
+            neither loss nor gradients but for rounding; or "none", in the order in which they are.
 
     Raises:
         DataError: if the model's class is not known; or a sample has other numbers of placeholder
@@ -72,12 +80,19 @@ def multimodal_batch(
             f"{', '.join(FAMILIES)} of transformers. Give the patches or images of each sample in "
             "a dimension of their own, or Workload rows={...}, see docs/multimodal.md"
         )
+    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
+        raise DataError(
+            f"multimodal_batch needs transformers 5.23 or later: {type(model).__name__} of the "
+            "version here does not take features that are encoded outside of it"
+        )
     own: dict[str, Any] = dict(batch)
     if "pixel_values_videos" in own:
         raise DataError("multimodal_batch takes images; give a video as images, one per frame")
     sizes = {"image": (images, patches), "audio": (sounds, chunks)}
     tensors: dict[str, Tensor] = {}
-    parts: list[tuple[str, tuple[str, ...]]] = []
+    parts: dict[str, tuple[str, ...]] = {}
+    found: dict[str, Inputs] = {}
+    counts: dict[str, list[int]] = {}
     given = {
         name: own.pop(name) for e in FAMILIES[kind].values() for name in e.names if name in own
     }
@@ -85,26 +100,38 @@ def multimodal_batch(
         is_here = encoder.names[0] in given
         if not is_here and sizes[modality][0] is None:
             continue
-        found = encoder.inputs(model, given if is_here else encoder.one(config), sizes[modality][1])
+        inputs = encoder.inputs(
+            model, given if is_here else encoder.one(config), sizes[modality][1]
+        )
         if not is_here:
-            none = {name: tensor[:0] for name, tensor in found.tensors.items()}
-            found = replace(found, tensors=none, rows=(), per_sample=None)
-        is_token = own["input_ids"] == getattr(config, encoder.token)
-        counts = shared_out(is_token.sum(1).tolist(), found, modality)
-        slots = most(max(counts), sizes[modality][0], f"{modality} inputs", f"{modality}s")
-        for name, tensor in found.tensors.items():
-            tensors[name] = Slots.put(tensor, counts, slots)
-        tensors[f"{modality}_counts"] = torch.tensor(counts)
-        extra = isinstance(encoder, Packed)
-        tensors[f"{modality}_index"] = feature_rows(is_token, found, counts, slots, extra)
-        parts.append((modality, tuple(found.tensors)))
+            none = {name: tensor[:0] for name, tensor in inputs.tensors.items()}
+            inputs = replace(inputs, tensors=none, rows=(), per_sample=None)
+        tokens = (own["input_ids"] == getattr(config, encoder.token)).sum(1).tolist()
+        found[modality], counts[modality] = inputs, shared_out(tokens, inputs, modality)
     has_grids = any(isinstance(encoder, Patches) for encoder in FAMILIES[kind].values())
     made = "position_ids" not in own and has_grids
     if made:
         own["position_ids"] = _positions(model, own, given)
     if has_grids:
         own["position_ids"] = own["position_ids"].movedim(1, 0)
-    packing = Multimodal(kind, tuple(parts), made, "batch_num_images" in given)
+    costs = [sum(numbers) for numbers in zip(*counts.values(), strict=True)]
+    order = dealt(costs, share, by_cost=balance == "cost" and share > 1) if costs else []
+    if order != sorted(order):
+        own = {name: t[order] if isinstance(t, Tensor) else t for name, t in own.items()}
+    for modality, inputs in found.items():
+        encoder, before = FAMILIES[kind][modality], counts[modality]
+        held = Slots(torch.tensor([before[sample] for sample in order]), share)
+        needed = -(-int(held.counts.view(-1, share).sum(1).max()) // share)
+        slots = most(needed, sizes[modality][0], f"{modality} inputs", f"{modality}s")
+        inputs = inputs.reordered(order, before)
+        for name, tensor in inputs.tensors.items():
+            tensors[name] = held.put(tensor, slots)
+        is_token = own["input_ids"] == getattr(config, encoder.token)
+        extra = isinstance(encoder, Packed)
+        tensors[f"{modality}_counts"] = held.counts
+        tensors[f"{modality}_index"] = feature_rows(is_token, inputs, held, slots, extra)
+        parts[modality] = tuple(inputs.tensors)
+    packing = Multimodal(kind, tuple(parts.items()), made, share, "batch_num_images" in given)
     return PackedBatch(own | tensors, packing)
 
 
@@ -134,12 +161,14 @@ class Multimodal:
         kind: of the family.
         parts: images or sounds, and the names of the tensors with slots for them.
         has_positions: whether the batch's positions were made here.
+        share: samples that share their slots.
         is_counted: whether the model is told how many images a sample has.
     """
 
     kind: str
     parts: tuple[tuple[str, tuple[str, ...]], ...]
     has_positions: bool
+    share: int
     is_counted: bool
 
     def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
@@ -153,27 +182,26 @@ class Multimodal:
             own["position_ids"] = own["position_ids"].movedim(0, 1)
         if traced:
             outputs = {part: encoders[part].encode(module, inputs[part]) for part in inputs}
-            with _gathered(module, index, outputs.pop("audio", None)) as extra:
+            with _gathered(module, index, self.share, outputs.pop("audio", None)) as extra:
                 return module(**own, **extra, mm_encoder_outputs=outputs)
         if self.has_positions:
             del own["position_ids"]
         for part, values in inputs.items():
             if counts[part].any():
-                own |= encoders[part].own(values, Slots(counts[part], self.is_counted))
+                own |= encoders[part].own(values, Slots(counts[part], self.share, self.is_counted))
         return module(**own)
 
 
 @contextmanager
-def _gathered(model: Any, index: list[Tensor], sounds: Any) -> Iterator[dict[str, Any]]:
+def _gathered(model: Any, index: list[Tensor], share: int, sounds: Any) -> Iterator[dict[str, Any]]:
     """Inside, features come to their tokens by an index within their sample, so that a sample's
     features stay in it. Yields further arguments of the model.
     """
     images, left = index[-1:], list(index)
 
     def rows(features: Tensor, at: Tensor) -> Tensor:
-        width = features.shape[-1]
-        own = features.reshape(at.shape[0], -1, width)
-        return own.gather(1, at[..., None].expand(-1, -1, width))
+        own = features.reshape(at.shape[0], -1, features.shape[-1])
+        return take_rows(own, at, share)
 
     def scatter(values: Tensor, mask: Tensor, features: Tensor) -> Tensor:
         return torch.where(mask, rows(features, left.pop(0)), values)

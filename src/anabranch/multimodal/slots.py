@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,28 +36,39 @@ class Inputs:
         """Tokens of each image."""
         return [len(rows) for rows in self.rows]
 
+    def reordered(self, order: Sequence[int], counts: Sequence[int]) -> Inputs:
+        """The same images in another order of the samples, which have had so many each."""
+        starts = [sum(counts[:sample]) for sample in range(len(counts))]
+        places = [starts[s] + i for s in order for i in range(counts[s])]
+        tensors = {name: tensor[places] for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, rows=[self.rows[place] for place in places])
+
 
 @dataclass(frozen=True)
 class Slots:
-    """Images of each sample, which fill its first slots; ``is_counted`` if the batch has said how
-    many.
+    """Images of each sample, which fill the first slots of the ``share`` samples that share them;
+    ``is_counted`` if the batch has said how many.
     """
 
     counts: Tensor
+    share: int = 1
     is_counted: bool = False
+
+    def _is_filled(self, slots: int) -> Tensor:
+        numbers = torch.arange(slots * self.share, device=self.counts.device)
+        return numbers < self.counts.view(-1, self.share).sum(1)[:, None]
 
     def filled(self, tensor: Tensor) -> Tensor:
         """The entries of a tensor ``[samples, slots, ...]`` that hold an image."""
-        numbers = torch.arange(tensor.shape[1], device=tensor.device)
-        return tensor[numbers < self.counts[:, None]]
+        groups = tensor.reshape(-1, self.share * tensor.shape[1], *tensor.shape[2:])
+        return groups[self._is_filled(tensor.shape[1])]
 
-    @staticmethod
-    def put(tensor: Tensor, counts: Sequence[int], slots: int, fill: float = 0) -> Tensor:
+    def put(self, tensor: Tensor, slots: int) -> Tensor:
         """Entries of images, in order, as ``[samples, slots, ...]``."""
-        result = tensor.new_full((len(counts), slots, *tensor.shape[1:]), fill)
-        numbers = torch.arange(slots)
-        result[numbers < torch.tensor(counts)[:, None]] = tensor
-        return result
+        is_filled = self._is_filled(slots)
+        result = tensor.new_zeros(*is_filled.shape, *tensor.shape[1:])
+        result[is_filled] = tensor
+        return result.view(len(self.counts), slots, *tensor.shape[1:])
 
 
 def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
@@ -94,23 +105,21 @@ def shared_out(tokens: Sequence[int], inputs: Inputs, what: str) -> list[int]:
     return counts
 
 
-def feature_rows(
-    is_token: Tensor, inputs: Inputs, counts: Sequence[int], slots: int, extra: int
-) -> Tensor:
-    """Per token, the row of its feature among those of the sample's slots; 0 for other tokens.
+def feature_rows(is_token: Tensor, inputs: Inputs, held: Slots, slots: int, extra: int) -> Tensor:
+    """Per token, the row of its feature among those of the samples that share slots; 0 for other
+    tokens.
 
     Args:
         extra: rows of a sample after those of its slots, the last of which -1 stands for.
     """
     result = torch.zeros(is_token.shape, dtype=torch.long)
-    first = 0
-    for sample, count in enumerate(counts):
-        rows = [
-            torch.where(
-                own < 0, slots * inputs.slot_rows + extra - 1, own + slot * inputs.slot_rows
-            )
-            for slot, own in enumerate(inputs.rows[first : first + count])
-        ]
+    last, first = slots * inputs.slot_rows + extra, 0
+    for sample, count in enumerate(held.counts.tolist()):
+        before = int(held.counts[sample - sample % held.share : sample].sum())
+        rows = []
+        for place, own in enumerate(inputs.rows[first : first + count], before):
+            start = place // slots * last + place % slots * inputs.slot_rows
+            rows.append(torch.where(own < 0, last - 1, own + start))
         if rows:
             result[sample, is_token[sample].cpu()] = torch.cat(rows)
         first += count

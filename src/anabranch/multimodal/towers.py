@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,10 +87,10 @@ class Tiled(Tower):
         return Inputs(tensors, rows, count, per_sample=is_real.sum(1).tolist())
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
-        """The model takes empty images as well, and leaves them out."""
-        if not slots.counts.any():
-            return {}
-        return {n: tensors[n] for n in ("pixel_values", "pixel_attention_mask") if n in tensors}
+        """The model's own arguments: as many slots as the sample with the most images has."""
+        own = replace(slots, share=1)
+        most_images = int(slots.counts.max())
+        return {name: own.put(slots.filled(t), most_images) for name, t in tensors.items()}
 
     def encode(self, model: Any, tensors: Mapping[str, Tensor]) -> Any:
         """Encode all slots, without the search for those that are not empty."""

@@ -84,6 +84,12 @@ class Improving(Protocol):
         """
         ...
 
+    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+        """Return True if a proposal takes far longer than the search thinks, which may have missed
+        what is quicker then.
+        """
+        ...
+
     def again(
         self, best: StageGraph, runs: Runs, choice: Runs
     ) -> Iterable[tuple[StageGraph, Runs]]:

@@ -34,6 +34,9 @@ class Prediction:
             where that is not known.
         enough_devices: the fewest devices whose plan takes hardly longer, ``enough_step_s`` each
             step; None where no fewer do, or none were tried.
+        data_parallel_s, chain_s: step of data parallelism and of the best chain; None where these
+            were not planned.
+        limit: what the step is spent on most, and what would help most; empty where not known.
     """
 
     step_s: float
@@ -45,6 +48,26 @@ class Prediction:
     bound_s: float | None = None
     enough_devices: int | None = None
     enough_step_s: float | None = None
+    data_parallel_s: float | None = None
+    chain_s: float | None = None
+    limit: str = ""
+
+    def headline(self, what: str) -> str:
+        """Return one sentence on the step, what it gains, its bound and what limits it.
+
+        Args:
+            what: takes so long, such as ``A step``.
+        """
+        others = (("data parallelism", self.data_parallel_s), ("the best chain", self.chain_s))
+        said = [
+            f"{seconds / self.step_s:.2f}x as fast as {name}"
+            for name, seconds in others
+            if seconds and self.step_s
+        ]
+        if self.bound_s:
+            said.append(f"within {self.step_s / self.bound_s:.2f}x of the best possible")
+        limit = f". Most of it: {self.limit}" if self.limit else ""
+        return f"{what} takes {', '.join([time_text(self.step_s), *said])}{limit}."
 
 
 _MOST_STAGES = 12

@@ -123,6 +123,15 @@ DATA_SHEETS: Mapping[str, DataSheet] = {
             processors=132,
             launch_s=3.5e-6,
         ),
+        # H200 SXM: the same processors, with other memory.
+        DataSheet(
+            "h200",
+            flops=_flops(34, 67, tf32=494.5, float16=989.5, bfloat16=989.5),
+            bandwidth=4800 * GB,
+            memory_bytes=141 * GB,
+            processors=132,
+            launch_s=3.5e-6,
+        ),
     )
 }
 """Kind of device, as in ``Cluster.device`` -> its data sheet."""

@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config as all_nonzero
+from torch.fx.experimental import _config
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import StageProgram
@@ -106,7 +107,8 @@ def _kernels(captured: Captured, samples: int) -> KernelTrace:
         return result
 
     # Where a mask chooses entries, all of them: the most that a batch can need.
-    with all_nonzero.patch(meta_nonzero_assume_all_nonzero=True):
+    settings: Any = _config
+    with settings.patch(meta_nonzero_assume_all_nonzero=True):
         run_operators(program, batch, call, nbytes)
     return KernelTrace(
         tuple(kernel for _, _, kernel in seen),

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from anabranch.device.kinds import USUAL
 from anabranch.errors import ProfileError
 from anabranch.graph.export import user_line
 from anabranch.graph.operations import words
@@ -83,7 +84,7 @@ def cannot_estimate(what: str, error: Exception) -> ProfileError:
     text = re.split(r"\n|\. ", str(error))[0].rstrip(".")
     return ProfileError(
         f"{what} cannot be estimated ({text}): an estimate computes sizes without values, as on "
-        "the meta device; measure the model on a device (anabranch profile MODEL --device cuda, "
+        f"the meta device; measure the model on a device (anabranch profile MODEL --device {USUAL} "
         "or cpu), or let sizes follow from those of the batch, such as with a mask; if one process "
         "raises the same without anabranch, correct it there"
     )
@@ -103,7 +104,8 @@ def _embedding(
 
 
 def _masked_select(value: Tensor, mask: Tensor) -> Tensor:
-    value, mask = torch.broadcast_tensors(value, mask)
+    broadcast: Any = torch.broadcast_tensors
+    value, mask = broadcast(value, mask)
     return value[mask]
 
 

@@ -35,6 +35,16 @@ def told(document: Document) -> list[Figure]:
     return [*_learned(document), *_of_steps(document)]
 
 
+def beside(document: Document, name: str, other: Document) -> list[ReportTable]:
+    """The figures of a run and of another one, side by side."""
+    here, there = ({f.name: f.value for f in told(run)} for run in (document, other))
+    rows = [(what, here.get(what, ""), there.get(what, "")) for what in here | there]
+    rate, their_rate = document["samples_per_s"], other["samples_per_s"]
+    gain = rate / their_rate if their_rate else 0.0
+    said = f"This run has {gain:.2f}x the samples per second of {name}, whose curves are orange."
+    return [ReportTable(f"Beside {name}", ("", "this run", name), rows, said)]
+
+
 def _learned(document: Document) -> Iterator[Figure]:
     losses, metrics = document["losses"], document["metrics"]
     if document["resumed"]:

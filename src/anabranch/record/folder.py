@@ -29,7 +29,7 @@ from anabranch.files.jsonfile import (
     write_document,
 )
 from anabranch.plans.plan import Plan
-from anabranch.record.figures import tables, told
+from anabranch.record.figures import beside, tables, told
 from anabranch.record.run import Origin, Part, Run, finite
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
@@ -113,17 +113,28 @@ def _measured_plan(run: Run) -> Plan:
     return replace(run.plan, mode=run.mode, policy=run.policy, predicted=run.predicted, notes=notes)
 
 
-def write_report(run: Run, path: Path) -> None:
-    """Write the page."""
+def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None) -> None:
+    """Write the page.
+
+    Args:
+        against: name of another run and the run, drawn under the same axes.
+    """
     from anabranch.report.html import WeightVersions, page
 
     document = run.figures()
+    name, other = against or ("", None)
+    shown = [(title, timeline, run.plan.stage_graph) for title, timeline in run.timelines]
+    if other is not None:
+        graph = other.plan.stage_graph
+        shown += [(f"{name}: {title}", timeline, graph) for title, timeline in other.timelines]
     text = page(
         _measured_plan(run),
-        run.timelines,
+        [(title, timeline) for title, timeline, _ in shown],
+        graphs=[graph for _, _, graph in shown] if other is not None else None,
         figures=told(document),
-        tables=tables(document),
+        tables=[*(beside(document, name, other.figures()) if other else ()), *tables(document)],
         curves={"loss": run.losses} if run.losses else {},
+        other_curves={"loss": other.losses} if other is not None else None,
         steps_before=run.first_step,
         about=_about(run.origin),
         notes=_notes(run),

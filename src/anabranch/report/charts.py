@@ -104,20 +104,23 @@ def curve_chart(
     height: float = 260,
     unit: str = "step",
     before: int = 0,
+    other: Sequence[float] = (),
 ) -> Drawing:
     """Draw values over the training steps with their running mean, interrupted where not finite.
 
     Args:
         before: steps of earlier runs; the first value belongs to the next step.
+        other: values of another run, from its first step on, in the second colour.
     """
     over = "training steps" if unit == "step" else f"{unit}es"
     drawing = Drawing(width, height, f"{name} over the {over}")
-    finite = [v for v in values if math.isfinite(v)]
+    finite = [v for v in (*values, *other) if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low, high = (0.0 if 0 <= low < 0.4 * high else low - pad), high + pad
     left, right, top, bottom = PIXELS.margin + 50, width - PIXELS.margin, 16.0, height - 34
-    last = max(len(values) - 1, 1)
+    longest = max(len(values), len(other))
+    last = max(longest - 1, 1)
 
     def x(step: float) -> float:
         return left + (step - 1) / last * (right - left)
@@ -128,15 +131,17 @@ def curve_chart(
     for level in ticks(low, high, 5):
         drawing.add(f'<path class="rule" d="M{num(left)} {num(y(level))}H{num(right)}"/>')
         drawing.add(text("muted right", left - 8, y(level) + 4, 11, significant(level)))
-    for step in _step_ticks(before, len(values), round((right - left) / 90)):
+    for step in _step_ticks(before, longest, round((right - left) / 90)):
         drawing.add(text("muted num", x(step - before), bottom + 18, 11, f"{step:,}"))
     drawing.add(text("muted right", left - 8, bottom + 18, 11, unit))
-    raw = [(x(i + 1), y(v) if math.isfinite(v) else math.nan) for i, v in enumerate(values)]
-    many = len(finite) > 60
-    drawing.add(_polyline(raw, "line0 faint" if many else "line0", 1.0 if many else 1.8))
-    if many:
-        smooth = _running_mean(values, len(values) // 60)
-        drawing.add(_polyline([(x(i + 1), y(v)) for i, v in enumerate(smooth)], "line0", 2.0))
+    for css, series in (("line1", other), ("line0", values)):
+        raw = [(x(i + 1), y(v) if math.isfinite(v) else math.nan) for i, v in enumerate(series)]
+        many = sum(map(math.isfinite, series)) > 60
+        if raw:
+            drawing.add(_polyline(raw, f"{css} faint" if many else css, 1.0 if many else 1.8))
+        if many:
+            smooth = _running_mean(series, len(series) // 60)
+            drawing.add(_polyline([(x(i + 1), y(v)) for i, v in enumerate(smooth)], css, 2.0))
     return drawing
 
 

@@ -72,6 +72,7 @@ def page(
     figures: Sequence[Figure] = (),
     tables: Sequence[ReportTable] = (),
     curves: Mapping[str, Sequence[float]] | None = None,
+    other_curves: Mapping[str, Sequence[float]] | None = None,
     about: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
     graphs: Sequence[StageGraph] | None = None,
@@ -86,6 +87,7 @@ def page(
         figures: figures at the top; by default those predicted by the plan.
         tables: tables below the figures.
         curves: values over the steps, such as the loss.
+        other_curves: likewise of another run, drawn over them in the second colour.
         steps_before: steps of earlier runs, after which the curves begin.
         about: origin of the page, such as command and date.
         notes: remarks, one sentence each; those of the plan come first.
@@ -100,11 +102,14 @@ def page(
         _header(plan, title, weights),
         _figures([*(figures or _predicted(plan)), _shape(plan)]),
     ]
-    if len(set(graphs or ())) > 1:
-        for (name, _), graph in zip(timelines, graphs or (), strict=True):
-            parts.append(_section(f"Stages: {name}", _stages(graph)))
+    shown = list(graphs or [plan.stage_graph] * len(timelines))
+    if len(set(shown)) > 1:
+        for (name, timeline), graph in zip(timelines, shown, strict=False):
+            parts.append(_section(f"Stages: {name}", _stages(graph, timeline)))
     else:
-        parts.append(_section("Stages", _stages(plan.stage_graph)))
+        graph = plan.stage_graph
+        same = [t for (_, t), other in zip(timelines, shown, strict=False) if other == graph]
+        parts.append(_section("Stages", _stages(graph, same[-1] if same else None)))
     script = ""
     if timelines:
         is_endless = plan.mode == "async"
@@ -119,7 +124,12 @@ def page(
         parts.append(_section("Memory of every device", _picture(memory)))
     for name, values in (curves or {}).items():
         chart = charts.curve_chart(
-            name, list(values), width=PIXELS.width, unit=_unit(plan), before=steps_before
+            name,
+            list(values),
+            width=PIXELS.width,
+            unit=_unit(plan),
+            before=steps_before,
+            other=(other_curves or {}).get(name, ()),
         )
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
     parts.append(_section("Stages in detail", _table(plan, timelines, graphs, weights)))
@@ -181,7 +191,11 @@ def _header(plan: Plan, title: str, weights: WeightVersions) -> str:
         f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {how}, "
         f"batch of {graph.batch_size:,} samples; {plan.costs}"
     )
-    return f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>"
+    headline = ""
+    if plan.predicted is not None:
+        what = "A step" if plan.mode == "sync" else "A mini-batch"
+        headline = f'<p class="headline">{escape(plan.predicted.headline(what))}</p>'
+    return f"<header><h1>{escape(title)}</h1>{headline}<p>{escape(said)}</p></header>"
 
 
 def _predicted(plan: Plan) -> list[Figure]:
@@ -219,8 +233,37 @@ def _figures(figures: Sequence[Figure]) -> str:
     return f'<dl class="figures">{cells}</dl>'
 
 
-def _stages(graph: StageGraph) -> str:
-    return _picture(stagegraph.draw(graph), shrink=0.6)
+def _stages(graph: StageGraph, timeline: Timeline | None) -> str:
+    """The whole stage graph: with names where the page is wide enough, else with numbers."""
+    busy = _busy(graph, timeline) if timeline is not None else ()
+    full, wide = stagegraph.width_of(graph), PIXELS.width - 4
+    drawings = [("small", stagegraph.draw_small(graph, 424, busy))]
+    if full <= wide:
+        drawings.append(("named", stagegraph.draw(graph, busy)))
+    else:
+        drawings.append(("wide", stagegraph.draw_small(graph, wide, busy)))
+    least = num(drawings[-1][1].width)
+    pictures = "".join(
+        f'<div class="{name}">{drawing.svg(standalone=False)}</div>' for name, drawing in drawings
+    )
+    fits = f"@container stages (min-width:{least}px)"
+    other = drawings[-1][0]
+    what = "The stronger the colour of a stage, the larger the share of the time that it computes."
+    hint = f'<p class="hint">{what}</p>' if busy else ""
+    return (
+        f'<div class="panel-box stages"><style>.stages .{other}{{display:none}}'
+        f"{fits}{{.stages .{other}{{display:block}}.stages .small{{display:none}}}}</style>"
+        f"{pictures}</div>{hint}"
+    )
+
+
+def _busy(graph: StageGraph, timeline: Timeline) -> list[float]:
+    """Share of the time that the devices of each stage compute."""
+    shares = []
+    for stage in graph.stages:
+        total = sum(timeline.busy_s.get(device, 0.0) for device in stage.devices)
+        shares.append(total / (stage.replicas * timeline.step_s) if timeline.step_s else 0.0)
+    return shares
 
 
 def _text_table(table: ReportTable) -> str:
@@ -318,7 +361,7 @@ def _table(
             versions = ", ".join(map(str, peaks))
             cells += [str(weights.version_difference[s]), versions]
         if times:
-            cells += _stage_times(s, stage.devices, [t for _, t in own], times)
+            cells += _stage_times(s, [_busy(graph, t) for _, t in own], times)
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         rows.append(
             f"<tr>{row}{_operators_cell(stage.operators, names.operators(stage, prefix))}</tr>"
@@ -329,8 +372,7 @@ def _table(
 
 def _stage_times(
     s: int,
-    devices: Sequence[int],
-    timelines: Sequence[Timeline],
+    busy: Sequence[Sequence[float]],
     times: Sequence[Mapping[tuple[int, Kind], float]],
 ) -> list[str]:
     """Format forward and backward times of a micro-batch and the busy share, by timeline."""
@@ -339,14 +381,10 @@ def _stage_times(
         sums = [sum(t.get((s, kind), 0.0) for kind in kinds) for t in times]
         return " / ".join(significant(total * 1e3) for total in sums)
 
-    busy = []
-    for timeline in timelines:
-        total = sum(timeline.busy_s.get(d, 0.0) for d in devices)
-        busy.append(total / (len(devices) * timeline.step_s) if timeline.step_s else 0.0)
     return [
         seconds(Kind.FORWARD),
         seconds(Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT),
-        " / ".join(f"{share:.0%}" for share in busy),
+        " / ".join(f"{shares[s]:.0%}" for shares in busy),
     ]
 
 

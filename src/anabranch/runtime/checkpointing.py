@@ -35,6 +35,7 @@ class Checkpointing:
         run_id: a number of the run, the same on every rank.
         failing: the context in which a failure reaches the other ranks.
         timeout: seconds until a rank that writes nothing counts as lost.
+        save_frozen: see ``Workload``.
     """
 
     state: ModelState
@@ -43,6 +44,7 @@ class Checkpointing:
     run_id: int
     failing: Callable[[], AbstractContextManager[None]]
     timeout: float
+    save_frozen: bool = True
 
     def __post_init__(self) -> None:
         self._mesh, self._batch_size = self.workers.mesh, self.workers.stage_graph.batch_size
@@ -70,7 +72,9 @@ class Checkpointing:
             self._num_saved += 1
             number = hashlib.sha256(f"{self.run_id} {self._num_saved}".encode()).hexdigest()[:16]
             target = Target(Path(folder).absolute(), number, self._mesh.size, self.progress())
-            part = self.state.part(further or {}, copies=None if wait else self._copies)
+            copies = None if wait else self._copies
+            without = () if self.save_frozen else self.state.constants
+            part = self.state.part(further or {}, copies=copies, without=without)
             self._saving = saving = Saving(
                 target,
                 self._mesh.rank,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol
@@ -136,11 +137,15 @@ class DeviceSums:
     long before the place where the host is.
 
     Args:
-        meet: waits for all ranks of a set.
+        meeting: begins when all ranks of a set have come, and holds the device for them.
     """
 
-    def __init__(self, meet: Callable[[tuple[int, ...]], None], streams: Streams) -> None:
-        self._meet, self._streams = meet, streams
+    def __init__(
+        self,
+        meeting: Callable[[tuple[int, ...]], AbstractContextManager[None]],
+        streams: Streams,
+    ) -> None:
+        self._meeting, self._streams = meeting, streams
         self._kept: dict[tuple[int, ...], list[_Collective]] = defaultdict(list)
 
     def add(self, ranks: tuple[int, ...], result: Tensor, call: Callable[[], dist.Work]) -> Pending:
@@ -160,10 +165,10 @@ class DeviceSums:
         """Give the device all that is kept; all ranks of a set do so between the same others."""
         for ranks in sorted(self._kept):
             collectives = self._kept.pop(ranks)
-            self._meet(ranks)
-            for collective in collectives:
-                start = self._streams.start
-                collective.work = start(ranks, collective.after, collective.call)
+            with self._meeting(ranks):
+                for collective in collectives:
+                    start = self._streams.start
+                    collective.work = start(ranks, collective.after, collective.call)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ everywhere, and only numbers travel. With one device every collective is the ide
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from anabranch.runtime.process_groups import (
     blocks_of,
     choose_backend,
     connect,
+    connection_bytes,
     destroy,
     join,
     nccl_digest,
@@ -115,8 +117,13 @@ class Mesh:
                 connect(group, place)
             if self.backend == "nccl":
                 self._connect_notices()
-                self._sums = DeviceSums(self._meet, DeviceStreams(place))
+                self._sums = DeviceSums(self._meeting, DeviceStreams(place))
             self.barrier()
+
+    @property
+    def is_on_gpus(self) -> bool:
+        """True if ranks have a GPU each, which wait for each other without the hosts."""
+        return self._handshake is not None
 
     # A barrier follows whatever makes connections: a rank that fails, and leaves, as soon as its
     # own are made would disturb those who are still connecting to each other.
@@ -189,9 +196,9 @@ class Mesh:
         self._notices = HostNotices(host, ranks, remote)
         self._handshake = Handshake(self.rank, self._notices, self._timeout)
 
-    def _meet(self, ranks: tuple[int, ...]) -> None:
+    def _meeting(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         assert self._handshake is not None
-        self._handshake.meet(ranks, self._sets.index(ranks))
+        return self._handshake.meeting(ranks, self._sets.index(ranks))
 
     def begin_sums(self) -> None:
         """Give the device the collectives that were started; see ``DeviceSums``."""
@@ -206,6 +213,11 @@ class Mesh:
             return self._sums.add(key, result, call)
         progress = None if self._handshake is None else self._handshake.progress
         return Pending(result, guarded(call), progress=progress)
+
+    def connection_bytes(self, channels: Collection[Channel]) -> int:
+        """Return the bytes that this rank's GPU will need for connections to other ranks."""
+        pairs = {channel[:2] for channel in channels}
+        return connection_bytes(pairs, self.size, self.rank) if self.is_on_gpus else 0
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather bytes, on all ranks of one length."""
@@ -301,6 +313,8 @@ class Mesh:
         if self.failure.is_closed:  # or there is one rank
             return
         self.failure.is_closed, self._near = True, None
+        if self._handshake is not None:
+            self._notices.close()
         destroy(self._made)
         self._groups.clear()
 

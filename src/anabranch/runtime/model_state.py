@@ -8,13 +8,14 @@ model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.checkpoint import RankPart
+from anabranch.checkpoint.manifest import fingerprint
 from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, restore_scheduler
 from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.pretrained import pretrained_in
@@ -233,19 +234,26 @@ class ModelState:
         held = (*self.parameters.values(), *self.shards.values())
         return [p.grad for p in held if p.grad is not None]
 
-    def part(self, further: Mapping[str, Tensor], *, copies: dict[str, Tensor] | None) -> RankPart:
+    def part(
+        self,
+        further: Mapping[str, Tensor],
+        *,
+        copies: dict[str, Tensor] | None,
+        without: Collection[str] = (),
+    ) -> RankPart:
         """Return this rank's part of a checkpoint; all replicas of a stage call it together.
 
         Args:
             further: tensors besides, by keys that end in a parameter's name.
             copies: memory for copies of the tensors, which is used again and again, and is filled
                 when the device has come so far; None for the tensors themselves.
+            without: parameters that are left out.
 
         Raises:
             TrainingError: if the optimizer has what cannot be saved.
         """
         self.share_buffers()
-        part = self._own_part(further)
+        part = self._own_part(further, without)
         if copies is None:
             return part
         for key, tensor in part.tensors.items():
@@ -255,12 +263,19 @@ class ModelState:
             copies[key].copy_(tensor.detach(), non_blocking=True)
         return replace(part, tensors={key: copies[key] for key in part.tensors})
 
-    def _own_part(self, further: Mapping[str, Tensor]) -> RankPart:
-        tensors = {
-            f"model/{name}": tensor for name, tensor in self._tensors().items() if self._saves(name)
-        }
+    @property
+    def constants(self) -> list[str]:
+        """Names of the parameters that neither training nor a forward changes."""
+        changed = {*self._captured.graph.stateful, *self._captured.cut}
+        named = self._module.named_parameters()
+        return [n for n, p in named if not p.requires_grad and n not in changed]
+
+    def _own_part(self, further: Mapping[str, Tensor], without: Collection[str]) -> RankPart:
+        saved = {name: tensor for name, tensor in self._tensors().items() if self._saves(name)}
+        left_out = {name: saved.pop(name) for name in without if name in saved}
+        tensors = {f"model/{name}": tensor for name, tensor in saved.items()}
         tensors |= {key: t for key, t in further.items() if self._saves(key.partition("/")[2])}
-        part = RankPart(tensors)
+        part = RankPart(tensors, frozen={n: fingerprint(t) for n, t in left_out.items()})
         if self._mesh.rank == 0:
             aliases, transient = listed_names(self._module)
             pretrained = pretrained_in(self._module)
@@ -290,8 +305,11 @@ class ModelState:
         """
         with torch.no_grad():
             for name, tensor in self._wanted().items():
-                tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
-        self._without = []
+                if name in saved.frozen:
+                    saved.require_frozen(name, tensor)
+                else:
+                    tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
+        self._without = [name for name in self._without if name in saved.frozen]
         if self.optimizer is not None:
             restore_optimizer(self.optimizer, self._names(), saved)
             if self.scheduler is not None:

@@ -12,9 +12,10 @@ import hashlib
 import os
 import socket
 import sys
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +28,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from anabranch.device import accelerator
+from anabranch.device.kinds import kind_of
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.attempts import begin_attempt
 from anabranch.runtime.guards.position import POSITION
+from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.transport.base import guarded
 
 _TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
@@ -113,9 +116,9 @@ MOST_STREAMS = 32
 _OTHER_STREAMS = 4
 """Streams that do not wait for other ranks: of computation and of copies."""
 
-_BLOCKS = 32
-"""Blocks (and so multiprocessors) that the waiting kernels of all communicators of one sort may
-take, of about 100 that a GPU has.
+_BLOCKS = 16
+"""Blocks (and so multiprocessors) that the waiting kernels of all communicators of one sort, pairs
+or sets, may take, of 40 and more that a GPU has.
 """
 
 _MOST_BLOCKS = 8
@@ -128,13 +131,44 @@ def _busiest(groups: Collection[tuple[int, ...]], size: int) -> tuple[int, int]:
     return max(((rank, counts[rank]) for rank in range(size)), key=lambda item: item[1])
 
 
+_BLOCK_BYTES = 4 << 20
+"""Bytes of the buffer that NCCL has for each block of a connection's receiver (NCCL_BUFFSIZE)."""
+
+
+def connection_bytes(pairs: Collection[tuple[int, ...]], size: int, rank: int) -> int:
+    """Return the bytes that NCCL takes on a rank for communicators of pairs."""
+    return sum(rank in pair for pair in pairs) * blocks_of(pairs, size) * _BLOCK_BYTES
+
+
+def told_connections(groups: Collection[tuple[int, ...]], place: torch.device) -> str:
+    """Describe what ranks with a GPU each need for their groups, or why they are refused."""
+    size = 1 + max((rank for ranks in groups for rank in ranks), default=0)
+    settings = accelerator.settings(place)
+    rank, most = _busiest(groups, size)
+    try:
+        require_streams(groups, size, place, settings)
+    except InvalidPlanError as error:
+        return f"between GPUs of their own: {error}"
+    named = " ".join(f"{name}={value}" for name, value in settings.items())
+    return (
+        f"between GPUs of their own, rank {rank} has the most connections, {most}; a kernel that "
+        f"waits takes {blocks_of(groups, size)} multiprocessors at most, and ranks start with "
+        f"{named}"
+    )
+
+
 def blocks_of(groups: Collection[tuple[int, ...]], size: int) -> int:
     """Return the most blocks of the kernels of each of some groups, the same on all ranks."""
     most = _busiest(groups, size)[1]
     return max(1, min(_MOST_BLOCKS, _BLOCKS // most)) if most else 0
 
 
-def require_streams(groups: Collection[tuple[int, ...]], size: int, place: torch.device) -> None:
+def require_streams(
+    groups: Collection[tuple[int, ...]],
+    size: int,
+    place: torch.device,
+    settings: Mapping[str, str] = os.environ,
+) -> None:
     """Accept groups for which every rank has streams and queues of the driver.
 
     Raises:
@@ -151,7 +185,8 @@ def require_streams(groups: Collection[tuple[int, ...]], size: int, place: torch
         raise InvalidPlanError(
             f"{who}, and there are {MOST_STREAMS}; plan with fewer stages or fewer replicas"
         )
-    name, queues = accelerator.queues(place)
+    name = kind_of(place.type).queues
+    queues = int(settings.get(name, "8"))
     if name and needed > queues:
         raise InvalidPlanError(
             f"{who}, but {name} is {queues}, so that a message that waits might stand before the "
@@ -213,9 +248,18 @@ def destroy(groups: Collection[dist.ProcessGroup]) -> None:
 
 
 def abort(groups: Collection[dist.ProcessGroup]) -> None:
-    """End NCCL's groups at once, all together: one may wait for the kernels of another."""
-    if not groups or not dist.is_initialized():
-        return
+    """End NCCL's groups at once, all together: one may wait for the kernels of another.
+
+    Each takes up to its timeout where a peer is gone, so a thread ends them, for which nobody waits
+    longer than ``TIMEOUTS.abort_s``: the error that this rank ends with must reach the user.
+    """
+    if groups and dist.is_initialized():
+        ends = threading.Thread(target=_abort, args=(groups,), name="anabranch abort", daemon=True)
+        ends.start()
+        ends.join(TIMEOUTS.abort_s)
+
+
+def _abort(groups: Collection[dist.ProcessGroup]) -> None:
     backend: Any = next(iter(groups))._get_backend(accelerator.usual())
     backend._group_start()
     try:

@@ -42,6 +42,8 @@ from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
 from anabranch.runtime.optimizer_facts import unlike_torchs
 from anabranch.runtime.transport import Channel, Transport
+from anabranch.runtime.warm_up import warm_up
+from anabranch.runtime.worker import Worker
 from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.workload import Batch, Workload
 
@@ -108,6 +110,7 @@ class Session:
             self.gradient_verdict = predecessor.gradient_verdict
         if check_gradients and not self._check_gradients:
             self.gradient_verdict = "not compared: no process has all values of the model"
+        self._evaluates = workload.eval_data is not None
         self._examples = [workload.example, *workload.buckets] if workload.buckets else []
         self.graph = graph = plan.stage_graph
         self.mesh = Mesh(graph.devices, self.holders.sets, place=self.place, timeout=timeout)
@@ -155,7 +158,13 @@ class Session:
                 compute,
             )
             self.checkpoints: Checkpointing = Checkpointing(
-                self.state, self.workers, self.feed, self._run_id, self.failing, timeout
+                self.state,
+                self.workers,
+                self.feed,
+                self._run_id,
+                self.failing,
+                timeout,
+                workload.save_frozen,
             )
             if saved is not None:
                 self.checkpoints.restore(saved)
@@ -215,13 +224,24 @@ class Session:
             RECENT_BATCHES.note(self._run_id, self._num_batches, self.batch_digest)
             self._num_batches += 1
 
-    def prepare(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
-        """Once, with the first batch at hand: the check needs the whole model on rank 0."""
+    def prepare(
+        self,
+        batch: Batch,
+        leaves: dict[str, Tensor],
+        worker_of: Callable[[WorkerCache, int], Worker] = WorkerCache.worker,
+    ) -> None:
+        """Once, with the first batch at hand: the check needs the whole model on rank 0.
+
+        Args:
+            worker_of: returns the worker for batches of a number of samples.
+        """
         if self._is_prepared:
             return
         self._is_prepared = True
         require_same_batch(self.mesh, self.batch_digest)
         self.state.require_values()
+        if self.mesh.is_on_gpus:
+            self._warm_up(leaves, worker_of)
         if self._tells:
             self._tell()
         if self._check_gradients:
@@ -239,6 +259,27 @@ class Session:
             self.gradient_verdict = verdicts[0]
             self.captured.programs.exporter.reads.accept()
         self.state.forget_others()
+
+    def _warm_up(
+        self, leaves: dict[str, Tensor], worker_of: Callable[[WorkerCache, int], Worker]
+    ) -> None:
+        """Run every program of this rank's stages once, before any message."""
+        planned = self.graph.batch_size
+        batches = [leaves]
+        for example in self._examples:
+            small = leaves_of(self.captured, example, self.place)
+            rows = torch.arange(planned, device=self.place) % samples_of(small)
+            batches.append({name: leaf[rows] for name, leaf in small.items()})
+        done = set()
+        for tensors in batches:
+            workers, samples = self.workers.for_batch(tensors), samples_of(tensors)
+            if (workers.captured, samples) in done:
+                continue
+            done.add((workers.captured, samples))
+            warm_up(worker_of(workers, samples), workers.captured, tensors)
+            if self._evaluates:
+                held_out = workers.like(workers.captured.evaluation())
+                warm_up(held_out.worker(samples), held_out.captured, tensors, train=False)
 
     def _tell(self) -> None:
         """Say once what is not as in one process."""

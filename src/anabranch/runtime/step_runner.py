@@ -86,21 +86,21 @@ class StepRunner:
         self.resolve()
         self._update_alone(outcome)
         self.updates.start_all_gather()
-        is_known = self._unresolved is None
-        self.unread = self._totals(outcome, is_first=False, starts=is_known)
+        self.unread = self._totals(outcome, is_first=False, starts=not self._is_late)
         POSITION.leave()
         return self.unread
 
     def resolve(self) -> None:
-        """Ask what came of the last update, if nobody has, and begin the totals of its step."""
-        if self._unresolved is None:
-            return
-        (outcome, is_update), self._unresolved = self._unresolved, None
-        self._is_bad |= outcome.is_bad
-        if self._is_bad:
-            self.updates.drop()
-        elif is_update:
-            self.updates.advance()
+        """Ask what came of the last update, if nobody has, and begin the totals of its step: on all
+        ranks at one place, whatever each knows by then.
+        """
+        if self._unresolved is not None:
+            (outcome, is_update), self._unresolved = self._unresolved, None
+            self._is_bad |= outcome.is_bad
+            if self._is_bad:
+                self.updates.drop()
+            elif is_update:
+                self.updates.advance()
         if self.unread is not None:
             self.unread.start()
 
@@ -235,7 +235,7 @@ class StepRunner:
                         self.resolve()
                     totals.read()
             except NonFiniteError:
-                self.unread, self._is_bad = None, False
+                self.unread, self._unresolved, self._is_bad = None, None, False
                 self._session.is_spoilt = self._mesh.size > 1
                 self.updates.drop()
                 raise

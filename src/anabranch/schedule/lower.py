@@ -188,7 +188,8 @@ def _cut(b_x: int, d_x: int, b_y: int, d_y: int, samples: int) -> Ints:
     import numpy as np
 
     (made, i, r), (needed, j, q) = _slices(b_x, d_x, samples), _slices(b_y, d_y, samples)
-    starts = np.union1d(made, needed)
+    # Not np.union1d, whose first call in a process loads masked arrays, a twentieth of a second.
+    starts = np.array(sorted({*made.tolist(), *needed.tolist()}), np.int64)
     x, y = (np.searchsorted(begun, starts, side="right") - 1 for begun in (made, needed))
     return np.array([i[x], r[x], j[y], q[y], starts, np.append(starts[1:], samples)])
 

@@ -19,7 +19,6 @@ from anabranch.solve.policy_choice import MODES, check_mode
 from anabranch.solve.rewriting import choose_rewrite, gain_note, splits_of_tables
 from anabranch.solve.search import plan
 from anabranch.solve.simulation import (
-    AUTO,
     Simulated,
     bottleneck_s_per_sample,
     check_plan,
@@ -30,6 +29,7 @@ from anabranch.solve.simulation import (
     simulate_async,
     synchronous,
 )
+from anabranch.solve.splitting import AUTO
 
 __all__ = [
     "AUTO",

@@ -115,19 +115,30 @@ class Contest:
         if self._improving is None or self.best_s == math.inf:
             return
         best = self.winner("").proposal
-        for graph, runs in self._improving.again(best, self._runs, self.choice):
-            self.is_over = False
-            if runs.split:
-                self._split_some([graph], runs.shared)
-                continue
-            judge = self._judges[runs.shared]
+        proposals = [*self._improving.again(best, self._runs, self.choice)]
+        self.is_over = not proposals
+        for shared, judge in self._judges.items():
             judge.best_s = min(judge.best_s, self.best_s)
-            if judge.consider([graph]) and judge.best_s < self.best_s:
-                self.cost, self._split = self._costs[runs.shared], None
-        if not self.is_over and not self._split:
-            self.improve()
-        elif not self.is_over:
-            self._improve_split()
+            graphs = {graph: runs.split for graph, runs in proposals if runs.shared == shared}
+            if judge.consider(graphs, in_order=True) and judge.best_s < self.best_s:
+                self.cost, self._split = self._costs[shared], None
+            if self.choice.split:
+                as_split = [graph for graph in graphs if graphs[graph]]
+                ranked = [g for g in judge.ranked(SETTINGS.split_near) if g in graphs]
+                self._split_some(dict.fromkeys([*as_split, *ranked]), shared)
+        if self.winner("").proposal != best:
+            if self._split:
+                self._improve_split()
+            else:
+                self.improve()
+
+    @property
+    def is_misled(self) -> bool:
+        """Whether the search thinks the best far quicker than it is."""
+        if self._improving is None or not self.is_over or self.best_s == math.inf:
+            return False
+        best = self.winner("").proposal
+        return self._improving.is_misled(best, self._runs, self.best_s)
 
     def _improve_split(self) -> None:
         failures = 0

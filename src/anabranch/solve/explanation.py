@@ -111,6 +111,16 @@ class Explanation:
             "imbalance, messages and update."
         )
 
+    @property
+    def limit(self) -> str:
+        """The largest part of the step, and what would help most; empty if nothing stands out."""
+        name, seconds, _ = max(self.parts(), key=lambda part: part[1], default=("", 0.0, ""))
+        if not name or not self.step_s:
+            return ""
+        helps = [what_if for what_if in self.what_ifs[:1] if self.saves(what_if) >= 0.001]
+        more = (f"; {what_if.what} would save {self.saves(what_if):.1%}" for what_if in helps)
+        return f"{name}, {seconds / self.step_s:.0%}{''.join(more)}"
+
     def parts(self) -> list[tuple[str, float, str]]:
         """Name, seconds and remark of the parts of the step that are worth a line; the rest is one
         of them, so that they add up to it.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
@@ -182,6 +182,41 @@ class _StepSearch:
             may_share: whether replicas may share the optimizer's state, where prices have that not.
         """
         phases, notes = Phases(), [*self.notes]
+        contest, search, count = self._decide(cost, phases, may_share)
+        best, planner = contest.winner(self.name), self.planner
+        if self.start is None and contest.is_misled and getattr(planner, "shape", "") == "graph":
+            chained = replace(self, planner=replace(cast(Any, planner), shape="chain"))
+            other, found, more = chained._decide(cost, phases, may_share)
+            if other.best_s < contest.best_s:
+                contest, search, count, best = other, found, more, other.winner(self.name)
+        cost = contest.cost
+        if isinstance(search, Improving) and (origin := search.origin(best.proposal)):
+            notes.append(origin)
+        notes += phases.notes(count)
+
+        def made() -> Plan:
+            with phases.timed("simulate_s"):
+                require(best.graph, cost)
+                timeline = checked_run(best.graph, best.schedule, cost, messages=False)
+                figures = figures_of(timeline, best.graph, cost)
+            return phases.plan(
+                cost,
+                self.model,
+                stage_graph=best.graph,
+                schedule=best.schedule,
+                planner=self.name,
+                predicted=figures,
+                notes=tuple(notes),
+                shard_optimizer=cost.shard_optimizer,
+                sparse_embeddings=cost.sparse_embeddings,
+            )
+
+        return to_its_end(made)
+
+    def _decide(
+        self, cost: CostModel, phases: Phases, may_share: bool
+    ) -> tuple[Contest, Iterable[StageGraph], int]:
+        """The contest at its end, the search, and the number of its proposals."""
         with phases.timed("search_s"):
             search = self._propose(cost)
             improving = search if isinstance(search, Improving) else None
@@ -202,29 +237,7 @@ class _StepSearch:
         while may_go_on and phases.stop is None and contest.best_s > enough_s:
             if not phases.run("improve_s", contest.search_on) or contest.is_over:
                 break
-        best, cost = contest.winner(self.name), contest.cost
-        if improving is not None and (origin := improving.origin(best.proposal)):
-            notes.append(origin)
-        notes += phases.notes(len(proposals))
-
-        def made() -> Plan:
-            with phases.timed("simulate_s"):
-                require(best.graph, cost)
-                timeline = checked_run(best.graph, best.schedule, cost, messages=False)
-                figures = figures_of(timeline, best.graph, cost)
-            return phases.plan(
-                cost,
-                self.model,
-                stage_graph=best.graph,
-                schedule=best.schedule,
-                planner=self.name,
-                predicted=figures,
-                notes=tuple(notes),
-                shard_optimizer=cost.shard_optimizer,
-                sparse_embeddings=cost.sparse_embeddings,
-            )
-
-        return to_its_end(made)
+        return contest, search, len(proposals)
 
     def _propose(self, cost: CostModel) -> Iterable[StageGraph]:
         planner: Any = self.planner  # of planners, only auto takes a start

@@ -55,7 +55,7 @@ def split_backwards(
             whole.consider([proposal])
             if own.best_s <= (1 - SETTINGS.split_gain) * whole.best_s:
                 best_s, best = own.best_s, replace(own.best, proposal=proposal)
-    return best and (best_s, best)
+    return None if best is None else (best_s, best)
 
 
 def _fits(best: ScheduledProposal, cost: CostModel) -> bool:

@@ -13,23 +13,29 @@ scheduler are built by the rules of ``Trainer``.
     eval_strategy, eval_steps                     evaluate_every
     bf16, fp16                                    ComputeOptions(precision=...)
 
-One thing differs: an update of several batches goes on across the end of an epoch, where
+A collator that pads to the longest sequence of a batch gets length buckets by itself
+(``data.length_buckets``). What would change training and is not taken over is refused before
+anything is planned. An update of several batches goes on across the end of an epoch, where
 ``Trainer`` makes a smaller one.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-import warnings
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_model
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from anabranch.checkpoint import load_state_dict
+from anabranch.data.length_buckets import LengthBuckets
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import Plan
@@ -38,17 +44,29 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.training import SaveEvery
 from anabranch.workload import NamedParameters, Workload
 
-_NOT_DONE: Mapping[str, Any] = {
-    "deepspeed": None,
-    "fsdp": "",
-    "group_by_length": False,
-    "label_smoothing_factor": 0.0,
-    "load_best_model_at_end": False,
-    "neftune_noise_alpha": None,
-    "optim_target_modules": None,
-    "torch_compile": False,
+_NOT_DONE: Mapping[str, str] = {
+    **dict.fromkeys(("deepspeed", "fsdp", "neftune_noise_alpha", "optim_target_modules"), "None"),
+    **dict.fromkeys(("group_by_length", "load_best_model_at_end", "torch_compile"), "False"),
+    **{"label_smoothing_factor": "0.0", "train_sampling_strategy": "random"},
+    **{"use_liger_kernel": "False"},
 }
-"""Arguments that are not taken over -> what they are when nobody asks for them."""
+"""Arguments that are not taken over -> what they are when nobody asks for them, as text."""
+
+_INSTEAD = {
+    "callbacks": "callbacks are functions of training.events, not TrainerCallback objects",
+    "compute_loss_func": "let the module return that loss",
+    "model_init": "make the model first",
+    "optimizer_cls_and_kwargs": "give optimizer=, a function of named parameters",
+    "optimizers": "give optimizer=, a function of named parameters that every rank calls",
+    "tokenizer": "give processing_class",
+}
+"""Arguments of ``Trainer`` that are refused -> what to do."""
+
+_FILL = {
+    **dict.fromkeys(("attention_mask", "decoder_attention_mask", "position_ids"), 0),
+    **{"labels": -100, "special_tokens_mask": 1},
+}
+"""Padding of tensors of Hugging Face, besides tokens and their types."""
 
 _NO_DECAY = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Patterns of parameters that ``Trainer`` gives no weight decay, besides those of ``LayerNorm``."""
@@ -63,6 +81,9 @@ def workload_of(
     data_collator: Callable[[list[Any]], Any] | None = None,
     eval_dataset: Any = None,
     name: str = "",
+    processing_class: Any = None,
+    fill: Mapping[str, float] | None = None,
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] | None = None,
 ) -> Workload:
     """Return what ``Trainer(model, args, data_collator, train_dataset, eval_dataset)`` would train.
 
@@ -71,18 +92,35 @@ def workload_of(
         args: ``TrainingArguments``, or an object with those of its attributes that matter.
         train_dataset: samples; an item is what the collator takes.
         devices: of the plan. A batch is as large as that of ``Trainer`` on so many.
-        data_collator: a list of samples -> a batch of tensors; by default ``default_collate``. All
-            batches need one size beside their samples: let it pad to ``max_length``.
+        data_collator: a list of samples -> a batch of tensors; by default that of the
+            ``processing_class`` (a tokenizer), or ``default_collate``. It may pad to the longest of
+            a batch: then the workload has length buckets.
+        fill: name of a tensor with sequences in dimension 1 -> its padding, where
+            that is not known.
+        optimizer: a recipe as ``Workload`` has, in place of the one that ``args`` describe.
 
     Raises:
-        ValueError: if the data set is smaller than one batch, or ``args`` name an optimizer that is
-            not AdamW.
+        ValueError: if the data set is smaller than one batch, or ``args`` ask for what is not taken
+            over, such as an optimizer that is not AdamW.
     """
-    _warn_of_others(args)
-    collate = partial(_as_dict, data_collator) if data_collator else default_collate
+    _require_supported(args, optimizer is not None)
+    collate = _collator(model, args, data_collator, processing_class)
     size = batch_size(args, devices)
     data_seed = _get(args, "data_seed")
     seed = _get(args, "seed", 42) if data_seed is None else data_seed
+    if len(train_dataset) < size:
+        raise ValueError(
+            f"the data set has {len(train_dataset)} samples, and a batch {size} "
+            f"(per_device_train_batch_size times {devices} devices); take a smaller one"
+        )
+    data_sets = [data for data in (train_dataset, eval_dataset) if data is not None]
+    with torch.random.fork_rng(devices=[]):
+        example = collate([train_dataset[i] for i in range(min(size, 4))])
+        padding = _padding(model, processing_class) | dict(fill or {})
+        buckets = LengthBuckets.of(data_sets, collate, size, padding)
+    examples = [example]
+    if buckets is not None:
+        examples, collate = buckets.examples(example), partial(_in_bucket, buckets, collate)
     loader = DataLoader(
         train_dataset,
         batch_size=size,
@@ -92,11 +130,6 @@ def workload_of(
         collate_fn=collate,
         generator=torch.Generator().manual_seed(seed),
     )
-    if len(train_dataset) < size:
-        raise ValueError(
-            f"the data set has {len(train_dataset)} samples, and a batch {size} "
-            f"(per_device_train_batch_size times {devices} devices); take a smaller one"
-        )
     evaluation = None
     if eval_dataset is not None:
         held_out = int(_get(args, "per_device_eval_batch_size", 8)) * devices
@@ -105,10 +138,11 @@ def workload_of(
     norm = float(_get(args, "max_grad_norm", 1.0) or 0.0)
     return Workload(
         model,
-        example=collate([train_dataset[i] for i in range(min(size, 4))]),
+        example=examples[0],
+        buckets=examples[1:],
         data=loader,
         eval_data=evaluation,
-        optimizer=partial(_optimizer, args, _decayed(model)),
+        optimizer=optimizer or partial(_optimizer, args, _decayed(model)),
         scheduler=partial(_scheduler, args, updates),
         clip_norm=norm or None,
         name=name or type(model).__name__,
@@ -159,6 +193,7 @@ class Trainer:
     """Trains as Hugging Face's ``Trainer`` does, as a pipeline on local ranks.
 
     Args: see ``workload_of``; further ones are those of ``training.train``, such as ``callbacks``.
+        ``compute_metrics`` is called by ``evaluate``; during training there is the held-out loss.
     """
 
     def __init__(
@@ -170,9 +205,19 @@ class Trainer:
         eval_dataset: Any = None,
         *,
         devices: int,
+        processing_class: Any = None,
+        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        fill: Mapping[str, float] | None = None,
+        optimizer: Callable[[NamedParameters], torch.optim.Optimizer] | None = None,
         **options: Any,
     ) -> None:
+        _require_known(options)
         self.args, self.devices, self._options = args, devices, options
+        self.model, self.eval_dataset = model, eval_dataset
+        self.processing_class, self.compute_metrics = processing_class, compute_metrics
+        self._preprocess = preprocess_logits_for_metrics
+        self._collate = _collator(model, args, data_collator, processing_class)
         self.workload = workload_of(
             model,
             args,
@@ -180,6 +225,9 @@ class Trainer:
             devices=devices,
             data_collator=data_collator,
             eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            fill=fill,
+            optimizer=optimizer,
         )
 
     def plan(self, **options: Any) -> Plan:
@@ -201,30 +249,131 @@ class Trainer:
         """Train on local ranks by a plan, by default one that is made here.
 
         Returns:
-            The ``Run``. Its weights are in the checkpoints of ``output_dir``, which
-            ``anabranch.export`` turns into what ``from_pretrained`` reads.
+            The ``Run``. The model has its weights, which ``save_model`` writes; so have the
+            checkpoints of ``output_dir``.
         """
         from anabranch import launch
         from anabranch.runtime.plan_parts import prepare
         from anabranch.training import train
 
         chosen = plan or self.plan()
-        options = training_options(self.args, self.workload) | self._options
+        options: dict[str, Any] = training_options(self.args, self.workload) | self._options
         # Once here rather than in every rank: forked ranks have it.
         captured = self._captured(cast("Granularity", chosen.granularity))
         prepare(captured, chosen.stage_graph, self.workload)
-        options = {"captured": captured} | options
         ranks = len(chosen.stage_graph.devices)
-        return launch.run(lambda: train(self.workload, chosen, **options), ranks)[0]
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"captured": captured, "save": Path(folder) / "last", **options}
+            run = launch.run(lambda: train(self.workload, chosen, **options), ranks)[0]
+            self.model.load_state_dict(load_state_dict(options["save"]), strict=False)
+        return run
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+        """Compute the held-out loss and ``compute_metrics`` of the model as it is, in this process.
+
+        Raises:
+            ValueError: if there is no held-out data.
+        """
+        from transformers import EvalPrediction
+        from transformers.trainer_pt_utils import nested_concat, nested_numpify
+
+        concat, numpify = cast("Any", nested_concat), cast("Any", nested_numpify)
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if data is None:
+            raise ValueError("there is nothing to evaluate: give an eval_dataset")
+        size = int(_get(self.args, "per_device_eval_batch_size", 8)) * self.devices
+        total, predictions, labels, mode = 0.0, None, None, self.model.training
+        self.model.eval()
+        for batch in DataLoader(data, batch_size=size, collate_fn=self._collate):
+            with torch.no_grad():
+                loss, logits = _outputs(self.model(**batch))
+            total += float(loss) * len(next(iter(batch.values())))
+            if self.compute_metrics is not None:
+                label = batch.get("labels")
+                logits = self._preprocess(logits, label) if self._preprocess else logits
+                predictions = logits if predictions is None else concat(predictions, logits)
+                labels = label if labels is None else concat(labels, label)
+        self.model.train(mode)
+        metrics = {"loss": total / len(data)}
+        if self.compute_metrics is not None:
+            metrics |= self.compute_metrics(EvalPrediction(numpify(predictions), numpify(labels)))
+        start = f"{metric_key_prefix}_"
+        return {k if k.startswith(start) else start + k: value for k, value in metrics.items()}
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the model as ``from_pretrained`` reads it, and what makes its inputs."""
+        folder, model = Path(output_dir or self.args.output_dir), cast("Any", self.model)
+        folder.mkdir(parents=True, exist_ok=True)
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder)
+        else:
+            save_model(model, str(folder / "model.safetensors"))
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
 
     @remembered
     def _captured(self, granularity: Granularity) -> Captured:
         return capture(self.workload.module, self.workload.example, granularity=granularity)
 
 
-def _as_dict(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:
+def _as_dict(
+    collate: Callable[[list[Any]], Any], taken: set[str] | None, samples: list[Any]
+) -> dict[str, Any]:
     """A batch as a plain mapping; collators of Hugging Face make a class of their own."""
+    if taken is not None and isinstance(samples[0], Mapping):
+        samples = [{key: v for key, v in sample.items() if key in taken} for sample in samples]
     return dict(collate(samples))
+
+
+def _in_bucket(buckets: LengthBuckets, collate: Any, samples: list[Any]) -> dict[str, Any]:
+    return buckets(collate(samples))
+
+
+def _collator(model: nn.Module, args: Any, collator: Any, processing_class: Any) -> Any:
+    """A list of samples -> a mapping of tensors; columns that the model does not take are left
+    out before, as ``Trainer`` does.
+    """
+    if collator is None and hasattr(processing_class, "pad"):
+        from transformers import DataCollatorWithPadding
+
+        collator = DataCollatorWithPadding(processing_class)
+    taken = None
+    if _get(args, "remove_unused_columns", True):
+        taken = {*inspect.signature(model.forward).parameters, "label", "label_ids", "labels"}
+    return partial(_as_dict, collator or default_collate, taken)
+
+
+def _padding(model: nn.Module, processing_class: Any) -> dict[str, float]:
+    """Padding of tensors by their names."""
+    config = getattr(model, "config", None)
+    pad = getattr(processing_class, "pad_token_id", None)
+    pad = getattr(config, "pad_token_id", None) if pad is None else pad
+    types = getattr(processing_class, "pad_token_type_id", 0)
+    tokens = dict.fromkeys(("input_ids", "decoder_input_ids"), pad or 0)
+    return {**_FILL, **tokens, "token_type_ids": types}
+
+
+def _outputs(made: Any) -> tuple[Any, Any]:
+    """The loss of a model's result, and its logits: one tensor, or several."""
+    items = made.items() if hasattr(made, "items") else enumerate(made)
+    (_, loss), *others = [item for item in items if isinstance(item[1], torch.Tensor | tuple)]
+    logits = tuple(value for _, value in others if isinstance(value, torch.Tensor))
+    return loss, logits[0] if len(logits) == 1 else logits
+
+
+def _require_known(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for what neither ``Trainer`` here nor ``training.train`` takes."""
+    from anabranch.runtime.pipeline import Pipeline
+    from anabranch.training import train
+
+    known = {*inspect.signature(train).parameters, *inspect.signature(Pipeline).parameters}
+    asked = [name for name in options if name not in known - {"options", "workload", "plan"}]
+    asked += [
+        "callbacks" for call in options.get("callbacks", ()) if hasattr(call, "on_train_begin")
+    ][:1]
+    if asked:
+        ways = "; ".join(f"{n}: {_INSTEAD.get(n, 'there is no such argument')}" for n in asked)
+        raise TypeError(f"arguments that the pipeline's Trainer does not take: {ways}")
 
 
 def _get(args: Any, name: str, default: Any = None) -> Any:
@@ -258,12 +407,6 @@ def _optimizer(
     args: Any, decayed: frozenset[str], parameters: NamedParameters
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay for all but biases and norms."""
-    kind = _strategy(args, "optim", "adamw_torch")
-    if not kind.startswith("adamw_torch"):
-        raise ValueError(
-            f"the optimizer {kind} is not taken over; leave optim at adamw_torch, or give a "
-            "Workload an optimizer of your own: dataclasses.replace(workload, optimizer=...)"
-        )
     groups = [
         {
             "params": [(n, p) for n, p in parameters if (n in decayed) is decays],
@@ -297,16 +440,21 @@ def _scheduler(
     return made
 
 
-def _warn_of_others(args: Any) -> None:
-    """Name what is asked for and not taken over."""
-    named = [
-        name
-        for name, plain in _NOT_DONE.items()
-        if _get(args, name, plain) not in (plain, None, [], "", False)
-    ]
+def _require_supported(args: Any, has_optimizer: bool) -> None:
+    """Raise ValueError for what is asked for and not taken over."""
+    off = ("None", "[]", "", "False")
+    asked = {name: _strategy(args, name, plain) for name, plain in _NOT_DONE.items()}
+    named = sorted(n for n, value in asked.items() if value not in (_NOT_DONE[n], *off))
     if named:
-        warnings.warn(
-            f"{', '.join(named)}: arguments of Trainer that are not taken over; training goes on "
-            "without them",
-            stacklevel=3,
+        raise ValueError(
+            f"{', '.join(named)}: arguments of Trainer that are not taken over and would change "
+            "training; leave them as they are by default"
         )
+    kind = _strategy(args, "optim", "adamw_torch")
+    if not kind.startswith("adamw_torch") and not has_optimizer:
+        raise ValueError(
+            f"the optimizer {kind} is not taken over; leave optim at adamw_torch, or give an "
+            "optimizer of your own: optimizer=functools.partial(torch.optim.SGD, lr=0.1)"
+        )
+    if _strategy(args, "lr_scheduler_type", "linear") == "reduce_lr_on_plateau":
+        raise ValueError("reduce_lr_on_plateau needs a metric in every step: take another schedule")

@@ -31,6 +31,11 @@ def require_signal(expected: Reference) -> None:
         )
 
 
+def merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the gradients that ranks hold in one mapping, and dense."""
+    return {name: dense(gradient) for part in parts for name, gradient in part.items()}
+
+
 def sliced_like(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:
     """Return gradients in the slices of the pipeline's, and dense."""
     cut = in_slices(result.gradients, names, view_named)

@@ -13,6 +13,7 @@ from anabranch.errors import FileFormatError
 from anabranch.graph.opgraph import BATCH, Op, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
 from benchmarks.planners.published import read_profile
+from tests.files.documents import edited
 from tests.shared_profiles import SHARED, needs_shared
 
 
@@ -101,7 +102,7 @@ OPERATORS: dict[str, Any] = {
 def read(folder: Path, document: object, samples: int | None = None) -> Profile:
     """The document as a file, read."""
     path = folder / "model.json"
-    path.write_text(json.dumps(document))
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
     return read_profile(path, samples)
 
 
@@ -205,19 +206,6 @@ def test_a_weight_that_two_operators_read_is_tied(tmp_path: Path) -> None:
     assert found.graph.parameters == (Parameter("w", 100),)
 
 
-def edited(path: tuple[int | str, ...], value: object) -> dict[str, Any]:
-    """The operators with one entry replaced, added or left out (``...``)."""
-    result = copy.deepcopy(OPERATORS)
-    place: Any = result
-    for part in path[:-1]:
-        place = place[part]
-    if value is ...:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    return result
-
-
 BROKEN: list[tuple[tuple[int | str, ...], object, str]] = [
     (("colour",), 1, "unknown key colour; misspelt"),
     (("maxFPGAs",), "6", 'maxFPGAs is "6"'),
@@ -248,7 +236,7 @@ def test_broken_entry(
 ) -> None:
     """One wrong entry in a good file: the message names file, key path and value."""
     with pytest.raises(FileFormatError) as caught:
-        read(tmp_path, edited(path, value))
+        read(tmp_path, edited(OPERATORS, path, value))
     assert str(caught.value).startswith(str(tmp_path / "model.json"))
     assert message in str(caught.value)
 
@@ -264,7 +252,7 @@ def test_broken_entry(
 )
 def test_a_node_that_nothing_connects(tmp_path: Path, extra: Any, message: str) -> None:
     """Of each kind."""
-    document = edited(("nodes",), [*OPERATORS["nodes"], extra])
+    document = OPERATORS | {"nodes": [*OPERATORS["nodes"], extra]}
     with pytest.raises(FileFormatError) as caught:
         read(tmp_path, document)
     assert message in str(caught.value)
@@ -272,7 +260,8 @@ def test_a_node_that_nothing_connects(tmp_path: Path, extra: Any, message: str) 
 
 def test_a_forward_node_after_a_backward_one(tmp_path: Path) -> None:
     """No device could run all of the forward first."""
-    document = edited(("nodes",), [*OPERATORS["nodes"], node(99, "Relu9", 1, 1, None)])
+    document = copy.deepcopy(OPERATORS)
+    document["nodes"].append(node(99, "Relu9", 1, 1, None))
     document["edges"].append(edge(10, 99, 1))
     with pytest.raises(FileFormatError, match=r"edges\[14\] leads from backward node 10 to forw"):
         read(tmp_path, document)

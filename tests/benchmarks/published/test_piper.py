@@ -13,6 +13,7 @@ from anabranch.errors import FileFormatError
 from anabranch.graph.opgraph import BATCH, Op, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
 from benchmarks.planners.published import read_profile
+from tests.files.documents import edited
 from tests.shared_profiles import SHARED, needs_shared
 
 
@@ -94,7 +95,7 @@ GNMT: dict[str, Any] = {
 def read(folder: Path, document: object, samples: int | None = None) -> Profile:
     """The document as a file, read."""
     path = folder / "model.json"
-    path.write_text(json.dumps(document))
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
     return read_profile(path, samples)
 
 
@@ -168,19 +169,6 @@ def test_edges_of_different_size_are_different_values(tmp_path: Path) -> None:
     assert made == [(-1, (0,), 8), (-1, (1,), 16), (-1, (2,), 17), (0, (1, 2), 64), (1, (2,), 5)]
 
 
-def edited(path: tuple[int | str, ...], value: object) -> dict[str, Any]:
-    """The BERT document with one entry replaced, added or left out (``...``)."""
-    result = copy.deepcopy(BERT)
-    place: Any = result
-    for part in path[:-1]:
-        place = place[part]
-    if value is ...:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    return result
-
-
 WHOLE = ("nodes", 1, "TMPCs", "1", 0)
 BROKEN: list[tuple[tuple[int | str, ...], object, str]] = [
     (("colour",), 1, "unknown key colour; misspelt, or written by another version of Piper"),
@@ -216,7 +204,7 @@ def test_broken_entry(
 ) -> None:
     """One wrong entry in a good file: the message names file, key path and value."""
     with pytest.raises(FileFormatError) as caught:
-        read(tmp_path, edited(path, value))
+        read(tmp_path, edited(BERT, path, value))
     assert str(caught.value).startswith(str(tmp_path / "model.json"))
     assert message in str(caught.value)
 

@@ -35,3 +35,5 @@ def test_the_model_of_a_checkpoint_is_one_file(run, document, tmp_path: Path):
     assert "8 tensors whose names do not begin with head. are left out" in err
     code, _, err = run("export", "run", "-o", "head")
     assert (code, "head exists" in err) == (1, True)
+    made = document("export", "run", "-o", "trained.safetensors", "--trained")
+    assert made["tensors"] == len(expected)

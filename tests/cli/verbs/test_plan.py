@@ -35,9 +35,9 @@ def test_a_builtin_is_captured_once(document, monkeypatch):
     """As written and for its rewrite. The second command loads no torch, and finds the same plan;
     --no-cache captures again.
     """
-    arguments = ("plan", "candle-uno", "--preset", "small", "--cluster", "summit:1x2",
-                 "--batch-size", "4", "--no-baselines", "--planner", "even",
-                 "--json")  # fmt: skip
+    arguments = ("plan", "candle-uno", "--preset", "small", "-olayers=1", "-obranches=2",
+                 "--cluster", "summit:1x2", "--batch-size", "4", "--no-baselines", "--planner",
+                 "even", "--json")  # fmt: skip
     captured, capture = [], graph_capture.capture
 
     def counted(module, *arguments, **options):

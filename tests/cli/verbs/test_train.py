@@ -164,13 +164,6 @@ def test_keys_of_a_run_file_that_do_not_go_together(run, run_file, mode, keys, m
     assert message in err
 
 
-def test_half_precision_that_needs_a_scale_is_refused(run):
-    """By the pipeline, with the alternative."""
-    code, _, err = run(*PIPELINE, "--mode", "async", "--precision", "fp16")
-    assert code == 1
-    assert "bf16" in err
-
-
 @pytest.fixture
 def _nothing_is_captured(monkeypatch):
     """What is refused beforehand is refused before this."""
@@ -332,6 +325,16 @@ def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan_on):
             code, _, err = run(verb, TOWERS, "--plan", plan_on(0, 1), *option)
             assert code == 2
             assert f"decides what {option[0]} would" in " ".join(err.replace("│", "").split())
+
+
+def test_what_a_run_file_says_beside_a_plan_is_named_with_the_file(run, plan_on, tmp_path):
+    """The user sees no --devices on the command line."""
+    (tmp_path / "run.toml").write_text(f'model = "{TOWERS}"\ndevices = 2\n')
+    file = str(tmp_path / "run.toml")
+    code, _, err = run("train", file, "--trust", "--plan", plan_on(0, 1))
+    assert code == 2
+    said = "".join(err.replace("│", "").split())
+    assert f"decideswhatdevicesin{file}would;leaveoutone" in said
 
 
 def test_an_earlier_run_is_never_written_over(run, tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ def test_verify_compares_a_rewritten_model_with_the_one_as_written(document):
     [
         (["--rewrite", "auto"], "name rewrites, such as join-split"),
         (["--rewrite", "join-split", "--plan", "plan.json"], "plan.json decides what --rewrite"),
+        (["--rewrite", "none", "--plan", "plan.json"], "plan.json decides what --rewrite"),
     ],
 )
 def test_rewrites_that_verify_cannot_have_are_refused(arguments, reason, run):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from anabranch.compiled import forked
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of
 from anabranch.planner.auto.search import Search
 from anabranch.planner.auto.settings import SETTINGS
+from anabranch.planner.base import WHOLE, Runs
 from anabranch.plans.stages import StageGraph
 from tests.planner.auto.test_annealing import slowest
 from tests.planner.auto.test_moves import CHAIN, draft, space
@@ -23,6 +24,7 @@ def stages(home: str, owner: str) -> StageGraph:
     return stage_graph_of(draft(home, owner, microbatch=8), WHERE.cost, WHERE.batch_size)
 
 
+SHARED = Runs(shared=True)
 UNEVEN = stages("000111", "000001")
 
 
@@ -32,8 +34,9 @@ def priced(found: Draft, limit: float) -> float:
     return math.inf if short else slowest(found, limit)
 
 
-def search(evaluations: int, evaluate=priced) -> Search:
-    return Search(WHERE, evaluate, [("hand", UNEVEN), ("hand", UNEVEN)], evaluations)
+def search(evaluations: int, evaluate=priced, rounds: Sequence[int] = ()) -> Search:
+    starts = [("hand", UNEVEN), ("hand", UNEVEN)]
+    return Search(WHERE, evaluate, starts, evaluations, rounds=rounds)
 
 
 def test_starts_come_first_and_the_best_is_found():
@@ -72,9 +75,9 @@ def test_what_may_gain_by_sharing_the_state():
 
     found = search(0, shared)
     whole, even = stages("000000", "000000"), stages("000111", "000111")
-    assert found.sharing([UNEVEN, even, whole], 0.51) == [whole, even]
-    assert found.sharing([UNEVEN, even, whole], 0.47) == []
-    found.near(UNEVEN, shared=True)
+    assert found.promising([UNEVEN, even, whole], SHARED, 0.51) == [whole, even]
+    assert found.promising([UNEVEN, even, whole], SHARED, 0.47) == []
+    found.near(UNEVEN, SHARED)
     assert all(asked)
 
 
@@ -97,3 +100,37 @@ def test_an_interrupt_leaves_the_best_so_far(monkeypatch):
         found.extend(proposals())
     assert found[0] == UNEVEN
     assert len(found) > 3
+
+
+def test_more_evaluations_only_add_rounds():
+    """Each round begins with the best plan, and proposes the same whatever rounds come after it."""
+    few, many = search(100, rounds=[200]), search(100, rounds=[200, 200])
+    assert list(few) == list(many)
+    first = many.again(UNEVEN, WHOLE, WHOLE)
+    assert few.again(UNEVEN, WHOLE, WHOLE) == first
+    assert len(first[0][0]) == 1
+    assert any("more" in many.origin(graph) for graph, _ in first)
+    assert few.again(UNEVEN, WHOLE, WHOLE) == []
+    assert many.again(UNEVEN, WHOLE, WHOLE) != []
+
+
+def test_a_round_chooses_how_plans_run():
+    """Where shared state takes half the time, and split backwards a tenth less; where neither may
+    be chosen, none is.
+    """
+
+    def quicker(found: Draft, limit: float) -> float:
+        seconds = priced(found, math.inf) / (1 + found.sharded) * (1 - 0.1 * found.split)
+        return seconds if seconds < limit else math.inf
+
+    graph, runs = search(0, quicker, [200]).again(UNEVEN, WHOLE, Runs(True, True))[0]
+    assert len(graph) == 1
+    assert runs == Runs(True, True)
+    assert search(0, quicker, [200]).again(UNEVEN, WHOLE, WHOLE)[0][1] == WHOLE
+
+
+def test_a_search_knows_when_it_is_misled():
+    """A plan that takes a fifth longer than it thinks; a twentieth is usual."""
+    found, seconds = search(0), slowest(draft("000111", "000001"), math.inf)
+    assert found.is_misled(UNEVEN, WHOLE, 1.2 * seconds)
+    assert not found.is_misled(UNEVEN, WHOLE, 1.05 * seconds)

@@ -64,7 +64,8 @@ def test_a_meeting_waits_for_all(kind: str) -> None:
         began = time.monotonic()
         for number, ranks in enumerate([(0, 1), (0, 1, 2)]):
             if rank in ranks:
-                handshake.meet(ranks, number)
+                with handshake.meeting(ranks, number):
+                    pass
         took = time.monotonic() - began
         dist.barrier()
         return took
@@ -81,7 +82,7 @@ def test_a_rank_that_ended_is_noticed() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             while True:
-                mine.heard(20.0)
+                mine.heard(20.0, [1])
         except PeerLostError as error:
             raise ValueError(f"heard of it: {error}") from None
 

@@ -78,7 +78,7 @@ def compare(
         ),
     ] = None,
     shape: Shape = None,
-    rewrite: NamedRewrites = "none",
+    rewrite: NamedRewrites = None,
     policy: Annotated[
         PolicyNames | None,
         typer.Option(help="With --mode async: only this policy; repeatable [default: all]."),
@@ -128,7 +128,8 @@ def compare(
         raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
     cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
     source = model.source
-    source = replace(source, rewrites=required_rewrites(rewrite, source, planning.mode))
+    named = required_rewrites(rewrite or "none", source, planning.mode)
+    source = replace(source, rewrites=named)
     costs, optimizer = source.profile_and_optimizer(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )

@@ -22,7 +22,7 @@ def doctor(
     ] = "summit:1x4",
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")] = 32,
     device: Annotated[
-        str, typer.Option(help="v100, a100 or h100: whose data sheet has the seconds.")
+        str, typer.Option(help="v100, a100, h100 or h200: whose data sheet has the seconds.")
     ] = "v100",
     as_json: AsJson = False,
 ) -> None:

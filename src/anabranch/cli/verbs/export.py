@@ -34,6 +34,26 @@ def export(
             "[default: that of a Hugging Face model that is all of the module]."
         ),
     ] = None,
+    trained: Annotated[
+        bool,
+        typer.Option(
+            "--trained", help="Export what was trained alone, such as adapters; no config.json."
+        ),
+    ] = False,
+    dcp: Annotated[
+        bool,
+        typer.Option(
+            "--dcp",
+            help="All of CKPT, with the optimizer, as a checkpoint of torch.distributed.checkpoint;"
+            " where CKPT is one of those, as a checkpoint that train --resume takes.",
+        ),
+    ] = False,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLASS", help="With --dcp: class of the optimizer that PyTorch saved: AdamW."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the model of CKPT as plain safetensors, under the names of its state_dict.
@@ -41,11 +61,32 @@ def export(
     Tied weights are written once, buffers that are not persistent are left out: as Hugging Face's
     save_pretrained does. A folder is what from_pretrained takes.
 
-    Example: `anabranch export run -o bert`, then `BertForMaskedLM.from_pretrained("bert")`
+    Examples:
+
+    - `anabranch export run -o bert`, then `BertForMaskedLM.from_pretrained("bert")`
+    - `anabranch export run -o torch-run --dcp`
+    - `anabranch export torch-run -o run --dcp --optimizer AdamW`
     """
     from anabranch.checkpoint.export import export as write
 
-    made = write(checkpoint, output, prefix=prefix)
+    if optimizer is not None and not dcp:
+        raise typer.BadParameter("--optimizer is for --dcp")
+    if dcp:
+        if prefix is not None or trained:
+            raise typer.BadParameter("--prefix, --trained: --dcp takes all of a checkpoint")
+        from anabranch.checkpoint import distributed
+
+        if distributed.is_distributed(checkpoint):
+            converted = distributed.from_distributed(checkpoint, output, optimizer=optimizer)
+        else:
+            converted = distributed.to_distributed(checkpoint, output)
+        if as_json:
+            print_json(asdict(converted))
+        else:
+            tensors = f"{converted.tensors} tensors, {converted.optimizer_tensors} of the optimizer"
+            typer.echo(f"written to {converted.path}: {tensors}")
+        return
+    made = write(checkpoint, output, prefix=prefix, trained=trained)
     if made.left_out:
         note(f"{made.left_out} tensors whose names do not begin with {made.prefix} are left out")
     if as_json:

@@ -186,6 +186,18 @@ def plan(
     if best.mode == "sync":
         with suppress(KeyboardInterrupt):  # the plan is what counts
             why = explain(best, costs, cluster)
+    if best.predicted is not None and model.file is not None:
+        seconds = {
+            n: p.figures.step_s for n, p in others.items() if not isinstance(p, AnabranchError)
+        }
+        chains = [s for n, s in seconds.items() if n not in ("from", "data-parallel")]
+        figures = replace(
+            best.predicted,
+            data_parallel_s=seconds.get("data-parallel"),
+            chain_s=min(chains, default=None),
+            limit=why.limit if why is not None else "",
+        )
+        save_plan(replace(best, predicted=figures), model.file)
     if as_json:
         document = plan_to_dict(best) | source.facts
         document["rewrites"] = list(best.rewrites)

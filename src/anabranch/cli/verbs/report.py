@@ -19,13 +19,23 @@ def report(
             "-o", "--output", help="The page [default: RUN/report.html].", callback=file_to_write
         ),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="The folder of another run of the same model, to lay over this one."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page about a run."""
     from anabranch.record import load_run, write_report
 
-    path = output or run / "report.html"
-    write_report(load_run(run), path)
+    path, shown = output or run / "report.html", load_run(run)
+    other = load_run(against) if against is not None else None
+    if other is not None and other.plan.model != shown.plan.model:
+        raise typer.BadParameter(
+            f"{against} is a run of {other.plan.model}, and {run} one of {shown.plan.model}"
+        )
+    name = against.resolve().name if against is not None else ""
+    write_report(shown, path, against=(name, other) if other is not None else None)
     if as_json:
         print_json({"path": path})
     else:

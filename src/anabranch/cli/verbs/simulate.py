@@ -95,17 +95,28 @@ def simulate(
         shown = replace(solve.synchronous(plan), profile=costs.origin)
         shown, timeline = solve.foreseen(shown, costs, cluster, schedule=schedule)
         simulated, graph, title = None, shown.stage_graph, "predicted"
-        if why:
-            explanation = solve.explain(shown, costs, cluster)
+        if why or report is not None:
+            explained = solve.explain(shown, costs, cluster)
+            explanation = explained if why else None
+            known = plan.predicted if (schedule, other.cluster) == (None, None) else None
+            figures = replace(
+                shown.figures,
+                limit=explained.limit,
+                data_parallel_s=known.data_parallel_s if known is not None else None,
+                chain_s=known.chain_s if known is not None else None,
+            )
+            shown = replace(shown, predicted=figures)
     if trace is not None:
         from anabranch.report.chrome import trace as to_trace
 
         trace.write_text(json.dumps(to_trace(timeline, graph)))
     if report is not None:
-        from anabranch.report.figure import spent
+        from anabranch.report.figure import ReportTable, spent
         from anabranch.report.html import page
 
         tables = [spent(explanation.parts())] if explanation is not None else []
+        if simulated is not None:
+            tables = [ReportTable(*staleness_table(shown.policy, simulated.staleness))]
         text = page(shown, [(title, timeline)], graphs=[graph], tables=tables)
         report.write_text(text, encoding="utf-8")
     files = {"trace": trace, "report": report}

@@ -31,7 +31,7 @@ def verify(
             "device. stage: as training draws them, which one process cannot."
         ),
     ] = "off",
-    rewrite: NamedRewrites = "none",
+    rewrite: NamedRewrites = None,
     as_json: AsJson = False,
 ) -> None:
     """Train one step as a pipeline and in one process; compare loss and every gradient.
@@ -50,11 +50,12 @@ def verify(
     from anabranch.verification import verify as compare
 
     source = model.source
-    if named := required_rewrites(rewrite, source):
-        if local.plan_file is not None:
-            raise typer.BadParameter(
-                f"{local.plan_file} decides what --rewrite would; leave out one of them"
-            )
+    named = required_rewrites(rewrite or "none", source)
+    if local.plan_file is not None and rewrite is not None:
+        raise typer.BadParameter(
+            f"{local.plan_file} decides what --rewrite would; leave out one of them"
+        )
+    if named:
         source = replace(source, rewrites=named)
     job = Job.of(source, local)
     plan = job.plan or job.search(local, max_replicas=1)

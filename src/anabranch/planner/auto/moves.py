@@ -298,8 +298,9 @@ FURTHER: Mapping[str, tuple[Move, int]] = {
 }
 """Likewise, for the search from the best plan on."""
 
-_BOUNDS = list(accumulate(weight for _, weight in (MOVES | FURTHER).values()))
-_NAMED = [(name, move) for name, (move, _) in (MOVES | FURTHER).items()]
+_ALL_MOVES = [*MOVES.items(), *FURTHER.items()]
+_BOUNDS = list(accumulate(weight for _, (_, weight) in _ALL_MOVES))
+_NAMED = [(name, move) for name, (move, _) in _ALL_MOVES]
 
 _SHARES = 79
 """One more than the weights of ``MOVES``: a draw beyond them is repeated, so that a seed finds the

@@ -90,22 +90,26 @@ class Search:
         count = self._rounds.pop(0)
         space = replace(self._space, shared=choice.shared, split=choice.split, further=True)
         start = draft_of(best, self._space.cost)._replace(sharded=runs.shared, split=runs.split)
-        others = (draft_of(graph, self._space.cost) for graph in self._likely if graph != best)
+        others = (draft_of(graph, self._space.cost) for graph in self._likely)
         self._seed += 1
         rng = Random(f"round {self._seed}")
         annealing = Annealing(space, self._evaluate, rng, replace(SETTINGS, starts=4))
         annealing.search([start, *others], count)
         proposals: dict[tuple[StageGraph, Runs], int] = {}
+        origin = self.origin(best)
         for annealed in annealing.best(SETTINGS.proposed):
             graph = self._stages(annealed.draft)
             way = Runs(annealed.draft.sharded, annealed.draft.split)
             if suits(graph, replace(self._space.cost, shard_optimizer=way.shared)):
                 proposals.setdefault((graph, way), annealed.moves)
-        origin = self.origin(best)
         return [
             (self._remember(graph, f"{origin}, then by {moves} more"), way)
             for (graph, way), moves in proposals.items()
         ]
+
+    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+        """Whether a stage graph takes far longer than an evaluation says."""
+        return seconds > self._with_quicker_warm_up(graph, runs)[0] * (1 + SETTINGS.misled)
 
     def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
         """Random neighbours of a stage graph, the quickest first; others when asked again."""

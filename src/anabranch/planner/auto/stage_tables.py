@@ -145,8 +145,8 @@ def join_stages(
         for reader in range(value.first, value.last):
             t = int(home[problem.readers[reader]])
             target = stages[t]
-            returns = value.per_sample[1] + value.fixed[1] > 0
-            if (t != s and returns) or state.behind[value.producer]:
+            returned = value.per_sample[1] + value.fixed[1] > 0
+            if (t != s and returned) or state.behind[value.producer] > 0:
                 state.behind[problem.readers[reader]] = 1
             if t == s or target.counted == v + 1:  # this value has come to it before
                 continue

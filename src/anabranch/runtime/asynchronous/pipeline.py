@@ -278,7 +278,7 @@ class AsyncPipeline(BasePipeline):
         started = time.perf_counter()
         with self._session.failing():
             POSITION.begin(self.step_number, is_minibatch=True)
-            self._session.prepare(batch, leaves)
+            self._session.prepare(batch, leaves, self._stream.worker_of)
             self._outcomes.give_out(self.step_number, leaves, self._session.batch_digest)
             if not self._stream.put(leaves, self.step_number):
                 self._outcomes.note(self.step_number, Outcome())

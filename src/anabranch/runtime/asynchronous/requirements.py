@@ -214,6 +214,11 @@ def require_recipes(
             "one before, and without a flush these are not known when its forward begins; take "
             "bf16, which needs no scale, or train with --mode sync"
         )
+    if compute.is_replayed:
+        raise PolicyError(
+            f"compile {compute.compile} records where weights are, and without a flush a stage has "
+            "several versions of them in turn; take another backend, or train with --mode sync"
+        )
     if policy is not None:
         _fitting(policy, _optimizer_of(workload), quiet=True)  # told where training begins
 

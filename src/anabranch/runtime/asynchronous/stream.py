@@ -44,6 +44,7 @@ from anabranch.runtime.numerics.gradient_norms import GradientNorms
 from anabranch.runtime.numerics.nonfinite import Finding
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import BatchRun, Worker
+from anabranch.runtime.worker_cache import WorkerCache
 from anabranch.schedule.asynchronous import AsynchronousOrder
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.weights import WeightPolicy
@@ -148,7 +149,8 @@ class Stream:
         self._count += 1
         if turn != self._turn:
             return False
-        worker = self._worker(leaves)
+        workers, samples = self._session.workers.for_batch(leaves), samples_of(leaves)
+        worker = self.worker_of(workers, samples, self._count - 1)
         run = self._runs[unit] = worker.begin(leaves, number, self._reducer)
         run.expect(Kind.RECEIVE_FORWARD)
         if len(self._runs) == 1:
@@ -174,12 +176,14 @@ class Stream:
         """Mini-batches after which, at the latest, it is known what was learned from one."""
         return int(self._is_late)
 
-    def _worker(self, leaves: Mapping[str, Tensor]) -> Worker:
-        """Return the worker for the mini-batch that was put in last."""
-        workers, samples = self._session.workers.for_batch(leaves), samples_of(leaves)
+    def worker_of(self, workers: WorkerCache, samples: int, turn: int | None = None) -> Worker:
+        """Return the worker for a mini-batch of a number of samples; by default one of this rank's
+        turn.
+        """
         if not self._order.round_robin:
             return workers.worker(samples)
-        return workers.worker_of(self._order.for_turn(self._count - 1, samples))
+        turn = self._turn if turn is None else turn
+        return workers.worker_of(self._order.for_turn(turn, samples))
 
     def _do(self, action: Action) -> None:
         if action.kind is Kind.UPDATE:

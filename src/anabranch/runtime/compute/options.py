@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from anabranch.device.kinds import GRAPHS
 from anabranch.graph.split import Split
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -37,9 +38,14 @@ class ComputeOptions:
             compiled for every number of samples when it first meets it: seconds to minutes, on
             every rank and in every new process. Results equal uncompiled ones up to rounding. A
             recomputed stage holds one micro-batch's activations during its first forward.
+            ``device.kinds.GRAPHS`` compiles nothing: what the passes of a stage launch is recorded,
+            once for each micro-batch in flight, and replayed with one call (torch 2.13), which
+            takes the host no time; memory is that of the recordings. Stages that draw from a
+            generator run as ever. On a CPU the passes are run in the place of recordings. Not
+            without a flush.
         offload: keep what backward needs on the host between forward and backward, except
             parameters and what arrived from other stages. Device memory of a stage falls to about
-            one micro-batch's activations; each byte crosses the bus twice, into pinned memory. Pays
+            two micro-batches' activations; each byte crosses the bus twice, in pinned memory. Pays
             where a micro-batch takes longer than these copies, not for stages with recomputation,
             which keep nothing, and not on the CPU.
         dropout: where random numbers come from. ``stage``: each micro-batch of a stage draws from a
@@ -73,6 +79,11 @@ class ComputeOptions:
                 "compiled stages give whole gradients of embeddings: leave out one of compile and "
                 "sparse_embeddings"
             )
+        if self.offload and self.is_replayed:
+            raise ValueError(
+                f"compile {self.compile} replays passes in fixed memory, which is not offloaded: "
+                "leave out one of compile and offload"
+            )
         if self.precision not in ("fp32", *_DTYPES):
             raise ValueError(f"precision {self.precision!r} is none of fp32, bf16, fp16")
         if self.dropout not in ("stage", "sample", "off"):
@@ -88,6 +99,11 @@ class ComputeOptions:
     def half(self) -> torch.dtype | None:
         """The element type of autocast, None without it."""
         return _DTYPES.get(self.precision)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Return True if stages are replayed instead of compiled."""
+        return self.compile == GRAPHS
 
     @property
     def backend(self) -> str | None:

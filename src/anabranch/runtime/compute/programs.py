@@ -23,7 +23,9 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.embeddings import make_sparse
 from anabranch.graph.split import Split, StageProgram
 from anabranch.remembered import remembered
+from anabranch.runtime.compute.bindings import fast_call
 from anabranch.runtime.compute.options import ComputeOptions
+from anabranch.runtime.compute.replay import ReplayedCall
 from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
 from anabranch.runtime.numerics.dropout import BySample, draws
 from anabranch.runtime.numerics.no_dropout import without_dropout
@@ -92,14 +94,17 @@ class StagePrograms:
             placeholders = program.module.graph.find_nodes(op="placeholder")
             entering = zip(program.inputs, placeholders, strict=False)
             module, notes = with_notes(module, {node.name for port, node in entering if port.grad})
-        call: Callable[..., tuple[Tensor, ...]] = module
-        if self.options.backend is not None:
+        drawn = rewritten is None and is_random(program.module)
+        if self.options.backend is None or self.options.is_replayed:
+            call = fast_call(module)
+        else:
             call = torch.compile(
                 module, backend=self.options.backend, fullgraph=True, dynamic=False
             )
         if self.options.half is not None:
             call = self._cast(call)
-        drawn = rewritten is None and is_random(program.module)
+        if self.options.is_replayed and not drawn:
+            call = ReplayedCall(call, program.module)
         return StageCall(program, call, rewritten is not None, drawn, notes)
 
     def _cast(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from anabranch.device import accelerator
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
 from anabranch.runtime.compute.programs import StageCall, StagePrograms
+from anabranch.runtime.compute.replay import ReplayedCall
 from anabranch.runtime.compute.split_backward import CallWithWeights
 from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.runtime.numerics.gradient_norms import GradientNorms
@@ -251,7 +252,8 @@ class StageCompute:
         ]
         aliases = [self._alias(use.name) for use in program.tied]
         # A compiled stage has another program without gradients, which may draw other numbers.
-        graphless = piece.recompute and self._prepared.options.backend is None
+        options = self._prepared.options
+        graphless = piece.recompute and (options.backend is None or options.is_replayed)
         leaves = [leaf for _, leaf in inputs]
         with torch.set_grad_enabled(self._train and not graphless), self._saving(piece, leaves):
             results = self._call(piece, key, leaves, aliases)
@@ -276,6 +278,10 @@ class StageCompute:
             start, stop = self._layout.slice(*key)
             split = key[0] in self._split
             runnable = self._prepared.runnable(key[0], stop - start, split=split)
+            if isinstance(call := runnable.call, ReplayedCall):
+                # All before anything travels: a recording must not wait for another rank.
+                alike = self._num_alike(key[0], stop - start)
+                call.reserve = min(self._graph.stages[key[0]].in_flight or alike, alike)
             self._pieces[key] = _BatchSlice(
                 runnable,
                 start,
@@ -285,6 +291,11 @@ class StageCompute:
                 gradient_ports(runnable.program.inputs),
             )
         return self._pieces[key]
+
+    def _num_alike(self, stage: int, samples: int) -> int:
+        """Return the number of a stage's micro-batches with so many samples here."""
+        slices = (self._layout.slice(stage, i) for i in range(self._graph.num_microbatches(stage)))
+        return sum(stop - start == samples for start, stop in slices)
 
     def _saving(
         self, piece: _BatchSlice, arrived: Iterable[Tensor]

@@ -25,6 +25,7 @@ from anabranch.device.kinds import kind_of
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan, memory_text
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.messages import channels
 from anabranch.runtime.process_groups import device_digest
 
 MARGIN = 1.1
@@ -70,7 +71,10 @@ def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: t
     if len(peaks) != mesh.size or not any(peaks):
         return ""
     home = int.from_bytes(device_digest(place)[:7], "big")
-    own = torch.tensor([peaks[mesh.rank], resident_bytes, given_bytes, _free(place), home])
+    free = _free(place)
+    if free > 0:  # what is still to be connected takes from it, outside of the allocator
+        free = max(free - mesh.connection_bytes(channels(plan.stage_graph)), 0)
+    own = torch.tensor([peaks[mesh.rank], resident_bytes, given_bytes, free, home])
     needs = [Need(*map(int, row)) for row in mesh.all_gather(own)]
     problem = _beyond_cluster(plan, needs) or _beyond_host(needs, place.type)
     return f"{problem}; {_REMEDY}" if problem else ""

@@ -104,7 +104,7 @@ def compare_with_eager(
     }
     for parameter in parameters.values():
         parameter.grad = None
-    with unchanged_buffers(module), unchanged(_frozen_state(captured)):
+    with unchanged_buffers(module), unchanged(frozen_state(captured)):
         outcome = worker.run(first, 0)
     # In exact mode uses of tied parameters come back one by one.
     for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
@@ -129,7 +129,7 @@ def compare_with_eager(
         expected = torch.zeros_like(digests)
         if mesh.rank == 0:
             some = take(batch, 0, size)
-            with on_one_device(module, home), NoDropout(), unchanged(_frozen_state(captured)):
+            with on_one_device(module, home), NoDropout(), unchanged(frozen_state(captured)):
                 result = reference(module, some, slices, captured.weights)
                 if is_first:
                     for note in require_repeatable(module, some, result.loss, writes):
@@ -172,7 +172,7 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
     return [(0, size), (size, 2 * size)]
 
 
-def _frozen_state(captured: Captured) -> list[Tensor]:
+def frozen_state(captured: Captured) -> list[Tensor]:
     """Parameters that the forward changes and whose values are here."""
     named = dict(captured.module.named_parameters())
     held = [named[name] for name in captured.graph.stateful if name in named]

@@ -19,6 +19,8 @@ class Timeouts:
         loop_end_s: seconds that a rank that leaves a loop waits for the others at most.
         cause_s: how long a failure that is only a consequence waits for its cause to
             arrive.
+        abort_s: seconds that communicators of GPUs may take to end after a failure before
+            the user is told of it; they go on ending meanwhile.
         look_s: seconds between two looks at the ranks: whether they go on, and with the
             same batches.
     """
@@ -28,6 +30,7 @@ class Timeouts:
     grace_s: float = 1.0
     loop_end_s: float = 10.0
     cause_s: float = 3.0
+    abort_s: float = 2.0
     look_s: float = 0.5
 
 

@@ -32,7 +32,7 @@ class _Buffer:
     """Bytes on the device, and the place of the compute stream behind their last readers."""
 
     storage: torch.UntypedStorage
-    fence: Any = None
+    fence: Any
     is_lent: bool = True
 
 
@@ -52,8 +52,7 @@ class Buffers:
         self.nbytes = 0
 
     def take(self, key: Hashable, spec: Spec) -> tuple[Tensor, Any]:
-        """Return a tensor on a buffer of a pool, and the fence behind which it may be filled; None
-        for at once.
+        """Return a tensor on a buffer of a pool, and the fence behind which it may be filled.
 
         Raises:
             TrainingError: if the device has no memory for another buffer.

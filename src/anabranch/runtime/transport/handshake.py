@@ -3,26 +3,32 @@
 A send is a kernel that spins until the other device has the receive, and the other way round. Any
 call of a host may wait for all that its device has: a kernel that is loaded, memory that is
 allocated or freed. Two hosts that wait in this way for what the other one has not given its device
-yet wait for ever. So what waits for another device is given in one direction only:
+yet wait for ever. So a device never waits for a host of a lower rank:
 
 - The lower rank gives its half first, and only when the higher one has said that its own can follow
   whenever it looks: a receive has its buffer, a send its tensors.
 - The higher rank gives its half where it looks next, in whatever call, or while it waits.
+- The lower rank gives no half behind another one that may still wait for a host: it hears when one
+  is *closed*, which needs no host any more.
 
 ::
 
-    lower     receive posted -------- "available" heard: receive to the device -- "begun"
-    higher    tensors made ---------- "available"                       "begun" heard: send
+    lower     receive posted ------ hears "available": receive, "begun" ---- hears "closed"
+    higher    tensors made: "available" ------------ hears "begun": send, "closed"
 
 Thus the device of the highest rank always comes to an end, then that of the one below it. Notices
 travel on the host. Halves of one pair of ranks and direction begin in one order on both.
+
+What a half waits for on its own device is all that the compute stream had been given at some place.
+Places count the halves that the compute stream has waited for.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -37,7 +43,8 @@ class Word(IntEnum):
 
     AVAILABLE = 0
     BEGUN = 1
-    HERE = 2
+    CLOSED = 2
+    HERE = 3
 
 
 class Notice(NamedTuple):
@@ -56,23 +63,41 @@ class Notices(Protocol):
         """Tell another rank, without waiting; ``notice.rank`` is this one's."""
         ...
 
-    def heard(self, wait_s: float = 0.0) -> list[Notice]:
+    def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
         """Return what has come; wait for something if ``wait_s`` is not 0.
 
         Raises:
-            PeerLostError: if a rank has ended and nothing has come.
+            PeerLostError: if nothing has come and one of some ranks has ended.
         """
         ...
 
 
-@dataclass(slots=True)
-class _Line:
-    """Halves of a channel that the device has not been given, and how many the higher rank has
-    said to be available.
+@dataclass(slots=True, eq=False)
+class Half:
+    """This rank's half of a message.
+
+    Attributes:
+        place: of the compute stream, behind which it begins.
+        is_given: whether the device has it.
+        is_closed: whether it comes to an end without any host.
     """
 
-    halves: deque[Callable[[], None]] = field(default_factory=deque)
+    channel: Channel
+    give: Callable[[], None]
+    place: int
+    is_given: bool = False
+    is_closed: bool = False
+
+
+@dataclass(slots=True)
+class _Line:
+    """Halves of a channel that the device has not been given, how many the higher rank has said to
+    be available, and those given first that are not closed.
+    """
+
+    halves: deque[Half] = field(default_factory=deque)
     available: int = 0
+    begun: deque[Half] = field(default_factory=deque)
 
 
 class Handshake:
@@ -81,65 +106,144 @@ class Handshake:
     def __init__(self, rank: int, notices: Notices, timeout: float) -> None:
         self._rank, self._notices, self._timeout = rank, notices, timeout
         self._lines: defaultdict[Channel, _Line] = defaultdict(_Line)
+        self._joined: deque[Half] = deque()  # those from the first that is not closed
+        self._num_closed = 0  # places before it
+        self._open: list[Half] = []  # given second, behind a place that is not closed
+        self._holds = False
         self._here: Counter[tuple[int, int]] = Counter()
         self._meetings: Counter[int] = Counter()
 
-    def offer(self, channel: Channel, half: Callable[[], None]) -> None:
+    @property
+    def place(self) -> int:
+        """The place that the compute stream has now."""
+        return self._num_closed + len(self._joined)
+
+    def joined(self, half: Half) -> None:
+        """Note that the compute stream waits for a half."""
+        self._joined.append(half)
+        self._advance()
+
+    def offer(self, channel: Channel, give: Callable[[], None], place: int) -> Half:
         """Have this rank's half of a channel's next message given to the device, now or later."""
+        half = Half(channel, give, place)
         self._lines[channel].halves.append(half)
         if self._rank > self._peer(channel):
             self._tell(channel, Word.AVAILABLE)
         else:
             self._begin(channel)
         self.progress()
+        return half
 
-    def progress(self, wait_s: float = 0.0) -> None:
-        """Do what other ranks wait for."""
-        for notice in self._notices.heard(wait_s):
+    def progress(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> None:
+        """Do what other ranks wait for; wait up to ``wait_s`` for something, from ``ranks``."""
+        for notice in self._notices.heard(wait_s, ranks):
             if notice.word is Word.HERE:
                 self._here[notice.rank, notice.number] += 1
                 continue
             ends = (self._rank, notice.rank)
             sender, receiver = ends[::-1] if notice.from_sender else ends
             channel = Channel(sender, receiver, notice.number)
-            if notice.word is Word.BEGUN:
-                self._lines[channel].halves.popleft()()
-            else:
-                self._lines[channel].available += 1
+            line = self._lines[channel]
+            if notice.word is Word.AVAILABLE:
+                line.available += 1
                 self._begin(channel)
+            elif notice.word is Word.BEGUN:
+                half = line.halves.popleft()
+                self._give(half)
+                self._open.append(half)
+                self._advance()
+            else:
+                line.begun.popleft().is_closed = True
+                self._advance()
 
     def _begin(self, channel: Channel) -> None:
+        """Give the device those first halves that may begin."""
         line = self._lines[channel]
-        while line.halves and line.available:
+        while line.available and line.halves and not self._holds:
+            half = line.halves[0]
+            if half.place > self._num_closed:
+                break
+            line.halves.popleft()
             line.available -= 1
+            line.begun.append(half)
             # Nothing that might wait for the device may come between these two.
-            line.halves.popleft()()
+            self._give(half)
             self._tell(channel, Word.BEGUN)
 
-    def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait for other ranks, doing what they wait for."""
+    def _give(self, half: Half) -> None:
+        half.give()
+        half.is_given = True
+
+    def _advance(self) -> None:
+        """Find what is closed by now, and what can follow it."""
+        before = self._num_closed
+        while True:
+            while self._joined and self._joined[0].is_closed:
+                self._joined.popleft()
+                self._num_closed += 1
+            closed = [half for half in self._open if half.place <= self._num_closed]
+            if not closed:
+                break
+            self._open = [half for half in self._open if half.place > self._num_closed]
+            for half in closed:
+                half.is_closed = True
+                self._tell(half.channel, Word.CLOSED)
+        if self._num_closed > before:
+            self._begin_all()
+
+    def _begin_all(self) -> None:
+        for channel in list(self._lines):
+            if self._rank < self._peer(channel):
+                self._begin(channel)
+
+    def wait_for(self, waited: Callable[[], Collection[int]]) -> None:
+        """Wait until there are no ranks to be waited for, doing what others wait for."""
         self.progress()
         deadline = time.monotonic() + self._timeout
         with POSITION.waiting():
-            while not ready():
+            while ranks := waited():
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise PeerLostError(f"no other rank went on within {self._timeout:g} s")
-                self.progress(left)
+                    raise PeerLostError(f"rank {min(ranks)} did not go on for {self._timeout:g} s")
+                self.progress(left, ranks)
 
-    def meet(self, ranks: tuple[int, ...], number: int) -> None:
-        """Wait until all ranks of a set have come here, doing what they wait for."""
+    def wait_given(self, half: Half) -> None:
+        """Wait until the device has a half."""
+        peer = (self._peer(half.channel),)
+        self.wait_for(lambda: () if half.is_given else peer)
+
+    @contextmanager
+    def meeting(self, ranks: tuple[int, ...], number: int) -> Iterator[None]:
+        """Wait until all ranks of a set have come here and all that their devices have is closed;
+        inside, the device may be given what all of them do together.
+        """
+        self._gather(ranks, 2 * number)
+        self._holds = True
+        self.wait_for(lambda: self._peers(lambda _, line: line.begun))
+        self._gather(ranks, 2 * number + 1)
+        yield
+        self._holds = False
+        self._begin_all()
+
+    def _gather(self, ranks: tuple[int, ...], number: int) -> None:
         others = [rank for rank in ranks if rank != self._rank]
         for rank in others:
             self._notices.tell(rank, Notice(self._rank, Word.HERE, number))
         self._meetings[number] += 1
         count = self._meetings[number]
-        self.wait_until(lambda: all(self._here[rank, number] >= count for rank in others))
+        self.wait_for(lambda: [rank for rank in others if self._here[rank, number] < count])
 
     def settle(self) -> None:
-        """Wait until the device has all sends, so that no other rank waits for this host."""
-        sends = [line for channel, line in self._lines.items() if channel.sender == self._rank]
-        self.wait_until(lambda: not any(line.halves for line in sends))
+        """Wait until no other rank waits for this host: the device has all sends, and others know
+        what is closed.
+        """
+        mine = self._rank
+        self.wait_for(lambda: self._peers(lambda c, line: c.sender == mine and line.halves))
+
+    def _peers(self, waits: Callable[[Channel, _Line], object]) -> set[int]:
+        """Return the other ends of channels that wait, and of halves that are not closed."""
+        channels = [channel for channel, line in self._lines.items() if waits(channel, line)]
+        return {self._peer(channel) for channel in (*channels, *(h.channel for h in self._open))}
 
     def _peer(self, channel: Channel) -> int:
         return channel.receiver if channel.sender == self._rank else channel.sender

@@ -21,7 +21,7 @@ import socket
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,7 @@ class HostTransport:
         peers = list(meeting.peers.values())
         self._close = weakref.finalize(self, _close, os.getpid(), peers, self._segment)
         self._any: select.poll | None = None
+        self._ended: set[int] = set()
         _OPEN.add(self)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
@@ -70,12 +71,17 @@ class HostTransport:
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         return self._lines[rank].post(tuple(specs), device, tag)
 
-    def arrivals(self, tag: int, wait_s: float = 0.0) -> list[tuple[int, memoryview]]:
+    def arrivals(
+        self, tag: int, wait_s: float = 0.0, ranks: Collection[int] = ()
+    ) -> list[tuple[int, memoryview]]:
         """Return rank and bytes of the messages with a tag that have come from any rank; wait for
         one up to ``wait_s``.
 
+        Args:
+            ranks: those whose end is an error when nothing has come.
+
         Raises:
-            PeerLostError: if nothing has come and a rank has ended.
+            PeerLostError: if one of them has ended.
         """
         arrived = [pair for line in self._lines.values() for pair in line.arrivals(tag)]
         if arrived or not wait_s:
@@ -87,14 +93,17 @@ class HostTransport:
             for line in self._lines.values():
                 self._any.register(line.peer.wakes, select.POLLIN)
                 self._any.register(line.peer.socket, 0)
-        ends = {line.peer.socket.fileno(): rank for rank, line in self._lines.items()}
-        ready = [file for file, _ in self._any.poll(1e3 * wait_s)]
-        for line in self._lines.values():
+        # An end that is known already wakes nobody again.
+        ready = [file for file, _ in self._any.poll(0 if self._ended & {*ranks} else 1e3 * wait_s)]
+        for rank, line in self._lines.items():
             if line.peer.wakes.fileno() in ready:
                 line.peer.wakes.clear()
+            if line.peer.socket.fileno() in ready:
+                self._any.unregister(line.peer.socket)
+                self._ended.add(rank)
         arrived = [pair for line in self._lines.values() for pair in line.arrivals(tag)]
-        if not arrived and (gone := [ends[file] for file in ready if file in ends]):
-            raise PeerLostError(f"the connection to rank {gone[0]} broke: it has ended")
+        if not arrived and (ended := self._ended & {*ranks}):
+            raise self._lines[min(ended)].lost("it has ended")
         return arrived
 
     def settle(self) -> None:
@@ -182,7 +191,7 @@ class _PeerConnection:
                 # What was sent before the end still counts.
                 self._take_in()
                 if awaited.data is None and (reason or time.monotonic() >= deadline):
-                    raise self._lost(reason or f"no message within {self._timeout:g} s")
+                    raise self.lost(reason or f"no message within {self._timeout:g} s")
 
     def arrivals(self, tag: int) -> list[tuple[int, memoryview]]:
         """Return this rank and the bytes of each message with a tag that has come."""
@@ -215,7 +224,8 @@ class _PeerConnection:
             else:
                 channel.arrived.append((record, data))
 
-    def _lost(self, reason: str) -> PeerLostError:
+    def lost(self, reason: str) -> PeerLostError:
+        """Return the error for a connection that broke."""
         return PeerLostError(f"the connection to rank {self._rank} broke: {reason}")
 
 

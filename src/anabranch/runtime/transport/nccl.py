@@ -28,7 +28,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
 from anabranch.runtime.transport.buffers import Buffers
-from anabranch.runtime.transport.handshake import Handshake
+from anabranch.runtime.transport.handshake import Half, Handshake
 
 Pair = tuple[int, int]
 """A sender and a receiver."""
@@ -118,14 +118,20 @@ class NcclTransport:
     ) -> None:
         self._rank, self.wire, self._place, self._timeout = rank, wire, place, timeout
         self._pairs, self._handshake, self._otherwise = frozenset(pairs), handshake, otherwise
-        self.buffers = Buffers(place, wire.fence)
-        self._sent: defaultdict[Channel, deque[tuple[list[Any], list[Tensor]]]] = defaultdict(deque)
+        self.buffers = Buffers(place, self._mark)
+        self._sent: defaultdict[Channel, deque[_Send]] = defaultdict(deque)
+        self._num_fences = 0
+
+    def _mark(self) -> Fence:
+        self._num_fences += 1
+        return Fence(self._num_fences, self.wire.fence(), self._handshake.place)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
         channel = Channel(self._rank, rank, tag)
         self.buffers.sweep()
         if channel[:2] not in self._pairs:
-            self._handshake.offer(channel, partial(self._otherwise.send, tensors, rank, tag))
+            send = partial(self._otherwise.send, tensors, rank, tag)
+            self._handshake.offer(channel, send, self._handshake.place)
             return
         moved = [
             tensor.detach()
@@ -136,39 +142,36 @@ class NcclTransport:
             for tensor in tensors
             if tensor.numel()
         ]
-        made = self.wire.fence()
-        self._handshake.offer(channel, partial(self._start, channel, moved, made))
+        made = self._mark()
+        # The caching allocator does not know of NCCL's stream.
+        sent = _Send(moved, made.event, self.wire)
+        sent.half = self._handshake.offer(channel, partial(sent.start, channel[:2]), made.place)
+        if moved:
+            self._sent[channel].append(sent)
         self._let_go(channel)
-
-    def _start(self, channel: Channel, tensors: list[Tensor], made: Any) -> None:
-        if tensors:
-            # The caching allocator does not know of NCCL's stream.
-            works = self.wire.start(channel[:2], tensors, made)
-            self._sent[channel].append((works, tensors))
 
     def _let_go(self, channel: Channel) -> None:
         """Drop tensors that have been sent. The device runs behind the host; the compute stream
         waits for older sends rather than that their memory waits for the host.
         """
         sent = self._sent[channel]
-        while len(sent) > _SENDS_AHEAD or (sent and _is_completed(sent[0][0])):
-            works, _ = sent[0]
-            self.wire.join(works)
-            sent.popleft()
+        while (len(sent) > _SENDS_AHEAD and sent[0].half.is_given) or (sent and sent[0].is_done):
+            self.wire.join(sent[0].works)
+            self._handshake.joined(sent.popleft().half)
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         channel = Channel(rank, self._rank, tag)
         self.buffers.sweep()
-        receive = _Receive(self._handshake, self.wire)
-        half: Callable[[], None]
+        receive, place = _Receive(self._handshake, self.wire), 0
+        start: Callable[[], None]
         if channel[:2] not in self._pairs:
-            half = partial(receive.start_otherwise, self._otherwise, specs, device, rank, tag)
+            start = partial(receive.start_otherwise, self._otherwise, specs, device, rank, tag)
         else:
             taken = [self.buffers.take((channel, i), spec) for i, spec in enumerate(specs)]
             receive.tensors = [tensor for tensor, _ in taken]
-            after = next((fence for _, fence in reversed(taken) if fence is not None), None)
-            half = partial(receive.start, channel[:2], after)
-        self._handshake.offer(channel, half)
+            after = max((fence for _, fence in taken), key=lambda fence: fence.number)
+            start, place = partial(receive.start, channel[:2], after.event), after.place
+        receive.half = self._handshake.offer(channel, start, place)
         return receive
 
     def settle(self) -> None:
@@ -178,9 +181,7 @@ class NcclTransport:
         self._otherwise.flush()
         deadline = time.monotonic() + self._timeout
         with POSITION.waiting():
-            while sent := [s for sends in self._sent.values() for s in sends]:
-                if all(_is_completed(works) for works, _ in sent):
-                    break
+            while not all(s.is_done for sends in self._sent.values() for s in sends):
                 if time.monotonic() >= deadline:
                     raise PeerLostError(f"a message was not received within {self._timeout:g} s")
                 self._handshake.progress(_POLL_S)
@@ -191,35 +192,58 @@ class NcclTransport:
         self._sent.clear()
 
 
-def _is_completed(works: Sequence[Any]) -> bool:
-    return all(guarded(work.is_completed) for work in works)
+class Fence(NamedTuple):
+    """A place of the compute stream: for the device, and for the hosts."""
+
+    number: int
+    event: Any
+    place: int
+
+
+class _Send:
+    """Tensors until they are sent."""
+
+    __slots__ = ("_made", "_tensors", "_wire", "half", "works")
+    half: Half
+
+    def __init__(self, tensors: list[Tensor], made: Any, wire: Wire) -> None:
+        self._tensors, self._made, self._wire = tensors, made, wire
+        self.works: list[Any] = []
+
+    def start(self, pair: Pair) -> None:
+        if self._tensors:
+            self.works = self._wire.start(pair, self._tensors, self._made)
+
+    @property
+    def is_done(self) -> bool:
+        return self.half.is_given and all(guarded(work.is_completed) for work in self.works)
 
 
 class _Receive:
     """A receive whose buffers wait for the sender."""
 
-    __slots__ = ("_handshake", "_inner", "_is_started", "_wire", "_works", "tensors")
+    __slots__ = ("_handshake", "_inner", "_wire", "_works", "half", "tensors")
+    half: Half
 
     def __init__(self, handshake: Handshake, wire: Wire) -> None:
         self._handshake, self._wire = handshake, wire
         self._works: list[Any] = []
         self._inner: Receipt | None = None
-        self._is_started = False
         self.tensors: list[Tensor] = []
 
     def start(self, pair: Pair, after: Any) -> None:
-        self._is_started = True
         if filled := [tensor for tensor in self.tensors if tensor.numel()]:
             self._works = self._wire.start(pair, filled, after)
 
     def start_otherwise(self, transport: Transport, *args: Any) -> None:
-        self._is_started, self._inner = True, transport.receive(*args)
+        self._inner = transport.receive(*args)
 
     def wait(self) -> list[Tensor]:
-        if not self._is_started:
-            self._handshake.wait_until(lambda: self._is_started)
+        if not self.half.is_given:
+            self._handshake.wait_given(self.half)
         if self._inner is not None:
             return self._inner.wait()
         self._wire.join(self._works)  # the compute stream waits, not the host
+        self._handshake.joined(self.half)
         tensors, self.tensors, self._works = self.tensors, [], []
         return tensors

@@ -10,6 +10,7 @@ import queue
 import struct
 import threading
 import time
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -58,13 +59,13 @@ class HostNotices:
             assert self._far is not None
             self._far.send([message], rank, _TAG)
 
-    def heard(self, wait_s: float = 0.0) -> list[Notice]:
+    def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
         deadline = time.monotonic() + wait_s
         while True:
             notices = self._heard_far(0.0 if self._near is not None else wait_s)
             if self._near is not None:
                 near_s = wait_s if self._far is None else min(wait_s, _LOOK_S)
-                arrived = self._near.arrivals(_TAG, 0.0 if notices else near_s)
+                arrived = self._near.arrivals(_TAG, 0.0 if notices else near_s, ranks)
                 notices += [_notice(rank, bytes(data)) for rank, data in arrived]
             if notices or time.monotonic() >= deadline:
                 return notices

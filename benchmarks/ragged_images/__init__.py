@@ -1,0 +1,1 @@
+"""What shared slots are worth where samples have unequal numbers of images."""

@@ -1,0 +1,81 @@
+"""The verb ``export-plan``: a chain plan for other programs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anabranch.cli.output import folder_to_write, print_json
+from anabranch.cli.settings import AsJson, PlanFile
+from anabranch.cli.source import ModelSource, Preset, model_in_file
+from anabranch.errors import OutputError
+
+
+def export_plan(
+    plan_file: PlanFile,
+    folder: Annotated[
+        Path,
+        typer.Option("-o", "--output", help="A new or empty folder.", callback=folder_to_write),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="The model that it is for [default: the plan's, if it is built in]."),
+    ] = None,
+    torchtitan: Annotated[
+        bool,
+        typer.Option(
+            "--torchtitan",
+            help="torchtitan's options, with names of modules per stage; without it the schedule "
+            "alone, for torch.distributed.pipelining.",
+        ),
+    ] = False,
+    preset: Annotated[
+        Preset | None, typer.Option(help="Size of a built-in model [default: the plan's].")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the schedule of PLAN, a chain, as the CSV file that PyTorch's pipelining reads.
+
+    A plan that PyTorch cannot express (stages as a graph, micro-batches or replicas that differ,
+    no flush) is refused with its reasons.
+
+    Example: `anabranch plan MODEL --planner sequential --granularity block ... -o plan.json`, then
+    `anabranch export-plan plan.json MODEL --torchtitan -o titan`
+    """
+    from anabranch.files import load_plan
+    from anabranch.interchange.chain import chain_of
+    from anabranch.interchange.torchtitan import SCHEDULE_FILE, torchtitan_options
+
+    plan = load_plan(plan_file)
+    command = shlex.join(["anabranch", "export-plan", str(plan_file), plan.model])
+    source = ModelSource.of_plan(
+        plan, model or model_in_file(plan.model, plan_file, command), preset
+    )
+    captured = source.capture(source.workload(meta=True))
+    options = None
+    if torchtitan:
+        options, csv = torchtitan_options(plan, captured)
+    else:
+        csv = chain_of(plan, captured.graph).csv
+    texts = {SCHEDULE_FILE: csv}
+    if options is not None:
+        options["parallelism"]["pipeline_parallel_schedule_csv"] = str(folder / SCHEDULE_FILE)
+        texts["torchtitan.json"] = json.dumps(options, indent=2) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in texts:
+        if (folder / name).exists():
+            raise OutputError(
+                f"{folder / name} exists, and nothing is replaced; name another folder"
+            )
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    files = [str(folder / name) for name in texts]
+    if as_json:
+        print_json({"files": files, **(options or {})})
+        return
+    for file in files:
+        typer.echo(f"written to {file}")

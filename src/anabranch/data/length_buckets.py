@@ -1,0 +1,105 @@
+"""Length buckets of a collator that pads to the longest sequence of each batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.data.padding import pad_to_bucket
+from anabranch.errors import DataError
+
+COUNT = 4
+"""Buckets: each is captured once (seconds), and shortens the batches that fit into it."""
+
+_LOOKED_AT = 20_000
+"""Samples whose length is looked at, evenly spaced in a larger data set."""
+
+_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class LengthBuckets:
+    """Lengths to which sequences are padded, and what with.
+
+    Attributes:
+        lengths: of the sequences of each tensor, from the shortest bucket to the longest.
+        fill: name of such a tensor -> its padding.
+    """
+
+    lengths: tuple[Mapping[str, int], ...]
+    fill: Mapping[str, float]
+
+    @staticmethod
+    def of(
+        data_sets: Sequence[Any],
+        collate: Callable[[list[Any]], Mapping[str, Tensor]],
+        batch_size: int,
+        fill: Mapping[str, float],
+    ) -> LengthBuckets | None:
+        """The quartiles of the longest sequence of a batch; None if all have one length.
+
+        Raises:
+            ValueError: if something else than what can be padded has several lengths.
+        """
+        found: list[dict[str, int]] = []
+        for data in data_sets:
+            for index in range(0, len(data), math.ceil(len(data) / _LOOKED_AT)):
+                tensors = collate([data[index]])
+                found.append({n: t.shape[1] for n, t in tensors.items() if t.dim() > 1})
+        names = [name for name in found[0] if len({sizes[name] for sizes in found}) > 1]
+        if not names:
+            return None
+        if missing := [name for name in names if name not in fill]:
+            raise ValueError(
+                f"{', '.join(missing)} has other sizes in other samples, and no padding for it is "
+                "known: let the collator pad to max_length, or give fill={name: value} besides"
+            )
+        if "input_ids" in names and "attention_mask" not in found[0]:
+            raise ValueError(
+                "input_ids have several lengths and there is no attention_mask, so padding would "
+                "be read: let the collator return one, or pad to max_length"
+            )
+        table = torch.tensor([[sizes[name] for name in names] for sizes in found])
+        order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
+        batches = range(0, len(table), batch_size)
+        longest = torch.stack([table[order[i : i + batch_size]].amax(0) for i in batches])
+        longest, most = longest.sort(0).values, table.amax(0)
+        buckets: dict[tuple[int, ...], None] = {}
+        for number in range(1, COUNT):
+            at = longest[math.ceil(len(longest) * number / COUNT) - 1]
+            rounded = (at + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+            buckets[tuple(torch.minimum(rounded, most).tolist())] = None
+        buckets[tuple(most.tolist())] = None
+        lengths = tuple(dict(zip(names, sizes, strict=True)) for sizes in buckets)
+        return LengthBuckets(lengths, {name: fill[name] for name in names})
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The batch in the first bucket that holds it; raises DataError if none does."""
+        for lengths in self.lengths:
+            if all(batch[name].shape[1] <= length for name, length in lengths.items()):
+                return self._padded(batch, lengths)
+        sizes = ", ".join(f"{name} {batch[name].shape[1]}" for name in self.fill)
+        raise DataError(
+            f"a batch has sequences of {sizes}, longer than all that the buckets were made of "
+            f"({self.lengths[-1]}): cut them in the collator (max_length)"
+        )
+
+    def examples(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The same batch in every bucket, the longest first, cut where that is needed."""
+        return [
+            self._padded(
+                {n: t[:, : lengths[n]] if n in lengths else t for n, t in batch.items()}, lengths
+            )
+            for lengths in reversed(self.lengths)
+        ]
+
+    def _padded(self, batch: Mapping[str, Tensor], lengths: Mapping[str, int]) -> dict[str, Tensor]:
+        padded = dict(batch)
+        for name, length in lengths.items():
+            padded = pad_to_bucket(padded, [length], {name: self.fill[name]})
+        return padded

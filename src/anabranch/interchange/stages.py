@@ -1,0 +1,237 @@
+"""A stage as a plain ``nn.Module`` that calls the user's own submodules.
+
+A stage's program is a list of tensor operations. Those of a submodule that lies in the stage as a
+whole become one call of the user's module, under its full name, so that whatever is applied to it
+(``fully_shard``, ``parallelize_module``, ``quantize_``, hooks) has its effect::
+
+    embedding                                    words(x)
+    linear, relu, add, layer_norm      ->        layers.0(words)
+    linear, relu                                 linear, relu       a cut goes through layers.1
+
+A call keeps its operations where arguments and results of the module are no plain containers of
+tensors, or something else reads what is inside.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ModuleCallSignature
+from torch.export.graph_signature import ConstantArgument, TensorArgument
+from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from anabranch.graph.capture import Captured
+from anabranch.graph.flat_program import frame
+from anabranch.graph.gradient_order import dense
+from anabranch.graph.group import FREE
+from anabranch.graph.split import CALL, Split, StageProgram, split
+from anabranch.interchange.chain import Chain
+from anabranch.interchange.modules import stage_modules
+
+_RESTORES = (torch.ops.aten.movedim.int, dense)
+
+
+@dataclass(frozen=True)
+class PlainStage:
+    """A stage for PyTorch's pipelining.
+
+    Attributes:
+        module: ``module(*inputs, batch=tensors)`` returns what the next stage takes; the last one
+            the loss, of shape [1]. Parameters and submodules are the model's own, by full names.
+        called: submodules of the user that it calls.
+        inputs: meta tensors like what it receives, ``outputs`` like what it returns.
+        leaves: names of the batch's tensors that it reads.
+    """
+
+    index: int
+    module: fx.GraphModule
+    called: tuple[str, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    leaves: tuple[str, ...]
+
+
+def plain_stages(
+    chain: Chain,
+    captured: Captured,
+    stages: Iterable[int] | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> list[PlainStage]:
+    """Return stages of a chain plan, by default all, as plain modules.
+
+    Args:
+        captured: the model, in training mode.
+        device: where constants are made; by default where the parameters are.
+    """
+    graph, samples = chain.plan.stage_graph, chain.microbatch_size
+    parts = split(captured, [stage.operators for stage in graph.stages])
+    signatures = captured.programs.exporter.signatures(samples)
+    names = stage_modules(parts).names
+    made = []
+    for s in range(len(graph)) if stages is None else stages:
+        program = parts.program(s, samples, device=device)
+        builder = _Builder(parts, program, signatures, captured.programs.at(samples, device=device))
+        for name in names[s]:
+            builder.call(name)
+        module = builder.finish(program)
+        if graph.stages[s].recompute:
+            forward = partial(checkpoint, module.forward, use_reentrant=False)
+            module.forward = forward
+        inputs, outputs = (
+            tuple(
+                torch.empty(shape, dtype=dtype, device="meta").requires_grad_(port.grad)
+                for port in ports
+                for shape, dtype in (program.shapes[port.value],)
+            )
+            for ports in (program.inputs, program.outputs)
+        )
+        if program.has_loss:
+            outputs = (torch.empty(1, device="meta", requires_grad=True),)
+        made.append(PlainStage(s, module, (*builder.called,), inputs, outputs, program.batch))
+    return made
+
+
+class _Builder:
+    """The graph of a stage, in which calls of submodules take the place of operations.
+
+    Attributes:
+        called: submodules that are called, by name.
+        by_name: nodes of the stage by names of nodes of the whole program.
+    """
+
+    def __init__(
+        self,
+        parts: Split,
+        program: StageProgram,
+        signatures: dict[str, ModuleCallSignature],
+        whole: Any,
+    ) -> None:
+        self.captured, self.signatures = parts.captured, signatures
+        self.source = program.module
+        self.graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        result = self.graph.graph_copy(program.module.graph, copied)
+        self.graph.output(result)
+        self.called: dict[str, nn.Module] = {}
+        calls = whole.calls
+        self.by_name = {calls[n.meta[CALL]].name: n for n in self.graph.nodes if CALL in n.meta}
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.leaves = placeholders[len(program.inputs) + len(program.tied) :]
+        self.by_name |= {node.name: node for node in self.leaves}
+        for port, node in zip(program.inputs, placeholders, strict=False):
+            last = node
+            while len(last.users) == 1 and (user := next(iter(last.users))).target in _RESTORES:
+                if CALL in user.meta:
+                    break
+                last = user
+            self.by_name[calls[parts.captured.value_calls[port.value]].name] = last
+        owners = parts.captured.programs.owners(whole)
+        self.instances: dict[str, set[str]] = {}
+        for node in calls:
+            if owners[node] != FREE:
+                for instance in _instances(node):
+                    self.instances.setdefault(instance, set()).add(node.name)
+
+    def call(self, name: str) -> None:
+        """Let the user's submodule compute what its operations do; its children where it cannot."""
+        stem = f"module.{name}"
+        calls = [c for c in self.instances if c == stem or c.startswith(f"{stem}@")]
+        kept = [instance for instance in calls if not self._replaced(instance, name)]
+        if kept or not calls:
+            for child, _ in self.captured.module.get_submodule(name).named_children():
+                self.call(f"{name}.{child}")
+
+    def _replaced(self, instance: str, name: str) -> bool:
+        """Put a call of the submodule in, unless something says that it would differ."""
+        signature = self.signatures.get(instance)
+        inside = [n for n in self.graph.nodes if CALL in n.meta and instance in _instances(n)]
+        within, values = set(inside), list[Any]()
+        here = {name for name, node in self.by_name.items() if node in within}
+        if signature is None or not self.instances[instance] <= here:
+            return False
+        for argument in signature.inputs:
+            if isinstance(argument, ConstantArgument):
+                values.append(argument.value)
+            elif isinstance(argument, TensorArgument) and argument.name in self.by_name:
+                values.append(self.by_name[argument.name])
+            else:
+                return False
+        results = {
+            self.by_name.get(result.name): k
+            for k, result in enumerate(signature.outputs)
+            if isinstance(result, TensorArgument)
+        }
+        state = {"get_attr", "placeholder"}
+        read = {n for node in inside for n in node.all_input_nodes if n not in within}
+        unknown = {n for n in read - set(values) if n.op not in state or n in self.leaves}
+        seen = {node for node in inside if node.users.keys() - within}
+        if unknown or not seen <= results.keys():
+            return False
+        args, kwargs = tree_unflatten(values, signature.in_spec)
+        try:
+            with self.graph.inserting_before(inside[0]):
+                new = self.graph.call_module(name, args, kwargs)
+                taken = {n: self.graph.call_function(_leaf, (new, results[n])) for n in seen}
+        except NotImplementedError:  # an argument that fx has no form for
+            return False
+        for node, leaf in taken.items():
+            outside = node.users.keys() - within
+            node.replace_all_uses_with(leaf, delete_user_cb=outside.__contains__)
+            self.by_name |= {name: leaf for name, known in self.by_name.items() if known is node}
+        for node in reversed(inside):
+            self.graph.erase_node(node)
+        self.called[name] = self.captured.module.get_submodule(name)
+        return True
+
+    @property
+    def after_placeholders(self) -> fx.Node:
+        """First node that is no placeholder."""
+        nodes: Iterable[fx.Node] = self.graph.nodes
+        return next(node for node in nodes if node.op != "placeholder")
+
+    def finish(self, program: StageProgram) -> fx.GraphModule:
+        """Return the module, with the tensors of the batch as one argument."""
+        output = self.graph.output_node()
+        results = tuple(output.args[0])[: len(program.outputs) + program.has_loss]  # type: ignore[arg-type]
+        if program.has_loss:
+            with self.graph.inserting_before(output):
+                loss: Any = results[-1]
+                results = (self.graph.call_function(torch.ops.aten.reshape, (loss, [1])),)
+        output.args = (results[0] if len(results) == 1 else results,)
+        with self.graph.inserting_before(self.after_placeholders):
+            batch = self.graph.placeholder("batch", default_value=None)
+            for leaf, name in zip(self.leaves, program.batch, strict=True):
+                read = self.graph.call_function(operator.getitem, (batch, name))
+                leaf.replace_all_uses_with(read)
+                self.graph.erase_node(leaf)
+        self.graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+        self.graph.lint()
+        attributes: dict[str, Any] = dict(self.called)
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                attributes[str(node.target)] = operator.attrgetter(str(node.target))(self.source)
+        module = fx.GraphModule(attributes, self.graph, f"Stage{type(self.source).__name__}")
+        for target in attributes:
+            owner, _, name = target.rpartition(".")
+            if name in self.source.get_submodule(owner)._non_persistent_buffers_set:
+                module.get_submodule(owner)._non_persistent_buffers_set.add(name)
+        return module
+
+
+def _instances(node: fx.Node) -> list[str]:
+    """Calls of submodules that a node belongs to: path, with @1 for the second call of one."""
+    keys = node.meta.get("nn_module_stack", {}) if frame(node) else ()
+    return [str(key).removeprefix("L__self__") for key in keys]
+
+
+def _leaf(result: Any, index: int) -> Any:
+    """A tensor in what a submodule returned."""
+    return tree_leaves(result)[index]

@@ -1,0 +1,91 @@
+"""Chain plans under torch.distributed.pipelining, on real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from anabranch import launch
+from anabranch.interchange.chain import chain_of
+from anabranch.interchange.pipelining import TorchPipeline
+from anabranch.interchange.stages import plain_stages
+from anabranch.plans.plan import Plan
+from tests.interchange.models import MODELS, batch, chain
+from tests.runtime.small import Built, num_ranks, on_devices, plan
+from tests.runtime.training import sgd, train
+
+pytestmark = pytest.mark.dist
+STEPS = 3
+
+
+def under_pytorch(name: str, model: Built, chosen: Plan) -> list[float]:
+    """Losses of some steps of SGD in which PyTorch runs the plan."""
+
+    plain_stages(chain_of(chosen, model.captured.graph), model.captured)  # once for all ranks
+
+    def rank() -> list[float]:
+        pipeline = TorchPipeline(chosen, model.captured)
+        optimizer = sgd(list(pipeline.named_parameters()))
+        losses = []
+        for seed in range(STEPS):
+            optimizer.zero_grad()
+            losses.append(pipeline.step(batch(name, 16, seed)))
+            optimizer.step()
+        return [loss for loss in losses if loss is not None]
+
+    results = launch.run(rank, num_ranks(chosen), timeout=60.0)
+    (losses,) = filter(None, results)
+    return losses
+
+
+def here(name: str, model: Built, chosen: Plan) -> list[float]:
+    """The same with this project's runtime."""
+    workload = replace(model.workload, optimizer=sgd)
+    return train(model, chosen, workload, [batch(name, 16, seed) for seed in range(STEPS)])[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_on_four_ranks_are_those_of_the_plan_here(name: str):
+    """The user's own modules, the schedule from the file, and the loss of the whole batch."""
+    model = chain(name)
+    chosen = plan(model, 4, batch_size=16, microbatch_size=4)
+    assert under_pytorch(name, model, chosen) == pytest.approx(here(name, model, chosen), rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_schedules_are_those_of_the_plan(schedule: str):
+    """Several stages on a rank, and split backwards."""
+    model = chain("blocks")
+    chosen = plan(model, 4, schedule=schedule)
+    chosen = on_devices(chosen, [(0,), (1,), (0,), (1,)]) if schedule == "gpipe" else chosen
+    losses = under_pytorch("blocks", model, chosen)
+    assert losses == pytest.approx(here("blocks", model, chosen), rel=1e-6)
+
+
+def test_replicas_are_pipelines_side_by_side():
+    """Each has its slice of every micro-batch; DDP averages, and the loss is the mean of both."""
+    model = chain("blocks")
+    chosen = plan(model, 2, replicas=[2, 2])
+
+    def rank() -> list[float]:
+        replica, row = dist.get_rank() % 2, dist.get_rank() // 2
+        pipelines = [dist.new_group([r, 2 + r]) for r in range(2)]
+        copies = [dist.new_group([2 * s, 2 * s + 1]) for s in range(2)]
+        pipeline = TorchPipeline(chosen, model.captured, group=pipelines[replica], replica=replica)
+        parameters = list(pipeline.named_parameters())
+        optimizer, losses = sgd(parameters), []
+        for seed in range(STEPS):
+            optimizer.zero_grad()
+            loss = pipeline.step(batch("blocks", 16, seed))
+            for _, parameter in parameters:
+                dist.all_reduce(parameter.grad, group=copies[row])
+                parameter.grad /= 2
+            optimizer.step()
+            losses += [loss] if loss is not None else []
+        return losses
+
+    results = [losses for losses in launch.run(rank, 4, timeout=60.0) if losses]
+    means = [sum(pair) / 2 for pair in zip(*results, strict=True)]
+    assert means == pytest.approx(here("blocks", model, chosen), rel=1e-6)
