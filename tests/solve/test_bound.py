@@ -16,6 +16,7 @@ from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import simulate
+from anabranch.solve import search
 from anabranch.solve.bound import step_bound
 from anabranch.solve.floors import work_floor
 from tests.planner.helpers import cost_model as planning_cost
@@ -45,8 +46,8 @@ def test_gradients_are_summed_behind_their_own_backward():
 
 
 def test_gradients_are_summed_while_other_backwards_run():
-    """Two operators in a row like that, on two devices each or on one: 2 samples of 20 s. In a
-    stage of two replicas the gradients of the second are summed while the first has its backward.
+    """Two operators in a row like that. In a stage of two replicas the gradients of the second are
+    summed while the first has its backward.
     """
     cost = cost_model(
         chain(2), [4, 4], [6, 6], cluster(2, bandwidth=1.0), parameter_bytes=9, value_bytes=0
@@ -135,3 +136,21 @@ def _least_step_s(cost: CostModel, batch: int) -> float:
     except InfeasiblePlanError:
         pass
     return least
+
+
+def test_a_search_ends_where_the_bound_is_met(monkeypatch):
+    """Four samples of an operator without gradients to sum, on four devices: no step is shorter.
+    With gradients, steps are above the bound, and the search goes on.
+    """
+
+    def fail(_: object) -> None:
+        raise AssertionError("nothing is left to find")
+
+    for name in ("improve", "share", "split", "search_on"):
+        monkeypatch.setattr(search.Contest, name, fail)
+    cost = cost_model((), [4.0], [6.0], cluster(4))
+    best = search.plan(cost.profile, cost.cluster, 4)
+    assert best.figures.step_s == pytest.approx(step_bound(cost, 4), rel=1e-3)
+    cost = cost_model(chain(2), [1, 1], [1, 1], cluster(2, bandwidth=9.0), parameter_bytes=9)
+    with pytest.raises(AssertionError, match="nothing is left"):
+        search.plan(cost.profile, cost.cluster, 4)

@@ -138,13 +138,12 @@ class AsynchronousSearch:
         )
 
     def _in_turns(self, policy: WeightPolicy) -> ScheduledProposal | None:
-        """The best plan whose replicas take mini-batches in turn, if its interval is shorter; as
-        published, those of planner ``pipedream`` do wherever that fits.
+        """The best plan whose replicas take mini-batches in turn, if its interval is shorter; for
+        planner ``pipedream``, which publishes them, if it is as short.
         """
         judge, judged = self._judges[policy.name], Judge(self._objective(policy, in_turns=True))
-        if self._name != "pipedream":
-            judged.best_s = judge.best_s * (1 - SETTINGS.turns_gain)
-        limit_s = judged.best_s
+        gain = -ShortestPeriod.equal if self._name == "pipedream" else SETTINGS.turns_gain
+        limit_s = judged.best_s = judge.best_s * (1 - gain)
         near = (g for g in (*judge.ranked(), *judge.unfit) if may_take_turns(g, policy))
         self._phases.run("simulate_s", lambda: judged.consider(near, BUDGET.simulation))
         return judged.best if judged.best_s < limit_s else None

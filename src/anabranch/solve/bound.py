@@ -27,11 +27,11 @@ same holds for these in place of ``busy``, and with the way back in place of the
     returned(o, r)   min over n of  x / n * (f(n) + i(n))
 
 Only those r count that operator o allows: the way and its own seconds fit in T. Its gradients are
-final after its own last backward, so ``busy`` and the all-reduce follow one another there. (Of the
-60 cases of the map in ``benchmarks/planners`` plans were within 1.74 times the bound in the median
-while that was left out; they are within 1.35 times now.) The least T for which all of this holds is
-the bound. It holds for plans with one stage on each device; messages are left out of it, since any
-two operators may share a device.
+final after its own last backward, so ``busy`` and the all-reduce follow one another there. (While
+that was left out, plans for the 60 cases of the map in ``benchmarks/planners`` were within 1.74
+times the bound in the median, and now 1.35.) The least T for which all of this holds is the bound.
+It holds for plans with one stage on each device; messages are left out of it, since any two
+operators may share a device.
 """
 
 from __future__ import annotations

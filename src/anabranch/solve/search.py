@@ -23,6 +23,7 @@ from anabranch.profile.profile import Profile
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.solve.asynchronous_search import AsynchronousSearch
+from anabranch.solve.bound import step_bound
 from anabranch.solve.contest import Contest
 from anabranch.solve.idle_devices import on_its_part, with_fewer_devices, with_less_effort
 from anabranch.solve.improvement import SearchBudget
@@ -30,6 +31,7 @@ from anabranch.solve.phases import Phase, Phases, collect, to_its_end
 from anabranch.solve.planner_options import check_arguments, planner_with, start_of
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes
+from anabranch.solve.settings import SETTINGS
 from anabranch.solve.simulation import checked_run, figures_of
 from anabranch.solve.splitting import AUTO
 from anabranch.weights import OptimizerFacts
@@ -226,10 +228,13 @@ class _StepSearch:
         steps: list[tuple[Phase, Callable[[], object]]] = [("simulate_s", contest.share)]
         steps += [("improve_s", contest.improve)] * self.improve
         steps += [("simulate_s", contest.split)]
+        # Nothing is shorter than the bound.
+        enough_s = step_bound(cost, self.batch_size) * (1 + SETTINGS.bound_met)
         for phase, step in steps:
-            if phases.stop is None:
+            if phases.stop is None and contest.best_s > enough_s:
                 phases.run(phase, step)
-        while improving is not None and self.improve and phases.stop is None:
+        may_go_on = improving is not None and self.improve
+        while may_go_on and phases.stop is None and contest.best_s > enough_s:
             if not phases.run("improve_s", contest.search_on) or contest.is_over:
                 break
         return contest, search, len(proposals)

@@ -41,6 +41,7 @@ class Settings:
             save: they make fewer updates.
         as_fast: share of the speed that fewer devices have to reach for a plan to say so.
         fewer_effort: share of a search's evaluations for each smaller number of devices.
+        bound_met: share of the bound by which a step may be longer for a search to end.
         bound_rounding: share of the bound that it may be too low: where the search for it
             ends.
     """
@@ -63,6 +64,7 @@ class Settings:
     turns_gain: float = 0.02
     as_fast: float = 0.97
     fewer_effort: float = 0.25
+    bound_met: float = 0.0005
     bound_rounding: float = 1e-4
 
 

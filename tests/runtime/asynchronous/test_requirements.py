@@ -219,6 +219,24 @@ def test_auto_follows_the_recommendation_and_says_why() -> None:
 
 
 @pytest.mark.dist
+def test_replicas_take_turns_as_the_plan_says() -> None:
+    """Unless the run says otherwise; both ways train."""
+    model = cut("chain 2")
+    planned = replace(plan_of(model, replicas=(2, 1)), round_robin=True)
+
+    def work() -> list[tuple[bool, int]]:
+        start, results = start_of(model), []
+        for option in (None, True, False):
+            fresh(model, start)
+            pipe = pipeline(model, planned, "stash", round_robin=option)
+            losses = list(pipe.steps(batches(4)))
+            results.append((pipe.is_round_robin, len(losses)))
+        return results
+
+    assert on_ranks(planned, work)[0] == [(True, 4), (True, 4), (False, 4)]
+
+
+@pytest.mark.dist
 def test_memory_is_that_of_whole_minibatches() -> None:
     """The plan's own prediction is for halves of them; memory for the wholes is asked for first."""
     model = cut("chain 2")
