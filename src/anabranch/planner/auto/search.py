@@ -93,7 +93,7 @@ class Search:
         others = (draft_of(graph, self._space.cost) for graph in self._likely)
         self._seed += 1
         rng = Random(f"round {self._seed}")
-        annealing = Annealing(space, self._evaluate, rng, replace(SETTINGS, starts=4))
+        annealing = Annealing(space, self._evaluate, rng)
         annealing.search([start, *others], count)
         proposals: dict[tuple[StageGraph, Runs], int] = {}
         origin = self.origin(best)

@@ -74,7 +74,8 @@ def _least_s(numbers: Numbers, stages: Table[StageRecord], update: float, state:
         compute = _compute_s(stage)
         work += compute * stage.devices
         if numbers.flush:  # nobody updates before all have their sums
-            longest = max(longest, stage.before + compute + stage.behind)
+            after = max(compute + stage.sums, _way_back_s(stage) + stage.behind)
+            longest = max(longest, stage.before + after)
             apart = max(apart, stage.apart)
         else:
             longest = max(longest, compute + stage.sums + stage.update)
@@ -85,6 +86,12 @@ def _compute_s(stage: StageRecord) -> float:
     """Seconds of a step in which a stage computes."""
     full = (stage.total - 1) * _period_s(stage)
     return float(full + stage.seconds[1, 0] + stage.seconds[1, 1])
+
+
+def _way_back_s(stage: StageRecord) -> float:
+    """Seconds of a step in which a stage computes what others wait for."""
+    waiting = (stage.total - 1) * stage.weights[0] + stage.weights[1]
+    return _compute_s(stage) - float(waiting)
 
 
 def _period_s(stage: StageRecord) -> float:
@@ -214,7 +221,6 @@ def _work_off(stage: StageRecord, start: float) -> float:
             least = min(stage.owed, held * stage.weights[0] + stage.owed)
         worked = max(min(stage.owed, start - stage.idle), least)
         stage.owed -= worked
-        stage.left -= worked
         start = max(start, stage.idle + worked)
     return start
 
@@ -288,7 +294,7 @@ def _run(
     for s in range(len(stages)):
         stage = stages[s]
         stage.total -= hidden * samples // stage.microbatch
-        stage.left = _compute_s(stage) + stage.behind
+        stage.left = _way_back_s(stage) + stage.behind
         apart = max(apart, stage.apart)
         actions += 2 * stage.total
         stage.asks = np.inf

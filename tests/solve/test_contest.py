@@ -1,0 +1,87 @@
+"""A search goes on from its best plan, and only a shorter one takes its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from anabranch.cost import CostModel
+from anabranch.planner.base import WHOLE, Runs
+from anabranch.plans.stages import StageGraph
+from tests.solve.helpers import found, two_stages, with_size
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Proposes micro-batches of one size, then of others in each round; in a row, of ``row``.
+
+    Attributes:
+        asked: sizes of the best plan at the beginning of each round.
+    """
+
+    graph: StageGraph
+    sizes: list[int]
+    row: int = 0
+    shape: str = "graph"
+    asked: list[int] = field(default_factory=list)
+
+    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
+        return self
+
+    def __iter__(self) -> Iterator[StageGraph]:
+        yield with_size(self.graph, 4 if self.shape == "graph" else self.row)
+
+    def likely(self) -> list[StageGraph]:
+        return []
+
+    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
+        return []
+
+    def promising(
+        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
+    ) -> list[StageGraph]:
+        return []
+
+    def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
+        self.asked.append(best.stages[0].microbatch_size)
+        return [(with_size(self.graph, self.sizes.pop(0)), runs)] if self.sizes else []
+
+    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+        return self.row > 0
+
+    def origin(self, graph: StageGraph) -> str:
+        return f"in a {self.shape}"
+
+
+def size_of(plan) -> int:
+    return plan.stage_graph.stages[0].microbatch_size
+
+
+def test_only_a_shorter_plan_takes_the_place_of_the_best(propose):
+    """8 samples are slower than 4, 2 are quicker; each round begins with the best until then."""
+    cost, graph = two_stages(8)
+    asked: list[int] = []
+    propose(planner=lambda: Rounds(graph, [8, 2, 8], asked=asked))
+    assert size_of(found(cost, 8)) == 2
+    assert asked == [4, 4, 2, 2]
+
+
+def test_without_improvement_there_are_no_rounds(propose):
+    cost, graph = two_stages(8)
+    asked: list[int] = []
+    propose(planner=lambda: Rounds(graph, [2], asked=asked))
+    assert size_of(found(cost, 8, improve=False)) == 4
+    assert asked == []
+
+
+@pytest.mark.parametrize(("row", "size", "shape"), [(1, 1, "chain"), (8, 4, "graph")])
+def test_a_search_that_is_misled_looks_at_rows_as_well(propose, row, size, shape):
+    """And takes the better of both plans."""
+    cost, graph = two_stages(8)
+    propose(planner=lambda: Rounds(graph, [], row=row))
+    plan = found(cost, 8)
+    assert size_of(plan) == size
+    assert f"in a {shape}" in plan.notes
