@@ -23,10 +23,11 @@ install: .venv/.installed
 demo: .venv/.runnable
 	$(BIN)/anabranch demo
 
-# Two at a time: most tests wait for their ranks now and then, and a rank has one thread. Compiled
+# Three at a time on two cores: most tests wait for their ranks now and then, and a rank has one
+# thread. Compiled
 # tests are kept, whatever the environment says: asserts take each worker ten seconds to compile.
 test: install
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 check: install
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from benchmarks.runtime import (
     checks,
     emulated,
     halves,
+    host,
     memory,
     messages,
     profile,
@@ -37,10 +38,25 @@ SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "memory": ({"COUNTS": (4,), "SAMPLES": 64, "OURS": ("1f1b",), "THEIRS": ("1f1b",)}, ()),
     "halves": ({"SIZES": halves.SIZES | {"layers": "2"}, "LAYERS": 2, "STEPS": 1}, ()),
     "emulated": ({"DEVICES": 4, "DATA_PARALLEL": {}, "GRAPHS": {"candle-uno": 4096}}, ()),
+    "host": ({"MICROBATCHES": 4, "TURNS": 1, "SIZES": host.SIZES | {"layers": "3"}}, ()),
     "profile": ({"MICROBATCHES": 4, "STEPS": 2}, ()),
     "checks": ({"MODELS": ("two-branch",), "REPEATS": 1}, ()),
 }
 """Section -> constants of its module, and arguments, with which it takes seconds."""
+
+
+MODULES = {
+    "sleeps": sleeps,
+    "messages": messages,
+    "transformer": transformer,
+    "towers": towers,
+    "memory": memory,
+    "halves": halves,
+    "emulated": emulated,
+    "host": host,
+    "profile": profile,
+    "checks": checks,
+}
 
 
 def test_every_section_is_among_the_small_ones():
@@ -52,8 +68,7 @@ def test_every_section_is_among_the_small_ones():
 @pytest.mark.parametrize("name", list(SMALL))
 def test_a_section_measures_and_shows(name: str, monkeypatch: pytest.MonkeyPatch):
     """Every measured number is finite, and every row is in the table."""
-    modules = sleeps, messages, transformer, towers, memory, halves, emulated, profile, checks
-    module = dict(zip(SMALL, modules, strict=True))[name]
+    module = MODULES[name]
     constants, arguments = SMALL[name]
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)

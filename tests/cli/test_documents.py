@@ -103,6 +103,8 @@ NOT_RUN = {
     "# mymodel.py": "is written to a file, and trained by ``test_the_model_of_a_page_learns``",
     "def rank()": "a script, run as one by ``test_the_script_of_the_quick_start``",
     ".py\n": "a file of a tutorial, run by ``test_a_tutorial_is_done_as_it_stands``",
+    "multimodal_batch(module, batch": "for the model of the page, whose file its own test runs",
+    'rows={"pixel_values": 1024}': "likewise; ``tests/data/test_packed.py`` has such a workload",
     "import Trainer": "run by ``tests/training/test_huggingface.py``, which has a model for it",
 }
 """What a Python block has that is not run where it stands -> why."""
