@@ -171,7 +171,7 @@ def from_distributed(
 def _read(folder: Path) -> dict[str, Any]:
     """Tensors and other entries of a distributed checkpoint, by full names."""
     with _explained(folder):
-        listed = _Reader(folder).read_metadata().state_dict_metadata
+        listed = _PlainReader(folder).read_metadata().state_dict_metadata
         entries: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             if isinstance(entry, TensorStorageMetadata)
@@ -180,7 +180,7 @@ def _read(folder: Path) -> dict[str, Any]:
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            load(entries, storage_reader=_Reader(folder), planner=_Planner(), no_dist=True)
+            load(entries, storage_reader=_PlainReader(folder), planner=_LoadPlanner(), no_dist=True)
     return entries
 
 
@@ -246,7 +246,7 @@ def _tied(model: Mapping[str, Tensor], state: Mapping[tuple[str, str], Tensor]) 
     }
 
 
-class _Planner(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     """Loads entries that are no tensors as plain data only."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
@@ -254,7 +254,7 @@ class _Planner(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = loaded
 
 
-class _Reader(FileSystemReader):
+class _PlainReader(FileSystemReader):
     """Reads the list of tensors without anything else that a pickle may call."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:

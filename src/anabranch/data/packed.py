@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from anabranch.errors import DataError
 
 
-class Packing(Protocol):
+class BatchPacking(Protocol):
     """How a module is called on tensors that have the samples in dimension 0; two are equal that
     pack alike.
     """
@@ -38,7 +38,7 @@ class PackedBatch:
     PyTorch's pytrees know it, so it is cut, moved and compared as a dict of tensors is.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], packing: Packing) -> None:
+    def __init__(self, tensors: Mapping[str, Any], packing: BatchPacking) -> None:
         self.tensors, self.packing = dict(tensors), packing
 
     def __repr__(self) -> str:

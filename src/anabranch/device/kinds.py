@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DeviceKind:
     """What torch can do with one kind of device.
 
     Attributes:
@@ -35,19 +35,19 @@ class Kind:
 
 
 CPU = "cpu"
-HOST = Kind(gloo=True, streams=False, own_memory=False)
-ACCELERATORS: Mapping[str, Kind] = {
-    "cuda": Kind(
+HOST = DeviceKind(gloo=True, streams=False, own_memory=False)
+ACCELERATORS: Mapping[str, DeviceKind] = {
+    "cuda": DeviceKind(
         "nccl",
         gloo=True,
         environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         settings={"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_RUNTIME_CONNECT": "0"},
         queues="CUDA_DEVICE_MAX_CONNECTIONS",
     ),
-    "xpu": Kind(),
-    "hpu": Kind(float64=False),
-    "npu": Kind(float64=False),
-    "mps": Kind(streams=False, own_memory=False, float64=False),
+    "xpu": DeviceKind(),
+    "hpu": DeviceKind(float64=False),
+    "npu": DeviceKind(float64=False),
+    "mps": DeviceKind(streams=False, own_memory=False, float64=False),
 }
 """Name in torch -> kind. The first one is meant where a machine has none."""
 
@@ -57,7 +57,7 @@ GRAPHS = "cudagraphs"
 """Torch's name of the backend that replays recorded passes."""
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> DeviceKind:
     """Return the kind of a device; one that is not listed is treated as the CPU is."""
     return ACCELERATORS.get(name.partition(":")[0], HOST)
 

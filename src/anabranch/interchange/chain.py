@@ -24,7 +24,7 @@ from anabranch.schedule import compute_order
 
 
 @dataclass(frozen=True)
-class Chain:
+class StageChain:
     """A pipeline of PyTorch's.
 
     Attributes:
@@ -48,7 +48,7 @@ class Chain:
         return max(self.ranks) + 1
 
 
-def chain_of(plan: Plan, model: OpGraph) -> Chain:
+def chain_of(plan: Plan, model: OpGraph) -> StageChain:
     """Return a plan as a pipeline of PyTorch's.
 
     Raises:
@@ -61,7 +61,7 @@ def chain_of(plan: Plan, model: OpGraph) -> Chain:
     rows = list(dict.fromkeys(frozenset(stage.devices) for stage in graph.stages))
     lists = compute_order(graph, plan.schedule).actions
     replicas = graph.stages[0].replicas
-    return Chain(
+    return StageChain(
         plan,
         tuple(rows.index(frozenset(stage.devices)) for stage in graph.stages),
         replicas,

@@ -32,7 +32,7 @@ from anabranch.graph.flat_program import frame
 from anabranch.graph.gradient_order import dense
 from anabranch.graph.group import FREE
 from anabranch.graph.split import CALL, Split, StageProgram, split
-from anabranch.interchange.chain import Chain
+from anabranch.interchange.chain import StageChain
 from anabranch.interchange.modules import stage_modules
 
 _RESTORES = (torch.ops.aten.movedim.int, dense)
@@ -59,7 +59,7 @@ class PlainStage:
 
 
 def plain_stages(
-    chain: Chain,
+    chain: StageChain,
     captured: Captured,
     stages: Iterable[int] | None = None,
     *,

@@ -15,24 +15,24 @@ from torch import Tensor, nn
 from anabranch.data.packed import PackedBatch
 from anabranch.errors import DataError
 from anabranch.graph.library_rules import replaced
-from anabranch.multimodal.patches import Patches
+from anabranch.multimodal.patches import PackedPatches
 from anabranch.multimodal.shared_slots import dealt, take_rows
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, feature_rows, most, shared_out
 from anabranch.multimodal.sounds import Sounds
-from anabranch.multimodal.towers import Packed, Tiled, Tower
+from anabranch.multimodal.towers import Packed, Tiled, VisionTower
 
-Encoder = Tower | Patches | Sounds
+Encoder = VisionTower | PackedPatches | Sounds
 
 FAMILIES: Mapping[str, Mapping[str, Encoder]] = {
-    "llava": {"image": Tower()},
-    "gemma3": {"image": Tower()},
+    "llava": {"image": VisionTower()},
+    "gemma3": {"image": VisionTower()},
     "llava_onevision": {"image": Packed()},
     "idefics3": {"image": Tiled()},
     "smolvlm": {"image": Tiled()},
-    "qwen2_vl": {"image": Patches()},
-    "qwen2_5_vl": {"image": Patches(has_windows=True)},
-    "qwen3_vl": {"image": Patches(has_table=True)},
-    "qwen2_5_omni_thinker": {"audio": Sounds(), "image": Patches(has_windows=True)},
+    "qwen2_vl": {"image": PackedPatches()},
+    "qwen2_5_vl": {"image": PackedPatches(has_windows=True)},
+    "qwen3_vl": {"image": PackedPatches(has_table=True)},
+    "qwen2_5_omni_thinker": {"audio": Sounds(), "image": PackedPatches(has_windows=True)},
 }
 """``model_type`` of a configuration of transformers -> how its inputs are encoded, in the order in
 which the model takes them."""
@@ -103,7 +103,7 @@ def multimodal_batch(
             continue
         tokens = (own["input_ids"] == getattr(config, encoder.token)).sum(1).tolist()
         counts[part] = shared_out(tokens, found[part], part)
-    has_positions = any(isinstance(encoder, Patches) for encoder in encoders.values())
+    has_positions = any(isinstance(encoder, PackedPatches) for encoder in encoders.values())
     made = has_positions and "position_ids" not in own
     if made:
         own["position_ids"] = _positions(model, own, given)
@@ -175,7 +175,7 @@ class Multimodal:
         counts = {part: own.pop(f"{part}_counts") for part in inputs}
         index = [own.pop(f"{part}_index") for part in inputs]
         encoders = FAMILIES[self.kind]
-        if any(isinstance(encoder, Patches) for encoder in encoders.values()):
+        if any(isinstance(encoder, PackedPatches) for encoder in encoders.values()):
             own["position_ids"] = own["position_ids"].movedim(0, 1)
         if traced:
             outputs = {part: encoders[part].encode(module, inputs[part]) for part in inputs}

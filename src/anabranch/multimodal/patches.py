@@ -24,7 +24,7 @@ _SIZES = "image_grid_thw"
 
 
 @dataclass(frozen=True)
-class Patches:
+class PackedPatches:
     """Models with patches ``[patches of all images, values]`` and ``image_grid_thw``.
 
     Attributes:

@@ -21,7 +21,7 @@ from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
 
 
 @dataclass(frozen=True)
-class Tower:
+class VisionTower:
     """Models with images ``[images, 3, height, width]``."""
 
     token = "image_token_id"
@@ -67,7 +67,7 @@ class Tower:
 
 
 @dataclass(frozen=True)
-class Tiled(Tower):
+class Tiled(VisionTower):
     """Models with images ``[samples, images, 3, height, width]``, of which some may be empty."""
 
     def one(self, config: Any) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ class Tiled(Tower):
 
 
 @dataclass(frozen=True)
-class Packed(Tower):
+class Packed(VisionTower):
     """LLaVA-OneVision: images ``[images, tiles, 3, height, width]``, whose features are arranged
     by the size of the whole image and parted by a learned line break.
     """

@@ -38,21 +38,21 @@ class ReplayedCall:
 
     def __init__(self, call: Callable[..., Outputs], module: nn.Module) -> None:
         self._call, self._module = call, module
-        self._free: list[_Slot] = []
+        self._free: list[_RecordedPasses] = []
         self.num_slots, self.reserve = 0, 1
 
     def __call__(self, *args: Tensor) -> Outputs:
         if not torch.is_grad_enabled():
             return self._call(*args)
         while not self._free or self.num_slots < self.reserve:
-            self._free.append(_Slot(self._call, self._module, args))
+            self._free.append(_RecordedPasses(self._call, self._module, args))
             self.num_slots += 1
         slot = self._free.pop()
         outputs: Outputs = _Replay.apply(slot, self._free, *args, *slot.parameters)  # type: ignore[no-untyped-call]
         return outputs
 
 
-class _Slot:
+class _RecordedPasses:
     """Recorded passes over fixed tensors."""
 
     def __init__(
@@ -99,7 +99,9 @@ class _Replay(torch.autograd.Function):
     """Passes of a slot, which is free again after the backward."""
 
     @staticmethod
-    def forward(ctx: Any, slot: _Slot, free: list[_Slot], *tensors: Tensor) -> Outputs:
+    def forward(
+        ctx: Any, slot: _RecordedPasses, free: list[_RecordedPasses], *tensors: Tensor
+    ) -> Outputs:
         torch._foreach_copy_(slot.inputs, list(tensors[: len(slot.inputs)]))
         slot.outputs = slot.forward()
         results = [output.detach().clone() for output in slot.outputs]
