@@ -14,6 +14,7 @@ from anabranch.checkpoint import Checkpoint, load_state_dict
 from anabranch.checkpoint.series import checkpoints
 from anabranch.errors import TrainingError
 from anabranch.record import Run
+from anabranch.runtime.pipeline import Pipeline
 from anabranch.training import Event, SaveEvery, StepEvent, require_place, train, train_async
 from anabranch.workload import Workload
 from tests.runtime.small import (
@@ -97,6 +98,30 @@ def test_batches_of_another_size_than_the_plans_are_noted() -> None:
         )
         run, _ = trained(model, workload, len(sizes))
         assert (run.samples, run.other_samples) == (tuple(sizes), noted)
+
+
+def test_epochs_after_a_loop_that_told_none_count_from_there(tmp_path: Path) -> None:
+    """It read its batches itself, so its checkpoint has steps and no epoch; that is said."""
+    model = built("TwoBranch")
+    workload = with_options(model, data=data, optimizer=sgd)
+    chosen = plan(model, 1)
+
+    def rank() -> int:
+        pipe = Pipeline(workload, chosen, captured=model.captured, check_gradients=False)
+        pipe.step(batch(16))
+        pipe.save(tmp_path / "own")
+        with pytest.warns(UserWarning, match="of step 1, but of no epoch"):
+            run = train(
+                workload,
+                chosen,
+                epochs=1,
+                captured=model.captured,
+                resume=tmp_path / "own",
+                check_gradients=False,
+            )
+        return len(run.losses)
+
+    assert launch.run(rank, 1) == [len(SIZES)]
 
 
 def test_few_steps_have_no_period() -> None:

@@ -118,7 +118,8 @@ class BasePipeline:
         """The workload's batches from where training is, epoch after epoch; those trained on count.
 
         Args:
-            epochs: how many epochs there are in all; by default there is no end.
+            epochs: how many epochs there are in all, those that are done included: a loop over
+                epochs asks for one more each time. By default there is no end.
 
         Raises:
             DataError: if the workload has no data, or reading it raised.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -214,6 +215,8 @@ class _Course(Generic[_Pipe]):
             make = partial(kind.from_weights, weights)
         self.pipe: _Pipe = make(workload, plan, **options)
         self.start_s, self._first_step = time.perf_counter() - began, self.pipe.step_number
+        if epochs is not None and self._first_step and not (self.pipe.epoch or self.pipe.position):
+            _warn_of_untold_epochs(self.pipe)
         require_place(folder, self._resume, is_series=save_every is not None)
         left = None if epochs is None else self.pipe.batches_left(epochs)
         total = min((n for n in (steps, left) if n is not None), default=None)
@@ -254,6 +257,17 @@ class _Course(Generic[_Pipe]):
             first_step=self._first_step,
             samples=tuple(self.reporter.samples),
             **figures,
+        )
+
+
+def _warn_of_untold_epochs(pipe: _Pipe) -> None:
+    """Warn that a checkpoint comes from a loop with batches of its own."""
+    if pipe.rank == 0:
+        warnings.warn(
+            f"the checkpoint is of step {pipe.step_number}, but of no epoch: a loop of its own has "
+            "trained it, which read its data itself, so epochs and batches count from here; "
+            "ask for those that are left, or read by Pipeline.batches in the loop",
+            stacklevel=4,
         )
 
 

@@ -241,6 +241,8 @@ def against(name: str, other: Plan | AnabranchError, ours: Plan) -> str:
     if isinstance(other, AnabranchError):
         return f"{_TITLES[name]} has no plan: {other}"
     step_s, graph = other.figures.step_s, other.stage_graph
+    if (graph, other.schedule) == (ours.stage_graph, ours.schedule):
+        return f"{_TITLES[name]} is this plan"
     gain = ratio(step_s, ours.figures.step_s)
     return (
         f"{'in no time' if gain is None else f'{gain:.2f}x'} against {_TITLES[name]} "
