@@ -207,6 +207,23 @@ def test_checkpoints_of_adapters_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+def test_what_was_trained_before_it_was_frozen_is_saved(tmp_path: Path) -> None:
+    """As in gradual freezing; the module that a run resumes with has other values."""
+    model = adapted()
+
+    def freezes(pipe: Pipeline) -> None:
+        pipe.step(batch(1))
+        model.module.get_parameter("layers.0.up.weight").requires_grad_(False)
+        pipe.step(batch(2))
+        pipe.save(tmp_path / "saved")
+
+    steps(model, freezes)
+    saved = Checkpoint(tmp_path / "saved")
+    assert "layers.0.up.weight" in saved.keys("model")
+    assert "layers.0.up.weight" not in saved.frozen
+
+
+@pytest.mark.dist
 def test_a_resume_with_other_base_weights_is_refused(tmp_path: Path) -> None:
     """Adapters were trained beside the weights of then."""
     steps(adapted(), lambda pipe: (pipe.step(batch(1)), pipe.save(tmp_path / "saved"))[0])

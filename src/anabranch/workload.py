@@ -119,7 +119,9 @@ class Workload:
         if not isinstance(self.example, PackedBatch):
             packing = Rows.of(self.example, self.rows, self.samples_in)
             object.__setattr__(self, "example", packing.packed(self.example))
-            object.__setattr__(self, "buckets", [*map(packing.packed, self.buckets)])
+        elif isinstance(self.example.packing, Rows):  # that of the Workload which this one replaces
+            packing = self.example.packing
+        object.__setattr__(self, "buckets", [*map(packing.packed, self.buckets)])
         object.__setattr__(self, "data", loader_of(self.data, shuffle=True, packing=packing))
         eval_data = loader_of(self.eval_data, shuffle=False, packing=packing)
         object.__setattr__(self, "eval_data", eval_data)

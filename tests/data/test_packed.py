@@ -142,3 +142,22 @@ def test_every_kind_of_data_gives_the_same_batches() -> None:
         for name, tensor in stacked.items():
             assert given.tensors[name].shape == tensor.shape
             assert order is not None or torch.equal(given.tensors[name], tensor)
+
+
+def test_a_workload_that_replaces_another_knows_its_rows() -> None:
+    """Single samples are put in front when they are stacked, by the packing of the example."""
+    own = batch(4)
+    stacked = Rows((("patches", ROWS, ""),), (("positions", 1),)).packed(own).tensors
+    samples = [{name: tensor[i] for name, tensor in stacked.items()} for i in range(4)]
+    workload = replace(Workload(Model(), own, **SAID), data=samples)
+    (given,) = workload.data(4, 0)
+    assert {n: t.shape for n, t in given.tensors.items()} == {
+        n: t.shape for n, t in stacked.items()
+    }
+
+
+@pytest.mark.parametrize("example", [{"patches": torch.zeros(4, 6)}, (torch.zeros(4, 6),)])
+def test_a_tensor_of_counts_has_to_be_in_the_example(example: Any) -> None:
+    """Which is a dict then."""
+    with pytest.raises(DataError, match="rows of patches are counted by counts, which the example"):
+        Workload(Model(), example, rows={"patches": "counts"})

@@ -95,3 +95,24 @@ def test_processes_on_one_machine_are_all_used():
     cost = one_operator(100)
     local = replace(cost, cluster=replace(NODES, cores=8))
     assert planned(local).stage_graph.devices == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("has_proposal", [False, True])
+def test_an_interrupt_meanwhile_keeps_the_plan_of_all_devices(has_proposal):
+    """And no further search is begun."""
+    cost = one_operator(64)
+    whole = plan(cost.profile, cost.cluster, 4, optimizer_factor=0.0, improve=False)
+    began = []
+
+    def interrupted(fewer: CostModel):
+        began.append(fewer)
+        if not has_proposal:
+            raise KeyboardInterrupt
+        part = plan(fewer.profile, fewer.cluster, 4, optimizer_factor=0.0, improve=False)
+        return replace(part, interrupted=True)
+
+    best = idle_devices.with_fewer_devices(whole, cost, interrupted, interrupted)
+    assert best.stage_graph == whole.stage_graph
+    assert best.interrupted
+    assert "interrupted while fewer devices were tried" in best.notes
+    assert len(began) == 1

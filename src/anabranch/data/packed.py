@@ -101,6 +101,11 @@ class Rows:
         numbers, dims = {n: (k, "") for n, k in rows.items() if isinstance(k, int)}, {**samples_in}
         for name, counts in rows.items():
             if isinstance(counts, str):
+                if not isinstance(example, Mapping) or counts not in example:
+                    raise DataError(
+                        f"rows of {name} are counted by {counts}, which the example of the "
+                        "Workload does not have: give it as a dict with both"
+                    )
                 numbers[name] = int(example[counts][0]), counts
         samples = len(labels) if isinstance(labels, Tensor) and labels.dim() else 0
         if samples:

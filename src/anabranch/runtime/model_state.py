@@ -63,6 +63,7 @@ class ModelState:
             same_start({n: t for n, t in self._everything().items() if n not in nothing}, mesh)
         held = {name for name in nothing if self._is_held(name)}
         self._without = materialise(module, held, seed=seed, place=place)
+        self._changed = {name for name, p in module.named_parameters() if p.requires_grad}
         self._slice()
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
@@ -265,8 +266,10 @@ class ModelState:
 
     @property
     def constants(self) -> list[str]:
-        """Names of the parameters that neither training nor a forward changes."""
-        changed = {*self._captured.graph.stateful, *self._captured.cut}
+        """Names of the parameters with the values that the module came with: neither training, nor
+        a forward, nor a file has changed them.
+        """
+        changed = {*self._captured.graph.stateful, *self._captured.cut, *self._changed}
         named = self._module.named_parameters()
         return [n for n, p in named if not p.requires_grad and n not in changed]
 
@@ -309,6 +312,7 @@ class ModelState:
                     saved.require_frozen(name, tensor)
                 else:
                     tensor.copy_(saved.tensor(f"model/{name}", like=tensor))
+                    self._changed.add(whole_name(name))
         self._without = [name for name in self._without if name in saved.frozen]
         if self.optimizer is not None:
             restore_optimizer(self.optimizer, self._names(), saved)
@@ -332,6 +336,7 @@ class ModelState:
                 if whole in keys:
                     like = tensor if whole == name else self._module.get_parameter(whole)
                     tensor.copy_(view_named(name, weights.tensor(keys[whole], like)))
+                    self._changed.add(whole)
         self._without = [name for name in self._without if name not in keys]
 
     def _wanted(self) -> dict[str, Tensor]:

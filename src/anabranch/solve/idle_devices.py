@@ -43,21 +43,32 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
         cost: the prices that it has.
         quick: raises an ``InfeasiblePlanError`` where nothing fits, as ``search`` does.
     """
-    best, enough = plan, plan
+    best = enough = plan
     for part in parts(cost.cluster):
         fewer = replace(cost, cluster=part)
         limit_s = best.figures.step_s / SETTINGS.as_fast
         if step_bound(fewer, plan.stage_graph.batch_size) > limit_s:
             break
         found: Plan | None = None
-        with suppress(InfeasiblePlanError):
-            found = _on(quick(fewer), cost)
-        if found is None or found.figures.step_s > limit_s:
+        try:
+            with suppress(InfeasiblePlanError):
+                found = _on(quick(fewer), cost)
+            if found is None or found.figures.step_s > limit_s:
+                break
+            if not found.interrupted:
+                found = min(found, _on(search(fewer), cost), key=lambda plan: plan.figures.step_s)
+            stopped = found.interrupted
+        except KeyboardInterrupt:  # the plan for all devices is what counts
+            stopped = True
+        if found is not None:
+            enough = found
+            best = min(best, enough, key=lambda plan: plan.figures.step_s)
+        if stopped:
+            note = "interrupted while fewer devices were tried"
+            best = replace(best, notes=(*best.notes, note), interrupted=True)
             break
-        enough = min(found, _on(search(fewer), cost), key=lambda plan: plan.figures.step_s)
-        best = min(best, enough, key=lambda plan: plan.figures.step_s)
     used, total = len(enough.stage_graph.devices), len(plan.stage_graph.devices)
-    if best is not plan:
+    if len(best.stage_graph.devices) < total:
         idle = total - len(best.stage_graph.devices)
         note = f"{idle} of {total} devices stay idle: with all of them a step takes longer"
         best = replace(best, notes=(*best.notes, note))

@@ -186,13 +186,18 @@ def test_no_more_than_two_micro_batches_are_copied_at_a_time(main: Line) -> None
 
 
 def test_a_backward_that_comes_soon_copies_nothing_back(main: Line) -> None:
-    """Its tensors are still there."""
+    """Its tensors are still there, also for the second half of a split backward: their memory is
+    not given back before the copies are waited for.
+    """
     x = torch.ones(2000, requires_grad=True)
     loss, saved = forward(Offload([], CPU), x, [x])
     pointers = [entry._tensor.data_ptr() for entry in saved._entries if entry._tensor is not None]
     assert len(pointers) == len(saved._entries) == 1
     loss.backward()  # type: ignore[no-untyped-call]
     assert main.log == []
+    assert all(entry.is_on_device for entry in saved._entries)
+    saved.release()
+    assert len(main.log) == 1
     assert not any(entry.is_on_device for entry in saved._entries)
 
 

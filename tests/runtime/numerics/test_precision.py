@@ -217,6 +217,15 @@ def test_scale_follows_gradscaler() -> None:
         assert ours.streak == theirs._get_growth_tracker()
 
 
+def test_complex_gradients_are_unscaled() -> None:
+    """Both parts of them, and both are looked at."""
+    scale = LossScale(scale=2.0)
+    gradient = torch.tensor([2 + 4j, 6j])
+    assert all(fetched(scale.unscale([gradient, torch.ones(2)])))
+    assert gradient.tolist() == [1 + 2j, 3j]
+    assert not all(fetched(scale.unscale([torch.tensor([complex(0, float("inf"))])])))
+
+
 def test_sparse_gradients_are_unscaled() -> None:
     gradient = torch.sparse_coo_tensor([[1, 3]], [2.0, 4.0], (5,), check_invariants=True)
     scale = LossScale(scale=2.0)

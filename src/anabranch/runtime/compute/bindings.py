@@ -39,7 +39,6 @@ BINDINGS: Mapping[Any, tuple[Callable[..., Any], int]] = {
     _aten.sigmoid.default: (torch.sigmoid, 1),
     _aten.softmax.int: (torch.softmax, 2),
     _aten.dropout.default: (torch.dropout, 3),
-    _aten.cat.default: (torch.cat, 2),
     _aten.transpose.int: (torch.transpose, 3),
     _aten.permute.default: (torch.permute, 2),
     _aten.unsqueeze.default: (torch.unsqueeze, 2),

@@ -215,5 +215,5 @@ class _Entry:
             accelerator.current_stream(self.device).wait_event(self._ready)
             self._ready = None
         if self.is_taken:
-            self._back = self._tensor = None
+            self._back = None  # the tensor itself, whose copy may be under way, goes in ``leave``
         return tensor

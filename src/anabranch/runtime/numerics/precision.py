@@ -79,7 +79,7 @@ class LossScale:
         """Divide gradients in place; a number, zero unless all are finite, if there are any."""
         held = [gradient for gradient in gradients if gradient is not None]
         values = [gradient._values() if gradient.is_sparse else gradient for gradient in held]
-        values = [entries for entries in values if entries.numel()]
+        values = [torch.view_as_real(v) if v.is_complex() else v for v in values if v.numel()]
         if not values:
             return []
         place = values[0].device
