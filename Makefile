@@ -24,8 +24,8 @@ demo: .venv/.runnable
 	$(BIN)/anabranch demo
 
 # Three at a time on two cores: most tests wait for their ranks now and then, and a rank has one
-# thread. Compiled
-# tests are kept, whatever the environment says: asserts take each worker ten seconds to compile.
+# thread. Compiled tests are kept, whatever the environment says: asserts take each worker ten
+# seconds to compile.
 test: install
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 

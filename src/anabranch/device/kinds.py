@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """What torch can do with one kind of device.
+    """Abilities of one kind of device in torch.
 
     Attributes:
         backend: library of its collectives in ``torch.distributed``; empty if it has none, or none

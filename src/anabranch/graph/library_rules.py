@@ -1,4 +1,4 @@
-"""What library code says in a way that tracing cannot follow, said otherwise while it is traced.
+"""Replacements for library code that tracing cannot follow, in force while it is traced.
 
 Each rule gives the same values. Those of vision-language models are in ``multimodal``;
 ``docs/multimodal.md`` has the table of the models that need them.

@@ -37,7 +37,7 @@ class Inputs:
         return [len(rows) for rows in self.rows]
 
     def none(self) -> Inputs:
-        """Of the same sizes, without any image."""
+        """A batch of the same sizes without any image."""
         tensors = {name: tensor[:0] for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, rows=(), per_sample=None)
 

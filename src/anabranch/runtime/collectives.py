@@ -108,7 +108,7 @@ class Streams(Protocol):
 
 
 class DeviceStreams:
-    """Those of an accelerator."""
+    """Collectives of an accelerator."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place

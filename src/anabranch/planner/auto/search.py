@@ -108,7 +108,7 @@ class Search:
         ]
 
     def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
-        """Whether a stage graph takes far longer than an evaluation says."""
+        """True for a stage graph that takes far longer than its evaluation says."""
         return seconds > self._with_quicker_warm_up(graph, runs)[0] * (1 + SETTINGS.misled)
 
     def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
