@@ -1,4 +1,4 @@
-"""Choice of split backwards for the stages that a search has found.
+"""Choice of a schedule: for a plan, and of split backwards for the stages that a search has found.
 
 A search judges hundreds of stage graphs under 1F1B. The most promising ones are simulated under the
 schedules with split backwards as well: under list schedules, which take longest to make, where
@@ -9,16 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import anabranch.planner as planners
 from anabranch.cost import CostModel
+from anabranch.plans.check import require_few, require_suits
+from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule import LISTS, SPLIT_BACKWARDS, compute_order
+from anabranch.schedule import LISTS, SPLIT_BACKWARDS, compute_order, rule_named
+from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
+from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.simulator.run import run
 from anabranch.solve.settings import SETTINGS
 
 AUTO = ("1f1b", "1f1b-deep")
 """Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
+
+
+def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tuple[StageGraph, str]:
+    """The stages of a synchronous plan with their in-flight counts, and the key of the schedule.
+
+    Args:
+        schedule: as for ``simulate``, and so are the errors.
+    """
+    graph, name = plan_.stage_graph, schedule or plan_.schedule
+    require_few(graph)
+    if name == "published" and plan_.planner not in planners.PLANNERS:
+        raise ValueError(f"planner {plan_.planner!r} is unknown here, and so is its schedule")
+    if name in ("auto", "published"):
+        chosen = AUTO if name == "auto" else planners.PLANNERS[plan_.planner]().schedules
+        judge = Judge(ShortestStep(cost, chosen))
+        judge.consider([graph])
+        best = judge.winner(plan_.planner)
+        if name == "auto":
+            _, best = split_backwards(judge, cost) or (0.0, best)
+        graph, name = best.graph, best.schedule
+    elif schedule is not None and schedule != plan_.schedule:
+        if name in LISTS:
+            graph = with_lengths(ModelCosts(graph, cost))
+        graph = rule_named(name).warm_up(graph)
+    require_suits(graph, cost, shared=True)
+    return graph, name
 
 
 def split_backwards(
