@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import anabranch.planner as planners
 from anabranch.cost import CostModel
+from anabranch.planner.auto import settings as auto
 from anabranch.plans.check import require_few, require_suits
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -90,7 +91,7 @@ def split_backwards(
                 continue
             whole = Judge(ShortestStep(cost, AUTO))
             whole.consider([proposal])
-            if own.best_s <= (1 - SETTINGS.split_gain) * whole.best_s:
+            if own.best_s <= (1 - auto.SETTINGS.split_gain) * whole.best_s:
                 best_s, best = own.best_s, own.best
         if known_s:
             alike.add(tuple(known_s))
