@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anabranch.graph.library_rules import library_rules, replaced
+from anabranch.graph.library_rules import library_rules
+from anabranch.graph.module_state import with_attributes
 
 
 def test_masks_are_made_by_broadcasting_with_the_same_entries() -> None:
@@ -30,7 +31,7 @@ def test_attributes_are_put_back_also_those_that_were_not_there() -> None:
         here = 1
 
     def fails() -> None:
-        with replaced([(Holder, "here", 2), (Holder, "new", 3)]):
+        with with_attributes([(Holder, "here", 2), (Holder, "new", 3)]):
             assert (Holder.here, Holder.new) == (2, 3)  # type: ignore[attr-defined]
             raise KeyError
 

@@ -8,26 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-_NOTHING = object()
-
-
-@contextlib.contextmanager
-def replaced(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, attributes have other values, also those that an object does not have by itself."""
-    before = [(owner, name, vars(owner).get(name, _NOTHING)) for owner, name, _ in values]
-    try:
-        for owner, name, value in values:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in reversed(before):
-            if value is _NOTHING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+from anabranch.graph.module_state import with_attributes
 
 
 def _broadcast(masking: Any) -> Callable[..., Any]:
@@ -52,4 +36,4 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 def library_rules() -> contextlib.AbstractContextManager[None]:
     """Inside, library code can be traced that says otherwise what it means."""
     loaded = [(sys.modules[name], key, make) for name, key, make in _RULES if name in sys.modules]
-    return replaced([(owner, key, make(owner)) for owner, key, make in loaded])
+    return with_attributes([(owner, key, make(owner)) for owner, key, make in loaded])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from anabranch.data.packed import PackedBatch
 from anabranch.errors import DataError
-from anabranch.graph.library_rules import replaced
+from anabranch.graph.module_state import with_attributes
 from anabranch.multimodal.patches import PackedPatches
 from anabranch.multimodal.shared_slots import dealt, take_rows
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, feature_rows, most, shared_out
@@ -220,5 +220,5 @@ def _gathered(model: Any, index: list[Tensor], share: int, sounds: Any) -> Itera
     if sounds is not None:
         values.append((type(model.model), "get_audio_features", lambda *_, **__: sounds))
         extra["input_features"] = sounds.pooler_output
-    with replaced(values):
+    with with_attributes(values):
         yield extra
