@@ -5,7 +5,7 @@
                of the optimizer factor, where replicas share its state, the part of one of them
              + receive slots * (entering + gradients of what leaves)
              - tables + rows / replicas     where gradients of tables are the rows of a batch
-             + a pass                       besides what is kept (``passes``)
+             + a pass                       besides what is kept (``StagePasses``)
              + kept * n                     with recomputation: the inside of one micro-batch
     flight   entering + kept * n            without; with recomputation only what entered
     sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more:

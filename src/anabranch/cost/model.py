@@ -23,8 +23,7 @@ from anabranch.cost.communication import Route, all_reduce_s, border_price, ring
 from anabranch.cost.interpolation import between, row_below
 from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, memory_terms
 from anabranch.cost.overheads import FREE, update_cost
-from anabranch.cost.passes import StagePasses
-from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
+from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, Value, bits
 from anabranch.profile.profile import Profile, UpdateCost

@@ -173,13 +173,13 @@ class NestedSets:
         return self.between(pairs)[place]
 
     def passes(self, pairs: Pairs, samples: float) -> Floats:
-        """Bytes of a pass (``cost.passes``) of the stages between some pairs of sets."""
+        """Bytes of a pass (``StagePasses``) of the stages between some pairs of sets."""
         cost = self.cost
         own = cost.largest_gradients + cost.working_bytes * samples
         return self._fullest(pairs, own, cost.kept_bytes * samples)
 
     def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
-        """The recurrence of ``cost.passes`` by what operators take themselves and what they keep.
+        """The recurrence of ``StagePasses`` by what operators take themselves and what they keep.
 
         Of a row in the model's order pass(i) is the most of own + what is kept up to there, so far,
         less all that is kept up to i.

@@ -17,8 +17,7 @@ from anabranch.files.fields import FilePath, Index, Name, Samples, Seconds, Size
 from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document, validate
 from anabranch.files.limits import LIMITS
 from anabranch.graph.opgraph import Granularity
-from anabranch.plans.model_size import ModelSize
-from anabranch.plans.plan import CHANGED, Mode, Plan, Prediction
+from anabranch.plans.plan import CHANGED, Mode, ModelSize, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import asynchronous, rule_named
 from anabranch.weights import POLICIES

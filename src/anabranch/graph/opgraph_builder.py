@@ -9,10 +9,15 @@ from torch import Tensor, fx, nn
 
 from anabranch.graph.call_traits import CallTraits
 from anabranch.graph.embeddings import tables
-from anabranch.graph.flat_program import BATCH_LEAF, PARAMETER, FlatProgram
+from anabranch.graph.flat_program import (
+    BATCH_LEAF,
+    PARAMETER,
+    FlatProgram,
+    gradient_calls,
+    requires_grad,
+)
 from anabranch.graph.group import FREE, Grouping
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.graph.propagation import gradient_calls, requires_grad
 from anabranch.graph.slices import in_slices, view_named
 
 

@@ -16,8 +16,16 @@ from anabranch.data.packed import PackedBatch
 from anabranch.errors import DataError
 from anabranch.graph.module_state import with_attributes
 from anabranch.multimodal.patches import PackedPatches
-from anabranch.multimodal.shared_slots import dealt, take_rows
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, feature_rows, most, shared_out
+from anabranch.multimodal.slots import (
+    Inputs,
+    Sizes,
+    Slots,
+    dealt,
+    feature_rows,
+    most,
+    shared_out,
+    take_rows,
+)
 from anabranch.multimodal.sounds import Sounds
 from anabranch.multimodal.towers import Packed, Tiled, VisionTower
 

@@ -21,8 +21,16 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.events import Role
-from anabranch.simulator.lists import COMPUTE, UPDATE, Ints, Lists, place, require_in_order
-from anabranch.simulator.messages import Messages, put_in
+from anabranch.simulator.messages import (
+    COMPUTE,
+    UPDATE,
+    Ints,
+    Lists,
+    Messages,
+    place,
+    put_in,
+    require_in_order,
+)
 from anabranch.simulator.sums import Sum, plan_sums
 from anabranch.simulator.units import ComputeUnit, ComputeUnits
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from anabranch.compiled import Floats, Table
 from anabranch.cost.interpolation import between, row_below
 from anabranch.cost.memory import MOST_TERMS, memory_terms
-from anabranch.cost.passes import pass_behind
+from anabranch.cost.stage_weights import pass_behind
 from anabranch.planner.auto.stage_records import (
     LevelRecord,
     Numbers,
