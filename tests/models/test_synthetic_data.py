@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.models.synthetic_data import SYNTHETIC, class_patterns, seeded, stream, under_noise
+from anabranch.models.workload_builders import (
+    SYNTHETIC,
+    class_patterns,
+    seeded,
+    stream,
+    under_noise,
+)
 
 
 def test_every_number_of_a_seed_counts() -> None:

@@ -4,7 +4,9 @@ Keys are what a run seldom needs; ``docs/command-line.md`` lists them.
 """
 
 # Annotations are not left as text: spread would evaluate each of them for --help.
+import difflib
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from anabranch.cli.logs import loggers
-from anabranch.cli.output import folder_to_write
+from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.cli.settings import (
@@ -162,7 +163,7 @@ class TrainingSettings:
         bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
     ] = True
 
-    def saves(self) -> "SaveEvery | None":
+    def saves(self) -> SaveEvery | None:
         """Return when checkpoints are written during training.
 
         Raises:
@@ -192,7 +193,7 @@ class TrainingSettings:
             steps, seconds = interval(self.save_every, "--save-every")
         return usage(SaveEvery, steps, seconds, self.keep or KEPT, self.keep_best or "")
 
-    def loggers(self) -> "tuple[Callback, ...]":
+    def loggers(self) -> tuple[Callback, ...]:
         """Callbacks of --log.
 
         Raises:
@@ -236,7 +237,7 @@ class ComputeSettings:
     sparse_embeddings: Annotated[bool | None, in_file("--sparse-embeddings")] = None
     accumulate: Annotated[int, in_file(min=1)] = 1
 
-    def options(self) -> "ComputeOptions":
+    def options(self) -> ComputeOptions:
         """Options of the runtime.
 
         Raises:
@@ -277,18 +278,62 @@ class FlushSettings:
     round_robin: Annotated[bool | None, in_file("--round-robin")] = None
     clip_stage_norm: Annotated[float | None, in_file()] = None
 
-    def is_async(self, plan: "Plan | None") -> bool:
+    def is_async(self, plan: Plan | None) -> bool:
         """True if the user or the plan file asks for no flush."""
         return (self.mode or (plan.mode if plan is not None else "sync")) == "async"
 
-    def with_options(self, name: str) -> "WeightPolicy":
+    def with_options(self, name: str) -> WeightPolicy:
         """The policy of that name, with the user's options."""
         return usage(policy_named, name, named_values(self.policy_option, "policy-option"))
 
-    def other_policy(self, plan: "Plan", *, is_file: bool) -> "WeightPolicy | str | None":
+    def other_policy(self, plan: Plan, *, is_file: bool) -> WeightPolicy | str | None:
         """The policy of a run, where that is not just the plan's.
 
         A plan of the search has the policy already, also where the search was to choose one.
         """
         name = self.policy if is_file else None
         return self.with_options(name or plan.policy) if self.policy_option else name
+
+
+FILES, FOLDERS, TRACKERS = ("jsonl", "csv"), ("tensorboard",), ("wandb", "mlflow")
+"""Kinds of logs, by what stands behind the colon."""
+
+
+def loggers(texts: Sequence[str]) -> "tuple[Callback, ...]":
+    """A callback for each text, none of which has opened anything yet.
+
+    Raises:
+        typer.BadParameter: if there is no such kind.
+        TrainingError: if a package is missing, or a file could not be written.
+    """
+    split = [_split(text) for text in texts]
+    if not split:
+        return ()
+    from anabranch import training
+
+    makers: dict[str, Callable[[str], Callback]] = {
+        "jsonl": training.JsonLines,
+        "csv": training.Csv,
+        "tensorboard": training.TensorBoard,
+        "wandb": lambda project: training.WeightsAndBiases(project=project),
+        "mlflow": training.MLflow,
+    }
+    return tuple(makers[kind](where) for kind, where in split)
+
+
+def _split(text: str) -> tuple[str, str]:
+    kinds = (*FILES, *FOLDERS, *TRACKERS)
+    kind, _, where = text.partition(":")
+    if kind not in kinds:
+        close = difflib.get_close_matches(kind, kinds, 1)
+        meant = f"; {close[0]} is meant?" if close else ""
+        raise typer.BadParameter(
+            f"--log {text}: there is no log {kind!r}{meant} Write jsonl:FILE, csv:FILE, "
+            "tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT"
+        )
+    if not where:
+        what = "FILE" if kind in FILES else "FOLDER" if kind in FOLDERS else "NAME"
+        raise typer.BadParameter(f"--log {text}: say where, {kind}:{what}")
+    if kind not in TRACKERS:
+        (file_to_write if kind in FILES else folder_to_write)(Path(where))
+    return kind, where

@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from anabranch.cluster import Calibration, Cluster
 from anabranch.cost import sparse
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price
-from anabranch.cost.interpolation import between, row_below
 from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, memory_terms
 from anabranch.cost.overheads import FREE, update_cost
 from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, Value, bits
-from anabranch.profile.profile import Profile, UpdateCost
+from anabranch.profile.profile import Profile, UpdateCost, between, row_below
 from anabranch.remembered import remembered
 
 Floats = NDArray[np.float64]

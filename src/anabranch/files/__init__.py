@@ -23,7 +23,7 @@ default, so older files stay readable.
 from __future__ import annotations
 
 from anabranch.files.clusters import CLUSTER, cluster_to_dict, load_cluster, save_cluster
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import LIMITS
 from anabranch.files.plans import PLAN, load_plan, plan_from_dict, plan_to_dict, save_plan
 from anabranch.files.profiles import PROFILE, load_profile, profile_to_dict, save_profile
 

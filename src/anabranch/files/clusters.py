@@ -11,8 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from anabranch.cluster import Calibration, Cluster, Level, Machine
 from anabranch.files.fields import FilePath, Seconds, Text, build, save
-from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import LIMITS, Strict, core_fields, document_fields, read_document
 
 CLUSTER = "anabranch.cluster/1"
 

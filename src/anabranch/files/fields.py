@@ -10,8 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, ValidationError
 
 from anabranch.errors import FileFormatError
-from anabranch.files.jsonfile import Strict, explain, write_document
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import LIMITS, Strict, explain, write_document
 
 FilePath = str | os.PathLike[str]
 

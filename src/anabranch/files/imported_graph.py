@@ -19,7 +19,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.errors import FileFormatError
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import LIMITS
 from anabranch.graph import digraph
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile

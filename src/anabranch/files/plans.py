@@ -14,8 +14,14 @@ from pydantic import AfterValidator, Field
 from anabranch.errors import AnabranchError
 from anabranch.files.clusters import ClusterFile, cluster_to_dict, to_cluster
 from anabranch.files.fields import FilePath, Index, Name, Samples, Seconds, Size, Text, build, save
-from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document, validate
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import (
+    LIMITS,
+    Strict,
+    core_fields,
+    document_fields,
+    read_document,
+    validate,
+)
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import CHANGED, Mode, ModelSize, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph

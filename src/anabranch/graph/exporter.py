@@ -33,8 +33,8 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
 from anabranch.graph.number_metrics import numbers_as_tensors
-from anabranch.graph.raising_guards import without_raising_guards
 from anabranch.graph.rewrites import Rewrite, rewrite
+from anabranch.graph.tracing import without_raising_guards
 from anabranch.graph.whole_batch import counted_means
 from anabranch.remembered import remembered
 

@@ -21,8 +21,7 @@ from torch import nn
 from anabranch.data.glyphs import SIZES, load_glyphs, true_and_false_pairs
 from anabranch.models.layers import TransformerLayer, of_answers
 from anabranch.models.sizes import Sizes
-from anabranch.models.synthetic_data import seeded
-from anabranch.models.workload_builders import dataset_workload
+from anabranch.models.workload_builders import dataset_workload, seeded
 from anabranch.workload import Batch, Workload
 
 

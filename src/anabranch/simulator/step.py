@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.events import Role, play
-from anabranch.simulator.program import Program
+from anabranch.simulator.program import ComputeUnit, Program
 from anabranch.simulator.tables import tables_of
-from anabranch.simulator.units import ComputeUnit
 from anabranch.timeline import OverheadSpan, Span, SumSpan
 
 _WHAT = {
