@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from anabranch.cost.model import CostModel
 from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
-from anabranch.graph.opgraph import bits
+from anabranch.graph.opgraph import BATCH, bits
 from anabranch.remembered import remembered
 
 Floats = NDArray[np.float64]
@@ -281,9 +281,12 @@ class NestedSets:
     @cached_property
     def _values(self) -> tuple[NDArray[np.bool_], NDArray[np.int16], Floats]:
         """Per set and value whether it is made and how many readers are to come; its bytes."""
-        cost, ops = self.cost, list(bits(self.sets[-1]))
-        near = sorted({i for op in ops for i in (*cost.made[op], *cost.read[op])})
-        values = [cost.graph.values[i] for i in near]
+        values = [
+            value
+            for value, readers in zip(self.cost.graph.values, self.cost.readers, strict=True)
+            if readers and value.producer != BATCH
+            if self.sets[-1] & (readers | 1 << value.producer)
+        ]
         producers = [value.producer for value in values]
         outside = [not self.sets[-1] >> op & 1 for op in producers]
         nbytes = np.zeros((len(values), _KINDS))

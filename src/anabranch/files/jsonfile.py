@@ -34,8 +34,6 @@ class Limits:
         seconds: of an operator: thirty years.
         samples: of a batch.
         name: characters of a node's label in an operator's name; longer ones are cut.
-        microbatches: micro-batches of one stage in a step: thousands make no step faster,
-            and each takes memory and time wherever the plan is read.
     """
 
     file_bytes: int = 2**28
@@ -44,7 +42,6 @@ class Limits:
     seconds: float = 1e9
     samples: int = 2**40
     name: int = 40
-    microbatches: int = 2**13
 
 
 LIMITS = Limits()

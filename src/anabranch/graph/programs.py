@@ -24,8 +24,6 @@ from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.whole_batch import WholeBatch
 
-_ROUNDING = 1e-6
-
 
 def jump(
     program: FlatProgram, twice: FlatProgram, other: FlatProgram
@@ -71,7 +69,7 @@ def _follows(a: Any, b: Any, value: Any, ratio: float) -> bool:
     expected = [a + (b - a) * (ratio - 1)]
     if a * b > 0:
         expected.append(a * ratio ** math.log2(b / a))
-    is_law = any(math.isclose(value, number, rel_tol=_ROUNDING) for number in expected)
+    is_law = any(math.isclose(value, number, rel_tol=1e-6) for number in expected)
     return is_law or value not in (a, b)  # other laws, 1 / (n - 1), do not say a number twice
 
 

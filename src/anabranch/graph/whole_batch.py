@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.graph.batch_sums import Sums, batch_sums, put_in_rows
-from anabranch.graph.call_traits import arguments, base_name
+from anabranch.graph.call_traits import arguments, base_name, has_classes
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     FlatProgram,
@@ -33,7 +33,6 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.flows import SampleFlow
 from anabranch.graph.operations import words
-from anabranch.graph.sample_flow import has_classes
 
 _COUNTED = words("cross_entropy_loss nll_loss_nd")
 _MEAN, _SUM = 1, 2

@@ -59,7 +59,8 @@ class DataSheet:
         for rows, columns, share in _TILES:
             tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
             for split in _SPLITS:
-                depth = np.maximum(np.ceil(k / split), _SHALLOWEST)
+                # To start and end a tile costs about as much as a depth of 32.
+                depth = np.maximum(np.ceil(k / split), 32)
                 waves = np.ceil(tiles * split / self.processors)
                 seconds = waves * (2 * rows * columns * depth) / (per_processor * share)
                 if split > 1:  # the parts of the sum are written and read once more
@@ -83,8 +84,6 @@ _TILES = (
 """Rows, columns, and share of ``_REACHED``: smaller tiles load more bytes per operation."""
 
 _SPLITS = (1, 2, 4, 8, 16)
-_SHALLOWEST = 32
-"""Least depth of a part of k: to start and end a tile costs about as much."""
 
 
 def _flops(float64: float, float32: float, **others: float) -> Mapping[str, float]:
