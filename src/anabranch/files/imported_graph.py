@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from anabranch.errors import FileFormatError
+from anabranch.errors import FileFormatError, some
 from anabranch.files.jsonfile import LIMITS
 from anabranch.graph import digraph
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
@@ -251,17 +251,13 @@ def _check_connected(file: str, nodes: Mapping[str, ImportedNode], edges: Sequen
         {key: [other for other in beside[key] if not nodes[other].data] for key in ops}
     )
     if len(parts) > 1:
-        first = next(set(part) for part in parts if ops[0] in part)
-        apart = [key for key in ops if key not in first]
+        first = next(part for part in parts if ops[0] in part)
+        apart = set(ops).difference(first)
+        one, other = (some(sorted(keys, key=_natural), 4) for keys in (first, apart))
         raise FileFormatError(
-            f"{file} falls apart: nothing but the batch connects {_some(first)} with "
-            f"{_some(apart)}; a profile is one connected graph"
+            f"{file} falls apart: nothing but the batch connects {one} with "
+            f"{other}; a profile is one connected graph"
         )
-
-
-def _some(keys: Collection[str]) -> str:
-    text = ", ".join(sorted(keys, key=_natural)[:4])
-    return text if len(keys) <= 4 else f"{text} and {len(keys) - 4} more"
 
 
 def _trained(order: Sequence[ImportedNode], edges: Sequence[Edge]) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from anabranch.errors import some
 from anabranch.graph import flat_program
 from anabranch.graph.flat_program import APART, FlatProgram, PlaceholderSource, set_value
 from anabranch.graph.slices import Slice
@@ -42,10 +43,7 @@ class Sites:
         by_reason: dict[str, list[str]] = {}
         for site, reason in self.refused.items():
             by_reason.setdefault(reason, []).append(site)
-        texts = []
-        for reason, names in by_reason.items():
-            others = f" and {len(names) - 3} others" if len(names) > 3 else ""
-            texts.append(f"{', '.join(names[:3])}{others}: {reason}")
+        texts = (f"{some(names)}: {reason}" for reason, names in by_reason.items())
         return "; ".join(texts) or "no operator is of that kind"
 
 
