@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.graph.capture import capture
-from anabranch.graph.embeddings import make_sparse
 from anabranch.graph.opgraph import Table
+from anabranch.graph.opgraph_builder import make_sparse
 
 
 class Lookups(nn.Module):

@@ -17,7 +17,7 @@ from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.events import play
 from anabranch.simulator.program import compile_schedule, in_a_row
 from anabranch.simulator.run import run, step_seconds
-from anabranch.simulator.tables import tables_of
+from anabranch.simulator.step import tables_of
 from anabranch.timeline import Timeline
 from tests.simulator.helpers import (
     chain,

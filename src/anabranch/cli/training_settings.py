@@ -163,7 +163,7 @@ class TrainingSettings:
         bool, typer.Option(help="First compare the gradients of a micro-batch with one process.")
     ] = True
 
-    def saves(self) -> SaveEvery | None:
+    def saves(self) -> "SaveEvery | None":
         """Return when checkpoints are written during training.
 
         Raises:
@@ -193,7 +193,7 @@ class TrainingSettings:
             steps, seconds = interval(self.save_every, "--save-every")
         return usage(SaveEvery, steps, seconds, self.keep or KEPT, self.keep_best or "")
 
-    def loggers(self) -> tuple[Callback, ...]:
+    def loggers(self) -> "tuple[Callback, ...]":
         """Callbacks of --log.
 
         Raises:
@@ -237,7 +237,7 @@ class ComputeSettings:
     sparse_embeddings: Annotated[bool | None, in_file("--sparse-embeddings")] = None
     accumulate: Annotated[int, in_file(min=1)] = 1
 
-    def options(self) -> ComputeOptions:
+    def options(self) -> "ComputeOptions":
         """Options of the runtime.
 
         Raises:
@@ -278,15 +278,15 @@ class FlushSettings:
     round_robin: Annotated[bool | None, in_file("--round-robin")] = None
     clip_stage_norm: Annotated[float | None, in_file()] = None
 
-    def is_async(self, plan: Plan | None) -> bool:
+    def is_async(self, plan: "Plan | None") -> bool:
         """True if the user or the plan file asks for no flush."""
         return (self.mode or (plan.mode if plan is not None else "sync")) == "async"
 
-    def with_options(self, name: str) -> WeightPolicy:
+    def with_options(self, name: str) -> "WeightPolicy":
         """The policy of that name, with the user's options."""
         return usage(policy_named, name, named_values(self.policy_option, "policy-option"))
 
-    def other_policy(self, plan: Plan, *, is_file: bool) -> WeightPolicy | str | None:
+    def other_policy(self, plan: "Plan", *, is_file: bool) -> "WeightPolicy | str | None":
         """The policy of a run, where that is not just the plan's.
 
         A plan of the search has the policy already, also where the search was to choose one.

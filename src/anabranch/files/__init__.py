@@ -16,7 +16,7 @@ read and edited by people:
       ]
     }
 
-One module for each kind of file; ``fields`` has what all three need. A key that came later has a
+One module for each kind of file; ``jsonfile`` has what all three need. A key that came later has a
 default, so older files stay readable.
 """
 

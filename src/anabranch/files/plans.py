@@ -13,13 +13,21 @@ from pydantic import AfterValidator, Field
 
 from anabranch.errors import AnabranchError
 from anabranch.files.clusters import ClusterFile, cluster_to_dict, to_cluster
-from anabranch.files.fields import FilePath, Index, Name, Samples, Seconds, Size, Text, build, save
 from anabranch.files.jsonfile import (
     LIMITS,
+    FilePath,
+    Index,
+    Name,
+    Samples,
+    Seconds,
+    Size,
     Strict,
+    Text,
+    build,
     core_fields,
     document_fields,
     read_document,
+    save,
     validate,
 )
 from anabranch.graph.opgraph import Granularity

@@ -7,18 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from anabranch.files.fields import (
+from anabranch.files.jsonfile import (
     FilePath,
     Name,
     NameOrNone,
     Samples,
     Seconds,
     Size,
+    Strict,
     Text,
     build,
+    core_fields,
+    document_fields,
+    read_document,
     save,
 )
-from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document
 from anabranch.graph.loss_kinds import LossKind
 from anabranch.graph.opgraph import BATCH, Granularity, Op, OpGraph, Parameter, Table, Value
 from anabranch.profile.profile import OpCost, Profile, UpdateCost

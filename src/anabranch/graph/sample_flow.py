@@ -19,7 +19,7 @@ A statistic is known before the forward begins, so it is put in as that of the w
 
 Operators that other libraries register (``torch.library.custom_op``, fused kernels) are unknown:
 sizes do not tell whether a scalar of theirs is a mean, a sum or something else. An ``Assumption``
-says so, and ``halves`` compares numbers.
+says so, and ``halves_agree`` compares numbers.
 """
 
 from __future__ import annotations
