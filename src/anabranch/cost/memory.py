@@ -126,7 +126,8 @@ def memory_terms(
         entering + (kept - inside),
         inside + passing,
         np.maximum(
-            np.maximum(bucket * terms, rows * _COPIES * (terms > 0)),
+            # Rows of all replicas as they came, and their sums.
+            np.maximum(bucket * terms, rows * 2 * (terms > 0)),
             (dense + rows / replicas) * all_temporary
             + np.minimum(updated, largest_gradient) * largest_temporary,
         ),
@@ -180,7 +181,3 @@ class Dealing:
 
 
 _DEALING = Dealing()
-
-
-_COPIES = 2
-"""Copies of the rows of all replicas while they are added up: as they came, and the sums."""

@@ -251,9 +251,9 @@ def _check_connected(file: str, nodes: Mapping[str, ImportedNode], edges: Sequen
         {key: [other for other in beside[key] if not nodes[other].data] for key in ops}
     )
     if len(parts) > 1:
-        first = next(part for part in parts if ops[0] in part)
-        apart = set(ops).difference(first)
-        one, other = (some(sorted(keys, key=_natural), 4) for keys in (first, apart))
+        first = next(set(part) for part in parts if ops[0] in part)
+        halves = (sorted(keys, key=_natural) for keys in (first, set(ops) - first))
+        one, other = (some(keys, 4) for keys in halves)
         raise FileFormatError(
             f"{file} falls apart: nothing but the batch connects {one} with "
             f"{other}; a profile is one connected graph"

@@ -224,14 +224,29 @@ class Programs:
             values = [torch.empty(v.shape, dtype=v.dtype, device=place) for v in like]
             return {**tensors, **self._whole_batch.rows(values, samples)}
 
+        run = self.run(program, tensors, place)
+        return {**tensors, **self._whole_batch.rows(run, samples)}
+
+    def run(
+        self,
+        program: FlatProgram,
+        tensors: Mapping[str, torch.Tensor],
+        place: torch.device | None = None,
+    ) -> list[torch.Tensor]:
+        """Outputs of a program for a batch, on the module's parameters and buffers."""
+
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
-                return tensors[source.name].to(place)
-            if source.kind == BUFFER:
-                return self.module.get_buffer(source.name).to(place)
-            return program.constants[source.name].to(place)
+                value = tensors[source.name]
+            elif source.kind == PARAMETER:
+                value = view_named(source.name, self.module.get_parameter(whole_name(source.name)))
+            elif source.kind == BUFFER:
+                value = self.module.get_buffer(source.name).clone()  # it may count calls
+            else:
+                value = program.constants[source.name].clone()
+            return value if place is None else value.to(place)
 
-        return {**tensors, **self._whole_batch.rows(program.run(find), samples)}
+        return program.run(find)
 
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]
@@ -241,7 +256,7 @@ class Programs:
             return True
         whole = self.with_statistics(tensors)
         for start, stop in slices:
-            part = self.with_statistics({n: tensor[start:stop] for n, tensor in tensors.items()})
+            part = self.with_statistics(_sliced(tensors, start, stop))
             for name in self.statistics:
                 if not torch.allclose(part[name].sum(0), whole[name][start:stop].sum(0), rtol=1e-9):
                     return False
@@ -299,7 +314,7 @@ def halves_agree(
     tensors = programs.with_statistics(dict(zip(layout.names, resized, strict=True)))
     slices = (0, 2 * half), (0, half), (half, 2 * half)
     whole, *parts = (
-        _outputs(programs, {name: tensor[start:stop] for name, tensor in tensors.items()})
+        map(float, programs.run(programs.at(stop - start), _sliced(tensors, start, stop)))
         for start, stop in slices
     )
     return all(
@@ -309,18 +324,5 @@ def halves_agree(
     )
 
 
-def _outputs(programs: Programs, tensors: Mapping[str, Tensor]) -> list[float]:
-    """Loss and metrics of the samples in ``tensors``."""
-    program = programs.at(int(next(iter(tensors.values())).shape[0]))
-    module = programs.module
-
-    def find(source: PlaceholderSource) -> Tensor:
-        if source.kind == BATCH_LEAF:
-            return tensors[source.name]
-        if source.kind == PARAMETER:
-            return view_named(source.name, module.get_parameter(whole_name(source.name)))
-        is_buffer = source.kind == BUFFER
-        value = module.get_buffer(source.name) if is_buffer else program.constants[source.name]
-        return value.clone()  # a program may count its calls in a buffer
-
-    return list(map(float, program.run(find)))
+def _sliced(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    return {name: tensor[start:stop] for name, tensor in tensors.items()}

@@ -92,9 +92,6 @@ class Prediction:
         return f"{what} takes {', '.join([time_text(self.step_s), *said])}{limit}."
 
 
-_MOST_STAGES = 12
-"""Stages of a summary that have a line each."""
-
 NOT_PREDICTED = "not predicted"
 """Text in place of the figures of a plan without a prediction."""
 
@@ -329,7 +326,7 @@ class Plan:
 
 
 def _stage_lines(graph: StageGraph) -> list[str]:
-    """A line for each stage; of more than ``_MOST_STAGES``, for those that are alike."""
+    """A line for each stage; of more than twelve, for those that are alike."""
     modes = _modes(graph)
     after = [", ".join(map(str, before)) or "-" for before in graph.predecessors]
     devices = [ranges(stage.devices) for stage in graph.stages]
@@ -338,7 +335,7 @@ def _stage_lines(graph: StageGraph) -> list[str]:
         f"{len(stage.operators):3d} operator{'s' if len(stage.operators) > 1 else ''}"
         for s, stage in enumerate(graph.stages)
     ]
-    if len(graph) <= _MOST_STAGES:
+    if len(graph) <= 12:
         wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
         return [
             f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "
