@@ -32,7 +32,7 @@ from operator import attrgetter
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.check import check_handovers, describe_deadlock
+from anabranch.schedule.check import check_deadlock, check_handovers
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
@@ -184,9 +184,8 @@ def simulate(
     step = Step(program, prices)
     step.run()
     if not step.is_done:
-        stuck = dict(zip(step.program.devices, step.positions(), strict=True))
-        lowered = lower(schedule.computes, graph, prices.message_edges)
-        raise DeadlockError(describe_deadlock(lowered, graph, stuck))
+        check_deadlock(lower(schedule.computes, graph, prices.message_edges), graph)
+        raise DeadlockError("devices wait for each other's sums of gradients")
     return step
 
 

@@ -197,22 +197,10 @@ class Step:
         numbers = places % max(len(self.program.sums), 1)
         return list(zip(numbers.tolist(), pieces["start"][places].tolist(), strict=True))
 
-    def _reached(self) -> list[list[int]]:
-        """Per device, the part of its code that is done."""
-        devices = self._tables.devices
-        return [
-            code[: len(code) - left]
-            for code, left in zip(self.program.code, devices["stop"] - devices["at"], strict=True)
-        ]
-
     @property
     def is_done(self) -> bool:
         """Return True if all devices have finished their lists."""
         return bool((self._tables.devices["at"] == self._tables.devices["stop"]).all())
-
-    def positions(self) -> list[int]:
-        """Per device, how many of its actions are done."""
-        return [sum(map(self._is_action, code)) for code in self._reached()]
 
     def spans(self, schedule: Schedule) -> list[Span]:
         """The actions of a schedule as they happened; messages are spans at both ends."""
@@ -271,7 +259,3 @@ class Step:
         messages = self._tables.messages
         begun = messages["freed"] - messages["occupies"]
         return list(zip(begun.tolist(), messages["arrival"].tolist(), strict=True))
-
-    def _is_action(self, x: int) -> bool:
-        unit = ~x - len(self._tables.messages)
-        return unit < 0 or self.program.units[unit].role is Role.ACTION

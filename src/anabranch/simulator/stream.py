@@ -36,12 +36,13 @@ from anabranch.schedule import checked_order, compute_order
 from anabranch.schedule.asynchronous import ORDER, AsynchronousOrder, repeated
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.run import (
+    REPETITIONS,
     collector_paused,
     memory_of,
     simulate,
     timeline_of,
 )
-from anabranch.simulator.steady import REPETITIONS, paced
+from anabranch.simulator.steady import paced
 from anabranch.simulator.step import Step
 from anabranch.simulator.sums import least_sum_s
 from anabranch.timeline import Timeline
