@@ -139,7 +139,6 @@ def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
 
 _COUNTED = words("cross_entropy_loss nll_loss_nd")
 _MEAN, _SUM = 1, 2
-_aten = torch.ops.aten
 
 
 def counted_means(program: FlatProgram) -> FlatProgram:
