@@ -139,9 +139,9 @@ class ComputeUnits:
 
     def agreement(self) -> list[int]:
         """Return the units in which devices exchange totals."""
-        lost = self._costs.overheads.agreement
+        seconds = self._costs.overheads.agreement_s
         meeting = self.number(ComputeUnit(-1, 0.0, role=Role.AGREEMENT))
-        messages = [self.overhead(lost.device_s)] * (lost.device_s > 0)
+        messages = [self.overhead(seconds)] * (seconds > 0)
         return [*messages, meeting, *messages]
 
     def gathers(self, work: AllReduce) -> list[int]:
@@ -247,7 +247,8 @@ def compile_schedule(
     if updates == 1 and lost.step_s:
         before.append(units.overhead(lost.step_s))
     works = costs.all_reduces()
-    priced = any(lost.agreement) or any(map(costs.update_s, range(len(graph))))
+    agreed_s = lost.agreement_s + lost.agreement_latency_s
+    priced = agreed_s > 0 or any(map(costs.update_s, range(len(graph))))
     if updates == 1 and (priced or any(work.gather_s for work in works)):
         behind += units.agreement()
     # Replicas share one list; those with slices of the same size do the same.

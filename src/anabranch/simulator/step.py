@@ -96,7 +96,7 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     counts = np.zeros(stages * len(hosts), np.int64)
     nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
     return Tables(
-        clock=records(ClockRecord, [(0, 0, 0, 0, stages, 0.0, 0.0, 0.0, lost.agreement.latency_s)]),
+        clock=records(ClockRecord, [(0, 0, 0, 0, stages, 0.0, 0.0, 0.0, lost.agreement_latency_s)]),
         lists=np.concatenate([program.entries, np.array(lists.entries, np.int64), counts]),
         nodes=records(NodeRecord, nodes),
         devices=devices,
