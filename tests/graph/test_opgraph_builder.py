@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.graph.capture import capture
-from anabranch.graph.opgraph import RowTable
+from anabranch.graph.opgraph import LookupTable
 from anabranch.graph.opgraph_builder import make_sparse
 from anabranch.graph.split import split
 from tests.captured_models import captured_model
@@ -102,7 +102,10 @@ def test_tables_are_what_is_only_looked_up_by_the_batch() -> None:
     """
     captured = capture(Lookups(), {"x": torch.zeros(2, 3, dtype=torch.long)})
     found = {p.name: p.table for p in captured.graph.parameters if p.table}
-    assert found == {"twice.weight": RowTable(4, 16, True), "bag.weight": RowTable(3, 16, False)}
+    assert found == {
+        "twice.weight": LookupTable(4, 16, True),
+        "bag.weight": LookupTable(3, 16, False),
+    }
 
 
 def test_lookups_are_made_sparse() -> None:

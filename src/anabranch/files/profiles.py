@@ -23,7 +23,7 @@ from anabranch.files.jsonfile import (
     save,
 )
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.graph.opgraph import BATCH, Granularity, Op, OpGraph, Parameter, RowTable, Value
+from anabranch.graph.opgraph import BATCH, Granularity, LookupTable, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 
 PROFILE = "anabranch.profile/1"
@@ -226,7 +226,7 @@ def _to_graph(file: _ProfileFile) -> OpGraph:
 
 
 def _to_parameter(entry: _ParameterEntry) -> Parameter:
-    table = RowTable(**core_fields(entry.table)) if entry.table else None
+    table = LookupTable(**core_fields(entry.table)) if entry.table else None
     return Parameter(entry.name, entry.nbytes, entry.trainable, table)
 
 

@@ -17,7 +17,7 @@ from anabranch.graph.flat_program import (
 )
 from anabranch.graph.group import FREE, Grouping
 from anabranch.graph.operations import LOOKUPS
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, RowTable, Value
+from anabranch.graph.opgraph import BATCH, LookupTable, Op, OpGraph, Parameter, Value
 from anabranch.graph.slices import in_slices, view_named
 
 
@@ -91,7 +91,7 @@ _SUMS = (0, 1)
 """Modes of a bag whose gradient may be sparse, the sum and the mean; not the maximum."""
 
 
-def tables(traits: CallTraits) -> Mapping[str, RowTable]:
+def tables(traits: CallTraits) -> Mapping[str, LookupTable]:
     """Parameters that are only looked up in, by rows that the batch names, so that they have
     gradients there alone; sparse ones where ``nn.Embedding`` is told so (``sparse=True``).
     """
@@ -104,7 +104,7 @@ def tables(traits: CallTraits) -> Mapping[str, RowTable]:
         if lookups and all(lookups):
             row_bytes = weight.shape[1] * weight.element_size()
             declared = all(arguments(user)["sparse"] for user in node.users)
-            tables_by_name[source.name] = RowTable(sum(lookups), row_bytes, declared)
+            tables_by_name[source.name] = LookupTable(sum(lookups), row_bytes, declared)
     return tables_by_name
 
 
