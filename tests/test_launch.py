@@ -290,7 +290,7 @@ def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
 KILLED = r"""
 import os, signal
 from tests.runtime.small import batch, built, plan
-from anabranch.cli.local_run import is_restarted
+from anabranch.cli.restarts import is_restarted
 from anabranch.runtime.pipeline import Pipeline
 
 model = built("TwoBranch")

@@ -14,15 +14,7 @@ import typer
 
 from anabranch.cli.clusters import note_crowded, note_uncalibrated
 from anabranch.cli.job import Job
-from anabranch.cli.local_run import (
-    first_step,
-    is_restarted,
-    keep_run,
-    on_first,
-    restarted,
-    train_job,
-    train_with_restarts,
-)
+from anabranch.cli.local_run import keep_run, on_first, train_job
 from anabranch.cli.output import INTERRUPTED, note, say
 from anabranch.cli.preflight import (
     executed_plan,
@@ -30,6 +22,7 @@ from anabranch.cli.preflight import (
     require_new_run,
     require_trainable,
 )
+from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
 from anabranch.cli.run_texts import how_to_go_on, say_run, say_stopped, say_stopping
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread

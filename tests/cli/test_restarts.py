@@ -11,7 +11,7 @@ import torch
 from anabranch.checkpoint import Progress, RankPart
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target
-from anabranch.cli.local_run import left_of, restarted, train_with_restarts
+from anabranch.cli.restarts import left_of, restarted, train_with_restarts
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import DataError, StageFailedError, TrainingError
 

@@ -1,0 +1,110 @@
+"""Training that goes on by itself after a failure, from its last checkpoint.
+
+Local ranks are started again by the command, ranks of torchrun by torchrun, which says how often.
+Either way an attempt does what is left of what was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING
+
+from anabranch.cli.training_settings import TrainingSettings
+from anabranch.errors import StageFailedError, TrainingError
+
+if TYPE_CHECKING:
+    from anabranch.record import Run
+
+
+def is_restarted() -> bool:
+    """True if torchrun has started the ranks again."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from anabranch.runtime.process_groups import join
+
+        join()  # which tells all ranks the same
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def first_step(training: TrainingSettings) -> int:
+    """Steps that were done before the first attempt."""
+    from anabranch.checkpoint import Checkpoint
+    from anabranch.checkpoint.series import step_of
+
+    if training.resume is None:
+        return 0
+    # It may be gone by now, if newer ones were kept.
+    step = step_of(training.resume)
+    return Checkpoint(training.resume).progress.step if step is None else step
+
+
+def left_of(training: TrainingSettings, first: int) -> TrainingSettings:
+    """Settings of the rest of a run, from its newest checkpoint if ``--save-every`` has left one.
+
+    Args:
+        first: see ``first_step``.
+
+    Raises:
+        TrainingError: if that checkpoint has all steps.
+    """
+    from anabranch.checkpoint import Checkpoint, newest
+
+    last = newest(training.save) if training.saves() is not None and training.save else None
+    if last is None:
+        return training
+    steps, done = training.last_step, Checkpoint(last).progress.step
+    if steps is not None and done >= first + steps:
+        raise TrainingError(f"{last} has all {steps} steps; what failed came behind them")
+    left = None if steps is None else first + steps - done
+    return replace(training, resume=last, weights=None, seed=None, steps=left)
+
+
+def restarted(training: TrainingSettings) -> TrainingSettings:
+    """Settings of the rest of a run whose ranks torchrun has started again.
+
+    Raises:
+        TrainingError: if that cannot be told, or nothing is left.
+    """
+    if training.resume == training.save and training.steps is not None:
+        raise TrainingError(
+            f"torchrun has started training again, and {training.save} is both --resume and "
+            "--save, so how many of --steps were done before cannot be told; name the checkpoint "
+            "itself with --resume (step-N in that folder), or give --epochs"
+        )
+    return left_of(training, first_step(training))
+
+
+def train_with_restarts(
+    train: Callable[[TrainingSettings], Run],
+    training: TrainingSettings,
+    say: Callable[[str], None],
+) -> tuple[Run, TrainingSettings]:
+    """Train on local ranks; where a rank fails, start them again, ``max_restarts`` times at most.
+
+    Args:
+        train: one attempt.
+        say: told of each restart.
+
+    Returns:
+        The run, whose losses are those of the last attempt, and what that was asked for.
+
+    Raises:
+        StageFailedError: the last failure.
+    """
+    first, attempt = first_step(training), training
+    for restarts in count():
+        try:
+            return replace(train(attempt), restarts=restarts), attempt
+        except StageFailedError as failure:
+            if restarts == training.max_restarts:
+                raise
+            try:
+                attempt = left_of(training, first)
+            except TrainingError as error:
+                raise failure from error
+            from_where = f"from {attempt.resume}" if attempt.resume else "from the beginning"
+            many = f"restart {restarts + 1} of {training.max_restarts}"
+            say(f"{failure}; {many}, {from_where}")
+    raise AssertionError
