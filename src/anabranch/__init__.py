@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from anabranch.checkpoint.export import export as export
     from anabranch.cluster import Cluster as Cluster
     from anabranch.data.columns import Columns as Columns
-    from anabranch.data.padding import pad_to_bucket as pad_to_bucket
+    from anabranch.data.length_buckets import pad_to_bucket as pad_to_bucket
     from anabranch.errors import AnabranchError as AnabranchError
     from anabranch.files import load_cluster as load_cluster
     from anabranch.files import load_plan as load_plan

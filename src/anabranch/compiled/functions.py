@@ -181,7 +181,9 @@ def _contents(function: FunctionType) -> Iterator[object]:
     """Generate everything that determines the machine code of a function and of those it calls."""
     code, names = function.__code__, function.__globals__
     constants = [value for value in code.co_consts if not isinstance(value, CodeType)]
-    yield code.co_code, code.co_varnames, code.co_names, constants, function.__defaults__
+    # Kept code knows its module by name, which another version may have put elsewhere.
+    yield function.__module__, code.co_code, code.co_varnames, code.co_names, constants
+    yield function.__defaults__
     yield [value for name in code.co_names if isinstance(value := names.get(name), (int, float))]
     for part in _called(function).values():
         yield from _contents(part)

@@ -7,11 +7,33 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from anabranch.cluster import Cluster
-from anabranch.plans.model_size import ModelSize
 from anabranch.plans.stages import StageGraph
 
 if TYPE_CHECKING:
     from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.opgraph import OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Bytes of a model's parameters and values.
+
+    Attributes:
+        parameter_bytes: bytes of all parameters, tied ones counted once.
+        value_bytes: bytes of the batch and of all operator outputs, for one sample.
+    """
+
+    parameter_bytes: int
+    value_bytes: int
+
+    @staticmethod
+    def of(graph: OpGraph) -> ModelSize:
+        """Compute the size of a model from its graph."""
+        return ModelSize(
+            sum(graph.parameter_bytes.values()),
+            sum(value.nbytes for value in graph.values),
+        )
+
 
 Mode = Literal["sync", "async"]
 
@@ -69,9 +91,6 @@ class Prediction:
         limit = f". Most of it: {self.limit}" if self.limit else ""
         return f"{what} takes {', '.join([time_text(self.step_s), *said])}{limit}."
 
-
-_MOST_STAGES = 12
-"""Stages of a summary that have a line each."""
 
 NOT_PREDICTED = "not predicted"
 """Text in place of the figures of a plan without a prediction."""
@@ -307,7 +326,7 @@ class Plan:
 
 
 def _stage_lines(graph: StageGraph) -> list[str]:
-    """A line for each stage; of more than ``_MOST_STAGES``, for those that are alike."""
+    """A line for each stage; of more than twelve, for those that are alike."""
     modes = _modes(graph)
     after = [", ".join(map(str, before)) or "-" for before in graph.predecessors]
     devices = [ranges(stage.devices) for stage in graph.stages]
@@ -316,7 +335,7 @@ def _stage_lines(graph: StageGraph) -> list[str]:
         f"{len(stage.operators):3d} operator{'s' if len(stage.operators) > 1 else ''}"
         for s, stage in enumerate(graph.stages)
     ]
-    if len(graph) <= _MOST_STAGES:
+    if len(graph) <= 12:
         wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
         return [
             f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "

@@ -152,16 +152,13 @@ class ShortestStep:
         def order_for(short: StageGraph) -> Schedule:
             nonlocal work
             work += _work(short)
-            return self._order(short, candidate)
+            return compute_order(short, candidate.schedule)
 
         return estimate_step_s(graph, order_for, candidate.costs), work
 
     def _simulated(self, candidate: ScheduledProposal) -> tuple[float, int]:
-        graph = candidate.graph
-        return step_seconds(graph, self._order(graph, candidate), candidate.costs), _work(graph)
-
-    def _order(self, graph: StageGraph, candidate: ScheduledProposal) -> Schedule:
-        return compute_order(graph, candidate.schedule)
+        graph, order = candidate.graph, compute_order(candidate.graph, candidate.schedule)
+        return step_seconds(graph, order, candidate.costs), _work(graph)
 
     def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
         """Order of plans with equal times, the least wins: nothing is computed twice for memory

@@ -25,8 +25,8 @@ from anabranch.schedule import (
     asynchronous,
     checked_order,
     compute_order,
-    require_schedule,
     rule_named,
+    schedule_of,
 )
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
@@ -372,7 +372,7 @@ def check_plan(
                 problems.append(str(error))
     whole = asynchronous.repeated(graph, stream.shown(graph)) if is_async else graph
     try:
-        require_schedule(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
+        schedule_of(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
     except (InvalidScheduleError, ValueError) as error:
         problems.append(str(error))
     return problems

@@ -54,10 +54,6 @@ if TYPE_CHECKING:
     from anabranch.weights import OptimizerFacts
 
 
-MOST_DRAWN = 3
-"""Plans whose stages and timelines a page has; of equal stages one."""
-
-
 @spread
 def compare(
     model: EstimatedModelSettings,
@@ -208,7 +204,7 @@ def _write_page(
     cluster: Cluster,
     optimizer: OptimizerFacts | None,
 ) -> None:
-    """The page of the best plan, with the others beside it."""
+    """The page of the best plan, with the others beside it: stages and timelines of three."""
     from anabranch.errors import AnabranchError
     from anabranch.report.figure import ReportTable
     from anabranch.report.html import page
@@ -222,7 +218,7 @@ def _write_page(
     if plans[best].mode == "sync":  # without a flush a timeline is no step
         for contender in (best, *others):
             alike = any(plans[c].stage_graph == plans[contender].stage_graph for c in drawn)
-            if not alike and len(drawn) < MOST_DRAWN:
+            if not alike and len(drawn) < 3:
                 drawn[contender] = foreseen(plans[contender], costs, cluster)[1]
     text = page(
         plans[best],

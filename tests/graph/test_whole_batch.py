@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anabranch.graph.batch_sums import WHOLE_BATCH_LOSS
 from anabranch.graph.capture import capture
+from anabranch.graph.whole_batch import WHOLE_BATCH_LOSS
 from tests.losses import WIDTH, Balanced, Captioned, Centred, Contrastive, RootMean, batch
 
 

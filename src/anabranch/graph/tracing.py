@@ -1,15 +1,9 @@
-"""Checks of the data that do nothing but raise, which a captured program goes without.
+"""Patches of PyTorch and of libraries while a forward is traced.
 
-``if labels.max() >= 10: raise`` needs the value of a tensor in Python, so it has no graph; but only
-one of its branches goes on. While a module is traced, the truth of a tensor in such a check is what
-lets the forward go on, found in the source line that asks::
-
-    if not x.isfinite().all():      the branch raises     ->  the test is false, so what is inside
-        raise ValueError                                      of ``not`` is true
-    assert (a < b).all()                                  ->  the test is true
-
-A test that chooses between two ways to go on is left alone: the operations would differ from batch
-to batch.
+Checks of the data that do nothing but raise are left out (``without_raising_guards``),
+``weight.data`` is read as ``weight.detach()`` (``data_as_detached``), and library code that tracing
+cannot follow is replaced by code with the same values (``library_rules``). The rules of
+vision-language models are in ``multimodal``.
 """
 
 from __future__ import annotations
@@ -20,13 +14,15 @@ import inspect
 import linecache
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from anabranch.graph.module_state import with_attributes
 
 _TORCH = torch.__path__[0]
 _KERNELS = tuple(f"{_TORCH}/{name}" for name in ("_refs", "_decomp", "_meta_registrations"))
@@ -38,6 +34,17 @@ _TRACING = threading.RLock()
 @contextlib.contextmanager
 def without_raising_guards(left_out: set[str]) -> Iterator[None]:
     """Inside, traced forwards go past checks that raise; ``left_out`` gets file and line of each.
+
+    ``if labels.max() >= 10: raise`` needs the value of a tensor in Python, so it has no graph; but
+    only one of its branches goes on. The truth of a tensor in such a check is what lets the forward
+    go on, found in the source line that asks::
+
+        if not x.isfinite().all():      the branch raises     ->  the test is false, so what is
+            raise ValueError                                      inside of ``not`` is true
+        assert (a < b).all()                                  ->  the test is true
+
+    A test that chooses between two ways to go on is left alone: the operations would differ from
+    batch to batch.
 
     A number that a tensor is asked for (``item``) is compared with numbers, so its truth is asked
     of a symbol.
@@ -129,3 +136,58 @@ def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.ex
             yield from _operands(operand, is_negated)
     else:
         yield test, is_negated
+
+
+@contextlib.contextmanager
+def data_as_detached(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+    """Inside, code that is not PyTorch's reads ``tensor.detach()`` as ``tensor.data``; ``refuse``
+    is called where it assigns to it.
+
+    Tracing makes a tensor without values of what ``weight.data`` is, so reading it fails far from
+    the line, and a write to it is dropped. ``weight.detach()`` is the same memory, and traced.
+    """
+    tensors: Any = torch.Tensor
+    plain: Any = tensors.data
+
+    def read(tensor: Any) -> Any:
+        return plain.__get__(tensor) if _asked_by_torch() else tensor.detach()
+
+    def assign(tensor: Any, value: Any) -> None:
+        if not _asked_by_torch():
+            refuse()
+        plain.__set__(tensor, value)
+
+    tensors.data = property(read, assign)
+    try:
+        yield
+    finally:
+        del tensors.data  # inherited
+
+
+def _asked_by_torch() -> bool:
+    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+
+
+def _broadcast(masking: Any) -> Callable[..., Any]:
+    """``torch.vmap`` over the four dimensions of a mask is broadcasting, where the mask's function
+    works on whatever indices it is given, as those of transformers do.
+    """
+
+    def expansion(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *indices: mask_function(*masking._non_vmap_expansion_sdpa(*indices))
+
+    return expansion
+
+
+_RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    # Gemma3: masks that let the tokens of one image see each other.
+    ("transformers.masking_utils", "_vmap_expansion_sdpa", _broadcast),
+    ("transformers.masking_utils", "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
+)
+"""Module, a name in it, and the module -> what the name stands for while a forward is traced."""
+
+
+def library_rules() -> contextlib.AbstractContextManager[None]:
+    """Inside, library code can be traced that says otherwise what it means."""
+    loaded = [(sys.modules[name], key, make) for name, key, make in _RULES if name in sys.modules]
+    return with_attributes([(owner, key, make(owner)) for owner, key, make in loaded])

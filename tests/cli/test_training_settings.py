@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from anabranch.checkpoint.series import checkpoints
-from anabranch.cli.logs import loggers
+from anabranch.cli.training_settings import loggers
 from anabranch.errors import OutputError
 from anabranch.training import Csv, JsonLines
 
