@@ -19,7 +19,7 @@ from anabranch.emulation.clock import DeviceClock, sleep_precisely
 from anabranch.emulation.compute import EmulatedCompute, EmulatedSums
 from anabranch.emulation.emulation import Emulation, require_time_scale
 from anabranch.emulation.transports import EmulatedTransport
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh

@@ -23,7 +23,7 @@ from anabranch.errors import TrainingError
 from anabranch.graph.export import scalars
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.compute.stage_compute import unchanged_buffers
+from anabranch.runtime.compute.reverted import unchanged_buffers
 from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.numerics.no_dropout import without_dropout
 from anabranch.runtime.placement import start_of

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anabranch.cost.sparse import rows_pay
 from anabranch.device import accelerator
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_parallel.gradients import (
     clip,
     divide,

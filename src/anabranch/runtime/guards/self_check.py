@@ -26,7 +26,7 @@ from anabranch.graph.module_state import on_one_device
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.compute.stage_compute import unchanged, unchanged_buffers
+from anabranch.runtime.compute.reverted import frozen_state, unchanged, unchanged_state
 from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
@@ -104,7 +104,7 @@ def compare_with_eager(
     }
     for parameter in parameters.values():
         parameter.grad = None
-    with unchanged_buffers(module), unchanged(frozen_state(captured)):
+    with unchanged_state(captured):
         outcome = worker.run(first, 0)
     # In exact mode uses of tied parameters come back one by one.
     for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
@@ -170,13 +170,6 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
     if graph.normalised or graph.stateful or available < 2 * size:
         return [(0, min(available, max(size, 2)))]
     return [(0, size), (size, 2 * size)]
-
-
-def frozen_state(captured: Captured) -> list[Tensor]:
-    """Parameters that the forward changes and whose values are here."""
-    named = dict(captured.module.named_parameters())
-    held = [named[name] for name in captured.graph.stateful if name in named]
-    return [tensor for tensor in held if any(tensor.stride()) or not tensor.dim()]
 
 
 def _worker(steps: WorkerCache, cuts: list[tuple[int, int]]) -> Worker:
