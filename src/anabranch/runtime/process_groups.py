@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import sys
 import threading
 import warnings
@@ -28,6 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from anabranch.device import accelerator
+from anabranch.device.host import host
 from anabranch.device.kinds import kind_of
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.attempts import begin_attempt
@@ -43,9 +43,7 @@ def device_digest(place: torch.device) -> bytes:
     """Return a digest of the memory that a device of this host has, of one length on all ranks:
     that of the GPU itself, or that of the host.
     """
-    path = Path("/proc/sys/kernel/random/boot_id")  # another one after every boot
-    text = f"{socket.gethostname()} {path.read_text() if path.exists() else ''}"
-    return hashlib.sha256((text + accelerator.identity(place)).encode()).digest()
+    return hashlib.sha256(f"{host()} {accelerator.identity(place)}".encode()).digest()
 
 
 def nccl_digest(place: torch.device) -> bytes:
