@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from anabranch.graph.capture import capture
 from anabranch.graph.embeddings import make_sparse
-from anabranch.graph.opgraph import Table
+from anabranch.graph.opgraph import LookupTable
 
 
 class Lookups(nn.Module):
@@ -34,7 +34,10 @@ def test_tables_are_what_is_only_looked_up_by_the_batch() -> None:
     """
     captured = capture(Lookups(), {"x": torch.zeros(2, 3, dtype=torch.long)})
     found = {p.name: p.table for p in captured.graph.parameters if p.table}
-    assert found == {"twice.weight": Table(4, 16, True), "bag.weight": Table(3, 16, False)}
+    assert found == {
+        "twice.weight": LookupTable(4, 16, True),
+        "bag.weight": LookupTable(3, 16, False),
+    }
 
 
 def test_lookups_are_made_sparse() -> None:

@@ -1,1 +1,1 @@
-"""Devices that compute: what differs between their kinds, what the runtime asks of one; the host."""
+"""Devices that compute: what differs between their kinds, what is asked of one; their host."""

@@ -35,7 +35,7 @@ Channel = tuple[int, int, int]
 _PERIODS = 24
 """Periods that a port remembers; of more, the oldest are forgotten, as gaps too."""
 
-_NEVER = -1.0
+_NEVER = -math.inf
 
 
 class Price(NamedTuple):

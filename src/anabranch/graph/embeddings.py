@@ -14,13 +14,13 @@ from torch import fx
 from anabranch.graph.call_traits import CallTraits, arguments, base_name, tensor
 from anabranch.graph.flat_program import PARAMETER
 from anabranch.graph.operations import LOOKUPS
-from anabranch.graph.opgraph import Table
+from anabranch.graph.opgraph import LookupTable
 
 _SUMS = (0, 1)
 """Modes of a bag whose gradient may be sparse, the sum and the mean; not the maximum."""
 
 
-def tables(traits: CallTraits) -> Mapping[str, Table]:
+def tables(traits: CallTraits) -> Mapping[str, LookupTable]:
     """The parameters that are only looked up in, by rows that the batch names."""
     tables_by_name = {}
     for node, source in traits.program.sources.items():
@@ -31,7 +31,7 @@ def tables(traits: CallTraits) -> Mapping[str, Table]:
         if lookups and all(lookups):
             row_bytes = weight.shape[1] * weight.element_size()
             declared = all(arguments(user)["sparse"] for user in node.users)
-            tables_by_name[source.name] = Table(sum(lookups), row_bytes, declared)
+            tables_by_name[source.name] = LookupTable(sum(lookups), row_bytes, declared)
     return tables_by_name
 
 

@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from anabranch.device import accelerator
 from anabranch.runtime.compute.reverted import unchanged
 
-_WARM_UPS = 3
-"""Passes before a recording, in which libraries set themselves up."""
-
 Outputs = tuple[Tensor, ...]
 
 
@@ -63,7 +60,7 @@ class _RecordedPasses:
         self._call, place = call, self.inputs[0].device
         with unchanged(list(module.buffers())):
             with accelerator.beside(place):
-                for _ in range(_WARM_UPS):
+                for _ in range(3):  # in which libraries set themselves up
                     self.outputs = self._forward()
                     self.gradients = [torch.zeros_like(o) for o in self.outputs if o.requires_grad]
                     self._backward()

@@ -214,14 +214,16 @@ def sum_of_squares(
     """Return the squared norm of the gradients that this rank owns, in a list that is empty without
     any; the sum over the ranks counts each gradient once.
     """
-    own = [
-        entries(gradient)
-        for name, gradient in gradients_of(parameters).items()
-        if name in holders.cut or holders.owner(name) == rank
-    ]
-    if not own:
+    gradients = gradients_of(parameters).items()
+    return squares_of([g for n, g in gradients if n in holders.cut or holders.owner(n) == rank])
+
+
+def squares_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the squared norm of some gradients, in a list that is empty without any."""
+    if not gradients:
         return []
-    norms = torch._foreach_norm(own, 2.0, accelerator.wide(own[0].device))
+    place = gradients[0].device
+    norms = torch._foreach_norm([entries(g) for g in gradients], 2.0, accelerator.wide(place))
     return [torch.stack(norms).square().sum()]
 
 

@@ -15,7 +15,15 @@ nccl             between ranks with a GPU each
 router           several transports as one
 """
 
-from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded, lost
+from anabranch.runtime.transport.base import (
+    POLLS,
+    Channel,
+    Receipt,
+    Spec,
+    Transport,
+    guarded,
+    lost,
+)
 from anabranch.runtime.transport.host import HostTransport
 from anabranch.runtime.transport.meeting import Meeting, meet
 from anabranch.runtime.transport.nccl import NcclTransport
@@ -23,6 +31,7 @@ from anabranch.runtime.transport.process_group import ProcessGroupTransport
 from anabranch.runtime.transport.router import Router
 
 __all__ = [
+    "POLLS",
     "Channel",
     "HostTransport",
     "Meeting",

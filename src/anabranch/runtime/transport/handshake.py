@@ -39,7 +39,7 @@ from anabranch.runtime.transport.base import Channel
 
 
 class Word(IntEnum):
-    """What a notice says."""
+    """Meaning of a notice."""
 
     AVAILABLE = 0
     BEGUN = 1

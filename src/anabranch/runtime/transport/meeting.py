@@ -91,7 +91,7 @@ def meet(rank: int, exchange: Exchange) -> Meeting:
     """Connect this rank to the others of its host; all ranks of the run call it."""
     name = secrets.token_bytes(_NAME_BYTES)
     segment, listener = _opened(name)
-    own = bytes(_HOST_BYTES) if segment is None else _digest()
+    own = bytes(_HOST_BYTES) if segment is None else _host_digest()
     cards = exchange(own + name)
     lower = [card[_HOST_BYTES:] for card in cards[:rank] if card[:_HOST_BYTES] == own]
     ends = _connected(lower) if any(own) else []
@@ -145,7 +145,7 @@ def _opened(name: bytes) -> tuple[Segment | None, socket.socket | None]:
     return segment, listener
 
 
-def _digest() -> bytes:
+def _host_digest() -> bytes:
     """Host, network namespace and user of ranks that can share memory; zeros if not known."""
     try:
         namespace = os.stat("/proc/self/ns/net").st_ino

@@ -37,7 +37,7 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
+from anabranch.runtime.transport.base import POLLS, Channel, Receipt, Spec, Transport, guarded
 from anabranch.runtime.transport.buffers import Buffers
 from anabranch.runtime.transport.handshake import Half, Handshake
 
@@ -46,9 +46,6 @@ Pair = tuple[int, int]
 
 _SENDS_AHEAD = 2
 """Sends of a channel that the compute stream lets run on, with the memory of their tensors."""
-
-_POLL_S = 1e-4
-"""Seconds between two looks at sends that have to be done."""
 
 
 class Wire(Protocol):
@@ -184,7 +181,7 @@ class NcclTransport:
             while not all(s.is_done for sends in self._sent.values() for s in sends):
                 if time.monotonic() >= deadline:
                     raise PeerLostError(f"a message was not received within {self._timeout:g} s")
-                self._handshake.progress(_POLL_S)
+                self._handshake.progress(POLLS.sends_s)
         self._sent.clear()
 
     def close(self) -> None:
