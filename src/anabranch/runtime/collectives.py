@@ -95,25 +95,6 @@ class Streams(Protocol):
         ...
 
 
-class DeviceStreams:
-    """Collectives of an accelerator."""
-
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
-        self._streams: dict[tuple[int, ...], torch.Stream] = {}
-
-    def fence(self) -> Any:
-        return accelerator.mark(self._place)
-
-    def start(self, ranks: tuple[int, ...], after: Any, call: Callable[[], Any]) -> Any:
-        if ranks not in self._streams:
-            self._streams[ranks] = accelerator.new_stream(self._place)
-        stream = self._streams[ranks]
-        stream.wait_event(after)
-        with stream:  # NCCL's own stream waits for the one that is current
-            return guarded(call)
-
-
 class DeviceSums:
     """Collectives of GPUs, which the devices get when the hosts of all ranks of a set have come to
     them.

@@ -18,7 +18,6 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.collectives import (
-    DeviceStreams,
     DeviceSums,
     MessageCollectives,
     Pending,
@@ -50,6 +49,7 @@ from anabranch.runtime.transport import (
 from anabranch.runtime.transport.handshake import Handshake
 from anabranch.runtime.transport.nccl import GpuWire
 from anabranch.runtime.transport.notices import HostNotices
+from anabranch.runtime.transport.streams import DeviceStreams
 
 _CPU = torch.device("cpu")
 _ALL: tuple[int, ...] = ()

@@ -79,12 +79,11 @@ class _RecordedPasses:
         outputs = [output for output in self.outputs if output.requires_grad]
         if not (wanted and outputs):
             return [None] * len(everything)
-        found = iter(
-            torch.autograd.grad(
-                outputs, wanted, self.gradients, retain_graph=True, allow_unused=True
-            )
+        results = torch.autograd.grad(
+            outputs, wanted, self.gradients, retain_graph=True, allow_unused=True
         )
-        return [next(found) if tensor.requires_grad else None for tensor in everything]
+        gradients = iter(results)
+        return [next(gradients) if tensor.requires_grad else None for tensor in everything]
 
 
 class _Replay(torch.autograd.Function):

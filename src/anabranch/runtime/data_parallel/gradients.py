@@ -153,21 +153,21 @@ def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     differs = (gathered != gathered[0]).any(0).tolist()
     for tensor, copy in zip(tensors.values(), differs, strict=True):
         if copy:
-            value = tensor.detach().contiguous()
-            mesh.broadcast(value, 0)
-            with torch.no_grad():
-                tensor.copy_(value)
+            _share(tensor, 0, None, mesh)
 
 
 def share_first(tensors: Mapping[str, Tensor], holders: Mapping[str, Ranks], mesh: Mesh) -> None:
     """Give every holder of a tensor the values of its first one."""
     for name in sorted(tensors, key=lambda name: (holders[name], name)):
-        ranks = holders[name]
-        if len(ranks) > 1:
-            value = tensors[name].detach().contiguous()
-            mesh.broadcast(value, ranks[0], ranks)
-            with torch.no_grad():
-                tensors[name].copy_(value)
+        if len(ranks := holders[name]) > 1:
+            _share(tensors[name], ranks[0], ranks, mesh)
+
+
+def _share(tensor: Tensor, source: int, ranks: Ranks | None, mesh: Mesh) -> None:
+    value = tensor.detach().contiguous()
+    mesh.broadcast(value, source, ranks)
+    with torch.no_grad():
+        tensor.copy_(value)
 
 
 def fold_tied(
