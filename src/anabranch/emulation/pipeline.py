@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from anabranch.emulation.clock import DeviceClock, sleep_precisely
+from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.compute import EmulatedCompute, EmulatedSums
 from anabranch.emulation.emulation import Emulation, require_time_scale
 from anabranch.emulation.transports import EmulatedTransport
@@ -69,7 +69,6 @@ class EmulatedPipeline:
         self.timeline: Timeline | None = None
         self.device_step_s = self.runtime_s = self.late_s = 0.0
         self.step_number = 0
-        sleep_precisely()
 
     def _make_worker(self) -> Worker:
         emulation, device = self._emulation, self._mesh.device
