@@ -151,7 +151,7 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
     """Write the run's folder with the predicted timeline, and what its step is spent on;
     ``plan`` as it was executed.
     """
-    from anabranch.record import Origin, Part, save_run
+    from anabranch.record import Origin, StepPart, save_run
     from anabranch.solve import explain
 
     run = replace(run, plan=plan or run.plan, origin=Origin.here())
@@ -162,7 +162,7 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
         run = replace(run, plan=predicted, timelines=timelines)
         if run.mode == "sync":
             why = explain(predicted, job.profile, cluster)
-            parts = tuple(Part(*line) for line in why.parts())
+            parts = tuple(StepPart(*line) for line in why.parts())
             run = replace(run, parts=parts)
     save_run(run, folder)
     return run

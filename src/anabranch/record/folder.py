@@ -30,7 +30,7 @@ from anabranch.files.jsonfile import (
 )
 from anabranch.plans.plan import Plan
 from anabranch.record.figures import beside, tables, told
-from anabranch.record.run import Origin, Part, Run, finite
+from anabranch.record.run import Origin, Run, StepPart, finite
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
@@ -99,7 +99,7 @@ def load_run(folder: Path) -> Run:
         load_plan(folder / "plan.json"),
         timelines=timelines,
         origin=Origin(**file.origin.model_dump()) if file.origin is not None else None,
-        parts=tuple(Part(**part.model_dump()) for part in file.parts),
+        parts=tuple(StepPart(**part.model_dump()) for part in file.parts),
         metrics={name: math.nan if m is None else m for name, m in file.metrics.items()},
         **figures,
     )

@@ -16,7 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from anabranch.errors import NonFiniteError
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.step_totals import StepTotals
 

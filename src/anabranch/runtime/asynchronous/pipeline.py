@@ -41,7 +41,7 @@ from anabranch.runtime.asynchronous.requirements import (
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
