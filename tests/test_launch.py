@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -36,6 +37,17 @@ def test_results_come_back_by_rank() -> None:
         return dist.get_rank() * factor + offset, total.item()
 
     assert launch.run(work, 3, 1, timeout=LIMIT_S) == [(1, 3.0), (4, 3.0), (7, 3.0)]
+
+
+def test_a_rank_looks_for_garbage_in_what_is_its_own() -> None:
+    """What it inherits is copied as soon as it is looked at: seconds, of a large parent."""
+    inherited = len(gc.get_objects())
+
+    def work() -> tuple[bool, bool]:
+        return gc.get_freeze_count() >= inherited, len(gc.get_objects()) < inherited // 2
+
+    assert launch.run(work, 1, timeout=LIMIT_S) == [(True, True)]
+    assert not gc.get_freeze_count()
 
 
 def test_a_rank_computes_although_the_parent_used_threads() -> None:
