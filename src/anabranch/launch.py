@@ -19,6 +19,7 @@ torch's CPU threads are safe: a rank computes on one thread, so it never asks fo
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import multiprocessing
 import os
@@ -287,6 +288,7 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     """One rank, from its first instruction to its last word."""
+    gc.freeze()  # to look for garbage in what is inherited would copy all of it
     _die_with(parent)
     # Ctrl-C reaches the whole process group, SIGTERM may; the parent hears it too, and tells or
     # stops the ranks.
