@@ -27,11 +27,12 @@ from typing import ClassVar, TypeVar
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.plans.whole_batch import fitted
-from anabranch.schedule import SPLIT_BACKWARDS, asynchronous, compute_order, rule_named
+from anabranch.schedule import LISTS, SPLIT_BACKWARDS, asynchronous, compute_order, rule_named
 from anabranch.schedule.schedule import Kind, Schedule
 from anabranch.simulator import stream
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import ModelCosts, StepCosts
+from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.staleness import versions_of
 from anabranch.simulator.steady import Estimate, estimate_step_s
@@ -107,7 +108,8 @@ class ShortestStep:
     def runs(self, costs: ModelCosts) -> Iterator[Run]:
         """Every way to run these stages, that with least memory first."""
         for schedule in self.schedules:
-            yield rule_named(schedule).warm_up(costs.graph, partial(self._room, costs)), schedule
+            graph = with_lengths(costs) if schedule in LISTS else costs.graph
+            yield rule_named(schedule).warm_up(graph, partial(self._room, costs)), schedule
 
     def _room(self, costs: ModelCosts, s: int) -> int:
         """Micro-batches in flight that the memory of a stage's devices holds."""

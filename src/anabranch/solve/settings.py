@@ -18,6 +18,8 @@ class Settings:
         split_near: proposals whose steps are within this factor of the shortest are tried with
             split backwards, ``split_proposals`` of them. With 1.2 and 8 two of 20 plans for mmt
             were 3 and 13 % longer; on 256 devices it takes 4 s more.
+        list_near: list schedules are tried where the other split backwards are within this factor
+            of the shortest: of 80 stage graphs for mmt they made none quicker by more.
         split_passes: passes up to which lists are scheduled: it takes 40 us for each.
         most_tried: pairs of a partition and a micro-batch size that are looked at; some
             twenty seconds.
@@ -51,6 +53,7 @@ class Settings:
     split_gain: float = 0.02
     split_near: float = 1.6
     split_proposals: int = 24
+    list_near: float = 1.2
     split_passes: int = 30_000
     most_tried: int = 150_000
     most_proposed: int = 24
