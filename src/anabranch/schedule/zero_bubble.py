@@ -169,6 +169,7 @@ class _ListScheduler:
         beside: per stage, others on its devices.
         samples: per stage, those of each micro-batch, from the first to behind the last.
         begun: all passes in their order, with their ends.
+        entries: per stage, what ``ready`` says of it.
     """
 
     def __init__(self, graph: StageGraph, length: Lengths, gap: float) -> None:
@@ -179,10 +180,8 @@ class _ListScheduler:
         self.done = [0] * len(graph)
         self.free = dict.fromkeys(graph.devices, 0.0)
         self.begun: list[tuple[Action, float]] = []
-        self.stages_of = {
-            device: tuple(s for s, stage in enumerate(graph.stages) if device in stage.devices)
-            for device in graph.devices
-        }
+        self.entries: list[list[Pass]] = [[] for _ in graph.stages]
+        self.stages_of = graph.stages_of
         self.beside = [
             {t for t, other in enumerate(graph.stages) if {*other.devices} & {*stage.devices}} - {s}
             for s, stage in enumerate(graph.stages)
@@ -222,11 +221,13 @@ class _ListScheduler:
         graph = self.graph
         queue: list[Pass] = []
         current: list[Pass | None] = [None] * len(graph)
-        changed = set(range(len(graph)))
+        changed = touched = set(range(len(graph)))
         count = sum(
             len(self.samples[s]) * (3 if graph.predecessors[s] else 2) for s in range(len(graph))
         )
         while len(self.begun) < count:
+            for s in touched:
+                self.entries[s] = [*self.ready(s)]
             for s in changed:
                 current[s] = self.next_pass(s)
                 if (waiting := current[s]) is not None:
@@ -240,18 +241,19 @@ class _ListScheduler:
                 )
             start, _, _, s, kind = heappop(queue)
             self.begin(s, kind, start)
-            changed = {s, *self.beside[s], *graph.predecessors[s], *graph.successors[s]}
+            touched = {s, *graph.predecessors[s], *graph.successors[s]}
+            changed = touched | self.beside[s]
 
     def next_pass(self, s: int) -> Pass | None:
         """Return start, urgency and kind of the pass that a stage would begin next."""
         free = max(self.free[device] for device in self.graph.stages[s].devices)
-        entries = list(self.ready(s))
+        entries = self.entries[s]
         passes = [(max(free, entry[0]), *entry[1:]) for entry in entries]
         if self.done[s] == len(self.ends[s][Kind.INPUT_GRADIENT]):
             return min(passes, default=None)
         # There is a gradient of weights to compute.
         size = self.graph.stages[s].microbatch_size * self.length[s][Kind.WEIGHT_GRADIENT]
-        entries += [entry for t in self.beside[s] for entry in self.ready(t)]
+        entries = entries + [entry for t in self.beside[s] for entry in self.entries[t]]
         if min((entry[0] - free for entry in entries), default=size) < self.gap * size:
             return min(passes, default=None)
         ready = max(free, self.ends[s][Kind.INPUT_GRADIENT][self.done[s]])

@@ -18,6 +18,11 @@ class Settings:
         split_near: proposals whose steps are within this factor of the shortest are tried with
             split backwards, ``split_proposals`` of them. With 1.2 and 8 two of 20 plans for mmt
             were 3 and 13 % longer; on 256 devices it takes 4 s more.
+        loop_gain: share of the step that several stages on each device have to save: messages and
+            passes cost the host some time that is not predicted.
+        most_loops: rows of stages that pass the devices several times and are simulated, the most
+            promising ones.
+        loop_passes: passes of those whose lists are scheduled, together: some seconds.
         split_passes: passes up to which lists are scheduled: it takes 40 us for each.
         most_tried: pairs of a partition and a micro-batch size that are looked at; some
             twenty seconds.
@@ -51,6 +56,9 @@ class Settings:
     split_gain: float = 0.02
     split_near: float = 1.6
     split_proposals: int = 24
+    loop_gain: float = 0.02
+    most_loops: int = 24
+    loop_passes: int = 6_000
     split_passes: int = 30_000
     most_tried: int = 150_000
     most_proposed: int = 24

@@ -140,8 +140,7 @@ def figures_of(
     timeline: Timeline, graph: StageGraph, cost: CostModel, mode: str = "sync"
 ) -> Prediction:
     """The figures of a plan by its timeline."""
-    lanes = sum(stage.replicas for stage in graph.stages)
-    is_bounded = mode == "sync" and lanes == len(graph.devices)  # one stage on each device
+    is_bounded = mode == "sync" and not graph.shares_devices
     return Prediction(
         step_s=timeline.step_s,
         bottleneck_s_per_sample=bottleneck_s_per_sample(graph, cost),
