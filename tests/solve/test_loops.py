@@ -18,6 +18,7 @@ from anabranch.schedule import SCHEDULES
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.solve import check_plan, plan, simulate
+from anabranch.solve.bound import step_bound
 from anabranch.solve.splitting import best_loop
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
@@ -92,6 +93,18 @@ def test_the_plan_is_valid_and_simulated_alike(tmp_path: Path):
 def test_with_many_micro_batches_stages_stay_apart():
     """A second round saves 1 s of 6 x 64."""
     assert not planned(row(4, 2), 64).stage_graph.shares_devices
+
+
+def test_no_placement_is_shorter_than_the_bound_of_any_plan():
+    """The bound of plans with one stage on each device may be longer."""
+    cost = row(4, 2)
+    judge = Judge(ShortestStep(cost, ("zb-h1",)))
+    judge.consider(rows_on_devices(cost, 2))
+    assert step_bound(cost, 2, several=True) <= judge.best_s < step_bound(cost, 2) * 1.1
+    best = planned(cost, 2)
+    assert best.predicted.bound_s == step_bound(cost, 2, several=True)
+    assert "no plan of this model takes less" in best.summary()
+    assert "on 2 devices with up to" in best.summary()
 
 
 def test_a_search_begins_with_such_a_plan():

@@ -140,7 +140,7 @@ def figures_of(
     timeline: Timeline, graph: StageGraph, cost: CostModel, mode: str = "sync"
 ) -> Prediction:
     """The figures of a plan by its timeline."""
-    is_bounded = mode == "sync" and not graph.shares_devices
+    several = graph.shares_devices
     return Prediction(
         step_s=timeline.step_s,
         bottleneck_s_per_sample=bottleneck_s_per_sample(graph, cost),
@@ -148,7 +148,7 @@ def figures_of(
         device_peak_bytes=tuple(timeline.peak_bytes[device] for device in timeline.devices),
         period_s=timeline.period_s,
         exposed_sums=timeline.exposed_sums,
-        bound_s=step_bound(cost, graph.batch_size) if is_bounded else None,
+        bound_s=step_bound(cost, graph.batch_size, several=several) if mode == "sync" else None,
     )
 
 
