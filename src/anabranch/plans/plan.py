@@ -52,8 +52,8 @@ class Prediction:
             a part of the bubble; None if not known.
         period_s: seconds of a synchronous step among others in a row, each device beginning the
             next when it has ended one; None where that was not simulated.
-        bound_s: seconds that a step of any plan takes at least, with one stage on each device; None
-            where that is not known.
+        bound_s: seconds that a step of any plan takes at least: with one stage on each device where
+            this one has, else of any at all; None where that is not known.
         enough_devices: the fewest devices whose plan takes hardly longer, ``enough_step_s`` each
             step; None where no fewer do, or none were tried.
         data_parallel_s, chain_s: step of data parallelism and of the best chain; None where these
@@ -113,14 +113,15 @@ _IN_TURNS = (
 )
 
 
-def bound_text(predicted: Prediction) -> tuple[str, ...]:
+def bound_text(predicted: Prediction, graph: StageGraph) -> tuple[str, ...]:
     """Return a line that compares a step with the bound of any plan, if that is known."""
     if not predicted.bound_s:
         return ()
     factor = predicted.step_s / predicted.bound_s
+    those = "" if graph.shares_devices else " with one stage on each device"
     return (
-        f"within {factor:.2f}x of the best possible: no plan of this model with one stage on each "
-        f"device takes less than {time_text(predicted.bound_s)}",
+        f"within {factor:.2f}x of the best possible: no plan of this model{those} takes less than "
+        f"{time_text(predicted.bound_s)}",
     )
 
 
@@ -306,14 +307,16 @@ class Plan:
         shape = f"{len(graph)} stages, depth {graph.depth}"
         if len(graph) == 1:
             shape = "plain data parallelism" if count > 1 else "one stage"
+        most = max(map(len, graph.stages_of.values()))
+        each = f" with up to {most} each" if graph.shares_devices else ""
         is_async = self.mode == "async"
         is_shared = self.shard_optimizer and any(stage.replicas > 1 for stage in graph.stages)
         how = f"asynchronous {self.schedule}, {self.policy}" if is_async else self.schedule
         lines = [
             said,
             *gains,
-            *(bound_text(predicted) + enough_text(predicted) if predicted is not None else ()),
-            f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
+            *(bound_text(predicted, graph) + enough_text(predicted) if predicted else ()),
+            f"{shape}, on {count} device{'s' if count > 1 else ''}{each}, {how}, "
             f"batch {graph.batch_size}",
             *_stage_lines(graph),
             self.costs,

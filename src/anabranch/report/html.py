@@ -133,7 +133,9 @@ def page(
         )
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
     parts.append(_section("Stages in detail", _table(plan, timelines, graphs, weights)))
-    limits = plan.predicted is not None and bound_text(plan.predicted) + enough_text(plan.predicted)
+    limits = plan.predicted is not None and bound_text(
+        plan.predicted, plan.stage_graph
+    ) + enough_text(plan.predicted)
     parts += [_notes([*(limits or ()), *plan.notes, *notes]), _about(about or {}), _footer(plan)]
     return _document(title, parts, script)
 

@@ -113,8 +113,7 @@ class ShortestStep:
 
     def _room(self, costs: ModelCosts, s: int) -> int:
         """Micro-batches in flight that the memory of a stage's devices holds."""
-        most = costs.graph.num_microbatches(s)
-        return int(costs.held(s).most_in_flight(self.cost.cluster.memory_bytes, most))
+        return costs.most_in_flight(s, self.cost.cluster.memory_bytes)
 
     def least_s(self, costs: ModelCosts, enough: float) -> float:
         """A lower bound of the seconds, however the stages run, no closer than it takes to be more
@@ -262,6 +261,8 @@ def least_step_s(
     busy, first = [0.0] * count, [0.0] * count
     # Seconds until the last gradients of inputs, of the last ones, and of those of weights behind.
     returned, last, rest = [0.0] * count, [0.0] * count, [0.0] * count
+    # Of the replica that has least to do, for devices with several stages.
+    fewest_busy, fewest_returned = [0.0] * count, [0.0] * count
     sizes: list[set[int]] = []
     for s, stage in enumerate(graph.stages):
         final = graph.num_microbatches(s) - 1
@@ -273,11 +274,15 @@ def least_step_s(
         back = {n: costs.pass_s(s, half, n) for n in seconds}
         ways = {n: seconds[n][0] + back[n] for n in seconds}
         returned[s] = max(final * ways[n] + ways[z] for n, z in slices)
+        fewest_busy[s] = min(final * sum(seconds[n]) + sum(seconds[z]) for n, z in slices)
+        fewest_returned[s] = min(final * ways[n] + ways[z] for n, z in slices)
         # Of several slices, the bound must not assume which one a neighbour waits for.
         first[s] = min(seconds[n][0] for n in seconds if n)
         last[s] = min(back[n] for n in seconds if n)
         rest[s] = min(seconds[n][1] - back[n] for n in seconds if n)
         sizes.append({z for _, z in slices})
+
+    together = {stages for stages in graph.stages_of.values() if len(stages) > 1}
 
     def longest(behind: Sequence[float]) -> float:
         head, tail = [0.0] * count, [0.0] * count
@@ -287,7 +292,12 @@ def least_step_s(
             if costs.message_edges.comes_back((x, y)):
                 tail[y] = max(tail[y], last[x] + max(rest[x] + behind[x], tail[x]))
         ends = zip(head, busy, behind, returned, tail, strict=True)
-        return max(h + max(b + after, r + t) for h, b, after, r, t in ends)
+        longest_s = max(h + max(b + after, r + t) for h, b, after, r, t in ends)
+        for stages in together:
+            both = (fewest_busy, behind), (fewest_returned, tail)
+            left = (sum(map(b.__getitem__, stages)) + min(a[s] for s in stages) for b, a in both)
+            longest_s = max(longest_s, min(head[s] for s in stages) + max(left))
+        return longest_s
 
     behind = [costs.update_s(s) for s in range(count)]
     if (least_s := longest(behind)) > enough:

@@ -20,6 +20,11 @@ class Settings:
             were 3 and 13 % longer; on 256 devices it takes 4 s more.
         list_near: list schedules are tried where the other split backwards are within this factor
             of the shortest: of 80 stage graphs for mmt they made none quicker by more.
+        loop_gain: share of the step that several stages on each device have to save: messages and
+            passes cost the host some time that is not predicted.
+        most_loops: rows of stages that pass the devices several times and are simulated, the most
+            promising ones.
+        loop_passes: passes of those whose lists are scheduled, together: some seconds.
         split_passes: passes up to which lists are scheduled: it takes 40 us for each.
         most_tried: pairs of a partition and a micro-batch size that are looked at; some
             twenty seconds.
@@ -54,6 +59,9 @@ class Settings:
     split_near: float = 1.6
     split_proposals: int = 24
     list_near: float = 1.2
+    loop_gain: float = 0.02
+    most_loops: int = 24
+    loop_passes: int = 6_000
     split_passes: int = 30_000
     most_tried: int = 150_000
     most_proposed: int = 24
