@@ -120,6 +120,7 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         against: name of another run and the run, drawn under the same axes.
     """
     from anabranch.report.html import WeightVersions, page
+    from anabranch.simulator.critical_path import critical_path
 
     document = run.figures()
     name, other = against or ("", None)
@@ -131,6 +132,7 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         _measured_plan(run),
         [(title, timeline) for title, timeline, _ in shown],
         graphs=[graph for _, _, graph in shown] if other is not None else None,
+        paths=[critical_path(t, g) for _, t, g in shown] if run.mode == "sync" else (),
         figures=told(document),
         tables=[*(beside(document, name, other.figures()) if other else ()), *tables(document)],
         curves={"loss": run.losses} if run.losses else {},

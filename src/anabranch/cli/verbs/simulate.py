@@ -113,11 +113,13 @@ def simulate(
     if report is not None:
         from anabranch.report.figure import ReportTable, spent
         from anabranch.report.html import page
+        from anabranch.simulator.critical_path import critical_path
 
         tables = [spent(explanation.parts())] if explanation is not None else []
         if simulated is not None:
             tables = [ReportTable(*staleness_table(shown.policy, simulated.staleness))]
-        text = page(shown, [(title, timeline)], graphs=[graph], tables=tables)
+        paths = [critical_path(timeline, graph)] if simulated is None else []
+        text = page(shown, [(title, timeline)], graphs=[graph], tables=tables, paths=paths)
         report.write_text(text, encoding="utf-8")
     files = {"trace": trace, "report": report}
     note_other_model(plan, costs.graph)
