@@ -86,6 +86,7 @@ def page(
     weights: WeightVersions = NOT_MEASURED,
     steps_before: int = 0,
     paths: page_data.Paths = (),
+    headline: str = "",
 ) -> str:
     """Write the page.
 
@@ -102,13 +103,14 @@ def page(
         graphs: the stage graph of each timeline, if they are not all the plan's.
         weights: weight versions of a run without a flush.
         paths: the critical path of each timeline, see ``simulator.critical_path``.
+        headline: the first sentence; by default that of the plan's prediction.
 
     Raises:
         ValueError: if graphs and timelines differ in number.
     """
     title = f"{plan.model or 'model'} on {plan.cluster or 'devices'}"
     parts = [
-        _header(plan, title, weights),
+        _header(plan, title, weights, headline),
         _figures([*(figures or _predicted(plan)), _shape(plan)]),
     ]
     shown = list(graphs or [plan.stage_graph] * len(timelines))
@@ -202,7 +204,7 @@ def _unit(plan: Plan) -> str:
     return "step" if plan.mode == "sync" else "mini-batch"
 
 
-def _header(plan: Plan, title: str, weights: WeightVersions) -> str:
+def _header(plan: Plan, title: str, weights: WeightVersions, first: str) -> str:
     graph = plan.stage_graph
     how = f"{plan.schedule} schedule"
     if plan.mode == "async":
@@ -213,10 +215,9 @@ def _header(plan: Plan, title: str, weights: WeightVersions) -> str:
         f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {how}, "
         f"batch of {graph.batch_size:,} samples; {plan.costs}"
     )
-    headline = ""
-    if plan.predicted is not None:
-        what = "A step" if plan.mode == "sync" else "A mini-batch"
-        headline = f'<p class="headline">{escape(plan.predicted.headline(what))}</p>'
+    if not first and plan.predicted is not None:
+        first = plan.predicted.headline("A step" if plan.mode == "sync" else "A mini-batch")
+    headline = f'<p class="headline">{escape(first)}</p>' if first else ""
     return f"<header><h1>{escape(title)}</h1>{headline}<p>{escape(said)}</p></header>"
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from typing import Any, Protocol
 
 from anabranch.plans.plan import memory_text, ranges
@@ -48,7 +47,7 @@ Paths = Sequence[Sequence[PathPart]]
 def data(layout: timeline_layout.TimelineLayout, paths: Paths = ()) -> dict[str, Any]:
     """Return the data of all timelines; times in microseconds."""
     graphs = [*dict.fromkeys(panel.graph for panel in layout.panels)]
-    known = zip_longest(layout.panels, paths, fillvalue=())
+    known: list[Sequence[PathPart]] = [*paths, *([()] * (len(layout.panels) - len(paths)))]
     return {
         "legend": [[VARIABLES[css], label] for css, label in gantt.legend(layout)],
         "note": gantt.legend_note(layout),
@@ -62,7 +61,7 @@ def data(layout: timeline_layout.TimelineLayout, paths: Paths = ()) -> dict[str,
         "kinds": [[VARIABLES[gantt.CSS[kind]], names.KINDS[kind]] for kind in KINDS],
         "panels": [
             _panel(panel, path, layout.is_endless) | {"graph": graphs.index(panel.graph)}
-            for panel, path in known
+            for panel, path in zip(layout.panels, known, strict=True)
         ],
     }
 
