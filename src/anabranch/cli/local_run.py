@@ -163,6 +163,7 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
         if run.mode == "sync":
             why = explain(predicted, job.profile, cluster)
             parts = tuple(StepPart(*line) for line in why.parts())
-            run = replace(run, parts=parts)
+            figures = replace(predicted.figures, limit=why.limit)
+            run = replace(run, plan=replace(predicted, predicted=figures), parts=parts)
     save_run(run, folder)
     return run

@@ -74,22 +74,38 @@ class Prediction:
     chain_s: float | None = None
     limit: str = ""
 
-    def headline(self, what: str) -> str:
+    def headline(self, what: str, measured_s: float | None = None) -> str:
         """Return one sentence on the step, what it gains, its bound and what limits it.
 
         Args:
             what: takes so long, such as ``A step``.
+            measured_s: seconds that it took in a run.
         """
-        others = (("data parallelism", self.data_parallel_s), ("the best chain", self.chain_s))
-        said = [
-            f"{seconds / self.step_s:.2f}x as fast as {name}"
-            for name, seconds in others
-            if seconds and self.step_s
-        ]
+        others = (("data-parallel", self.data_parallel_s), ("chain", self.chain_s))
+        said = [gain_text(name, seconds, self.step_s) for name, seconds in others if seconds]
         if self.bound_s:
             said.append(f"within {self.step_s / self.bound_s:.2f}x of the best possible")
         limit = f". Most of it: {self.limit}" if self.limit else ""
-        return f"{what} takes {', '.join([time_text(self.step_s), *said])}{limit}."
+        takes = f"takes {time_text(self.step_s)}"
+        if measured_s is not None:
+            takes = f"took {time_text(measured_s)}, predicted {time_text(self.step_s)}"
+        return f"{what} {', '.join([takes, *said])}{limit}."
+
+
+BASELINES = {
+    "from": "the plan of --from",
+    "data-parallel": "data parallelism",
+    "sequential": "the sequential pipeline",
+    "straight sequential": "the sequential pipeline without replicas",
+    "chain": "the best chain",
+}
+"""What plans are compared with -> its name in words."""
+
+
+def gain_text(baseline: str, other_s: float, step_s: float) -> str:
+    """Return how a step compares with that of a baseline, such as ``1.81x as fast as ...``."""
+    times = f"{other_s / step_s:.2f}x as fast as" if step_s else "in no time, unlike"
+    return f"{times} {BASELINES[baseline]}"
 
 
 NOT_PREDICTED = "not predicted"

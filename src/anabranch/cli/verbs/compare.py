@@ -208,6 +208,7 @@ def _write_page(
     from anabranch.errors import AnabranchError
     from anabranch.report.figure import ReportTable
     from anabranch.report.html import page
+    from anabranch.simulator.critical_path import critical_path
     from anabranch.solve import foreseen
 
     plans = {c: plan for c, plan in results.items() if not isinstance(plan, AnabranchError)}
@@ -225,6 +226,7 @@ def _write_page(
         [(_name(contender), timeline) for contender, timeline in drawn.items()],
         graphs=[plans[contender].stage_graph for contender in drawn],
         tables=[table],
+        paths=[critical_path(t, plans[c].stage_graph) for c, t in drawn.items()],
         notes=remarks(results, costs.origin),
     )
     file.write_text(text, encoding="utf-8")
