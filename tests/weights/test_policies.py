@@ -21,6 +21,7 @@ from anabranch.weights import (
     WeightPolicy,
     policy_named,
 )
+from anabranch.weights.corrections import rate_of
 from tests.weights.drawing import draw
 
 CHAIN = ((0, 1), (1, 2), (2, 3))
@@ -136,6 +137,7 @@ READ = {
         ["0 1 2 3 4 5 6", "0 1 2 3 4 5 6"],
     ],
 }
+READ |= {"asyncpp": READ["stash"], "basis-rotation": READ["stash"], "2bw-ef": READ["2bw"]}
 
 
 def rows(policy: WeightPolicy, graph: StageGraph, microbatches: int = 1) -> list[list[str]]:
@@ -193,10 +195,10 @@ def test_the_rate_of_a_stale_stage_recovers():
     """A lag of four starts at a quarter, is at a half midway in the exponent, and at one after N
     updates; stages with a lag of one or none are not slowed.
     """
-    policy = PredictStash(ramp=100)
-    assert [policy.rate(4, t) for t in (0, 50, 100, 500)] == [0.25, 0.5, 1.0, 1.0]
-    assert policy.rate(1, 0) == policy.rate(0, 0) == 1.0
-    assert PredictStash().rate(8, 0) == 1.0
+    ramp = PredictStash(ramp=100, clip=3).corrections
+    assert [rate_of(ramp, 4, t) for t in (0, 50, 100, 500)] == [0.25, 0.5, 1.0, 1.0]
+    assert rate_of(ramp, 1, 0) == rate_of(ramp, 0, 0) == 1.0
+    assert rate_of(PredictStash().corrections, 8, 0) == 1.0
 
 
 @pytest.mark.parametrize("options", [{"ramp": -1}, {"clip": 0.5}, {"clip": float("nan")}])
@@ -204,6 +206,20 @@ def test_options_that_mean_nothing_are_refused(options):
     """Each with what it should be."""
     with pytest.raises(ValueError, match=r"ramp is a number|clip is a multiple"):
         PredictStash(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("basis-rotation", {"every": 0}, "every is a number of updates, at least 1, not 0"),
+        ("basis-rotation", {"memory": 1}, "memory is at least 0 and less than 1, not 1"),
+        ("2bw-ef", {"share": 0}, "share is a factor on an update, more than 0, not 0"),
+    ],
+)
+def test_options_of_corrections_are_refused(name, options, message):
+    """As soon as the policy is made."""
+    with pytest.raises(ValueError, match=message):
+        policy_named(name, options)
 
 
 def test_names():

@@ -33,7 +33,13 @@ def has_momentum(optimizer: Optimizer) -> bool:
 
 def facts_of(optimizer: Optimizer) -> OptimizerFacts:
     """Return the facts of an optimizer that policies ask for."""
-    return OptimizerFacts(type(optimizer).__name__, has_momentum(optimizer), rule_of(optimizer))
+    betas = (group["betas"][0] for group in optimizer.param_groups if "betas" in group)
+    return OptimizerFacts(
+        type(optimizer).__name__,
+        has_momentum(optimizer),
+        rule_of(optimizer),
+        min(betas, default=None),
+    )
 
 
 def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:

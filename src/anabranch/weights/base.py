@@ -17,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from anabranch.weights.corrections import Correction
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -69,6 +71,7 @@ class WeightPolicy(Protocol):
         name: key in ``weights.POLICIES``.
         microbatches: whether an update takes the gradients of several micro-batches, which all
             stages then run through without a flush.
+        corrections: what stages do about stale gradients in their updates, the outermost first.
     """
 
     @property
@@ -76,6 +79,9 @@ class WeightPolicy(Protocol):
 
     @property
     def microbatches(self) -> bool: ...
+
+    @property
+    def corrections(self) -> tuple[Correction, ...]: ...
 
     def __hash__(self) -> int:
         """Policies are values: what has been worked out for one holds for its equals."""

@@ -135,9 +135,15 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "amsgrad": partial(Adam, lr=0.02, amsgrad=True),
     "adamw": partial(AdamW, lr=0.02, weight_decay=0.1),
     "nadam": partial(NAdam, lr=0.02),
+    "long nadam": partial(NAdam, lr=0.02, betas=(0.99, 0.999)),
     "rmsprop": partial(RMSprop, lr=0.01, momentum=0.5),
 }
 """Name -> class with its options."""
+
+
+def suited(policy: str) -> str:
+    """An optimizer that a policy takes."""
+    return {"asyncpp": "long nadam", "basis-rotation": "adam"}.get(policy, "momentum")
 
 
 def halving(optimizer: Optimizer) -> LRScheduler:
