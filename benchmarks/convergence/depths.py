@@ -99,7 +99,7 @@ def _rows() -> Task:
 
 
 TRIALS: Mapping[str, Trial] = {
-    "charlm": Trial(cache(lambda: charlm(width=16, batch_size=8)), 400, 0.003),
+    "charlm": Trial(cache(lambda: charlm(width=16, batch_size=8)), 300, 0.003),
     "rows": Trial(cache(_rows), 200, 0.003),
     "charlm-32": Trial(TASKS["charlm"], 800, 0.003),
 }
@@ -155,12 +155,15 @@ class Method:
 
     Attributes:
         depths: whether it differs from depth to depth.
+        flush: whether all stages read the newest version.
+        together: mini-batches of an update.
     """
 
     policy: WeightPolicy
     optimizer: Callable[[Mapping[str, Tensor], float], Optimizer] = _adam
     depths: bool = True
     flush: bool = False
+    together: int = 1
 
 
 METHODS: Mapping[str, Method] = {
@@ -174,6 +177,7 @@ METHODS: Mapping[str, Method] = {
     "predict-stash": Method(policy_named("predict-stash")),
     "2bw": Method(policy_named("2bw"), depths=False),
     "2bw, Muon": Method(policy_named("2bw"), Muon, depths=False),
+    "a third of the updates": Method(Naive(), depths=False, flush=True, together=3),
     "synchronous, NAdam": Method(Naive(), _nadam, depths=False, flush=True),
     "synchronous, Muon": Method(Naive(), Muon, depths=False, flush=True),
     "synchronous, rotation": Method(policy_named("basis-rotation"), depths=False, flush=True),
@@ -321,18 +325,19 @@ def run(trial: Trial, method: Method, depth: int, seeds: Sequence[int]) -> list[
     models = Stacked(task, seeds, method, trial.lr, depth)
     batches: list[deque[Tensor]] = [deque() for _ in seeds]
     epoch, asked = 0, []
-    for update in range(1, trial.updates + 1):
-        if not batches[0]:
+    for update in range(method.together, trial.updates + 1, method.together):
+        while len(batches[0]) < method.together:
             for rows, seed in zip(batches, seeds, strict=True):
                 order = task.epoch(seed, epoch)
                 whole = len(order) // task.batch_size * task.batch_size
                 rows.extend(order[:whole].split(task.batch_size))
             epoch += 1
-        batch = task.gather(torch.cat([rows.popleft() for rows in batches]))
-        shape = len(seeds), task.batch_size
+        rows_of = [rows.popleft() for rows in batches for _ in range(method.together)]
+        batch = task.gather(torch.cat(rows_of))
+        shape = len(seeds), task.batch_size * method.together
         models.train(*(batch[k].unflatten(0, shape) for k in ("x", "label")))
-        left, rest = divmod(trial.updates - update, BETWEEN)
-        if not rest and left < ASKED:
+        left = trial.updates - update
+        if left // BETWEEN != (left - method.together) // BETWEEN and left // BETWEEN < ASKED:
             asked.append(models.accuracy())
     return [statistics.fmean(found) for found in zip(*asked, strict=True)]
 

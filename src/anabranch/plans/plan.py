@@ -88,12 +88,6 @@ _SPARSE = (
 )
 
 
-_IN_TURNS = (
-    "replicas of a stage take mini-batches in turn, each of them whole: one update for as many as "
-    "there are replicas"
-)
-
-
 def bound_text(predicted: Prediction) -> tuple[str, ...]:
     """Return a line that compares a step with the bound of any plan, if that is known."""
     if not predicted.bound_s:
@@ -299,11 +293,27 @@ class Plan:
             *_stage_lines(graph),
             self.costs,
             *(["replicas share the optimizer's state"] if is_shared else []),
-            *([_IN_TURNS] if self.round_robin else []),
+            *([_turns_text(graph)] if self.round_robin else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]
         return "\n".join(lines)
+
+
+def _turns_text(graph: StageGraph) -> str:
+    """Return a line on replicas that take mini-batches in turn, with what an update learns from."""
+    stages: dict[int, list[str]] = {}
+    for s, stage in enumerate(graph.stages):
+        stages.setdefault(stage.replicas, []).append(str(s))
+    counts = [
+        f"{f'{count} mini-batches' if count > 1 else 'each'} in stage{'s' * (len(numbers) > 1)} "
+        f"{', '.join(numbers)}"
+        for count, numbers in sorted(stages.items(), reverse=True)
+    ]
+    return (
+        "replicas of a stage take mini-batches in turn, each of them whole: one update for "
+        + ", for ".join(counts)
+    )
 
 
 def _stage_lines(graph: StageGraph) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from anabranch.cost import CostModel
@@ -141,12 +143,31 @@ class AsynchronousSearch:
         """The best plan whose replicas take mini-batches in turn, if its interval is shorter; for
         planner ``pipedream``, which publishes them, if it is as short.
         """
-        judge, judged = self._judges[policy.name], Judge(self._objective(policy, in_turns=True))
-        gain = -ShortestPeriod.equal if self._name == "pipedream" else SETTINGS.turns_gain
-        limit_s = judged.best_s = judge.best_s * (1 - gain)
-        near = (g for g in (*judge.ranked(), *judge.unfit) if may_take_turns(g, policy))
-        self._phases.run("simulate_s", lambda: judged.consider(near, BUDGET.simulation))
-        return judged.best if judged.best_s < limit_s else None
+        judge, objective = self._judges[policy.name], self._objective(policy, in_turns=True)
+        near: dict[int, list[StageGraph]] = {}
+        for graph in (*judge.ranked(), *judge.unfit):
+            if may_take_turns(graph, policy):
+                fewest = min(stage.replicas for stage in graph.stages)
+                near.setdefault(fewest, []).append(graph)
+        best, best_s = None, math.inf
+        for fewest, graphs in sorted(near.items()):
+            judged = Judge(objective)
+            limit_s = judged.best_s = min(best_s, judge.best_s * self._turns_limit(fewest))
+            self._phases.run("simulate_s", partial(judged.consider, graphs, BUDGET.simulation))
+            if judged.best is not None and judged.best_s < limit_s:
+                best, best_s = judged.best, judged.best_s
+        return best
+
+    def _turns_limit(self, fewest: int) -> float:
+        """Share of the interval with split mini-batches that one in turns has to be below.
+
+        Where every stage has R replicas or more, the whole model makes an update for R mini-batches
+        at most. Rather than the share ``1 / R`` of the updates, of which each is less noisy, it is
+        taken for ``1 / sqrt(R)`` of the progress. DECISION
+        """
+        if self._name == "pipedream":  # as published
+            return 1 + ShortestPeriod.equal
+        return (1 - SETTINGS.turns_gain) / math.sqrt(fewest)
 
     def _winner(self, judge: Judge) -> ScheduledProposal:
         try:
