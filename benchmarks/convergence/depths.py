@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ from torch.optim import Adam, NAdam, Optimizer
 from anabranch.runtime.asynchronous.corrections import CORRECTIONS, BasisRotation
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.weights import Naive, Reading, Unit, WeightPolicy, policy_named
+from anabranch.weights.corrections import Step
 from benchmarks.convergence.tables import difference
 from benchmarks.convergence.tasks import LAYERS, TASKS, Block, Characters, Task, charlm
 from benchmarks.datasets.digits import load_small_digits
@@ -212,7 +214,7 @@ class Stacked:
         self.weights = {name: nn.Parameter(torch.stack(parts)) for name, parts in stacked}
         self._task, self._policy, self._depth = task, method.policy, depth
         self._optimizer = method.optimizer(self.weights, lr)
-        self._corrections = [CORRECTIONS[c.name](c, 0) for c in method.policy.corrections]
+        self._corrections = [CORRECTIONS[c](self._policy, 0) for c in self._policy.corrections]
         for correction in self._corrections:
             if isinstance(correction, BasisRotation):
                 correction.dims = 3
@@ -240,13 +242,11 @@ class Stacked:
         losses.sum().backward()
         for stage in self._stages:
             stage.restore(newest)
-        parameters = [*self.weights.values()]
-        steps = [c.around(parameters, self._optimizer, self.updates) for c in self._corrections]
-        for step in steps:
-            step.__enter__()
-        self._optimizer.step()
-        for step in reversed(steps):
-            step.__exit__(None, None, None)
+        step = Step(tuple(self.weights.values()), self._optimizer, self.updates)
+        with torch.no_grad(), ExitStack() as corrections:
+            for correction in self._corrections:
+                corrections.enter_context(correction.around(step))
+            self._optimizer.step()
         self._optimizer.zero_grad()
         self.updates += 1
         return losses.detach()

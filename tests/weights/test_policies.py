@@ -21,7 +21,6 @@ from anabranch.weights import (
     WeightPolicy,
     policy_named,
 )
-from anabranch.weights.corrections import rate_of
 from tests.weights.drawing import draw
 
 CHAIN = ((0, 1), (1, 2), (2, 3))
@@ -195,10 +194,10 @@ def test_the_rate_of_a_stale_stage_recovers():
     """A lag of four starts at a quarter, is at a half midway in the exponent, and at one after N
     updates; stages with a lag of one or none are not slowed.
     """
-    ramp = PredictStash(ramp=100, clip=3).corrections
-    assert [rate_of(ramp, 4, t) for t in (0, 50, 100, 500)] == [0.25, 0.5, 1.0, 1.0]
-    assert rate_of(ramp, 1, 0) == rate_of(ramp, 0, 0) == 1.0
-    assert rate_of(PredictStash().corrections, 8, 0) == 1.0
+    policy = PredictStash(ramp=100)
+    assert [policy.rate(4, t) for t in (0, 50, 100, 500)] == [0.25, 0.5, 1.0, 1.0]
+    assert policy.rate(1, 0) == policy.rate(0, 0) == 1.0
+    assert PredictStash().rate(8, 0) == 1.0
 
 
 @pytest.mark.parametrize("options", [{"ramp": -1}, {"clip": 0.5}, {"clip": float("nan")}])

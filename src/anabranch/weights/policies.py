@@ -23,17 +23,12 @@ the unit has come back to the source.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.weights.base import Reading, Unit
-from anabranch.weights.corrections import (
-    BasisRotation,
-    Correction,
-    ErrorFeedback,
-    NormClip,
-    Ramp,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +37,7 @@ class Naive:
 
     name: ClassVar[str] = "naive"
     microbatches: ClassVar[bool] = False
-    corrections: ClassVar[tuple[Correction, ...]] = ()
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen)
@@ -57,7 +52,7 @@ class Stash:
 
     name: ClassVar[str] = "stash"
     microbatches: ClassVar[bool] = False
-    corrections: ClassVar[tuple[Correction, ...]] = ()
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen)
@@ -72,7 +67,7 @@ class VerticalSync:
 
     name: ClassVar[str] = "vertical-sync"
     microbatches: ClassVar[bool] = False
-    corrections: ClassVar[tuple[Correction, ...]] = ()
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(max(unit.filled, unit.number - (unit.deepest - 1)))
@@ -87,7 +82,7 @@ class TwoBuffers:
 
     name: ClassVar[str] = "2bw"
     microbatches: ClassVar[bool] = True
-    corrections: ClassVar[tuple[Correction, ...]] = ()
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(max(unit.filled, unit.number - 1))
@@ -102,7 +97,7 @@ class SpecTrain:
 
     name: ClassVar[str] = "spectrain"
     microbatches: ClassVar[bool] = False
-    corrections: ClassVar[tuple[Correction, ...]] = ()
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag + _halfway(unit))
@@ -121,7 +116,7 @@ class PipeOptim:
 
     name: ClassVar[str] = "pipeoptim"
     microbatches: ClassVar[bool] = False
-    corrections: ClassVar[tuple[Correction, ...]] = ()
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag)
@@ -150,12 +145,17 @@ class PredictStash:
     microbatches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _ = self.corrections  # each refuses wrong values
+        if self.ramp < 0:
+            raise ValueError(f"ramp is a number of updates, at least 0, not {self.ramp}")
+        if self.clip != 0 and not 1 < self.clip < math.inf:
+            raise ValueError(
+                f"clip is a multiple of the usual gradient norm, over 1, or 0; not {self.clip}"
+            )
 
     @property
-    def corrections(self) -> tuple[Correction, ...]:
-        clips = (NormClip(self.clip),) if self.clip else ()
-        return (Ramp(self.ramp), *clips) if self.ramp else clips
+    def corrections(self) -> Mapping[str, int]:
+        options = {"ramp": self.ramp, "norm-clip": self.clip}
+        return {name: 0 for name, value in options.items() if value}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag)
@@ -163,9 +163,15 @@ class PredictStash:
     def backward(self, unit: Unit) -> Reading:
         return self.forward(unit)
 
+    def rate(self, lag: int, updates: int) -> float:
+        """Factor on the learning rate after so many updates of a stage with that lag."""
+        if updates >= self.ramp or lag <= 1:
+            return 1.0
+        return math.pow(lag, updates / self.ramp - 1)
+
 
 @dataclass(frozen=True, slots=True)
-class AsyncPP:
+class AsyncPP(Stash):
     """Stashing under NAdam with a momentum of .99 (AsyncPP, arXiv 2505.01099).
 
     The paper's look-ahead along a long momentum is what NAdam's step does, so the optimizer is all
@@ -173,25 +179,17 @@ class AsyncPP:
     """
 
     name: ClassVar[str] = "asyncpp"
-    microbatches: ClassVar[bool] = False
-    corrections: ClassVar[tuple[Correction, ...]] = ()
-
-    def forward(self, unit: Unit) -> Reading:
-        return Reading(unit.seen)
-
-    def backward(self, unit: Unit) -> Reading:
-        return self.forward(unit)
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
+class Rotation(Stash):
     """Stashing, and steps of Adam in an eigenbasis (basis rotation, arXiv 2602.03515).
 
     The abstract fixes that the optimizer's coordinates are rotated to the eigenbasis of the
     Hessian, in which scaling by coordinate keeps old directions useful. Assumed: the Hessian of a
-    matrix is taken for the second moments of its gradients on its shorter side, averaged with
-    ``memory``; a new basis comes every ``every`` updates, by one step of the power method and QR;
-    first moments turn along, second ones stay; parameters that are no matrices are not rotated.
+    matrix is taken for the second moments of its gradients on its shorter side; a new basis comes
+    by one step of the power method and QR; first moments turn along, second ones stay; parameters
+    that are no matrices are not rotated.
 
     Attributes:
         every: updates from one basis to the next.
@@ -202,24 +200,17 @@ class Rotation:
     memory: float = 0.95
 
     name: ClassVar[str] = "basis-rotation"
-    microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {"basis-rotation": 2}
 
     def __post_init__(self) -> None:
-        _ = self.corrections  # which refuses wrong values
-
-    @property
-    def corrections(self) -> tuple[Correction, ...]:
-        return (BasisRotation(self.every, self.memory),)
-
-    def forward(self, unit: Unit) -> Reading:
-        return Reading(unit.seen)
-
-    def backward(self, unit: Unit) -> Reading:
-        return self.forward(unit)
+        if self.every < 1:
+            raise ValueError(f"every is a number of updates, at least 1, not {self.every}")
+        if not 0 <= self.memory < 1:
+            raise ValueError(f"memory is at least 0 and less than 1, not {self.memory}")
 
 
 @dataclass(frozen=True, slots=True)
-class TwoBuffersFeedback:
+class TwoBuffersFeedback(TwoBuffers):
     """PipeDream-2BW with error feedback (arXiv 2606.30634, whose optimizer is Muon).
 
     The abstract fixes a correction for any optimizer, after the model of error feedback. Assumed:
@@ -234,17 +225,8 @@ class TwoBuffersFeedback:
     share: float = 1.0
 
     name: ClassVar[str] = "2bw-ef"
-    microbatches: ClassVar[bool] = True
+    corrections: ClassVar[Mapping[str, int]] = {"error-feedback": 1}
 
     def __post_init__(self) -> None:
-        _ = self.corrections  # which refuses wrong values
-
-    @property
-    def corrections(self) -> tuple[Correction, ...]:
-        return (ErrorFeedback(self.share),)
-
-    def forward(self, unit: Unit) -> Reading:
-        return TwoBuffers().forward(unit)
-
-    def backward(self, unit: Unit) -> Reading:
-        return self.forward(unit)
+        if not 0 < self.share < math.inf:
+            raise ValueError(f"share is a factor on an update, more than 0, not {self.share}")

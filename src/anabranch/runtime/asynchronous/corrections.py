@@ -1,19 +1,16 @@
-"""Corrections of a policy (``weights.corrections``), with the tensors that they keep.
-
-Each surrounds the optimizer's step: before it gradients can be changed, after it the update.
-"""
+"""The corrections that policies name (``weights.Correction``), with their arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from anabranch.runtime.data_parallel.buckets import entries
+from anabranch.weights.corrections import Correction, Step
 
 _MEMORY = 0.9
 """Weight of the past in the running norm of gradients."""
@@ -22,39 +19,23 @@ _DIRECTIONS = "exp_avg", "momentum_buffer"
 """Entries of an optimizer's state that are sums of gradients, so that they turn with the basis."""
 
 
-class Corrector(Protocol):
-    """One correction on one stage.
-
-    Attributes:
-        kept: its tensors by the first part of their name in a checkpoint, then by parameter; those
-            of a whole stage are there for every parameter.
-    """
-
-    kept: dict[str, dict[int, Tensor]]
-
-    def around(
-        self, parameters: Sequence[Tensor], optimizer: Optimizer, updates: int
-    ) -> AbstractContextManager[None]:
-        """Surround the optimizer's step after so many updates; parameters are those with a place,
-        with or without a gradient.
-        """
-
-
 class Ramp:
-    """A lower learning rate in all groups."""
+    """A lower learning rate in all groups at first."""
 
-    def __init__(self, correction: Any, lag: int) -> None:
-        self._correction, self._lag = correction, lag
+    def __init__(self, policy: Any, lag: int) -> None:
+        self._policy, self._lag = policy, lag
         self.kept: dict[str, dict[int, Tensor]] = {}
 
+    def rate(self, updates: int) -> float:
+        factor: float = self._policy.rate(self._lag, updates)
+        return factor
+
     @contextmanager
-    def around(
-        self, parameters: Sequence[Tensor], optimizer: Optimizer, updates: int
-    ) -> Iterator[None]:
-        factor, groups = self._correction.rate(self._lag, updates), optimizer.param_groups
+    def around(self, step: Step) -> Iterator[None]:
+        groups, factor = step.optimizer.param_groups, self.rate(step.updates)
         rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group["lr"] * factor if factor != 1 else group["lr"]
+        for group in groups if factor != 1 else []:
+            group["lr"] = group["lr"] * factor
         try:
             yield
         finally:
@@ -68,51 +49,51 @@ class NormClip:
     The running norm is over the clipped ones, so one outlier does not raise it.
     """
 
-    def __init__(self, correction: Any, lag: int) -> None:
-        self._multiple = correction.multiple
+    def __init__(self, policy: Any, lag: int) -> None:
+        self._multiple = policy.clip
         self.kept: dict[str, dict[int, Tensor]] = {"asynchronous-norm": {}}
 
-    @contextmanager
-    def around(
-        self, parameters: Sequence[Tensor], optimizer: Optimizer, updates: int
-    ) -> Iterator[None]:
-        grads = [p.grad for p in parameters if p.grad is not None]
-        if grads:
-            self._clip(grads, len(parameters))
-        yield
+    def rate(self, updates: int) -> float:
+        return 1.0
 
-    def _clip(self, grads: list[Tensor], count: int) -> None:
-        norms = torch._foreach_norm([entries(gradient) for gradient in grads])
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        kept = self.kept["asynchronous-norm"]
-        usual = next(iter(kept.values()), torch.zeros_like(norm))
-        # Zero is no usual norm: a last layer that starts at zero lets no gradient through at first.
-        before = torch.where(usual > 0, usual, norm)
-        limit = self._multiple * before
-        torch._foreach_mul_(grads, torch.where(norm > limit, limit / norm, torch.ones_like(norm)))
-        mean = _MEMORY * before + (1 - _MEMORY) * torch.minimum(norm, limit)
-        kept.update(dict.fromkeys(range(count), torch.where(norm.isfinite(), mean, usual)))
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        if grads := [p.grad for p in step.parameters if p.grad is not None]:
+            norms = torch._foreach_norm([entries(gradient) for gradient in grads])
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            kept = self.kept["asynchronous-norm"]
+            usual = next(iter(kept.values()), torch.zeros_like(norm))
+            # Zero is no usual norm: a last layer that starts at zero lets no gradient through yet.
+            before = torch.where(usual > 0, usual, norm)
+            limit = self._multiple * before
+            scale = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+            torch._foreach_mul_(grads, scale)
+            mean = _MEMORY * before + (1 - _MEMORY) * torch.minimum(norm, limit)
+            mean = torch.where(norm.isfinite(), mean, usual)
+            kept.update(dict.fromkeys(range(len(step.parameters)), mean))
+        yield
 
 
 class ErrorFeedback:
     """``W -= share * (u_t - u_(t-1))`` after the optimizer has made its own update ``u_t``."""
 
-    def __init__(self, correction: Any, lag: int) -> None:
-        self._share = correction.share
+    def __init__(self, policy: Any, lag: int) -> None:
+        self._share = policy.share
         self.kept: dict[str, dict[int, Tensor]] = {"asynchronous-update": {}}
 
+    def rate(self, updates: int) -> float:
+        return 1.0
+
     @contextmanager
-    def around(
-        self, parameters: Sequence[Tensor], optimizer: Optimizer, updates: int
-    ) -> Iterator[None]:
-        before = {i: p.detach().clone() for i, p in enumerate(parameters) if p.grad is not None}
+    def around(self, step: Step) -> Iterator[None]:
+        moving = [(i, p) for i, p in enumerate(step.parameters) if p.grad is not None]
+        before = [p.detach().clone() for _, p in moving]
         yield
         last = self.kept["asynchronous-update"]
-        for i, update in before.items():
-            weight = parameters[i].data
-            update.sub_(weight)
+        for (i, parameter), update in zip(moving, before, strict=True):
+            update.sub_(parameter.data)
             if i in last:
-                weight.sub_(update - last[i], alpha=self._share)
+                parameter.data.sub_(update - last[i], alpha=self._share)
             last[i] = update
 
 
@@ -130,26 +111,24 @@ class BasisRotation:
 
     dims = 2
 
-    def __init__(self, correction: Any, lag: int) -> None:
-        self._every, self._memory = correction.every, correction.memory
-        self.kept: dict[str, dict[int, Tensor]] = {
-            "asynchronous-moments": {},
-            "asynchronous-basis": {},
-        }
+    def __init__(self, policy: Any, lag: int) -> None:
+        self._policy = policy
+        self._moments: dict[int, Tensor] = {}
+        self._bases: dict[int, Tensor] = {}
+        self.kept = {"asynchronous-moments": self._moments, "asynchronous-basis": self._bases}
+
+    def rate(self, updates: int) -> float:
+        return 1.0
 
     @contextmanager
-    def around(
-        self, parameters: Sequence[Tensor], optimizer: Optimizer, updates: int
-    ) -> Iterator[None]:
+    def around(self, step: Step) -> Iterator[None]:
         turned: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        for i, parameter in enumerate(parameters):
-            gradient = parameter.grad
-            if gradient is None or gradient.is_sparse or not self._is_matrix(parameter):
-                continue
-            basis = self._basis(i, gradient, optimizer.state.get(parameter, {}), updates)
-            weight, start = parameter.data, _turned(parameter.data, basis)
-            turned.append((parameter, weight, start, basis))
-            parameter.grad, parameter.data = _turned(gradient, basis), start.clone()
+        for i, parameter in enumerate(step.parameters):
+            if self._is_turned(parameter):
+                weight, basis = parameter.data, self._basis(i, step)
+                start = _turned(weight, basis)
+                turned.append((parameter, weight, start, basis))
+                parameter.grad, parameter.data = _turned(parameter.grad, basis), start.clone()
         try:
             yield
         finally:
@@ -157,24 +136,26 @@ class BasisRotation:
                 weight.add_(_turned_back(parameter.data - start, basis))
                 parameter.grad, parameter.data = None, weight
 
-    def _basis(self, i: int, gradient: Tensor, state: Mapping[str, Any], updates: int) -> Tensor:
-        moments, bases = self.kept.values()
-        square = gradient @ gradient.mT if _is_wide(gradient) else gradient.mT @ gradient
+    def _is_turned(self, parameter: Tensor) -> bool:
+        if parameter.grad is None or parameter.grad.is_sparse or parameter.dim() != self.dims:
+            return False
+        return parameter.dtype in (torch.float32, torch.float64) and min(parameter.shape[-2:]) > 1
+
+    def _basis(self, i: int, step: Step) -> Tensor:
+        parameter, moments, bases = step.parameters[i], self._moments, self._bases
+        gradient = parameter.grad if _is_wide(parameter) else parameter.grad.mT
+        square = gradient @ gradient.mT
         if i not in bases:
             moments[i] = square
             bases[i] = torch.linalg.eigh(square).eigenvectors.flip(-1)
             return bases[i]
-        moments[i].lerp_(square, 1 - self._memory)
-        if updates % self._every == 0:
+        moments[i].lerp_(square, 1 - self._policy.memory)
+        if step.updates % self._policy.every == 0:
             old, bases[i] = bases[i], torch.linalg.qr(moments[i] @ bases[i]).Q
-            for name in _DIRECTIONS:
-                if isinstance(direction := state.get(name), Tensor):
-                    direction.copy_(_turned(_turned_back(direction, old), bases[i]))
+            state = step.optimizer.state.get(parameter, {})
+            for direction in (state[name] for name in _DIRECTIONS if name in state):
+                direction.copy_(_turned(_turned_back(direction, old), bases[i]))
         return bases[i]
-
-    def _is_matrix(self, parameter: Tensor) -> bool:
-        is_real = parameter.dtype in (torch.float32, torch.float64)
-        return is_real and parameter.dim() == self.dims and min(parameter.shape[-2:]) > 1
 
 
 def _is_wide(matrix: Tensor) -> bool:
@@ -189,10 +170,10 @@ def _turned_back(matrix: Tensor, basis: Tensor) -> Tensor:
     return basis @ matrix if _is_wide(matrix) else matrix @ basis.mT
 
 
-CORRECTIONS: Mapping[str, Callable[[Any, int], Corrector]] = {
+CORRECTIONS: Mapping[str, Callable[[Any, int], Correction]] = {
     "ramp": Ramp,
     "norm-clip": NormClip,
     "error-feedback": ErrorFeedback,
     "basis-rotation": BasisRotation,
 }
-"""Name -> how it is made, from the correction and the lag of the stage."""
+"""Name -> how it is made, from the policy, whose fields are its options, and the stage's lag."""

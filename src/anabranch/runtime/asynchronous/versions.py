@@ -17,6 +17,7 @@ since that is the policy. A prediction is written over it and the current weight
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -31,7 +32,7 @@ from anabranch.runtime.asynchronous.corrections import CORRECTIONS
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.runtime.optimizer_facts import require_rule
 from anabranch.weights import Reading, VersionTracker, WeightPolicy
-from anabranch.weights.corrections import rate_of
+from anabranch.weights.corrections import Step
 
 Storage = list[Tensor]
 """One tensor per trainable parameter of the stage."""
@@ -64,8 +65,10 @@ class VersionedWeights:
             raise ValueError(f"parameter {self._names[0]} is trained by no optimizer")
         self._optimizer, self._scheduler = optimizer, scheduler
         self._tracker = VersionTracker(policy, in_flight=in_flight, deepest=deepest)
-        self._lag, self._corrections = in_flight - 1, policy.corrections
-        self._correctors = [CORRECTIONS[c.name](c, self._lag) for c in policy.corrections]
+        self._corrections = [
+            CORRECTIONS[name](policy, in_flight - 1) for name in policy.corrections
+        ]
+        self._copies = 1 + sum(policy.corrections.values())
         self._current: Storage = [parameter.data for parameter in self._parameters]
         self._pointed = self._current
         self._pool = _WeightPool()
@@ -88,7 +91,7 @@ class VersionedWeights:
         """Most copies of the weights alive at once, the current one and what corrections keep
         included.
         """
-        return 1 + self._pool.made + sum(c.copies for c in self._corrections)
+        return self._copies + self._pool.made
 
     @property
     def peak_bytes(self) -> int:
@@ -153,7 +156,7 @@ class VersionedWeights:
                 weights,
                 ahead,
                 moved=self._moved,
-                rate=rate_of(self._corrections, self._lag, self.version),
+                rate=math.prod(c.rate(self.version) for c in self._corrections),
                 last=self._last,
             )
 
@@ -202,9 +205,9 @@ class VersionedWeights:
         # What autograd has saved of a parameter either lies in another storage by now, or is to
         # change, by the policy.
         with _unsafe_preserve_version_counter(self._parameters), ExitStack() as corrections:
-            for corrector in self._correctors:
-                around = corrector.around(self._parameters, optimizer, updates)
-                corrections.enter_context(around)
+            for correction in self._corrections:
+                step = Step(self._parameters, optimizer, updates)
+                corrections.enter_context(correction.around(step))
             optimizer.step()
         self._moved = moved
         if keeps_update and self._last:
@@ -219,14 +222,13 @@ class VersionedWeights:
                 tensors[f"{_LAST}/{name}"] = self._last[i].clone()
             if self._moved is not None:
                 tensors[f"{_MOVED}/{name}"] = torch.tensor(i in self._moved)
-            for kept in self._of_corrections:
-                rows = {what: rows[i] for what, rows in kept.items() if i in rows}
-                tensors |= {f"{what}/{name}": tensor.clone() for what, tensor in rows.items()}
+            for what, rows in self._kept_rows():
+                if i in rows:
+                    tensors[f"{what}/{name}"] = rows[i].clone()
         return tensors
 
-    @property
-    def _of_corrections(self) -> list[dict[str, dict[int, Tensor]]]:
-        return [corrector.kept for corrector in self._correctors]
+    def _kept_rows(self) -> list[tuple[str, dict[int, Tensor]]]:
+        return [rows for correction in self._corrections for rows in correction.kept.items()]
 
     def load(self, saved: Checkpoint) -> None:
         """Take over ``entries``; a synchronous run leaves nothing but its steps."""
@@ -243,7 +245,7 @@ class VersionedWeights:
             self._last = self._last or self._pool.take(self._current)
             for key, tensor in zip(last, self._last, strict=True):
                 tensor.copy_(saved.tensor(key, like=tensor))
-        for what, rows in (item for kept in self._of_corrections for item in kept.items()):
+        for what, rows in self._kept_rows():
             names = set(saved.keys(what))
             rows |= {
                 i: saved.tensor(f"{what}/{name}").to(self._current[i].device)
