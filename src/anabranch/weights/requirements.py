@@ -114,7 +114,7 @@ def require_optimizer(policy: WeightPolicy, optimizer: OptimizerFacts) -> None:
             f"asyncpp is stashing under NAdam, and the optimizer is {other}; take NAdam with "
             "betas=(0.99, 0.999), or choose stash"
         )
-    if policy.name == "basis-rotation" and (by_momentum or optimizer.name == "Muon"):
+    if policy.name == "basis-rotation" and (by_momentum or optimizer.name.startswith("Muon")):
         raise PolicyError(
             "basis-rotation turns the coordinates in which Adam scales its step, and a step of "
             f"{other} is the same in all of them; take Adam, or choose stash or 2bw-ef"
