@@ -176,14 +176,14 @@ def test_peak_versions_are_those_that_policies_promise() -> None:
     data, start = batches(9), start_of(model)
     chosen = {m: plan_of(model, microbatches=m) for m in (1, 4)}
     heights = chosen[1].stage_graph.height
+    workloads = {policy: cut("two branches", suited(policy)).workload for policy in POLICIES}
 
     def work() -> dict[str, Any]:
         found = {}
         for policy in POLICIES:
-            suits = cut("two branches", suited(policy)).workload
             fresh(model, start)
             plan = chosen[4 if policy.startswith("2bw") else 1]
-            pipe = pipeline(model, plan, policy, workload=suits)
+            pipe = pipeline(model, plan, policy, workload=workloads[policy])
             list(pipe.steps(data))
             found[policy] = (
                 pipe.peak_versions,
