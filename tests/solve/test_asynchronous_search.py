@@ -331,7 +331,7 @@ def test_replicas_take_turns_where_that_is_quicker(planner):
     assert best.predicted.step_s == pytest.approx(13.0)
     assert [stage.devices for stage in best.stage_graph.stages] == [(0, 1), (2,)]
     assert "replicas of a stage take mini-batches in turn" in best.summary()
-    assert "one update for 2 mini-batches in stage 0, for each in stage 1" in best.summary()
+    assert "one update for each in stage 1, for 2 in stage 0" in best.summary()
     again = solve.simulate_async(best, cost.profile, cost.cluster, optimizer_factor=0.0)
     assert again.steady.period_s == best.predicted.step_s
     assert again.plan.round_robin
@@ -352,7 +352,7 @@ def test_a_whole_model_in_turns_has_to_gain_what_its_updates_cost(bandwidth, in_
     best = asynchronous(cost, 4, policy="stash", optimizer_factor=0.0)
     assert best.round_robin == in_turns
     assert best.predicted.step_s == pytest.approx(seconds)
-    assert in_turns == ("each of them whole: one update for 2 mini-batches" in best.summary())
+    assert in_turns == ("each of them whole: one update for 2 in stage 0" in best.summary())
 
 
 @pytest.mark.parametrize("policy", ["vertical-sync", "2bw"])

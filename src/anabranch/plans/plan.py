@@ -302,18 +302,12 @@ class Plan:
 
 def _turns_text(graph: StageGraph) -> str:
     """Return a line on replicas that take mini-batches in turn, with what an update learns from."""
-    stages: dict[int, list[str]] = {}
+    stages: dict[int, list[int]] = {}
     for s, stage in enumerate(graph.stages):
-        stages.setdefault(stage.replicas, []).append(str(s))
-    counts = [
-        f"{f'{count} mini-batches' if count > 1 else 'each'} in stage{'s' * (len(numbers) > 1)} "
-        f"{', '.join(numbers)}"
-        for count, numbers in sorted(stages.items(), reverse=True)
-    ]
-    return (
-        "replicas of a stage take mini-batches in turn, each of them whole: one update for "
-        + ", for ".join(counts)
-    )
+        stages.setdefault(stage.replicas, []).append(s)
+    counts = (f"for {n if n > 1 else 'each'} in stage {ranges(stages[n])}" for n in sorted(stages))
+    how = "replicas of a stage take mini-batches in turn, each of them whole: one update"
+    return f"{how} {', '.join(counts)}"
 
 
 def _stage_lines(graph: StageGraph) -> list[str]:

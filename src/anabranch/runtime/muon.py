@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,15 +39,13 @@ class MuonAdam(Optimizer):
             is_muons = parameter.dim() == 2 and not any(part in name for part in adam)
             groups[is_muons].append(parameter)
         both: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-        muons = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-        adams = {"betas": betas, "decoupled_weight_decay": True}
-        made: list[Optimizer] = []
-        if groups[True]:
-            made.append(Muon(groups[True], **both, **muons))  # type: ignore[arg-type]
-        if groups[False]:
-            made.append(Adam(groups[False], **both, **adams))  # type: ignore[arg-type]
-        self._parts = made
-        super().__init__([group for part in made for group in part.param_groups], {})
+        options: dict[bool, dict[str, Any]] = {
+            True: both | {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"},
+            False: both | {"betas": betas, "decoupled_weight_decay": True},
+        }
+        kinds: dict[bool, Callable[..., Optimizer]] = {True: Muon, False: Adam}
+        self._parts = [kinds[k](found, **options[k]) for k, found in groups.items() if found]
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from anabranch.cost import CostModel
@@ -135,40 +133,22 @@ class AsynchronousSearch:
         return best
 
     def _objective(self, policy: WeightPolicy, *, in_turns: bool = False) -> ShortestPeriod:
+        weighs = self._name != "pipedream"  # which publishes turns as they are
+        size, last_update = self._batch_size, self._last_update
         return ShortestPeriod(
-            self._cost, policy, self._batch_size, self._last_update, in_turns=in_turns
+            self._cost, policy, size, last_update, in_turns=in_turns, weighs_updates=weighs
         )
 
     def _in_turns(self, policy: WeightPolicy) -> ScheduledProposal | None:
         """The best plan whose replicas take mini-batches in turn, if its interval is shorter; for
         planner ``pipedream``, which publishes them, if it is as short.
         """
-        judge, objective = self._judges[policy.name], self._objective(policy, in_turns=True)
-        near: dict[int, list[StageGraph]] = {}
-        for graph in (*judge.ranked(), *judge.unfit):
-            if may_take_turns(graph, policy):
-                fewest = min(stage.replicas for stage in graph.stages)
-                near.setdefault(fewest, []).append(graph)
-        best, best_s = None, math.inf
-        for fewest, graphs in sorted(near.items()):
-            judged = Judge(objective)
-            limit_s = judged.best_s = min(best_s, judge.best_s * self._turns_limit(fewest))
-            self._phases.run("simulate_s", partial(judged.consider, graphs, BUDGET.simulation))
-            if judged.best is not None and judged.best_s < limit_s:
-                best, best_s = judged.best, judged.best_s
-        return best
-
-    def _turns_limit(self, fewest: int) -> float:
-        """Share of the interval with split mini-batches that one in turns has to stay below.
-
-        Decided: where every stage has R replicas or more, the whole model makes at most one update
-        for R mini-batches, less noisy ones, which is taken for ``1 / sqrt(R)`` of the progress. By
-        the interval alone plain data parallelism in turns won by a few percent, and with a third
-        of the updates a classifier came to .79 of accuracy where a pipeline had .89.
-        """
-        if self._name == "pipedream":  # as published
-            return 1 + ShortestPeriod.equal
-        return (1 - SETTINGS.turns_gain) / math.sqrt(fewest)
+        judge, judged = self._judges[policy.name], Judge(self._objective(policy, in_turns=True))
+        gain = -ShortestPeriod.equal if self._name == "pipedream" else SETTINGS.turns_gain
+        limit_s = judged.best_s = judge.best_s * (1 - gain)
+        near = (g for g in (*judge.ranked(), *judge.unfit) if may_take_turns(g, policy))
+        self._phases.run("simulate_s", lambda: judged.consider(near, BUDGET.simulation))
+        return judged.best if judged.best_s < limit_s else None
 
     def _winner(self, judge: Judge) -> ScheduledProposal:
         try:
