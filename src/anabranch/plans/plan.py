@@ -123,12 +123,6 @@ _SPARSE = (
 )
 
 
-_IN_TURNS = (
-    "replicas of a stage take mini-batches in turn, each of them whole: one update for as many as "
-    "there are replicas"
-)
-
-
 def bound_text(predicted: Prediction, graph: StageGraph) -> tuple[str, ...]:
     """Return a line that compares a step with the bound of any plan, if that is known."""
     if not predicted.bound_s:
@@ -337,11 +331,21 @@ class Plan:
             *_stage_lines(graph),
             self.costs,
             *(["replicas share the optimizer's state"] if is_shared else []),
-            *([_IN_TURNS] if self.round_robin else []),
+            *([_turns_text(graph)] if self.round_robin else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]
         return "\n".join(lines)
+
+
+def _turns_text(graph: StageGraph) -> str:
+    """Return a line on replicas that take mini-batches in turn, with what an update learns from."""
+    stages: dict[int, list[int]] = {}
+    for s, stage in enumerate(graph.stages):
+        stages.setdefault(stage.replicas, []).append(s)
+    counts = (f"for {n if n > 1 else 'each'} in stage {ranges(stages[n])}" for n in sorted(stages))
+    how = "replicas of a stage take mini-batches in turn, each of them whole: one update"
+    return f"{how} {', '.join(counts)}"
 
 
 def _stage_lines(graph: StageGraph) -> list[str]:

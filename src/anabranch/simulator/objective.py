@@ -180,6 +180,11 @@ class ShortestPeriod:
     Attributes:
         last_update: see ``weights.versions_held``.
         in_turns: replicas take whole mini-batches in turn; for proposals with replicas.
+        weighs_updates: a period in turns counts ``sqrt(R)``-fold if every stage has R replicas or
+            more. Decided: the whole model then makes at most one update for R mini-batches, a less
+            noisy one, which is taken for that share of the progress. By the period alone plain data
+            parallelism in turns won by a few percent, and with a third of the updates a classifier
+            came to .79 of accuracy where a pipeline had .89.
     """
 
     cost: CostModel
@@ -187,6 +192,7 @@ class ShortestPeriod:
     batch_size: int
     last_update: bool = False
     in_turns: bool = False
+    weighs_updates: bool = True
 
     equal: ClassVar[float] = 1e-3
     warm_up_gain: ClassVar[float] = 0.0
@@ -222,13 +228,18 @@ class ShortestPeriod:
 
     def least_s(self, costs: ModelCosts, enough: float) -> float:
         minibatches = costs.graph.batch_size // self.batch_size
-        return stream.least_period_s(costs.graph, costs) / minibatches
+        return stream.least_period_s(costs.graph, costs) / minibatches * self._weight(costs.graph)
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         graph = candidate.graph
         steady = stream.steady(graph, candidate.costs, self.turns(graph))
         microbatches = max(map(graph.num_microbatches, range(len(graph))))
-        return steady.period_s, True, steady.simulated * microbatches
+        seconds = steady.period_s * self._weight(graph)
+        return seconds, True, steady.simulated * microbatches
+
+    def _weight(self, graph: StageGraph) -> float:
+        fewest = min(stage.replicas for stage in graph.stages)
+        return math.sqrt(fewest) if self.in_turns and self.weighs_updates else 1.0
 
     def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
         depth = candidate.graph.depth

@@ -45,7 +45,7 @@ class Settings:
         most_computes: computes of all changed steps together at most, some two seconds;
             other changes are left out.
         turns_gain: share of the interval that replicas which take mini-batches in turn have to
-            save: they make fewer updates.
+            save: they make fewer updates. Where the whole model does, more.
         as_fast: share of the speed that fewer devices have to reach for a plan to say so.
         fewer_effort: share of a search's evaluations for each smaller number of devices.
         bound_met: share of the bound by which a step may be longer for a search to end.
