@@ -18,12 +18,12 @@ import torch.distributed as dist
 from anabranch import launch
 from anabranch.checkpoint.series import checkpoints
 from anabranch.errors import AnabranchError, StageFailedError
-from anabranch.launch import Survival
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.spare_copies import Moment, SpareCopies
+from anabranch.runtime.survival import Survival
 from anabranch.training import Event, SaveEvery, train
 from tests.runtime.small import (
     Batch,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from anabranch.cli.clusters import as_calibrated
+from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
 from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.preflight import require_own_devices
 from anabranch.cli.progress import begin_compiling, progress_bar
@@ -56,6 +56,7 @@ class Job:
     def of(source: ModelSource, local: LocalPlanSettings) -> Job:
         """The job for a model, by a plan file if there is one; then nothing else is asked."""
         if local.plan_file is None:
+            cluster_to_plan_for(f"local:{local.num_devices}", calibrated=False)
             return Job(source, None, local.device)
         from anabranch.files import load_plan
 

@@ -14,9 +14,9 @@ from anabranch.cli.progress import TrainingProgress
 from anabranch.cli.training_settings import SPARE_COPIES, TrainingSettings
 
 if TYPE_CHECKING:
-    from anabranch.launch import Survival
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
+    from anabranch.runtime.survival import Survival
     from anabranch.training import Looks
 
 
@@ -112,9 +112,9 @@ def surviving(
     job: Job, training: TrainingSettings, devices: int, fewer: Callable[[int], None]
 ) -> Survival:
     """How a run goes on where ranks die, under the job's plan, or another one for fewer devices."""
-    from anabranch.launch import Survival
     from anabranch.runtime.plan_parts import prepare
     from anabranch.runtime.spare_copies import Moment, SpareCopies
+    from anabranch.runtime.survival import Survival
 
     def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan]:
         assert job.plan is not None
