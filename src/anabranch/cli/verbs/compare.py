@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.clusters import read_cluster
+from anabranch.cli.clusters import cluster_to_plan_for
 from anabranch.cli.comparison import (
     Contender,
     comparison,
@@ -122,7 +122,7 @@ def compare(
     is_async = planning.mode == "async"
     if policy and not is_async:
         raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
-    cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
+    cluster = cluster_to_plan_for(planning.cluster, calibrated=not planning.no_calibration)
     source = model.source
     named = required_rewrites(rewrite or "none", source, planning.mode)
     source = replace(source, rewrites=named)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anabranch.cli.clusters import note_other_model, read_cluster
+from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
 from anabranch.cli.comparison import (
     interrupted,
     plan_or_error,
@@ -103,7 +103,7 @@ def plan(
     from anabranch.solve import plan as search
 
     start_plan = load_plan(start) if start is not None else None
-    cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
+    cluster = cluster_to_plan_for(planning.cluster, calibrated=not planning.no_calibration)
     device, source = planning.device or cluster.device, model.source
     asked = named_rewrites(rewrite, source, planning.mode)
     fixed = start_plan.rewrites if start_plan is not None and asked is None else asked
