@@ -16,7 +16,7 @@ from anabranch.plans.prices import prices_of
 from anabranch.profile.profile import Profile
 from anabranch.schedule import (
     asynchronous,
-    require_schedule,
+    schedule_of,
 )
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
@@ -68,7 +68,7 @@ def check_plan(
                 problems.append(str(error))
     whole = asynchronous.repeated(graph, stream.shown(graph)) if is_async else graph
     try:
-        require_schedule(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
+        schedule_of(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
     except (InvalidScheduleError, ValueError) as error:
         problems.append(str(error))
     return problems
