@@ -47,6 +47,9 @@ class Halving:
     def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
         return False
 
+    def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
+        return []
+
     def origin(self, graph: StageGraph) -> str:
         return f"with {graph.stages[0].microbatch_size} samples"
 
