@@ -7,7 +7,7 @@ those of the plan, so only the number of micro-batches changes, and with it the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -148,3 +148,7 @@ class WorkerCache:
             self.place,
             self.clock,
         )
+
+
+WorkerOf = Callable[[WorkerCache, int], Worker]
+"""Returns the worker for batches of a number of samples."""

@@ -152,8 +152,9 @@ class AsyncPipeline(BasePipeline):
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory and not is_predicted:
             with session.failing():
-                session.require_memory(
-                    budgeted(plan, order, session.captured, self.policy, self.optimizer)
+                session.assignment.require_memory(
+                    budgeted(plan, order, session.captured, self.policy, self.optimizer),
+                    self._mesh,
                 )
         stages = enumerate(graph.stages)
         self._stage = next(s for s, stage in stages if self._mesh.device in stage.devices)
