@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -101,7 +101,7 @@ class BasePipeline:
     @property
     def gradient_verdict(self) -> str:
         """Result of the comparison of gradients with one process, once there was a step."""
-        return self._session.first.verdict
+        return self._session.gradient_verdict
 
     def from_first(self, value: float) -> float:
         """Return the number that the first rank has; all ranks call it together."""
@@ -131,6 +131,27 @@ class BasePipeline:
         data does not say.
         """
         return self._session.feed.batches_left(epochs)
+
+    def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
+        """Mean loss and metrics over held-out batches, in evaluation mode.
+
+        What is in flight without a flush is learned before.
+
+        Args:
+            loader: batches, the same on every rank; by default the workload's ``eval_data``.
+
+        Returns:
+            ``loss`` and the metrics, means over samples, the same on every rank.
+
+        Raises:
+            DataError: if there is no held-out data, or reading it raised.
+        """
+        self._settle()
+        return self._session.evaluate(loader)
+
+    def _settle(self) -> None:
+        """Wait until nothing is under way here."""
+        raise NotImplementedError
 
     def finish_saving(self) -> None:
         """Wait until a checkpoint of ``save(wait=False)`` is on the disk.

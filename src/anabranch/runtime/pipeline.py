@@ -197,8 +197,7 @@ class Pipeline(BasePipeline):
                 f"the plan to change to is for batches of {plan.stage_graph.batch_size} samples, "
                 f"but training has batches of {before.batch_size}; plan for these"
             )
-        with self._session.failing():
-            self._steps.settle()
+        self._settle()
         self._steps.refuse_between("change of the plan")
         session, metrics = self._session, self.metrics
         with session.failing():
@@ -355,23 +354,9 @@ class Pipeline(BasePipeline):
             self._session.prepare(batch, leaves)
             return self._steps.gradients(leaves)
 
-    # Evaluation
-
-    def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
-        """Mean loss and metrics over held-out batches, in evaluation mode.
-
-        Args:
-            loader: batches, the same on every rank; by default the workload's ``eval_data``.
-
-        Returns:
-            ``loss`` and the metrics, means over samples, the same on every rank.
-
-        Raises:
-            DataError: if there is no held-out data, or reading it raised.
-        """
+    def _settle(self) -> None:
         with self._session.failing():
             self._steps.settle()
-        return self._session.evaluate(loader)
 
     # State on disk
 

@@ -364,10 +364,8 @@ class AsyncPipeline(BasePipeline):
             self._session.workers.clock.end()
             self.timeline, self._recording = self._recording.timeline(self._mesh), None
 
-    def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
-        """Drain, then do as ``Pipeline.evaluate``."""
+    def _settle(self) -> None:
         self.drain()
-        return self._session.evaluate(loader)
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
