@@ -166,7 +166,6 @@ class _Passes:
         actions: by stage, then kind, then micro-batch.
         first: per stage and kind, the number of the first.
         samples: per stage, those of each micro-batch, from the first to behind the last.
-        stages_of: per device, its stages.
         lanes: per stage, one of those of its devices that have the same stages.
         beside: per stage, others on its devices.
         sources: per stage and kind of pass that others wait for, the stages that it comes from, the
@@ -188,11 +187,7 @@ class _Passes:
         self.samples = [
             [graph.interval(s, i) for i in range(graph.num_microbatches(s))] for s in range(count)
         ]
-        self.stages_of = {
-            device: tuple(s for s, stage in enumerate(graph.stages) if device in stage.devices)
-            for device in graph.devices
-        }
-        alike = {stages: device for device, stages in self.stages_of.items()}
+        alike = {stages: device for device, stages in graph.stages_of.items()}
         self.lanes = [[alike[x] for x in alike if s in x] for s in range(count)]
         self.beside = [{t for x in alike if s in x for t in x} - {s} for s in range(count)]
         self.sources = [
@@ -287,7 +282,7 @@ class _ListScheduler:
         for action in self.actions:
             for lane in self.passes.lanes[action.stage]:
                 lists[lane].append(action)
-        stages_of = self.passes.stages_of
+        stages_of = self.graph.stages_of
         orders = {stages_of[lane]: Order(actions) for lane, actions in lists.items()}
         return {device: orders[stages] for device, stages in stages_of.items()}
 

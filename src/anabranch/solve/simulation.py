@@ -144,8 +144,7 @@ def figures_of(
     timeline: Timeline, graph: StageGraph, cost: CostModel, mode: str = "sync"
 ) -> Prediction:
     """The figures of a plan by its timeline."""
-    lanes = sum(stage.replicas for stage in graph.stages)
-    is_bounded = mode == "sync" and lanes == len(graph.devices)  # one stage on each device
+    several = graph.shares_devices
     return Prediction(
         step_s=timeline.step_s,
         bottleneck_s_per_sample=bottleneck_s_per_sample(graph, cost),
@@ -153,7 +152,7 @@ def figures_of(
         device_peak_bytes=tuple(timeline.peak_bytes[device] for device in timeline.devices),
         period_s=timeline.period_s,
         exposed_sums=timeline.exposed_sums,
-        bound_s=step_bound(cost, graph.batch_size) if is_bounded else None,
+        bound_s=step_bound(cost, graph.batch_size, several=several) if mode == "sync" else None,
     )
 
 

@@ -8,8 +8,10 @@ the others are not far behind, and one of those that take equally long under the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from anabranch.cost import CostModel
+from anabranch.errors import InvalidPlanError, ProfileError
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import LISTS, SPLIT_BACKWARDS, compute_order
 from anabranch.simulator.judge import Judge
@@ -41,11 +43,10 @@ def split_backwards(
     best: ScheduledProposal | None = None
     alike: set[tuple[float, ...]] = set()
     for proposal in [*near][: SETTINGS.split_proposals]:
-        passes = 3 * sum(map(proposal.num_microbatches, range(len(proposal))))
         known_s = list[float]()
         for schedule in schedules:
             if schedule in LISTS and (
-                passes > SETTINGS.split_passes
+                _passes(proposal) > SETTINGS.split_passes
                 or min(known_s, default=0.0) > SETTINGS.list_near * best_s
                 or tuple(known_s) in alike
             ):
@@ -64,6 +65,50 @@ def split_backwards(
         if known_s:
             alike.add(tuple(known_s))
     return None if best is None else (best_s, best)
+
+
+def best_loop(
+    cost: CostModel,
+    graphs: Iterable[StageGraph],
+    limit: float,
+    schedules: tuple[str, ...],
+    *,
+    split: bool,
+) -> tuple[float, ScheduledProposal] | None:
+    """The shortest step of some stage graphs whose devices have several stages, and its seconds;
+    None where it is not below a limit.
+
+    Args:
+        schedules: of whole backwards; with ``split`` those of split ones, too, which have to save
+            enough.
+    """
+    halves = [(name,) for name in ("zb-h1", "zb-h2", "1f1b-split", "1f1b-deep-split") if split]
+    lower, least = ShortestStep(cost, halves[0] if split else schedules), dict[StageGraph, float]()
+    for graph in graphs:
+        with suppress(InvalidPlanError, ProfileError):
+            least[graph] = lower.least_s(lower.prices(graph), limit)
+    near = sorted((graph for graph in least if least[graph] < limit), key=least.__getitem__)
+    near, listed = near[: SETTINGS.most_loops], list[StageGraph]()
+    for graph in near:
+        if sum(map(_passes, [*listed, graph])) <= SETTINGS.loop_passes:
+            listed.append(graph)
+    best: tuple[float, ScheduledProposal] | None = None
+    for names in (schedules, *halves):
+        for graph in listed if names[0].startswith("zb") else near:
+            judge = Judge(ShortestStep(cost, names))
+            judge.best_s = limit
+            judge.consider([graph])
+            if judge.best is not None and judge.best_s < limit and _fits(judge.best, cost):
+                limit = judge.best_s
+                best = limit, judge.best
+        if names == schedules and best is not None:
+            limit *= 1 - SETTINGS.split_gain
+    return best
+
+
+def _passes(graph: StageGraph) -> int:
+    """Passes of a list schedule."""
+    return 3 * sum(map(graph.num_microbatches, range(len(graph))))
 
 
 def _fits(best: ScheduledProposal, cost: CostModel) -> bool:
