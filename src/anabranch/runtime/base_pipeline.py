@@ -11,6 +11,7 @@ import torch
 
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
+from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
 
@@ -109,6 +110,14 @@ class BasePipeline:
         with self.failing():
             self._session.mesh.broadcast(shared, 0)
         return float(shared)
+
+    def yardstick_s(self) -> tuple[float, ...]:
+        """Return each rank's seconds of a fixed piece of work; all ranks call it together."""
+        self._settle()
+        with self.failing():
+            self._mesh.barrier()
+            seconds = torch.tensor([yardstick_s(self._session.place)], dtype=torch.float64)
+            return tuple(map(float, self._mesh.all_gather(seconds)))
 
     def failing(self) -> AbstractContextManager[None]:
         """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
