@@ -102,7 +102,7 @@ class BasePipeline:
     @property
     def gradient_verdict(self) -> str:
         """Result of the comparison of gradients with one process, once there was a step."""
-        return self._session.gradient_verdict
+        return self._session.first.verdict
 
     def from_first(self, value: float) -> float:
         """Return the number that the first rank has; all ranks call it together."""

@@ -153,7 +153,7 @@ class Pipeline(BasePipeline):
             saved=saved,
         )
         if self.copied is not None:
-            self._session.gradient_verdict = self.copied["gradients"]
+            self._session.first.verdict = self.copied["gradients"]
         self.timeline: Timeline | None = None
         self.peak_bytes: tuple[int, ...] | None = None
 
@@ -219,8 +219,6 @@ class Pipeline(BasePipeline):
                 predecessor=session,
             )
         self._steps.metrics = metrics
-
-    # Training
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -352,8 +350,6 @@ class Pipeline(BasePipeline):
 
     def _settle(self) -> None:
         self._steps.pause(wait=True)
-
-    # State on disk
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Write a checkpoint: parameters, buffers, optimizer, scheduler, position in the data.

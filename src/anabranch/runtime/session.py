@@ -131,7 +131,7 @@ class Session:
                 self.mesh,
                 self.feed.seed,
                 goes_on=goes_on,
-                needs_all=self._needs_all,
+                needs_all=self.first.needs_all,
             )
             if compute.sparse_embeddings:
                 self.state.require_sparse_updates(self.captured.graph)
@@ -211,7 +211,7 @@ class Session:
 
     def _reads(self) -> Collection[str] | None:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""
-        is_checked = self._needs_all and not self.first.is_over
+        is_checked = self.first.needs_all and not self.first.is_over
         return None if is_checked else self.workers.needed_leaves
 
     def count(self) -> None:
@@ -255,19 +255,6 @@ class Session:
             return self._evaluation.means(
                 self.feed.read(chosen), self.feed.step_number, self.failing
             )
-
-    @property
-    def _needs_all(self) -> bool:
-        return self.first.needs_all
-
-    @property
-    def gradient_verdict(self) -> str:
-        """Result of the comparison of gradients with one process."""
-        return self.first.verdict
-
-    @gradient_verdict.setter
-    def gradient_verdict(self, verdict: str) -> None:
-        self.first.verdict = verdict
 
     def refuse_spoilt(self) -> None:
         """Raise a TrainingError where some stages have made an update that others have not."""

@@ -92,7 +92,7 @@ class SpareCopies:
 
     @property
     def attempt(self) -> int:
-        """How often ranks have come together again; the parent counts."""
+        """Number of times that ranks have come together again; the parent counts."""
         return self._attempt[0]
 
     @attempt.setter
