@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anabranch.checkpoint.manifest import OptimizerState, Progress, fingerprint, type_text
 from anabranch.checkpoint.writing import joined
-from anabranch.errors import FileFormatError
+from anabranch.errors import FileFormatError, some
 from anabranch.graph.slices import read_by_name, whole_name
 
 
@@ -95,10 +95,10 @@ class SavedState:
         """Check that tensors exist; raises FileFormatError, which names those that do not."""
         missing = [key for key in keys if whole_name(key) not in self._stored]
         if missing:
-            shown = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
             raise FileFormatError(
-                f"{self.where} lacks {len(missing)} of the tensors that the model has: {shown}; "
-                "the checkpoint is of another model, or of another configuration of it"
+                f"{self.where} lacks {len(missing)} of the tensors that the model has: "
+                f"{some(missing, 5)}; the checkpoint is of another model, or of another "
+                "configuration of it"
             )
 
     def tensor(self, key: str, like: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.transport import POLLS, Receipt, Transport, guarded
+from anabranch.runtime.transport import Receipt, Transport, guarded
 
 _CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ class Pending:
         with POSITION.waiting():
             if self._work is not None:
                 while self._progress is not None and not guarded(self._work.is_completed):
-                    self._progress(POLLS.collective_s)
+                    self._progress(2e-4)  # seconds until the next look
                 guarded(self._work.wait)
                 self._work = None
             if self._finish is not None:

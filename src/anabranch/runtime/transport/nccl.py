@@ -37,7 +37,7 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.transport.base import POLLS, Channel, Receipt, Spec, Transport, guarded
+from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
 from anabranch.runtime.transport.buffers import Buffers
 from anabranch.runtime.transport.handshake import Half, Handshake
 from anabranch.runtime.transport.streams import DeviceStreams
@@ -178,7 +178,7 @@ class NcclTransport:
             while not all(s.is_done for sends in self._sent.values() for s in sends):
                 if time.monotonic() >= deadline:
                     raise PeerLostError(f"a message was not received within {self._timeout:g} s")
-                self._handshake.progress(POLLS.sends_s)
+                self._handshake.progress(1e-4)  # seconds until the next look at sends
         self._sent.clear()
 
     def close(self) -> None:
