@@ -137,7 +137,7 @@ class FirstBatch:
             done.add((alike.captured, samples))
             warm_up(worker_of(alike, samples), alike.captured, tensors)
             if self._evaluates:
-                held_out = alike.like(alike.captured.evaluation())
+                held_out = alike.in_evaluation
                 warm_up(held_out.worker(samples), held_out.captured, tensors, train=False)
 
     def _tell(self, state: ModelState) -> None:

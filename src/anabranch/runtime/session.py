@@ -21,7 +21,7 @@ from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
-from anabranch.runtime.evaluation import Evaluation
+from anabranch.runtime.evaluation import means
 from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import (
@@ -160,7 +160,6 @@ class Session:
         # Which bucket a batch is of, its tensors tell together, so none is left out.
         self.feed.types = None if workload.buckets else self.captured.layout.types
         self.trace = Trace(self.captured, graph, self.holders, self.mesh)
-        self._evaluation = Evaluation(self.workers, self._begin_batch)
         POSITION.leave()
 
     def leaves(self, batch: Batch, *, is_step: bool = True) -> dict[str, Tensor]:
@@ -250,10 +249,14 @@ class Session:
             with self.failing():
                 self.state.require_values()
                 self.state.share_buffers()
-                reads = self._evaluation.needed_leaves
+                reads = self.workers.in_evaluation.needed_leaves
             chosen = self.feed.held_out(reads) if loader is None else loader
-            return self._evaluation.means(
-                self.feed.read(chosen), self.feed.step_number, self.failing
+            return means(
+                self.workers,
+                self.feed.read(chosen),
+                self.feed.step_number,
+                self._begin_batch,
+                self.failing,
             )
 
     def refuse_spoilt(self) -> None:

@@ -67,6 +67,11 @@ class WorkerCache:
         """The workers for batches of the sizes of this one."""
         return self.like(self.captured.for_batch(leaves))
 
+    @property
+    def in_evaluation(self) -> WorkerCache:
+        """The same stages in evaluation mode."""
+        return self.like(self.captured.evaluation())
+
     @cached_property
     def leaves(self) -> frozenset[str]:
         """Names of the tensors of a batch that this rank's stages read."""
