@@ -148,8 +148,9 @@ class AsyncPipeline(BasePipeline):
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory and not is_predicted:
             with session.failing():
-                session.require_memory(
-                    budgeted(plan, order, session.captured, self.policy, self.optimizer)
+                session.assignment.require_memory(
+                    budgeted(plan, order, session.captured, self.policy, self.optimizer),
+                    self._mesh,
                 )
         stages = enumerate(graph.stages)
         self._stage = next(s for s, stage in stages if self._mesh.device in stage.devices)
@@ -354,10 +355,8 @@ class AsyncPipeline(BasePipeline):
             self.timeline, self._recording = self._recording.timeline(self._mesh), None
             self._outcomes.listener = None
 
-    def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
-        """Drain, then do as ``Pipeline.evaluate``."""
+    def _settle(self) -> None:
         self.drain()
-        return self._session.evaluate(loader)
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""
