@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.plan_parts import parts_of
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker
