@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import settings
 
@@ -31,12 +30,3 @@ settings.register_profile(
     "anabranch", deadline=None, derandomize="CI" in os.environ, max_examples=50
 )
 settings.load_profile("anabranch")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _few_lists() -> None:
-    """Fewer proposals are scheduled with split backwards, which is half of a search."""
-    from anabranch.solve import contest, splitting
-
-    few = replace(splitting.SETTINGS, split_proposals=4)
-    contest.SETTINGS = splitting.SETTINGS = few
