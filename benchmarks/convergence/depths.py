@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Adam, NAdam, Optimizer
 
-from anabranch.runtime.asynchronous.corrections import CORRECTIONS, BasisRotation
+from anabranch.runtime.asynchronous.corrections import CORRECTIONS
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.weights import Naive, Reading, Unit, WeightPolicy, policy_named
 from anabranch.weights.corrections import Step
@@ -217,10 +217,7 @@ class Stacked:
         self.weights = {name: nn.Parameter(torch.stack(parts)) for name, parts in stacked}
         self._task, self._policy, self._depth = task, method.policy, depth
         self._optimizer = method.optimizer(self.weights, lr)
-        self._corrections = [CORRECTIONS[c](self._policy, 0) for c in self._policy.corrections]
-        for correction in self._corrections:
-            if isinstance(correction, BasisRotation):
-                correction.dims = 3
+        self._kept: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         stages: dict[int, list[str]] = {}
         for name in names:
             stages.setdefault(0 if method.flush else stage_of(name, depth), []).append(name)
@@ -245,10 +242,11 @@ class Stacked:
         losses.sum().backward()
         for stage in self._stages:
             stage.restore(newest)
-        step = Step(tuple(self.weights.values()), self._optimizer, self.updates)
+        step = Step(tuple(self.weights.values()), self._optimizer, self.updates, 0, dims=3)
         with torch.no_grad(), ExitStack() as corrections:
-            for correction in self._corrections:
-                corrections.enter_context(correction.around(step))
+            for correction, kept in map(CORRECTIONS.__getitem__, self._policy.corrections):
+                rows = (self._kept[what] for what in kept)
+                corrections.enter_context(correction(self._policy, step, *rows))
             self._optimizer.step()
         self._optimizer.zero_grad()
         self.updates += 1
