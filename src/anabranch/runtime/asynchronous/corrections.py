@@ -16,7 +16,7 @@ _MEMORY = 0.9
 """Weight of the past in the running norm of gradients."""
 
 _DIRECTIONS = "exp_avg", "momentum_buffer"
-"""Entries of an optimizer's state that are sums of gradients, so that they turn with the basis."""
+"""Entries of an optimizer's state that are sums of gradients, and turn as these do."""
 
 Kept = dict[int, Tensor]
 
@@ -80,7 +80,10 @@ def basis_rotation(policy: Any, step: Step, *kept: Kept) -> Iterator[None]:
     ``A`` is the running mean of ``G G'``, or of ``G' G`` where a matrix has more rows than columns,
     and ``Q`` its eigenvectors, brought up to date by one step of the power method::
 
-        W -= Q step(Q' G)        with the optimizer's moments kept in the basis
+        W -= Q step(Q' G)
+
+    First moments are turned along and back, so that a checkpoint has them as any run does; second
+    ones can only be those of the basis.
     """
     turned: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for i, parameter in enumerate(step.parameters):
@@ -89,12 +92,21 @@ def basis_rotation(policy: Any, step: Step, *kept: Kept) -> Iterator[None]:
             start = _turned(weight, basis)
             turned.append((parameter, weight, start, basis))
             parameter.grad, parameter.data = _turned(parameter.grad, basis), start.clone()
+            for direction in _directions(step.optimizer, parameter):
+                direction.copy_(_turned(direction, basis))
     try:
         yield
     finally:
         for parameter, weight, start, basis in turned:
             weight.add_(_turned_back(parameter.data - start, basis))
             parameter.grad, parameter.data = None, weight
+            for direction in _directions(step.optimizer, parameter):
+                direction.copy_(_turned_back(direction, basis))
+
+
+def _directions(optimizer: Any, parameter: Tensor) -> list[Tensor]:
+    state = optimizer.state.get(parameter, {})
+    return [state[name] for name in _DIRECTIONS if isinstance(state.get(name), Tensor)]
 
 
 def _is_turned(parameter: Tensor, dims: int) -> bool:
@@ -113,10 +125,7 @@ def _basis(policy: Any, step: Step, i: int, moments: Kept, bases: Kept) -> Tenso
         return bases[i]
     moments[i].lerp_(square, 1 - policy.memory)
     if step.updates % policy.every == 0:
-        old, bases[i] = bases[i], torch.linalg.qr(moments[i] @ bases[i]).Q
-        state = step.optimizer.state.get(parameter, {})
-        for direction in (state[name] for name in _DIRECTIONS if name in state):
-            direction.copy_(_turned(_turned_back(direction, old), bases[i]))
+        bases[i] = torch.linalg.qr(moments[i] @ bases[i]).Q
     return bases[i]
 
 
