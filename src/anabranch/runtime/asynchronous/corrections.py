@@ -1,4 +1,4 @@
-"""The corrections that policies name (``weights.Correction``), with their arithmetic."""
+"""The corrections that policies name (``weights.corrections``), with their arithmetic."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def norm_clip(policy: Any, step: Step, *kept: Kept) -> Iterator[None]:
 
     The running norm is over the clipped ones, so one outlier does not raise it.
     """
-    if grads := [p.grad for p in step.parameters if p.grad is not None]:
+    grads = [p.grad for p in step.parameters if p.grad is not None]
+    if policy.clip and grads:
         norms = torch._foreach_norm([entries(gradient) for gradient in grads])
         norm = torch.linalg.vector_norm(torch.stack(norms))
         usual = next(iter(kept[0].values()), torch.zeros_like(norm))
