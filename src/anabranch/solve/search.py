@@ -59,7 +59,7 @@ def plan(
         batch_size: samples of one step, or of one mini-batch without a flush.
         planner: key of ``planner.PLANNERS``.
         microbatch_size: only this size; by default every power of two that the profile covers.
-            Asynchronous mini-batches are one micro-batch, but for policy ``2bw``.
+            Asynchronous mini-batches are one micro-batch, but for policies ``2bw`` and ``2bw-ef``.
         schedule: key of ``schedule.SCHEDULES``; ``auto``: per proposal the faster of 1F1B with
             minimal and with deep warm-up, the minimal one where both take equally long, and of the
             best of all the one with split backwards that saves most, if that is enough;

@@ -70,7 +70,8 @@ class AsyncPipeline(BasePipeline):
     Args:
         workload: model, data, optimizer recipe; the same on every rank.
         plan: of mode ``async``, or any 1F1B plan with one stage per device whose micro-batch is the
-            mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw``.
+            mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw`` and
+            ``2bw-ef``.
         policy: a weight policy or its name; ``auto`` asks ``weights.recommend``. By default the
             plan's, or ``auto``.
         captured: see ``Pipeline``; so are ``check_gradients``, ``check_batches``, ``timeout`` and
