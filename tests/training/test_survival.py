@@ -20,6 +20,7 @@ from anabranch.checkpoint.series import checkpoints
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.plans.plan import Plan
 from anabranch.record import Run
+from anabranch.runtime import local_rank
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.spare_copies import Moment, SpareCopies
@@ -207,7 +208,7 @@ def test_a_kill_at_any_other_place(case: Case, monkeypatch: pytest.MonkeyPatch):
     """
     whole = case.undisturbed()
     step, keep, read = torch.optim.AdamW.step, SpareCopies.keep, SpareCopies.read
-    connect, evaluate = launch._connect, Pipeline.evaluate
+    connect, evaluate = local_rank._connect, Pipeline.evaluate
     updates = [0]
 
     def killed_step(self: Any, *args: Any) -> Any:
@@ -239,7 +240,7 @@ def test_a_kill_at_any_other_place(case: Case, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", killed_step)
     monkeypatch.setattr(SpareCopies, "keep", killed_keep)
     monkeypatch.setattr(SpareCopies, "read", killed_read)
-    monkeypatch.setattr(launch, "_connect", killed_connect)
+    monkeypatch.setattr(local_rank, "_connect", killed_connect)
     monkeypatch.setattr(Pipeline, "evaluate", killed_evaluate)
     require_same(case.go()[0][0], whole)
     assert len(case.begun) == 5
