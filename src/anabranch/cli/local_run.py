@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from anabranch.cli.job import Job
 from anabranch.cli.output import note
 from anabranch.cli.progress import TrainingProgress
 from anabranch.cli.training_settings import SPARE_COPIES, TrainingSettings
+from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
     from anabranch.runtime.survival import Survival
     from anabranch.training import Looks
+
+
+def on_first(make: Callable[[], Plan]) -> Plan:
+    """Call a function here or, under torchrun, on the first rank alone."""
+    return agreed(make) if "RANK" in os.environ else make()
+
+
+def agreed(search: Callable[[], Plan]) -> Plan:
+    """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
+    import torch.distributed as dist
+
+    from anabranch.files import plan_from_dict, plan_to_dict
+    from anabranch.runtime import texts
+    from anabranch.runtime.process_groups import join
+
+    join()
+    plan, failure = None, None
+    if dist.get_rank() == 0:
+        try:
+            plan = search()
+        except AnabranchError as error:
+            failure = error
+    document = {} if plan is None else plan_to_dict(plan)
+    received = json.loads(texts.from_first(json.dumps(document)))
+    if failure is not None:
+        raise failure
+    if not received:
+        raise typer.Exit(1)  # the first rank says why; the others just end
+    return plan or plan_from_dict(received, "the plan of rank 0")
 
 
 def train_job(
@@ -155,7 +188,7 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
     """Write the run's folder with the predicted timeline, and what its step is spent on;
     ``plan`` as it was executed.
     """
-    from anabranch.record import Origin, Part, save_run
+    from anabranch.record import Origin, StepPart, save_run
     from anabranch.solve import explain
 
     run = replace(run, plan=plan or run.plan, origin=Origin.here())
@@ -166,7 +199,8 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
         run = replace(run, plan=predicted, timelines=timelines)
         if run.mode == "sync":
             why = explain(predicted, job.profile, cluster)
-            parts = tuple(Part(*line) for line in why.parts())
-            run = replace(run, parts=parts)
+            parts = tuple(StepPart(*line) for line in why.parts())
+            figures = replace(predicted.figures, limit=why.limit)
+            run = replace(run, plan=replace(predicted, predicted=figures), parts=parts)
     save_run(run, folder)
     return run

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from anabranch.cost import CostModel
-from anabranch.errors import InvalidPlanError
+from anabranch.errors import InvalidPlanError, some
 from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.plan import memory_text
 from anabranch.plans.stages import MOST_MICROBATCHES, StageGraph, slice_sizes
 from anabranch.plans.whole_batch import fitted, sliced_batches
 
-_NAMED = 5
-"""Names listed in a sentence at most; the rest are counted."""
+_some = partial(some, most=5)
 
 
 def check(
@@ -72,13 +72,15 @@ def suits(proposal: StageGraph, cost: CostModel) -> bool:
     return False
 
 
-def require(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> None:
+def require(
+    graph: StageGraph, cost: CostModel, versions: Sequence[int] = (), *, shared: bool = False
+) -> None:
     """Raise an error for an invalid stage graph; arguments as for ``check``.
 
     Raises:
         InvalidPlanError: with all problems found by ``check``.
     """
-    problems = check(graph, cost, versions)
+    problems = check(graph, cost, versions, shared=shared)
     if problems:
         raise InvalidPlanError("the plan is not valid: " + "; ".join(problems))
 
@@ -99,7 +101,7 @@ def _operators(graph: StageGraph, cost: CostModel) -> list[str]:
     if missing:
         are = "operator is" if len(missing) == 1 else "operators are"
         problems.append(f"C1: {len(missing)} {are} in no stage: {_some(missing)}")
-    problems += [f"C1: operator {name} is in {count[name]} stages" for name in twice[:_NAMED]]
+    problems += [f"C1: operator {name} is in {count[name]} stages" for name in twice[:5]]
     return problems
 
 
@@ -142,10 +144,10 @@ def _edges(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
 
 def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) -> list[str]:
     total = cost.cluster.num_devices
-    holders = _holders(graph)
+    holders = graph.stages_of
     problems = [
         f"C3: device {device} holds the stages {', '.join(map(str, stages))}"
-        for device, stages in sorted(holders.items())
+        for device, stages in holders.items()
         if len(stages) > 1 and not shared
     ]
     outside = sorted(device for device in holders if not 0 <= device < total)
@@ -158,15 +160,6 @@ def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) ->
     if unused and not idle:
         problems.append(f"C3: {len(unused)} of {total} devices hold no stage: {_some(unused)}")
     return problems
-
-
-def _holders(graph: StageGraph) -> dict[int, list[int]]:
-    """Return the stages of each device."""
-    holders: dict[int, list[int]] = {}
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            holders.setdefault(device, []).append(s)
-    return holders
 
 
 def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
@@ -243,7 +236,7 @@ def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
         for s, stage in enumerate(graph.stages)
     ]
     problems = []
-    for device, held in sorted(_holders(graph).items()):
+    for device, held in graph.stages_of.items():
         need = sum(needs[s] for s in held)
         if len(held) > 1 and need > limit >= max(needs[s] for s in held):
             problems.append(
@@ -267,8 +260,3 @@ def stage_bytes(
         recompute=stage.recompute,
         versions=versions,
     )
-
-
-def _some(names: Sequence[str | int]) -> str:
-    shown = ", ".join(map(str, names[:_NAMED]))
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

@@ -51,6 +51,7 @@ def run_rank(
     survives: bool,
 ) -> None:
     """One rank, from its first instruction to its last word."""
+    gc.freeze()  # to look for garbage in what is inherited would copy all of it
     _die_with(parent)
     # Ctrl-C reaches the whole process group, SIGTERM may; the parent hears it too, and tells or
     # stops the ranks.
@@ -61,7 +62,6 @@ def run_rank(
     if survives:
         # Processes that load data would keep the sockets of a dead rank open.
         os.register_at_fork(after_in_child=lambda: _die_with(os.getppid()))
-        gc.freeze()  # what was inherited need not be looked through after a failure
     while True:
         share(pages[order.rank * HEARTBEAT_INTS : (order.rank + 1) * HEARTBEAT_INTS])
         POSITION.begin(-1, Phase.START_UP)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError, TrainingError
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.gradients import gradients_of
 from anabranch.runtime.data_parallel.updates import Updates

@@ -177,8 +177,8 @@ def test_data_parallelism_is_a_baseline_of_every_plan(run, document, profile):
     better = document(*arguments, "--from", "straight.json")
     assert better["baselines"]["from"]["predicted"] == straight["predicted"]
     assert better["gain"]["from"] >= 1
-    assert "against the plan of --from (" in run(*arguments, "--from", "straight.json")[1]
-    assert "against" not in run(*arguments, "--from", "straight.json", "--no-baselines")[1]
+    assert "as fast as the plan of --from (" in run(*arguments, "--from", "straight.json")[1]
+    assert "as fast as" not in run(*arguments, "--from", "straight.json", "--no-baselines")[1]
 
 
 def test_a_plan_remembers_how_its_model_was_built(document, tmp_path):
