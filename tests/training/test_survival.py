@@ -204,7 +204,8 @@ def test_any_number_of_ranks_may_die(case: Case, kills: tuple[tuple[int, int], .
 
 def test_a_kill_at_any_other_place(case: Case, monkeypatch: pytest.MonkeyPatch):
     """In the update, in a copy that is half written, when a new rank connects, when it reads its
-    state, and in the last evaluation.
+    state, and in the last evaluation; each rank twice or less without a newer copy, since a device
+    whose ranks die three times is left out.
     """
     whole = case.undisturbed()
     step, keep, read = torch.optim.AdamW.step, SpareCopies.keep, SpareCopies.read
@@ -224,12 +225,12 @@ def test_a_kill_at_any_other_place(case: Case, monkeypatch: pytest.MonkeyPatch):
         return keep(self, rank, *args)
 
     def killed_connect(order: Any, store: Path) -> None:
-        if order.attempt == 1:
+        if order.attempt == 1 and order.rank == 0:
             case.marks.kill_once(22)
         connect(order, store)
 
     def killed_read(self: SpareCopies) -> Any:
-        if self.attempt == 3:
+        if self.attempt == 3 and dist.get_rank() == 1:
             case.marks.kill_once(23)
         return read(self)
 
