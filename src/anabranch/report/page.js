@@ -28,10 +28,12 @@
   };
 
   // Lanes: a stage with all its devices, folded to one row where these do the same.
-  // Two replicas do the same where no time differs by more than a hundredth of the whole.
-  const near = (a, b) => Math.abs(a - b) < horizon / 100;
-  const isLike = ([start, end, what], other) => near(start, other[0]) && near(end, other[1]) && what === other[2];
-  const same = (a, b) => a === b || (a.length === b.length && a.every((span, k) => isLike(span, b[k])));
+  // How far apart two replicas are that do the same in the same order; else infinity.
+  function apart(a, b) {
+    if (a === b) return 0;
+    if (a.length !== b.length || a.some((span, k) => span[2] !== b[k][2] || span[4] !== b[k][4])) return Infinity;
+    return Math.max(0, ...a.map((span, k) => Math.max(Math.abs(span[0] - b[k][0]), Math.abs(span[1] - b[k][1]))));
+  }
   for (const panel of data.panels) {
     for (const key of ["rows", "sums", "updates", "sends", "memory"]) {
       panel[key] = panel[key].map((row) => (typeof row === "number" ? panel[key][row] : row));
@@ -43,10 +45,11 @@
       else panel.lanes.push({ stages: panel.stages[i], branch: panel.branches[i], rows: [i] });
     });
     for (const lane of panel.lanes) {
-      lane.isAlike = ["rows", "sums", "updates"].every((key) =>
-        lane.rows.every((i) => same(panel[key][i], panel[key][lane.rows[0]])),
+      const others = lane.rows.slice(1).flatMap((i) =>
+        ["rows", "sums", "updates"].map((key) => apart(panel[key][i], panel[key][lane.rows[0]])),
       );
-      lane.isOpen = !lane.isAlike;
+      lane.apart = Math.max(0, ...others) / Math.max(panel.step, panel.makespan, 1e-9);
+      lane.isOpen = lane.apart > 0.05;
     }
   }
   const withMemory = data.panels.filter((panel) => panel.memory.some((steps) => steps.length)).slice(0, 2);
@@ -63,8 +66,8 @@
   function laneName(panel, lane) {
     const stage = lane.stages.length ? `stage${lane.stages.length > 1 ? "s" : ""} ${ranges(lane.stages)}` : "";
     const devices = lane.rows.map((i) => panel.devices[i]);
-    const what = stage && width < 640 ? "" : `device${devices.length > 1 ? "s" : ""} `;
-    return [stage, what + ranges(devices)].filter(Boolean).join(" \u00b7 ");
+    if (stage && width < 640) return devices.length > 1 ? `${stage} \u00d7${devices.length}` : stage;
+    return [stage, `device${devices.length > 1 ? "s" : ""} ${ranges(devices)}`].filter(Boolean).join(" \u00b7 ");
   }
 
   function rowName(panel, { lane, i }) {
@@ -212,7 +215,7 @@
     for (const panel of data.panels) panel.shown = rowsOf(panel);
     const longest = Math.max(...data.panels.map((panel) => panel.shown.length));
     const [, [boxHeight, strip, gap, branchGap]] = data.rowSizes.find(([most]) => longest <= most);
-    let [y, widest] = [4, 60];
+    let [y, widest] = [12, 60];
     for (const panel of data.panels) {
       panel.sums_ = panel.sumHeight ? strip : 0;
       panel.mark = panel.hasArrows ? 0 : data.mark;
@@ -485,12 +488,16 @@
     announce();
   }
 
+  function likeness({ rows, apart }) {
+    const share = apart === Infinity ? "" : `, within ${(100 * apart).toFixed(1)}% of the whole`;
+    return `${rows.length} devices that do ${share ? "the same" : "not the same"}${apart ? share : ""}`;
+  }
+
   function announce() {
     const panel = chosen && data.panels.find((panel) => panel.graph === chosen[0]);
     const lane = panel?.lanes.find((lane) => lane.stages.includes(chosen[1]));
     if (!lane) return (said.textContent = "");
-    const state = lane.isOpen ? "open" : `folded, ${lane.rows.length} devices that do the same`;
-    const replicas = lane.rows.length > 1 ? ` \u00b7 ${state}; Enter changes that` : "";
+    const replicas = lane.rows.length > 1 ? ` \u00b7 ${likeness(lane)}; Enter ${lane.isOpen ? "folds" : "opens"} it` : "";
     said.textContent = `${laneName(panel, lane)} \u00b7 ${panel.operators[chosen[1]]}${replicas}`;
   }
 
@@ -597,7 +604,7 @@
     light(stage === undefined ? chosen : [panel.graph, stage]);
     main.canvas.style.cursor = isLabel && row.lane.rows.length > 1 ? "pointer" : "";
     if (isLabel) {
-      const more = row.lane.rows.length > 1 ? `click to ${row.lane.isOpen ? "fold" : "show every device"}` : "";
+      const more = row.lane.rows.length > 1 ? `${likeness(row.lane)}: click to ${row.lane.isOpen ? "fold" : "show each"}` : "";
       return showTip([laneName(panel, row.lane), row.operators, more], event);
     }
     showTip(describe(target, timeAt(px)), event);
