@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli.clusters import note_other_model
-from anabranch.cli.comparison import staleness_table
-from anabranch.cli.output import file_to_write, note, print_json, print_table, say_written
+from anabranch.cli.comparison import STALENESS_WORDS, staleness_table
+from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
 from anabranch.cli.source import command_naming, model_in_file
@@ -114,7 +114,8 @@ def simulate(
 
         tables = [spent(explanation.parts())] if explanation is not None else []
         if simulated is not None:
-            tables = [ReportTable(*staleness_table(shown.policy, simulated.staleness))]
+            table = staleness_table(shown.policy, simulated.staleness)
+            tables = [ReportTable(*table, STALENESS_WORDS)]
         paths = [critical_path(timeline, graph)] if simulated is None else []
         text = page(shown, [(title, timeline)], graphs=[graph], tables=tables, paths=paths)
         report.write_text(text, encoding="utf-8")
@@ -226,6 +227,7 @@ def _say(
     typer.echo(f"costs: {plan.profile}")
     if simulated is not None:
         print_table(*staleness_table(plan.policy, simulated.staleness))
+        say(STALENESS_WORDS)
     if why is not None:
         typer.echo(why.summary())
     for file in files.values():
