@@ -191,7 +191,9 @@ class _StepSearch:
                 contest, search, count, best = other, found, more, other.winner(self.name)
         cost = contest.cost
         if isinstance(search, Improving) and (origin := search.origin(best.proposal)):
-            notes.append(origin)
+            start, *later = origin.split(", then by ")
+            times = f", and changed {len(later)} more time{'s' if len(later) > 1 else ''}"
+            notes.append(f"{start}{times if later else ''}")
         notes += phases.notes(count)
 
         def made() -> Plan:

@@ -121,7 +121,7 @@ class Search:
             neighbours.setdefault(self._evaluate(draft, limit), (draft, moves))
         neighbours.pop(math.inf, None)
         return [
-            self._remember(self._stages(draft), f"{self.origin(graph)}, then by the moves {moves}")
+            self._remember(self._stages(draft), f"{self.origin(graph)}, then by {moves}")
             for draft, moves in (neighbours[s] for s in sorted(neighbours)[: SETTINGS.near])
         ]
 
