@@ -198,7 +198,7 @@ def _script(layout: timeline_layout.TimelineLayout, paths: page_data.Paths) -> s
     data = page_data.as_json(page_data.data(layout, paths))
     return (
         f'<script type="application/json" id="timeline-data">{data}</script>\n'
-        f"<script>{_resource('page.js')}</script>"
+        f"<script>(() => {{\n{_resource('page.js')}{_resource('page_links.js')}}})();</script>"
     )
 
 
