@@ -335,7 +335,8 @@ def _scrolling(content: str, label: str = "") -> str:
 def _canvas(name: str, title: str, drawing: Drawing | None) -> str:
     """The place of a canvas, with a picture for readers without the script."""
     picture = _picture(drawing) if drawing else "<noscript>drawn by a script</noscript>"
-    extra = ' tabindex="0"' if name == "timeline" else ""
+    keys = ' tabindex="0" role="application" aria-label="timeline, moved by keys"'
+    extra = keys if name == "timeline" else ""
     return f'<div id="{name}" class="canvas"{extra} data-title="{escape(title)}">{picture}</div>'
 
 

@@ -5,9 +5,12 @@ function link(element, graph, stage, role) {
   const key = `${graph} ${stage}`;
   if (!linked.has(key)) linked.set(key, []);
   linked.get(key).push(element);
-  if (role) element.setAttribute("role", role);
   element.tabIndex = 0;
-  element.setAttribute("aria-label", element.querySelector("title")?.textContent || `stage ${stage}`);
+  if (role) {
+    element.setAttribute("role", role);
+    element.setAttribute("aria-label", element.querySelector("title").textContent);
+    element.closest("svg").setAttribute("role", "group"); // of an image nothing inside is read
+  }
   element.addEventListener("pointerenter", () => light([graph, stage]));
   element.addEventListener("pointerleave", () => light(chosen));
   element.addEventListener("click", (event) => event.target.closest("details,a") || choose([graph, stage]));
