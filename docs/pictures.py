@@ -2,8 +2,8 @@
 
     .venv/bin/python docs/pictures.py [NAME...]
 
-Without a name all are drawn but ``page``, which needs Chromium. ``timeline`` measures operators
-here, on devices with a processor core each; the others are the same on every machine.
+Without a name all are drawn but ``page``, which needs Chromium. They are the same on every machine:
+steps are simulated, operators estimated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from anabranch import Cluster, capture, estimate, explain, measure, plan, simulate
+from anabranch import Cluster, capture, estimate, explain, plan, simulate
 from anabranch.models import build
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.gantt import timeline_svg
@@ -99,10 +99,11 @@ def asynchronous() -> str:
 
 
 def timeline() -> str:
-    """One predicted step of the demo's model, as a graph and in a row."""
-    four = replace(Cluster.preset("local:4"), cores=0)
-    workload = build("glyphs", preset="small")
-    profile = measure(capture(workload.module, workload.example), (1, 2, 4, 8, 16, 32, 64))
+    """One predicted step of the demo's model on four V100s, as a graph and in a row."""
+    four = Cluster.preset("summit:1x4")
+    workload = build("glyphs", meta=True)
+    captured = capture(workload.module, workload.example)
+    profile = estimate(captured, "v100", (1, 2, 4, 8, 16, 32, 64))
     planners = {
         "a graph of stages": "auto",
         "the same model as a sequential pipeline": "sequential",

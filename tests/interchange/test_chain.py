@@ -56,6 +56,14 @@ def test_reasons(name: str, options: dict[str, object], reason: str):
     assert reason in refused(model, plan(model, 3, **options))
 
 
+def test_the_way_on_is_one_that_works():
+    """One stage can be read, of any model; a row of stages cannot where values pass over one."""
+    model = built("Shared")
+    assert "--planner data-parallel has one stage" in refused(model, plan(model, 3))
+    whole = chain_of(plan(model, 1, replicas=[2]), model.captured.graph)
+    assert (whole.num_ranks, whole.replicas) == (1, 2)
+
+
 def test_reasons_beyond_the_shape():
     """No flush, a rewritten model, devices that only some stages share."""
     model = built("Chain")

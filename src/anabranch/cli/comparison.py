@@ -190,6 +190,13 @@ def staleness_of(plan: Plan, optimizer: OptimizerFacts | None = None) -> tuple[S
     return staleness(graph, policy, last_update=last_update, turns=turns)
 
 
+STALENESS_WORDS = (
+    "version difference: updates of a stage between forward and backward of a mini-batch; -2 +2: "
+    "reads the weights of two updates ago, extrapolated by two; versions held: copies of weights"
+)
+"""Meaning of the columns of ``staleness_table``."""
+
+
 def staleness_table(
     policy: str, stages: Sequence[Staleness]
 ) -> tuple[str, list[str], list[list[str]]]:

@@ -294,6 +294,18 @@ class Plan:
             "is not of this model, and another plan may be faster; plan this model anew"
         )
 
+    @property
+    def glossary(self) -> str:
+        """Meaning of words in the summary that are not in everybody's; empty without stages."""
+        graph = self.stage_graph
+        if len(graph) == 1:
+            return ""
+        k = ", k at a time" if any(graph.group_size(s) > 1 for s in range(len(graph))) else ""
+        return (
+            "depth: stages that a micro-batch passes one after another; in flight: micro-batches "
+            f"between forward and backward in a stage, at most{k}"
+        )
+
     def summary(self, gains: Sequence[str] = ()) -> str:
         """Return the predicted figures and a table of the stages, as plain text.
 

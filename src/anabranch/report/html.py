@@ -114,15 +114,17 @@ def page(
         _figures([*(figures or _predicted(plan)), _shape(plan)]),
     ]
     shown = list(graphs or [plan.stage_graph] * len(timelines))
-    numbers = {graph: i for i, graph in enumerate(dict.fromkeys([*shown, plan.stage_graph]))}
-    if len(set(shown)) > 1:
+    kinds = [names.same_stages(graph) for graph in (*shown, plan.stage_graph)]
+    numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
+    own = numbers[kinds[-1]]
+    if len(set(kinds[:-1])) > 1:
         for (name, timeline), graph in zip(timelines, shown, strict=False):
-            stages = _stages(graph, timeline, numbers[graph])
+            stages = _stages(graph, timeline, numbers[names.same_stages(graph)])
             parts.append(_section(f"Stages: {name}", stages, is_foldable=True))
     else:
         graph = plan.stage_graph
-        same = [t for (_, t), other in zip(timelines, shown, strict=False) if other == graph]
-        stages = _stages(graph, same[-1] if same else None, numbers[graph])
+        same = [t for (_, t), kind in zip(timelines, kinds, strict=False) if kind == kinds[-1]]
+        stages = _stages(graph, same[-1] if same else None, own)
         parts.append(_section("Stages", stages, is_foldable=True))
     script = ""
     if timelines:
@@ -149,7 +151,7 @@ def page(
             other=(other_curves or {}).get(name, ()),
         )
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
-    rows = _table(plan, timelines, graphs, weights, numbers[plan.stage_graph])
+    rows = _table(plan, timelines, graphs, weights, own)
     parts.append(_section("Stages in detail", f"{_SEARCH if timelines else ''}{rows}"))
     limits = plan.predicted is not None and bound_text(
         plan.predicted, plan.stage_graph
@@ -198,7 +200,7 @@ def _script(layout: timeline_layout.TimelineLayout, paths: page_data.Paths) -> s
     data = page_data.as_json(page_data.data(layout, paths))
     return (
         f'<script type="application/json" id="timeline-data">{data}</script>\n'
-        f"<script>{_resource('page.js')}</script>"
+        f"<script>(() => {{\n{_resource('page.js')}{_resource('page_links.js')}}})();</script>"
     )
 
 
@@ -306,7 +308,8 @@ def _text_table(table: ReportTable) -> str:
     body = "".join(row("td", cells) for cells in table.rows)
     content = f"<table><thead>{row('th', table.columns)}</thead><tbody>{body}</tbody></table>"
     said = f'<p class="hint">{escape(table.said)}</p>' if table.said else ""
-    return _section(table.heading, f"{_scrolling(content, table.heading)}{said}")
+    heading = table.heading[:1].upper() + table.heading[1:]
+    return _section(heading, f"{_scrolling(content, table.heading)}{said}")
 
 
 def _section(heading: str, content: str, *, is_foldable: bool = False) -> str:
@@ -334,7 +337,8 @@ def _scrolling(content: str, label: str = "") -> str:
 def _canvas(name: str, title: str, drawing: Drawing | None) -> str:
     """The place of a canvas, with a picture for readers without the script."""
     picture = _picture(drawing) if drawing else "<noscript>drawn by a script</noscript>"
-    extra = ' tabindex="0"' if name == "timeline" else ""
+    keys = ' tabindex="0" role="application" aria-label="timeline, moved by keys"'
+    extra = keys if name == "timeline" else ""
     return f'<div id="{name}" class="canvas"{extra} data-title="{escape(title)}">{picture}</div>'
 
 
@@ -373,7 +377,7 @@ def _table(
     own = [
         (title, t)
         for (title, t), g in zip(timelines, graphs or [graph] * len(timelines), strict=True)
-        if g == graph
+        if names.same_stages(g) == names.same_stages(graph)
     ]
     times = [lanes.medians(t) for _, t in own]
     which = " / ".join(title for title, _ in own)

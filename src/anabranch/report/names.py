@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import takewhile
 
 from anabranch.plans.plan import ranges, span
@@ -31,6 +31,11 @@ def shared_prefix(names: Sequence[str]) -> str:
 def graph_prefix(graph: StageGraph) -> str:
     """Return the common prefix of all operator names of a stage graph."""
     return shared_prefix([name for stage in graph.stages for name in stage.operators])
+
+
+def same_stages(graph: StageGraph) -> Hashable:
+    """Return what stage graphs have in common whose numbers mean the same stages."""
+    return tuple((stage.operators, stage.devices) for stage in graph.stages), graph.edges
 
 
 def ends(stage: Stage, prefix: str) -> tuple[str, str]:

@@ -46,7 +46,8 @@ Paths = Sequence[Sequence[PathPart]]
 
 def data(layout: timeline_layout.TimelineLayout, paths: Paths = ()) -> dict[str, Any]:
     """Return the data of all timelines; times in microseconds."""
-    graphs = [*dict.fromkeys(panel.graph for panel in layout.panels)]
+    kinds = [names.same_stages(panel.graph) for panel in layout.panels]
+    graphs = [*dict.fromkeys(kinds)]
     known: list[Sequence[PathPart]] = [*paths, *([()] * (len(layout.panels) - len(paths)))]
     return {
         "legend": [[VARIABLES[css], label] for css, label in gantt.legend(layout)],
@@ -60,7 +61,8 @@ def data(layout: timeline_layout.TimelineLayout, paths: Paths = ()) -> dict[str,
         "numberSizes": gantt.NUMBER_SIZES,
         "kinds": [[VARIABLES[gantt.CSS[kind]], names.KINDS[kind]] for kind in KINDS],
         "panels": [
-            _panel(panel, path, layout.is_endless) | {"graph": graphs.index(panel.graph)}
+            _panel(panel, path, layout.is_endless)
+            | {"graph": graphs.index(names.same_stages(panel.graph))}
             for panel, path in zip(layout.panels, known, strict=True)
         ],
     }

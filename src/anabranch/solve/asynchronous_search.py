@@ -282,8 +282,12 @@ class AsynchronousSearch:
             return "naive", why, best
         # With the versions of the policy another depth may be best, and the reason has numbers.
         again, reason = recommended(other.graph, self._cost, self._optimizer)
-        why = reason if again == name else f"in the fastest pipeline of any policy, {why}"
-        return name, why, other
+        if again != name:
+            reason = (
+                f"in the fastest pipeline of any policy, {why}; with its versions of the weights "
+                f"this one is the fastest, at depth {other.graph.depth}"
+            )
+        return name, reason, other
 
     def _in_pieces(self, name: str, whole: InfeasiblePlanError) -> ScheduledProposal:
         try:

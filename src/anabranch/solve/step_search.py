@@ -69,7 +69,9 @@ class StepSearch:
             phases.run("improve_s", lambda: contest.loop(looped))
         best, cost = contest.winner(self.name), contest.cost
         if isinstance(search, Improving) and (origin := search.origin(best.proposal)):
-            notes.append(origin)
+            start, *later = origin.split(", then by ")
+            times = f", and changed {len(later)} more time{'s' if len(later) > 1 else ''}"
+            notes.append(f"{start}{times if later else ''}")
         notes += phases.notes(count)
 
         def made() -> Plan:

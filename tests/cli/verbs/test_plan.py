@@ -381,3 +381,16 @@ def test_every_policy_is_planned_checked_and_simulated(run, four_files, policy):
     assert code == 0, err
     assert json.loads(again)["step_s"] == json.loads(out)["predicted"]["step_s"]
     assert json.loads(again)["staleness"] == json.loads(out)["staleness"]
+
+
+def test_all_chains_are_one_line(run, document, profile):
+    """The best of them; words that not everybody has are explained below the stages."""
+    arguments = ("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
+    out = run(*arguments)[1].splitlines()
+    named = [line for line in out if "sequential pipeline" in line or "best chain" in line]
+    assert len(named) == 1
+    plans = document(*arguments)["baselines"]
+    chains = [p["predicted"]["step_s"] for n, p in plans.items() if n != "data-parallel"]
+    assert f"({min(chains) * 1e3:.2f} ms" in named[0] or "is this plan" in named[0]
+    several = run(*arguments, "--max-replicas", "1")[1]
+    assert "in flight: micro-batches between forward" in several

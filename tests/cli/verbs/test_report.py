@@ -79,3 +79,20 @@ def test_the_page_of_a_simulation_without_a_flush_has_staleness(run, profile):
     assert headline(Path("page.html")).startswith("A mini-batch takes ")
     assert "forward reads" in html
     assert "versions held" in html
+
+
+def test_the_page_of_a_run_begins_with_what_was_measured(tmp_path: Path):
+    """And with what its plan knows beside the prediction; without one, with that alone."""
+    save_run(STEPS, tmp_path / "one")
+    took = f"A step took {STEPS.median_step_s * 1e3:.2f} ms"
+    predicted = STEPS.plan.figures.step_s
+    first = f"{took}, predicted {predicted * 1e3:.2f} ms"
+    assert headline(tmp_path / "one" / "report.html").startswith(first)
+    known = replace(STEPS.plan.figures, data_parallel_s=2 * predicted, limit="stage 0 computes, 9%")
+    save_run(replace(STEPS, plan=replace(STEPS.plan, predicted=known)), tmp_path / "two")
+    said = headline(tmp_path / "two" / "report.html")
+    assert "2.00x as fast as data parallelism" in said
+    assert said.endswith("Most of it: stage 0 computes, 9%.")
+    save_run(replace(STEPS, plan=replace(STEPS.plan, predicted=None)), tmp_path / "three")
+    said = headline(tmp_path / "three" / "report.html")
+    assert said == f"{took}; not predicted for this run."

@@ -168,3 +168,24 @@ def test_too_few_micro_batches(run, four_files):
     assert code == 1
     assert "1 < 4" in err
     assert "more micro-batches" in err
+
+
+def test_a_command_that_names_the_function_has_all_options(run, document, profile):
+    """So that whoever copies it loses none."""
+    document("plan", profile, "--cluster", "summit:1x2", "--batch-size", "16", "-o", "plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps(plan | {"model": "my:workload"}))
+    code, _, err = run("simulate", "plan.json", "--why", "--report", "page.html")
+    said = " ".join(err.replace("\u2502", " ").split())
+    assert code == 2
+    assert "anabranch simulate plan.json my:workload --why --report page.html" in said
+
+
+def test_parts_without_a_flush_are_those_of_a_mini_batch(run, document, profile):
+    """As the line above them, which is not as long as the timeline of some mini-batches."""
+    options = ("--cluster", "summit:1x2", "--batch-size", "16", "--mode", "async")
+    made = document("plan", profile, *options, "--policy", "stash", "-o", "plan.json")
+    first, second = run("simulate", "plan.json", profile)[1].splitlines()[:2]
+    period = f"{made['predicted']['step_s'] * 1e3:.2f} ms"
+    assert first.startswith(f"a batch every {period}")
+    assert second.startswith(f"of {period} a device has on average: compute ")

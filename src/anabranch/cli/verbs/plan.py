@@ -12,6 +12,7 @@ import typer
 
 from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
 from anabranch.cli.comparison import (
+    STALENESS_WORDS,
     interrupted,
     plan_or_error,
     ratio,
@@ -221,12 +222,12 @@ def plan(
         print_json(document | staleness_document(best, optimizer))
         return
     say(best.summary([*gains(others, best), *filter(None, [_faster(others, best)])]))
-    for words in glossary(best):
-        say(words)
+    say(best.glossary)
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
         say(sentence)
     if best.mode == "async":
         print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))
+        say(STALENESS_WORDS)
     typer.echo(
         f"found in {best.search_s:.3f} s of search, {best.simulate_s:.3f} s of simulation and "
         f"{best.improve_s:.3f} s of improvement"
@@ -266,18 +267,6 @@ def gain(name: str, other: Plan, ours: Plan) -> str:
     return (
         f"{gain_text(name, step_s, ours.figures.step_s)} ({time_text(step_s)}, "
         f"depth {graph.depth}, micro-batch {graph.stages[0].microbatch_size}, {other.schedule})"
-    )
-
-
-def glossary(plan: Plan) -> Iterator[str]:
-    """Generate the meaning of words in a summary that are not in everybody's."""
-    graph = plan.stage_graph
-    if len(graph) == 1:
-        return
-    k = " (of k at a time)" if any(graph.group_size(s) > 1 for s in range(len(graph))) else ""
-    yield (
-        "depth: stages that a micro-batch passes one after another; in flight: micro-batches "
-        f"between forward{k} and backward in a stage, at most; the schedules are in the docs"
     )
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli.clusters import note_other_model
-from anabranch.cli.comparison import staleness_table
-from anabranch.cli.output import file_to_write, note, print_json, print_table, say_written
+from anabranch.cli.comparison import STALENESS_WORDS, staleness_table
+from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
 from anabranch.cli.source import command_naming, model_in_file
@@ -91,6 +91,8 @@ def simulate(
             plan, costs, cluster, policy=policy or "", optimizer=optimizer
         )
         shown, timeline, graph = simulated.plan, simulated.timeline, simulated.graph
+        is_known = (chosen, shown.policy, other.cluster) == (plan.mode, plan.policy, None)
+        shown = _compared(shown, plan if is_known else None, _slowest(simulated))
         title = f"predicted, {graph.batch_size // batch_size} mini-batches"
     else:
         shown = replace(solve.synchronous(plan), profile=costs.origin)
@@ -99,14 +101,8 @@ def simulate(
         if why or report is not None:
             explained = solve.explain(shown, costs, cluster)
             explanation = explained if why else None
-            known = plan.predicted if (schedule, other.cluster) == (None, None) else None
-            figures = replace(
-                shown.figures,
-                limit=explained.limit,
-                data_parallel_s=known.data_parallel_s if known is not None else None,
-                chain_s=known.chain_s if known is not None else None,
-            )
-            shown = replace(shown, predicted=figures)
+            is_known = (schedule, other.cluster) == (None, None)
+            shown = _compared(shown, plan if is_known else None, explained.limit)
     if trace is not None:
         from anabranch.report.chrome import trace as to_trace
 
@@ -118,7 +114,8 @@ def simulate(
 
         tables = [spent(explanation.parts())] if explanation is not None else []
         if simulated is not None:
-            tables = [ReportTable(*staleness_table(shown.policy, simulated.staleness))]
+            table = staleness_table(shown.policy, simulated.staleness)
+            tables = [ReportTable(*table, STALENESS_WORDS)]
         paths = [critical_path(timeline, graph)] if simulated is None else []
         text = page(shown, [(title, timeline)], graphs=[graph], tables=tables, paths=paths)
         report.write_text(text, encoding="utf-8")
@@ -141,6 +138,24 @@ def simulate(
             for span in timeline.spans
         ]
     _say(shown, timeline, simulated, explanation, facts if as_json else None, files)
+
+
+def _compared(shown: Plan, file: Plan | None, limit: str) -> Plan:
+    """A simulated plan with the baselines of its file, where these are comparable."""
+    known = file.predicted if file is not None else None
+    others = (known.data_parallel_s, known.chain_s) if known is not None else (None, None)
+    figures = replace(shown.figures, limit=limit, data_parallel_s=others[0], chain_s=others[1])
+    return replace(shown, predicted=figures)
+
+
+def _slowest(simulated: Simulated) -> str:
+    """What decides the pace of a pipeline without a flush: the stage that computes most."""
+    stages, timeline = simulated.graph.stages, simulated.timeline
+    count = simulated.graph.batch_size // simulated.plan.stage_graph.batch_size
+    whole_s = simulated.steady.period_s * count
+    busy = [max(timeline.busy_s[device] for device in stage.devices) for stage in stages]
+    slowest = busy.index(max(busy))
+    return f"stage {slowest} computes, {busy[slowest] / whole_s:.0%}" if whole_s else ""
 
 
 def _say_if_changed(plan: Plan, file: Path, simulated: Plan, *, is_timed: bool) -> None:
@@ -212,6 +227,7 @@ def _say(
     typer.echo(f"costs: {plan.profile}")
     if simulated is not None:
         print_table(*staleness_table(plan.policy, simulated.staleness))
+        say(STALENESS_WORDS)
     if why is not None:
         typer.echo(why.summary())
     for file in files.values():

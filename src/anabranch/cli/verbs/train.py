@@ -116,6 +116,7 @@ def train(
         note_crowded(shown)
     if is_first and not as_json:
         say(shown.summary())
+        say(shown.glossary)
         for sentence in told(job.captured.graph.loss_kind, job.captured.graph.normalised):
             say(sentence)
         if training.resume is not None:
