@@ -24,6 +24,10 @@ AUTO = ("1f1b", "1f1b-deep")
 """Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
 
 
+LOOP_SCHEDULES = (AUTO, ("zb-h1",), ("zb-h2",), ("1f1b-split",), ("1f1b-deep-split",))
+"""Likewise, of stages that share devices: whole backwards first, then split ones."""
+
+
 def split_backwards(
     judge: Judge,
     cost: CostModel,
@@ -60,22 +64,16 @@ def split_backwards(
 
 
 def best_loop(
-    cost: CostModel,
-    graphs: Iterable[StageGraph],
-    limit: float,
-    schedules: tuple[str, ...],
-    *,
-    split: bool,
+    cost: CostModel, graphs: Iterable[StageGraph], limit: float, ways: Sequence[tuple[str, ...]]
 ) -> tuple[float, ScheduledProposal] | None:
     """The shortest step of some stage graphs whose devices have several stages, and its seconds;
     None where it is not below a limit.
 
     Args:
-        schedules: of whole backwards; with ``split`` those of split ones, too, which have to save
-            enough.
+        ways: schedules, one after the other, as ``LOOP_SCHEDULES``; split backwards have to save
+            enough of a step with whole ones before them.
     """
-    halves = [(name,) for name in ("zb-h1", "zb-h2", "1f1b-split", "1f1b-deep-split") if split]
-    lower, least = ShortestStep(cost, halves[0] if split else schedules), dict[StageGraph, float]()
+    lower, least = ShortestStep(cost, ways[-1]), dict[StageGraph, float]()
     for graph in graphs:
         with suppress(InvalidPlanError, ProfileError):
             least[graph] = lower.least_s(lower.prices(graph), limit)
@@ -85,15 +83,16 @@ def best_loop(
         if sum(map(_passes, [*listed, graph])) <= SETTINGS.loop_passes:
             listed.append(graph)
     best: tuple[float, ScheduledProposal] | None = None
-    for names in (schedules, *halves):
+    for names in ways:
+        split = not SPLIT_BACKWARDS.isdisjoint(names)
         for graph in listed if names[0].startswith("zb") else near:
             judge = Judge(ShortestStep(cost, names))
             judge.best_s = limit
-            judge.consider([with_lengths(graph, cost) if names in halves else graph])
+            judge.consider([with_lengths(graph, cost) if split else graph])
             if judge.best is not None and judge.best_s < limit and _fits(judge.best, cost):
                 limit = judge.best_s
                 best = limit, replace(judge.best, proposal=graph)
-        if names == schedules and best is not None:
+        if best is not None and not split and len(ways) > 1:
             limit *= 1 - SETTINGS.split_gain
     return best
 

@@ -36,7 +36,8 @@ def placed(graph: StageGraph) -> str:
 def test_stages_pass_the_devices_again_and_there_and_back():
     """Of a row of four on two devices; a second replica has nothing to do of one sample."""
     ways = [placed(g) for g in loops(space(4, 2, sizes=(1,)), math.inf, recompute=False)]
-    assert ways == ["0 on 0, 1 on 1, 2 on 0, 3 on 1", "0 on 0, 1 on 1, 2 on 1, 3 on 0"]
+    again, back = "0 on 0, 1 on 1, 2 on 0, 3 on 1", "0 on 0, 1 on 1, 2 on 1, 3 on 0"
+    assert ways[:3] == [again, back, "0 on 0, 1 2 on 1, 3 on 0"]
 
 
 def test_groups_of_devices_are_replicas():
