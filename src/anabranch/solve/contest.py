@@ -150,17 +150,18 @@ class Contest:
     def _judge_loops(self, graphs: Sequence[StageGraph], limit: float) -> None:
         """Judge stage graphs whose devices have several stages, then what lies near the best."""
         ways: Sequence[tuple[str, ...]] = LOOP_SCHEDULES if self.choice.split else [self._schedules]
-        best, costs = None, [*self._costs.values()]
+        best, costs, passes = None, [*self._costs.values()], SETTINGS.loop_passes
         for turn in range(SETTINGS.loop_turns):
             before = best
             for cost in costs:
-                if (better := best_loop(cost, graphs, limit, ways)) is not None:
+                if (better := best_loop(cost, graphs, limit, ways, passes)) is not None:
                     best = self._split = better
                     self.cost, limit = cost, best[0] * (1 - SETTINGS.worth_sharing * (not turn))
             if best is None or best is before or not isinstance(self._improving, Looping):
                 break
             costs, ways, limit = [self.cost], [(best[1].schedule,)], best[0]
             graphs = [*self._improving.near_loops(best[1].proposal)]
+            passes = SETTINGS.near_passes
 
     @property
     def is_misled(self) -> bool:

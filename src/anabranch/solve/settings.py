@@ -23,6 +23,7 @@ class Settings:
         most_loops: rows of stages that pass the devices several times and are simulated, the most
             promising ones.
         loop_passes: passes of those whose lists are scheduled, together: a second or two.
+        near_passes: likewise, of what lies near the best of them, each time.
         loop_turns: how often some are simulated: rows, then what lies near the best.
         split_passes: passes up to which lists are scheduled: it takes 40 us for each.
         most_tried: pairs of a partition and a micro-batch size that are looked at; some
@@ -60,7 +61,8 @@ class Settings:
     loop_gain: float = 0.02
     most_loops: int = 24
     loop_passes: int = 3_000
-    loop_turns: int = 8
+    near_passes: int = 800
+    loop_turns: int = 6
     split_passes: int = 30_000
     most_tried: int = 150_000
     most_proposed: int = 24

@@ -64,7 +64,11 @@ def split_backwards(
 
 
 def best_loop(
-    cost: CostModel, graphs: Iterable[StageGraph], limit: float, ways: Sequence[tuple[str, ...]]
+    cost: CostModel,
+    graphs: Iterable[StageGraph],
+    limit: float,
+    ways: Sequence[tuple[str, ...]],
+    passes: int = SETTINGS.loop_passes,
 ) -> tuple[float, ScheduledProposal] | None:
     """The shortest step of some stage graphs whose devices have several stages, and its seconds;
     None where it is not below a limit.
@@ -72,6 +76,7 @@ def best_loop(
     Args:
         ways: schedules, one after the other, as ``LOOP_SCHEDULES``; split backwards have to save
             enough of a step with whole ones before them.
+        passes: that are scheduled in lists at most, of all these graphs together.
     """
     lower, least = ShortestStep(cost, ways[-1]), dict[StageGraph, float]()
     for graph in graphs:
@@ -80,7 +85,7 @@ def best_loop(
     near = sorted((graph for graph in least if least[graph] < limit), key=least.__getitem__)
     near, listed = near[: SETTINGS.most_loops], list[StageGraph]()
     for graph in near:
-        if sum(map(_passes, [*listed, graph])) <= SETTINGS.loop_passes:
+        if sum(map(_passes, [*listed, graph])) <= passes:
             listed.append(graph)
     best: tuple[float, ScheduledProposal] | None = None
     for names in ways:

@@ -46,7 +46,8 @@ class Auto:
         evaluations: drafts to evaluate at most. None: as ``SETTINGS`` says.
         seed: of the random numbers; with the same one it proposes the same.
         shape: ``graph``, or ``chain`` for stages in one row, see ``contraction.in_a_row``.
-        several: devices may have several stages, see ``loops``.
+        several: devices may have several stages, see ``loops``; local processes only where their
+            machine is calibrated, as messages and passes take a good part of the time there.
     """
 
     max_replicas: int | None = None
@@ -98,7 +99,8 @@ class Auto:
             problem.sizes,
             self.recompute,
             most_replicas=problem.most_replicas,
-            several=self.several,
+            several=self.several
+            and (not cost.cluster.cores or cost.cluster.calibration is not None),
         )
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
