@@ -6,6 +6,7 @@ schedules with split backwards as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,8 +25,10 @@ AUTO = ("1f1b", "1f1b-deep")
 """Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
 
 
-LOOP_SCHEDULES = (AUTO, ("zb-h1",), ("zb-h2",), ("1f1b-split",), ("1f1b-deep-split",))
-"""Likewise, of stages that share devices: whole backwards first, then split ones."""
+LOOP_SCHEDULES = (AUTO, ("1f1b-split",), ("1f1b-deep-split",), ("zb-h1",), ("zb-h2",))
+"""Likewise, of stages that share devices: whole backwards, then split ones. Lists take longest and
+come last, of stages whose bounds and steps without are shortest.
+"""
 
 
 def split_backwards(
@@ -78,22 +81,23 @@ def best_loop(
             enough of a step with whole ones before them.
         passes: that are scheduled in lists at most, of all these graphs together.
     """
-    lower, least = ShortestStep(cost, ways[-1]), dict[StageGraph, float]()
+    lower, known = ShortestStep(cost, ways[-1]), dict[StageGraph, float]()
     for graph in graphs:
         with suppress(InvalidPlanError, ProfileError):
-            least[graph] = lower.least_s(lower.prices(graph), limit)
-    near = sorted((graph for graph in least if least[graph] < limit), key=least.__getitem__)
-    near, listed = near[: SETTINGS.most_loops], list[StageGraph]()
-    for graph in near:
-        if sum(map(_passes, [*listed, graph])) <= passes:
-            listed.append(graph)
-    best: tuple[float, ScheduledProposal] | None = None
+            known[graph] = lower.least_s(lower.prices(graph), limit)
+    near = sorted((graph for graph in known if known[graph] < limit), key=known.__getitem__)
+    near, best, quick = near[: SETTINGS.most_loops], None, dict[StageGraph, float]()
     for names in ways:
-        split = not SPLIT_BACKWARDS.isdisjoint(names)
-        for graph in listed if names[0].startswith("zb") else near:
+        split, left = not SPLIT_BACKWARDS.isdisjoint(names), passes
+        for graph in sorted(near, key=lambda graph: known[graph] + quick.get(graph, 0.0)):
+            if names[0].startswith("zb"):
+                if _passes(graph) > left:
+                    continue
+                left -= _passes(graph)
             judge = Judge(ShortestStep(cost, names))
             judge.best_s = limit
             judge.consider([with_lengths(graph, cost) if split else graph])
+            quick[graph] = min([*judge.seconds().values(), quick.get(graph, math.inf)])
             if judge.best is not None and judge.best_s < limit and _fits(judge.best, cost):
                 limit = judge.best_s
                 best = limit, replace(judge.best, proposal=graph)

@@ -99,8 +99,7 @@ class Auto:
             problem.sizes,
             self.recompute,
             most_replicas=problem.most_replicas,
-            several=self.several
-            and (not cost.cluster.cores or cost.cluster.calibration is not None),
+            several=self.several and not (cost.cluster.cores and cost.cluster.calibration is None),
         )
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
