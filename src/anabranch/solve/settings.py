@@ -60,7 +60,7 @@ class Settings:
     split_proposals: int = 24
     loop_gain: float = 0.02
     most_loops: int = 24
-    loop_passes: int = 3_000
+    loop_passes: int = 4_500
     near_passes: int = 800
     loop_turns: int = 6
     split_passes: int = 30_000

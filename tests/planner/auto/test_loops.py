@@ -56,6 +56,20 @@ def test_replicas_have_a_limit():
     assert {stage.replicas for graph in found for stage in graph.stages} == {1}
 
 
+def test_micro_batches_are_those_that_were_measured():
+    """Of 2 samples on a device at most; a replica each has one of 2 or two of 4."""
+    some = space(4, 4, batch_size=8)
+    profile = some.cost.profile
+    costs = tuple(
+        replace(cost, forward_s=(1.0, 2.0), backward_s=(2.0, 4.0)) for cost in profile.costs
+    )
+    measured = replace(profile, samples=(1, 2), costs=costs, proportional=False)
+    some = replace(some, cost=replace(some.cost, profile=measured))
+    found = loops(some, math.inf, recompute=False)
+    slices = {stage.microbatch_size / stage.replicas for graph in found for stage in graph.stages}
+    assert slices == {1, 2}
+
+
 def test_devices_compute_less_than_the_limit():
     """Four operators of 3 s on two devices, four samples: 24 s of work on each."""
     assert [*loops(space(4, 2), 24.0, recompute=False)] == []

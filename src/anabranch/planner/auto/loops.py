@@ -47,17 +47,18 @@ def loops(space: Space, limit: float, *, recompute: bool) -> Iterator[StageGraph
 
 
 def _sizes(space: Space) -> Iterator[tuple[int, int]]:
-    """Groups of devices, and samples of a micro-batch, at least one for each replica."""
+    """Groups of devices, and samples of a micro-batch: for each replica at least one, and as many
+    as have been measured.
+    """
     devices = space.cost.cluster.num_devices
     for groups in range(2, devices + 1):
         replicas = devices // groups
         if devices % groups == 0 and replicas <= space.most_replicas:
-            sizes = (size for size in space.sizes if size >= replicas)
-            yield from (
-                (groups, size)
-                for size in sizes
-                if groups <= SETTINGS.fewest_each * -(-space.batch_size // size)
-            )
+            for size in space.sizes:
+                microbatches = -(-space.batch_size // size)
+                measured = size >= replicas and space.cost.covers(size // replicas)
+                if measured and groups <= SETTINGS.fewest_each * microbatches:
+                    yield groups, size
 
 
 def _loop(
