@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anabranch.data.glyphs import SIZES, load_glyphs
 from anabranch.models import build
-from anabranch.models.glyphs import PRESETS, GlyphSizes, Patches, Tower, Words
+from anabranch.models.glyphs import PRESETS, GlyphNamesSizes, Patches, Tower, Words
 from anabranch.models.workload_builders import dataset_workload, shuffled
 from anabranch.workload import Batch, Workload
 from benchmarks.datasets import drugs, flights
@@ -134,7 +134,7 @@ class Retrieval(nn.Module):
     to its own picture.
     """
 
-    def __init__(self, sizes: GlyphSizes) -> None:
+    def __init__(self, sizes: GlyphNamesSizes) -> None:
         super().__init__()
         patches = (SIZES.side // sizes.patch) ** 2
         self.image = Tower(Patches(sizes.patch, sizes.hidden), patches, sizes)

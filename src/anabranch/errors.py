@@ -27,7 +27,7 @@ A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -182,3 +182,10 @@ def _from_here(file: str) -> str:
     """A path as seen from the current directory, if it lies there."""
     here = Path.cwd()
     return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file
+
+
+def some(names: Iterable[object], most: int = 3) -> str:
+    """Name the first few of several things, and count the rest."""
+    shown = list(map(str, names))
+    rest = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + rest

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
-from anabranch.cost.interpolation import between, row_below
 from anabranch.errors import ProfileError
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import OpCost, Profile, between, row_below
 from tests.strategies import op_graphs
 
 #  batch --> a --x--> b --y--> d      x: 10 bytes per sample, read by b and c

@@ -9,7 +9,7 @@ import pytest
 from anabranch.cluster import Cluster
 from anabranch.cost.overheads import (
     FREE,
-    agreement,
+    agreement_s,
     all_gather_work_s,
     all_reduce_work_s,
     message_s,
@@ -51,9 +51,9 @@ def test_all_gathers_are_messages():
 
 def test_everybody_tells_everybody():
     """Of 4 ranks each sends three messages (2.25 s), and takes three after a latency."""
-    assert agreement(cluster(4), 4) == (3 * 2.25, 8)
-    assert agreement(cluster(4), 1) == (0, 0)
-    assert agreement(PLAIN, 2) == (0, 0)
+    assert agreement_s(cluster(4), 4) == (3 * 2.25, 8)
+    assert agreement_s(cluster(4), 1) == (0, 0)
+    assert agreement_s(PLAIN, 2) == (0, 0)
 
 
 def test_a_measured_update_goes_first():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anabranch.cost.sparse import message_bytes, most_samples, rows_pay
-from anabranch.graph.opgraph import Table
+from anabranch.graph.opgraph import LookupTable
 
 
 def test_samples_of_the_fullest_replica() -> None:
@@ -13,10 +13,10 @@ def test_samples_of_the_fullest_replica() -> None:
 
 def test_a_row_travels_with_its_number() -> None:
     """3 rows of 16 bytes and 8 for the number, for each of 5 samples."""
-    assert message_bytes(Table(3, 16), 5) == 3 * 24 * 5
+    assert message_bytes(LookupTable(3, 16), 5) == 3 * 24 * 5
 
 
 def test_rows_pay_up_to_the_bytes_of_the_ring() -> None:
     """On 4 devices 3 messages of 360 bytes are those of a ring of 720: 2 * 3 / 4 * 720."""
-    assert not rows_pay(Table(3, 16), 720, 5, 4)
-    assert rows_pay(Table(3, 16), 721, 5, 4)
+    assert not rows_pay(LookupTable(3, 16), 720, 5, 4)
+    assert rows_pay(LookupTable(3, 16), 721, 5, 4)

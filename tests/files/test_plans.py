@@ -20,8 +20,7 @@ from anabranch.files import (
     save_cluster,
     save_plan,
 )
-from anabranch.plans.model_size import ModelSize
-from anabranch.plans.plan import CHANGED, Plan, Prediction
+from anabranch.plans.plan import CHANGED, ModelSize, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from tests.files.documents import (
     CLUSTER,

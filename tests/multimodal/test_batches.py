@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from anabranch.data.packed import call_module
 from anabranch.errors import DataError
-from anabranch.graph.library_rules import library_rules
+from anabranch.graph.tracing import library_rules
 from anabranch.multimodal import multimodal_batch
 from benchmarks.architectures.multimodal import IMAGE, NAMES, ragged, small
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import anabranch
 from anabranch.multimodal import multimodal_batch
-from anabranch.multimodal.shared_slots import take_rows
+from anabranch.multimodal.slots import take_rows
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.schedule import rule_named
 from anabranch.verification import even_plan

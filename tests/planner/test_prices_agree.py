@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets, Pairs
-from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, bits
+from anabranch.graph.opgraph import LookupTable, Op, OpGraph, Parameter, bits
 from anabranch.planner.dapple.tables import RunTables
 from anabranch.planner.pipedream.terms import Terms, tiers
 from anabranch.planner.piper.prices import DownsetPrices
@@ -181,7 +181,7 @@ def test_tables_are_summed_by_their_rows():
     """Of a table of 1,000 bytes a batch of 100 samples looks up 100 rows of 4 bytes and an index of
     8: two replicas send each other 1,200 bytes, as much as a ring of 600. Every planner says so.
     """
-    table = OpGraph((Op("a", ("w",)),), (), (Parameter("w", 1000, table=Table(1, 4)),))
+    table = OpGraph((Op("a", ("w",)),), (), (Parameter("w", 1000, table=LookupTable(1, 4)),))
     profile = Profile(table, (1, 2), (OpCost((0.0,) * 2, (0.0,) * 2, 0),), "cpu", "measured")
     case = Case(profile, 0, 1, 2, Mode(2))
     dense = case.cost()

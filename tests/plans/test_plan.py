@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.plans.plan import headline, ranges
+from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
+from anabranch.plans.plan import ModelSize, headline, ranges
+from anabranch.plans.stages import Stage
+from tests.cli.examples import a_plan
 
 
 @given(st.sets(st.integers(0, 40)))
@@ -31,3 +36,25 @@ def test_ranges_can_be_read_back(numbers):
 def test_steps_in_a_row_are_told_where_they_differ(period_s, end):
     """From a step alone of 0.5 s, with the reason."""
     assert headline(0.5, 0.25, 2**20, 8, period_s=period_s).endswith(end)
+
+
+GRAPH = OpGraph(
+    (Op("a", ("w",)), Op("b", ("w", "v"))),
+    (Value(-1, (0,), 8), Value(0, (1,), 100)),
+    (Parameter("w", 2**20), Parameter("v", 2**19)),
+)
+
+
+def test_parameters_that_are_shared_count_once():
+    """1.5 MiB here, and 108 bytes of a sample."""
+    assert ModelSize.of(GRAPH) == ModelSize(2**20 + 2**19, 108)
+
+
+def test_the_same_names_with_other_bytes_are_another_model():
+    """The sentence has both sizes; a plan made by hand knows none."""
+    wide = replace(GRAPH, parameters=(Parameter("w", 2**22), Parameter("v", 2**19)))
+    made = replace(by_hand := a_plan(Stage(("a", "b"), (0,), 1)), model_size=ModelSize.of(GRAPH))
+    said = made.other_model(wide)
+    assert "made for a model with parameters of 1.5 MiB and values of 0.1 KiB per sample" in said
+    assert "this one has parameters of 4.5 MiB" in said
+    assert made.other_model(GRAPH) == by_hand.other_model(wide) == ""

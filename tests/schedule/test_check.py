@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from anabranch.errors import DeadlockError, InvalidScheduleError
 from anabranch.plans.edges import MessageEdges
+from anabranch.plans.in_flight import with_in_flight
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
-from anabranch.schedule.check import check, describe_deadlock
+from anabranch.schedule.check import check, checked, describe_deadlock
 from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.lower import lower
-from anabranch.schedule.schedule import Schedule
+from anabranch.schedule.schedule import Action, Kind, Schedule
 from tests.strategies import stage_graphs
 
 TWO = StageGraph(
@@ -193,3 +194,15 @@ def test_a_device_that_waits_for_gradients_of_others_is_named():
     assert (
         "device 0, step 3 of 4, waits for the other devices that sum gradients with it" in said[1]
     )
+
+
+def test_replicas_wait_for_each_other_at_an_update():
+    """Devices 0 and 1 sum two stages' gradients in the other order, as no rule has them do."""
+    graph = StageGraph((Stage(("a",), (0, 1), 2), Stage(("b",), (0, 1), 2)), ((0, 1),), 2)
+    graph = with_in_flight(graph, [1, 1])
+    head = [Action(0, Kind.FORWARD, 0), Action(1, Kind.FORWARD, 0)]
+    head += [Action(1, Kind.BACKWARD, 0), Action(0, Kind.BACKWARD, 0)]
+    updates = [Action(1, Kind.UPDATE, 0), Action(0, Kind.UPDATE, 0)]
+    checked(Schedule({0: (*head, *updates), 1: (*head, *updates)}), graph)
+    with pytest.raises(DeadlockError, match="sum gradients"):
+        checked(Schedule({0: (*head, *updates), 1: (*head, *updates[::-1])}), graph)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.cost import CostModel
-from anabranch.graph.opgraph import Op, OpGraph, Parameter, Table, Value
+from anabranch.graph.opgraph import LookupTable, Op, OpGraph, Parameter, Value
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.schedule.schedule import Kind
@@ -54,7 +54,7 @@ def test_rows_of_a_table_are_summed_and_updated() -> None:
     """2 samples on each of 2 replicas look up 2 rows of 12 bytes and 8 for the number: each sends
     40 bytes, as in a ring of 40, beside the 8 of the layer. 4 rows of 12 bytes are updated.
     """
-    parameters = Parameter("table", 1000, table=Table(1, 12)), Parameter("layer", 8)
+    parameters = Parameter("table", 1000, table=LookupTable(1, 12)), Parameter("layer", 8)
     model = OpGraph((Op("op0", ("table", "layer")),), (), parameters)
     costs = (OpCost((1.0,), (1.0,), 5),)
     update = UpdateCost(0.0, 0.0, 1.0)

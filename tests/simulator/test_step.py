@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.cost.buckets import BUCKET_BYTES, MOST_PIECES
+from anabranch.cost.buckets import BUCKET_BYTES
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES, asynchronous
@@ -17,7 +17,7 @@ from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.events import play
 from anabranch.simulator.program import compile_schedule, in_a_row
 from anabranch.simulator.run import run, step_seconds
-from anabranch.simulator.tables import tables_of
+from anabranch.simulator.step import tables_of
 from anabranch.timeline import Timeline
 from tests.simulator.helpers import (
     chain,
@@ -166,7 +166,7 @@ def test_a_parameter_of_a_petabyte_is_few_events():
     cost = cost_model((), [1.0], [1.0], machines, parameter_bytes=2**50)
     graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 2)
     (work,) = ModelCosts(graph, cost).all_reduces()
-    assert len(work.pieces) == MOST_PIECES
+    assert len(work.pieces) == 1024
     assert work.nbytes == 2**50
 
 

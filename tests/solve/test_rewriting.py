@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from anabranch.graph.opgraph import Table
+from anabranch.graph.opgraph import LookupTable
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage
 from anabranch.profile.profile import Profile, UpdateCost
@@ -29,8 +29,8 @@ def two_tables() -> Profile:
     profile = cost_model(((0, 2), (1, 2)), [1e-6] * 3, [1e-6] * 3, cluster(8)).profile
     large, small, product = profile.graph.parameters
     parameters = (
-        replace(large, nbytes=100, table=Table(1, 4)),
-        replace(small, nbytes=10, table=Table(1, 4)),
+        replace(large, nbytes=100, table=LookupTable(1, 4)),
+        replace(small, nbytes=10, table=LookupTable(1, 4)),
         replace(product, nbytes=100),
     )
     graph = replace(profile.graph, parameters=parameters)

@@ -43,8 +43,7 @@ from anabranch.files.imported_graph import (
     sources,
     unique_names,
 )
-from anabranch.files.jsonfile import Strict, validate
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import LIMITS, Strict, validate
 from anabranch.files.pipedream import images
 from anabranch.profile.profile import Profile
 from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import LIMITS
 
 Bytes = Annotated[float, Field(ge=0, le=LIMITS.size)]
 Id = Annotated[int, Field(ge=0, le=2**53)]

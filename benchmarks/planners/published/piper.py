@@ -33,8 +33,7 @@ from pydantic import Field
 
 from anabranch.errors import FileFormatError
 from anabranch.files.imported_graph import Edge, ImportedGraph, ImportedNode, sources
-from anabranch.files.jsonfile import Strict, validate
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import LIMITS, Strict, validate
 from anabranch.profile.profile import Profile
 from benchmarks.planners.published.fields import Bytes, Id, NodeName, any_node_has
 

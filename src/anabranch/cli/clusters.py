@@ -28,6 +28,15 @@ def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:
     return as_calibrated(usage(load_cluster, text), calibrated=calibrated)
 
 
+def cluster_to_plan_for(text: str, *, calibrated: bool = True) -> Cluster:
+    """Return ``read_cluster``; too many devices are refused here, before a model is captured."""
+    from anabranch.planner.toolkit.problem import require_few_devices
+
+    cluster = read_cluster(text, calibrated=calibrated)
+    require_few_devices(cluster)
+    return cluster
+
+
 def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
     """A cluster of local ranks with the kept calibration of this machine; what is used is said."""
     if not calibrated:
@@ -91,3 +100,22 @@ def cluster_of(plan: Plan, file: Path, text: str | None, *, calibrated: bool = T
             "not say what that has; name the cluster file it was made for, or another cluster, "
             "with --cluster FILE"
         ) from None
+
+
+def require_own_devices(plan: Plan, file: Path) -> None:
+    """Accept a plan whose devices are those of its cluster, of which it may leave some out; any
+    others would have no links. Raises InvalidPlanError naming them.
+    """
+    machines = plan.machines
+    if machines is None:
+        try:
+            machines = Cluster.preset(plan.cluster)
+        except ValueError:
+            return  # a cluster of the user's own, of which the plan has the name alone
+    outside = [d for d in plan.stage_graph.devices if d >= machines.num_devices]
+    if outside:
+        raise InvalidPlanError(
+            f"{file} has stages on device {', '.join(map(str, outside))}, but its cluster "
+            f"{machines.name} has the devices 0-{machines.num_devices - 1} (C3); number the "
+            "devices anew, or name a cluster in the plan that has them"
+        )

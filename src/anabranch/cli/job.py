@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from anabranch.cli.clusters import as_calibrated
+from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
 from anabranch.cli.parsing import powers_of_two, usage
-from anabranch.cli.preflight import require_own_devices
 from anabranch.cli.progress import begin_compiling, progress_bar
 from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
@@ -55,14 +54,11 @@ class Job:
     @staticmethod
     def of(source: ModelSource, local: LocalPlanSettings) -> Job:
         """The job for a model, by a plan file if there is one; then nothing else is asked."""
-        if local.plan_file is None:
-            return Job(source, None, local.device)
-        from anabranch.files import load_plan
-
-        local.require_no_other()
-        plan = load_plan(local.plan_file)
-        require_own_devices(plan, local.plan_file)
-        source = replace(source, granularity=plan.granularity, rewrites=plan.rewrites)
+        plan = local.plan()
+        if plan is None:
+            cluster_to_plan_for(f"local:{local.num_devices}", calibrated=False)
+        else:
+            source = replace(source, granularity=plan.granularity, rewrites=plan.rewrites)
         return Job(source, plan, local.device)
 
     def forget_plan(self) -> None:

@@ -62,15 +62,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(table)
 
 
-NARROWEST_NAMES = 14
-"""Characters of the first column of a table; with fewer, rows are listed one below the other."""
-
-
 def _needed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Characters of a line that a table takes at least."""
+    """Characters of a line that a table takes at least: 14 of the first column, if it has as many;
+    with fewer, rows are listed one below the other.
+    """
     cells = [[*column.splitlines(), *(row[i] for row in rows)] for i, column in enumerate(columns)]
     first, *others = (max(map(len, column)) for column in cells)
-    return min(first, NARROWEST_NAMES) + sum(others) + len(others)
+    return min(first, 14) + sum(others) + len(others)
 
 
 def print_rows(rows: Sequence[tuple[str, str]]) -> None:

@@ -14,8 +14,7 @@ import typer
 
 from anabranch.cli.output import why_not
 from anabranch.cli.training_settings import ComputeSettings, FlushSettings, TrainingSettings
-from anabranch.cluster import Cluster
-from anabranch.errors import DataError, InvalidPlanError, OutputError, TrainingError
+from anabranch.errors import DataError, OutputError, TrainingError
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
@@ -35,6 +34,16 @@ def refuse_mode(
             "--replan: not with --mode async, where versions of the weights are under way between "
             "any two mini-batches; train with a flush"
         )
+    if is_async and training.survive:
+        raise typer.BadParameter(
+            "--survive: not with --mode async, where mini-batches are under way at any time, so no "
+            "copies of all ranks are of one step; train with a flush, or with --save-every and "
+            "--max-restarts"
+        )
+    if training.survive and training.replan:
+        raise typer.BadParameter("--survive and --replan: take one of them")
+    if not training.survive and (training.spare_copies or not training.replace):
+        raise typer.BadParameter("--spare-copies and --no-replace: only with --survive")
     accumulate = compute.accumulate
     norm = flush.clip_stage_norm
     if not is_async and flush.round_robin:
@@ -67,25 +76,6 @@ def refuse_mode(
         )
     if not norm > 0:
         raise typer.BadParameter(f"clip-stage-norm = {norm:g}: a norm is more than 0")
-
-
-def require_own_devices(plan: Plan, file: Path) -> None:
-    """Accept a plan whose devices are those of its cluster, of which it may leave some out; any
-    others would have no links. Raises InvalidPlanError naming them.
-    """
-    machines = plan.machines
-    if machines is None:
-        try:
-            machines = Cluster.preset(plan.cluster)
-        except ValueError:
-            return  # a cluster of the user's own, of which the plan has the name alone
-    outside = [d for d in plan.stage_graph.devices if d >= machines.num_devices]
-    if outside:
-        raise InvalidPlanError(
-            f"{file} has stages on device {', '.join(map(str, outside))}, but its cluster "
-            f"{machines.name} has the devices 0-{machines.num_devices - 1} (C3); number the "
-            "devices anew, or name a cluster in the plan that has them"
-        )
 
 
 def require_trainable(

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 _CLEAR = "\r\x1b[2K"
 _LEAST_BAR, _MOST_BAR = 8, 40
-_WIDE = 79
-"""Columns: of the bar, and of a terminal with room for words."""
+"""Columns of the bar."""
 
 
 @contextmanager
@@ -135,7 +134,7 @@ class TrainingProgress:
             taken, rate = self._typical()
             if event.total:
                 parts = [f"{_clock(taken * (event.total - event.done))} left"]
-            parts.append(f"{rate:,.0f} samples/s" if room >= _WIDE else f"{rate:,.0f}/s")
+            parts.append(f"{rate:,.0f} samples/s" if room >= 79 else f"{rate:,.0f}/s")
             against = f" of {self._predicted_s * 1e3:,.2f}" if self._predicted_s else ""
             parts.append(f"{taken * 1e3:,.2f}{against} ms")
         shown = [loss]

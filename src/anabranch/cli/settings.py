@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from anabranch.cli.clusters import cluster_of
+from anabranch.cli.clusters import cluster_of, require_own_devices
 from anabranch.cli.output import file_to_write
 from anabranch.cli.parsing import split_output
 from anabranch.cli.run_file import refuse_beside_plan
@@ -327,11 +327,18 @@ class LocalPlanSettings:
         """Local ranks, or all of torchrun's."""
         return self.devices or int(os.environ.get("WORLD_SIZE", "2"))
 
-    def require_no_other(self) -> None:
-        """Refuse what a plan file has decided."""
+    def plan(self) -> "Plan | None":
+        """The plan of the file, if there is one; what it has decided nothing else may."""
+        if self.plan_file is None:
+            return None
+        from anabranch.files import load_plan
+
         free = ("--plan", "--device")
         named = [option for option in options_set(self) if option not in free]
-        if self.plan_file is not None and named:
+        if named:
             raise typer.BadParameter(
                 f"{self.plan_file} decides what {', '.join(named)} would; leave out one of them"
             )
+        plan = load_plan(self.plan_file)
+        require_own_devices(plan, self.plan_file)
+        return plan

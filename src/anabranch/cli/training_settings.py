@@ -4,7 +4,9 @@ Keys are what a run seldom needs; ``docs/command-line.md`` lists them.
 """
 
 # Annotations are not left as text: spread would evaluate each of them for --help.
+import difflib
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from anabranch.cli.logs import loggers
-from anabranch.cli.output import folder_to_write
+from anabranch.cli.output import file_to_write, folder_to_write
 from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.cli.settings import (
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from anabranch.runtime.compute.options import ComputeOptions
     from anabranch.training import Callback, SaveEvery
     from anabranch.weights import WeightPolicy
+
+SPARE_COPIES = 10
+"""Steps between two copies in memory, unless the user says otherwise: more of them cost more, fewer
+have more steps done again.
+"""
 
 _computing = partial(typer.Option, rich_help_panel="Computing")
 
@@ -146,6 +152,30 @@ class TrainingSettings:
             "torchrun has an option of that name itself.",
         ),
     ] = 0
+    survive: Annotated[
+        bool,
+        typer.Option(
+            "--survive",
+            help="Where a rank dies, the others keep their processes: a new rank takes its place, "
+            "and all go on from copies of the state in memory. Ranks of one host, with a flush.",
+        ),
+    ] = False
+    spare_copies: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEPS",
+            help="Steps between two of these copies, at most so many are done again "
+            f"[default: {SPARE_COPIES}].",
+        ),
+    ] = None
+    replace: Annotated[
+        bool,
+        typer.Option(
+            help="--no-replace: no new rank takes the place of a dead one; with a device fewer "
+            "training goes on under another plan."
+        ),
+    ] = True
     replan: Annotated[
         bool,
         typer.Option(
@@ -292,3 +322,47 @@ class FlushSettings:
         """
         name = self.policy if is_file else None
         return self.with_options(name or plan.policy) if self.policy_option else name
+
+
+FILES, FOLDERS, TRACKERS = ("jsonl", "csv"), ("tensorboard",), ("wandb", "mlflow")
+"""Kinds of logs, by what stands behind the colon."""
+
+
+def loggers(texts: Sequence[str]) -> "tuple[Callback, ...]":
+    """A callback for each text, none of which has opened anything yet.
+
+    Raises:
+        typer.BadParameter: if there is no such kind.
+        TrainingError: if a package is missing, or a file could not be written.
+    """
+    split = [_split(text) for text in texts]
+    if not split:
+        return ()
+    from anabranch import training
+
+    makers: dict[str, Callable[[str], Callback]] = {
+        "jsonl": training.JsonLines,
+        "csv": training.Csv,
+        "tensorboard": training.TensorBoard,
+        "wandb": lambda project: training.WeightsAndBiases(project=project),
+        "mlflow": training.MLflow,
+    }
+    return tuple(makers[kind](where) for kind, where in split)
+
+
+def _split(text: str) -> tuple[str, str]:
+    kinds = (*FILES, *FOLDERS, *TRACKERS)
+    kind, _, where = text.partition(":")
+    if kind not in kinds:
+        close = difflib.get_close_matches(kind, kinds, 1)
+        meant = f"; {close[0]} is meant?" if close else ""
+        raise typer.BadParameter(
+            f"--log {text}: there is no log {kind!r}{meant} Write jsonl:FILE, csv:FILE, "
+            "tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT"
+        )
+    if not where:
+        what = "FILE" if kind in FILES else "FOLDER" if kind in FOLDERS else "NAME"
+        raise typer.BadParameter(f"--log {text}: say where, {kind}:{what}")
+    if kind not in TRACKERS:
+        (file_to_write if kind in FILES else folder_to_write)(Path(where))
+    return kind, where

@@ -181,7 +181,9 @@ def _contents(function: FunctionType) -> Iterator[object]:
     """Generate everything that determines the machine code of a function and of those it calls."""
     code, names = function.__code__, function.__globals__
     constants = [value for value in code.co_consts if not isinstance(value, CodeType)]
-    yield code.co_code, code.co_varnames, code.co_names, constants, function.__defaults__
+    # Kept code knows its module by name, which another version may have put elsewhere.
+    yield function.__module__, code.co_code, code.co_varnames, code.co_names, constants
+    yield function.__defaults__
     yield [value for name in code.co_names if isinstance(value := names.get(name), (int, float))]
     for part in _called(function).values():
         yield from _contents(part)
@@ -203,10 +205,10 @@ def private_folder() -> Path | None:
     """The folder for machine code in the user's cache; None where another user could write to it,
     or nobody can.
     """
-    given = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "")
     try:
         # The specification of XDG has relative paths ignored.
-        folder = (given if given.is_absolute() else Path.home() / ".cache") / "anabranch"
+        folder = (root if root.is_absolute() else Path.home() / ".cache") / "anabranch"
         folder.mkdir(parents=True, exist_ok=True)
         folder = folder.resolve() / "compiled"
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -12,14 +12,6 @@ from typing import TypeVar
 BUCKET_BYTES = 25 * 2**20
 """Gradients in one bucket at most, unless a single one is larger; PyTorch's default."""
 
-PIECE_SHARE = 0.125
-"""Largest piece of an all-reduce that is simulated as one, as a share of the bytes before it or
-after it, whichever are fewer: less makes more events, more is coarser.
-"""
-
-MOST_PIECES = 1024
-"""Pieces of one gradient at most: those of a single parameter of 25 GiB."""
-
 Gradient = TypeVar("Gradient")
 
 
@@ -48,14 +40,17 @@ def cut_into_buckets(
 
 def piece_bytes(before: float, left: float) -> float:
     """Bytes of an all-reduce that are simulated as one: finer near the ends, which decide when the
-    first sum begins and what is left after the last backward.
+    first sum begins and what is left after the last backward. A smaller share than an eighth of the
+    bytes before it or after it makes more events, a larger one is coarser.
     """
-    return max(BUCKET_BYTES, min(before, left) * PIECE_SHARE)
+    return max(BUCKET_BYTES, min(before, left) * 0.125)
 
 
 def piece_count(nbytes: float, size: float) -> int:
-    """Pieces of about ``size`` bytes into which gradients are cut, at least one."""
-    return max(1, min(MOST_PIECES, round(nbytes / size)))
+    """Pieces of about ``size`` bytes into which gradients are cut, at least one; at most those of a
+    single parameter of 25 GiB.
+    """
+    return max(1, min(1024, round(nbytes / size)))
 
 
 def turn(holders: tuple[int, ...], stages: Sequence[int]) -> tuple[tuple[int, ...], int]:

@@ -5,7 +5,7 @@
                of the optimizer factor, where replicas share its state, the part of one of them
              + receive slots * (entering + gradients of what leaves)
              - tables + rows / replicas     where gradients of tables are the rows of a batch
-             + a pass                       besides what is kept (``passes``)
+             + a pass                       besides what is kept (``StagePasses``)
              + kept * n                     with recomputation: the inside of one micro-batch
     flight   entering + kept * n            without; with recomputation only what entered
     sums     terms of other replicas in a bucket of gradients, when nothing is in flight any more:
@@ -126,7 +126,8 @@ def memory_terms(
         entering + (kept - inside),
         inside + passing,
         np.maximum(
-            np.maximum(bucket * terms, rows * _COPIES * (terms > 0)),
+            # Rows of all replicas as they came, and their sums.
+            np.maximum(bucket * terms, rows * 2 * (terms > 0)),
             (dense + rows / replicas) * all_temporary
             + np.minimum(updated, largest_gradient) * largest_temporary,
         ),
@@ -180,7 +181,3 @@ class Dealing:
 
 
 _DEALING = Dealing()
-
-
-_COPIES = 2
-"""Copies of the rows of all replicas while they are added up: as they came, and the sums."""

@@ -8,7 +8,7 @@ rounding, and sums in whatever order agree to the last bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
@@ -20,14 +20,12 @@ from numpy.typing import NDArray
 from anabranch.cluster import Calibration, Cluster
 from anabranch.cost import sparse
 from anabranch.cost.communication import Route, all_reduce_s, border_price, ring_price
-from anabranch.cost.interpolation import between, row_below
 from anabranch.cost.memory import MOST_TERMS, DeviceMemory, deal, memory_terms
 from anabranch.cost.overheads import FREE, update_cost
-from anabranch.cost.passes import StagePasses
-from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
+from anabranch.cost.stage_weights import Border, Held, Number, StagePasses, StageWeights, Traffic
 from anabranch.errors import ProfileError
-from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, Value, bits
-from anabranch.profile.profile import Profile, UpdateCost
+from anabranch.graph.opgraph import BATCH, OpGraph, Parameter, bits
+from anabranch.profile.profile import Profile, UpdateCost, between, row_below
 from anabranch.remembered import remembered
 
 Floats = NDArray[np.float64]
@@ -150,25 +148,6 @@ class CostModel:
         """Per value, the bit mask of the operators that read it."""
         return tuple(sum(1 << consumer for consumer in v.consumers) for v in self.graph.values)
 
-    @cached_property
-    def made(self) -> tuple[tuple[int, ...], ...]:
-        """Per operator, the values that it makes and another reads."""
-        return self._by_operator(lambda value: (value.producer,) if value.consumers else ())
-
-    @cached_property
-    def read(self) -> tuple[tuple[int, ...], ...]:
-        """Per operator, the values that it reads from another; the batch is at hand everywhere."""
-        return self._by_operator(lambda value: value.consumers)
-
-    def _by_operator(
-        self, operators: Callable[[Value], tuple[int, ...]]
-    ) -> tuple[tuple[int, ...], ...]:
-        result: list[list[int]] = [[] for _ in self.graph.ops]
-        for i, value in enumerate(self.graph.values):
-            for op in operators(value) if value.producer != BATCH else ():
-                result[op].append(i)
-        return tuple(map(tuple, result))
-
     def message_bytes(self, values: Sequence[int], samples: float) -> tuple[float, float]:
         """Bytes of these values for this many samples, and of their gradients."""
         sizes = [(self.graph.values[i].size(samples), self.graph.values[i].grad) for i in values]
@@ -284,21 +263,17 @@ class CostModel:
         return np.array([cost.working_bytes for cost in self.profile.costs], dtype=np.float64)
 
     def border(self, mask: int) -> Border:
-        """Bytes that cross the border of a set of operators."""
-        values, ops = self.graph.values, list(bits(mask))
+        """Bytes that cross the border of a set of operators; the batch is at hand everywhere."""
         sums = [[0.0, 0.0] for _ in range(4)]
         enters, leaves, enters_back, leaves_back = sums
-        for i in {i for op in ops for i in self.read[op]}:
-            value = values[i]
-            if not mask >> value.producer & 1:
+        for value, readers in zip(self.graph.values, self.readers, strict=True):
+            is_made = value.producer != BATCH and mask >> value.producer & 1
+            if is_made and readers & ~mask:
+                leaves[not value.batched] += value.nbytes
+                enters_back[not value.batched] += value.nbytes * value.grad
+            elif not is_made and readers & mask and value.producer != BATCH:
                 enters[not value.batched] += value.nbytes
                 leaves_back[not value.batched] += value.nbytes * value.grad
-        for op in ops:
-            for i in self.made[op]:
-                if self.readers[i] & ~mask:
-                    value = values[i]
-                    leaves[not value.batched] += value.nbytes
-                    enters_back[not value.batched] += value.nbytes * value.grad
         return Border(*(Traffic(per_sample, fixed) for per_sample, fixed in sums))
 
     @remembered

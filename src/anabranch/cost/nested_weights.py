@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from anabranch.cost.model import CostModel
 from anabranch.cost.stage_weights import Border, Held, Number, StageWeights, Traffic
-from anabranch.graph.opgraph import bits
+from anabranch.graph.opgraph import BATCH, bits
 from anabranch.remembered import remembered
 
 Floats = NDArray[np.float64]
@@ -173,13 +173,13 @@ class NestedSets:
         return self.between(pairs)[place]
 
     def passes(self, pairs: Pairs, samples: float) -> Floats:
-        """Bytes of a pass (``cost.passes``) of the stages between some pairs of sets."""
+        """Bytes of a pass (``StagePasses``) of the stages between some pairs of sets."""
         cost = self.cost
         own = cost.largest_gradients + cost.working_bytes * samples
         return self._fullest(pairs, own, cost.kept_bytes * samples)
 
     def _fullest(self, pairs: Pairs, own: Floats, kept: Floats) -> Floats:
-        """The recurrence of ``cost.passes`` by what operators take themselves and what they keep.
+        """The recurrence of ``StagePasses`` by what operators take themselves and what they keep.
 
         Of a row in the model's order pass(i) is the most of own + what is kept up to there, so far,
         less all that is kept up to i.
@@ -281,9 +281,12 @@ class NestedSets:
     @cached_property
     def _values(self) -> tuple[NDArray[np.bool_], NDArray[np.int16], Floats]:
         """Per set and value whether it is made and how many readers are to come; its bytes."""
-        cost, ops = self.cost, list(bits(self.sets[-1]))
-        near = sorted({i for op in ops for i in (*cost.made[op], *cost.read[op])})
-        values = [cost.graph.values[i] for i in near]
+        values = [
+            value
+            for value, readers in zip(self.cost.graph.values, self.cost.readers, strict=True)
+            if readers and value.producer != BATCH
+            if self.sets[-1] & (readers | 1 << value.producer)
+        ]
         producers = [value.producer for value in values]
         outside = [not self.sets[-1] >> op & 1 for op in producers]
         nbytes = np.zeros((len(values), _KINDS))

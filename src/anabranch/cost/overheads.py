@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,24 +74,14 @@ def all_gather_work_s(
     return calibration.message_byte_s * 2 * (ranks - 1) / ranks * nbytes + messages_s
 
 
-class Agreement(NamedTuple):
+def agreement_s(cluster: Cluster, ranks: int) -> tuple[float, float]:
     """Processor seconds of a rank that sends its totals to all others, which it takes again for
-    theirs, and the latency in between.
+    theirs, and the latency in between; nothing for a single rank.
     """
-
-    device_s: float = 0.0
-    latency_s: float = 0.0
-
-
-NO_AGREEMENT = Agreement()
-
-
-def agreement(cluster: Cluster, ranks: int) -> Agreement:
-    """The agreement of so many ranks; nothing for a single one."""
     if cluster.calibration is None or ranks < 2:
-        return NO_AGREEMENT
+        return 0.0, 0.0
     device_s = (ranks - 1) * message_s(cluster.calibration, 1)
-    return Agreement(device_s, cluster.slowest_link((0, ranks - 1)).latency_s)
+    return device_s, cluster.slowest_link((0, ranks - 1)).latency_s
 
 
 def update_cost(profile: Profile, cluster: Cluster, optimizer_factor: float) -> UpdateCost:

@@ -11,7 +11,7 @@ for the counts of others in the middle of its backwards.
 
 from __future__ import annotations
 
-from anabranch.graph.opgraph import Table
+from anabranch.graph.opgraph import LookupTable
 
 INDEX_BYTES = 8
 """Bytes of the index of a row."""
@@ -22,16 +22,16 @@ def most_samples(batch_size: int, microbatch_size: int, replicas: int) -> int:
     return -(-batch_size // microbatch_size) * -(-microbatch_size // replicas)
 
 
-def message_bytes(table: Table, samples: int) -> int:
+def message_bytes(table: LookupTable, samples: int) -> int:
     """Bytes that each holder sends each other one for so many samples on the fullest."""
     return table.lookups * samples * (table.row_bytes + INDEX_BYTES)
 
 
-def ring_bytes(table: Table, samples: int, holders: int) -> int:
+def ring_bytes(table: LookupTable, samples: int, holders: int) -> int:
     """Bytes whose ring sends as much as all holders that send all others their rows."""
     return -(-holders * message_bytes(table, samples) // 2)
 
 
-def rows_pay(table: Table, nbytes: int, samples: int, holders: int) -> bool:
+def rows_pay(table: LookupTable, nbytes: int, samples: int, holders: int) -> bool:
     """Return whether rows are less to send than the ring of the table of ``nbytes``."""
     return ring_bytes(table, samples, holders) < nbytes

@@ -7,13 +7,14 @@ from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 Number = Any
 """A float, or a NumPy array of them."""
 
 
 class Passes(Protocol):
-    """Bytes that a pass of a stage takes besides all that is kept; see ``cost.passes``."""
+    """Bytes that a pass of a stage takes besides all that is kept, see ``StagePasses``."""
 
     def at(self, samples: Number) -> Number:
         """Bytes for this many samples; for an array of counts, with axes that broadcast."""
@@ -148,3 +149,43 @@ class StageWeights:
     def __getitem__(self, places: Any) -> StageWeights:
         """Weights of some stages."""
         return StageWeights(*(getattr(self, kind.name)[places] for kind in fields(self)))
+
+
+Floats = NDArray[np.float64]
+
+
+def pass_behind(before: float, kept: float, own: float) -> float:
+    """pass(i), where pass(i - 1) is ``before``, and ``own`` is what operator i takes itself."""
+    return max(before - kept, own)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePasses:
+    """Bytes that a pass of one stage takes besides what its operators keep for their backwards.
+
+    Of operators i in the order of the model, on n samples::
+
+        k_i    bytes per sample that the operator keeps
+        w_i    bytes per sample that its forward or its backward takes besides, while it runs
+        g_i    bytes of the largest gradient of one of its parameters, before it is added
+
+        pass(i) = max(pass(i - 1) - k_i n,  g_i + w_i n)
+
+    What operator i keeps is not there yet when those before it run their forwards, and no more when
+    they run their backwards. So an embedding's gradient, the last to be made, is as large as its
+    table, but lies where all that the other operators have kept lay before. The last pass(i) is
+    ``max(fixed + per_sample * n)`` over the operators.
+    """
+
+    fixed: Floats
+    per_sample: Floats
+
+    @staticmethod
+    def of(gradients: Floats, working: Floats, kept: Floats) -> StagePasses:
+        """The recurrence for its operators, g_i, w_i and k_i."""
+        return StagePasses(gradients, working - (kept.sum() - np.cumsum(kept)))
+
+    def at(self, samples: Number) -> Number:
+        """Bytes for this many samples, or for each of an array of counts."""
+        lines = self.fixed + np.multiply.outer(samples, self.per_sample)
+        return np.maximum(lines.max(axis=-1, initial=0.0), 0.0)

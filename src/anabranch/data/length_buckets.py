@@ -1,25 +1,45 @@
-"""Length buckets of a collator that pads to the longest sequence of each batch."""
+"""Sequences padded to few lengths, and length buckets of a collator that pads to the longest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from anabranch.data.padding import pad_to_bucket
 from anabranch.errors import DataError
 
-COUNT = 4
-"""Buckets: each is captured once (seconds), and shortens the batches that fit into it."""
 
-_LOOKED_AT = 20_000
-"""Samples whose length is looked at, evenly spaced in a larger data set."""
+def pad_to_bucket(
+    batch: Mapping[str, Tensor], lengths: Collection[int], fill: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """A batch whose sequences are padded to the least of some lengths that holds them.
 
-_MULTIPLE = 8
+    Args:
+        lengths: of the sequences in ``Workload.example`` and ``Workload.buckets``.
+        fill: name of each tensor with sequences in dimension 1 -> what it is padded with, such as
+            0 for a mask and -100 for labels; other tensors stay as they are.
+
+    Raises:
+        DataError: if a sequence is longer than all lengths.
+    """
+    longest = max(batch[name].shape[1] for name in fill)
+    length = min((n for n in lengths if n >= longest), default=0)
+    if not length:
+        raise DataError(
+            f"a batch has sequences of {longest}, longer than every bucket "
+            f"({', '.join(map(str, sorted(lengths)))}): cut them, or add a bucket that holds them"
+        )
+    padded = dict(batch)
+    for name, value in fill.items():
+        tensor = batch[name]
+        samples, used, *inner = tensor.shape
+        rest = tensor.new_full((samples, length - used, *inner), value)
+        padded[name] = torch.cat([tensor, rest], 1)
+    return padded
 
 
 @dataclass(frozen=True)
@@ -29,10 +49,17 @@ class LengthBuckets:
     Attributes:
         lengths: of the sequences of each tensor, from the shortest bucket to the longest.
         fill: name of such a tensor -> its padding.
+        most: buckets at most: each is captured once (seconds), and shortens the batches that fit.
+        looked_at: samples whose length is looked at, evenly spaced in a larger data set.
+        multiple: of which lengths are, but the longest.
     """
 
     lengths: tuple[Mapping[str, int], ...]
     fill: Mapping[str, float]
+
+    most: ClassVar[int] = 4
+    looked_at: ClassVar[int] = 20_000
+    multiple: ClassVar[int] = 8
 
     @staticmethod
     def of(
@@ -46,12 +73,12 @@ class LengthBuckets:
         Raises:
             ValueError: if something else than what can be padded has several lengths.
         """
-        found: list[dict[str, int]] = []
+        sizes_seen: list[dict[str, int]] = []
         for data in data_sets:
-            for index in range(0, len(data), math.ceil(len(data) / _LOOKED_AT)):
+            for index in range(0, len(data), math.ceil(len(data) / LengthBuckets.looked_at)):
                 tensors = collate([data[index]])
-                found.append({n: t.shape[1] for n, t in tensors.items() if t.dim() > 1})
-        names = [name for name in found[0] if len({sizes[name] for sizes in found}) > 1]
+                sizes_seen.append({n: t.shape[1] for n, t in tensors.items() if t.dim() > 1})
+        names = [name for name in sizes_seen[0] if len({sizes[name] for sizes in sizes_seen}) > 1]
         if not names:
             return None
         if missing := [name for name in names if name not in fill]:
@@ -59,20 +86,21 @@ class LengthBuckets:
                 f"{', '.join(missing)} has other sizes in other samples, and no padding for it is "
                 "known: let the collator pad to max_length, or give fill={name: value} besides"
             )
-        if "input_ids" in names and "attention_mask" not in found[0]:
+        if "input_ids" in names and "attention_mask" not in sizes_seen[0]:
             raise ValueError(
                 "input_ids have several lengths and there is no attention_mask, so padding would "
                 "be read: let the collator return one, or pad to max_length"
             )
-        table = torch.tensor([[sizes[name] for name in names] for sizes in found])
+        table = torch.tensor([[sizes[name] for name in names] for sizes in sizes_seen])
         order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
         batches = range(0, len(table), batch_size)
         longest = torch.stack([table[order[i : i + batch_size]].amax(0) for i in batches])
         longest, most = longest.sort(0).values, table.amax(0)
+        count, multiple = LengthBuckets.most, LengthBuckets.multiple
         buckets: dict[tuple[int, ...], None] = {}
-        for number in range(1, COUNT):
-            at = longest[math.ceil(len(longest) * number / COUNT) - 1]
-            rounded = (at + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+        for number in range(1, count):
+            at = longest[math.ceil(len(longest) * number / count) - 1]
+            rounded = -(-at // multiple) * multiple
             buckets[tuple(torch.minimum(rounded, most).tolist())] = None
         buckets[tuple(most.tolist())] = None
         lengths = tuple(dict(zip(names, sizes, strict=True)) for sizes in buckets)

@@ -24,8 +24,8 @@ from anabranch.errors import DataError
 
 
 class BatchPacking(Protocol):
-    """How a module is called on tensors that have the samples in dimension 0; two are equal that
-    pack alike.
+    """Call of a module on tensors that have the samples in dimension 0; two are equal that pack
+    alike.
     """
 
     def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
@@ -92,7 +92,7 @@ class Rows:
 
     @staticmethod
     def of(example: Any, rows: Mapping[str, int | str], samples_in: Mapping[str, int]) -> Rows:
-        """What is said of an example, and what is plain to see in it.
+        """Return the packing of an example: as said, and as is plain to see in it.
 
         The number of samples is that of ``labels``; a tensor with a multiple of it in dimension 0
         has rows if it has two dimensions, one with it in dimension 1 alone has positions.
@@ -117,17 +117,17 @@ class Rows:
                     dims[name] = 1
                 elif len(sizes) == 2 and sizes[0] > samples and sizes[0] % samples == 0:
                     numbers[name] = sizes[0] // samples, ""
-        found = Rows(tuple((n, *k) for n, k in numbers.items()), tuple(dims.items()))
-        if told := [
-            *(f"{name} has {k} rows per sample" for name, k, _ in found.rows if name not in rows),
+        packing = Rows(tuple((n, *k) for n, k in numbers.items()), tuple(dims.items()))
+        if seen := [
+            *(f"{name} has {k} rows per sample" for name, k, _ in packing.rows if name not in rows),
             *(f"{n} has samples in dimension {d}" for n, d in dims.items() if n not in samples_in),
         ]:
             warnings.warn(
-                f"by the shapes of the example of {samples} samples, {', '.join(told)}; say so "
+                f"by the shapes of the example of {samples} samples, {', '.join(seen)}; say so "
                 "by rows={...} or samples_in={...} of the Workload, or otherwise if it is not so",
                 stacklevel=4,
             )
-        return found
+        return packing
 
     def call(self, module: nn.Module, tensors: Mapping[str, Any], *, traced: bool) -> Any:
         """Call the module with its own arguments."""

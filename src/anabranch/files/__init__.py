@@ -16,14 +16,14 @@ read and edited by people:
       ]
     }
 
-One module for each kind of file; ``fields`` has what all three need. A key that came later has a
+One module for each kind of file; ``jsonfile`` has what all three need. A key that came later has a
 default, so older files stay readable.
 """
 
 from __future__ import annotations
 
 from anabranch.files.clusters import CLUSTER, cluster_to_dict, load_cluster, save_cluster
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import LIMITS
 from anabranch.files.plans import PLAN, load_plan, plan_from_dict, plan_to_dict, save_plan
 from anabranch.files.profiles import PROFILE, load_profile, profile_to_dict, save_profile
 

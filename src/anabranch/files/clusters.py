@@ -10,9 +10,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from anabranch.cluster import Calibration, Cluster, Level, Machine
-from anabranch.files.fields import FilePath, Seconds, Text, build, save
-from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import (
+    LIMITS,
+    FilePath,
+    Seconds,
+    Strict,
+    Text,
+    build,
+    core_fields,
+    document_fields,
+    read_document,
+    save,
+)
 
 CLUSTER = "anabranch.cluster/1"
 

@@ -18,8 +18,8 @@ import re
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from anabranch.errors import FileFormatError
-from anabranch.files.limits import LIMITS
+from anabranch.errors import FileFormatError, some
+from anabranch.files.jsonfile import LIMITS
 from anabranch.graph import digraph
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
@@ -252,16 +252,12 @@ def _check_connected(file: str, nodes: Mapping[str, ImportedNode], edges: Sequen
     )
     if len(parts) > 1:
         first = next(set(part) for part in parts if ops[0] in part)
-        apart = [key for key in ops if key not in first]
+        halves = (sorted(keys, key=_natural) for keys in (first, set(ops) - first))
+        one, other = (some(keys, 4) for keys in halves)
         raise FileFormatError(
-            f"{file} falls apart: nothing but the batch connects {_some(first)} with "
-            f"{_some(apart)}; a profile is one connected graph"
+            f"{file} falls apart: nothing but the batch connects {one} with "
+            f"{other}; a profile is one connected graph"
         )
-
-
-def _some(keys: Collection[str]) -> str:
-    text = ", ".join(sorted(keys, key=_natural)[:4])
-    return text if len(keys) <= 4 else f"{text} and {len(keys) - 4} more"
 
 
 def _trained(order: Sequence[ImportedNode], edges: Sequence[Edge]) -> set[str]:

@@ -2,7 +2,7 @@
 
 Reading refuses what JSON lets pass (a key twice, NaN, a number of 400 digits, another kind of
 document) and names file, key path and value. Writing goes to a temporary file, which then takes the
-target's place.
+target's place. The types of fields of all kinds of files are here as well.
 """
 
 from __future__ import annotations
@@ -10,16 +10,43 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from anabranch.errors import FileFormatError
-from anabranch.files.limits import LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of what a file of ours, or of others, may say; more is a mistake.
+
+    Attributes:
+        file_bytes: bytes of a file; the profile of a model with 10,000 operators has about
+            5 MB.
+        size: bytes in memory or on their way: an exbibyte.
+        devices: of a cluster; a product of level sizes quickly would be more.
+        seconds: of an operator: thirty years.
+        samples: of a batch.
+        name: characters of a node's label in an operator's name; longer ones are cut.
+    """
+
+    file_bytes: int = 2**28
+    size: int = 2**60
+    devices: int = 10**6
+    seconds: float = 1e9
+    samples: int = 2**40
+    name: int = 40
+
+
+LIMITS = Limits()
+
 
 _WIDTH = 100
 
@@ -261,3 +288,58 @@ def write_whole(target: Path, data: bytes) -> None:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+FilePath = str | os.PathLike[str]
+
+
+def _check_text(text: str) -> str:
+    # Escape sequences and line breaks would reach terminals and reports; half a surrogate pair
+    # cannot be encoded.
+    if not text.isprintable():
+        raise ValueError("it should not contain control characters")
+    return text
+
+
+def _check_name(name: str) -> str:
+    # Names may end up in file names (of checkpoints, reports); none may point out of a folder.
+    if name[0] in "/~" or "\\" in name or ".." in name.split("/") or re.match(r"[A-Za-z]:/", name):
+        raise ValueError("it should be a name, not a path")
+    return _check_text(name)
+
+
+Text = Annotated[str, Field(max_length=2000), AfterValidator(_check_text)]
+Name = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_check_name)]
+NameOrNone = Annotated[
+    str, Field(max_length=1000), AfterValidator(lambda name: name and _check_name(name))
+]
+"""A name, or the empty text."""
+Size = Annotated[int, Field(ge=0, le=LIMITS.size)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Samples = Annotated[int, Field(ge=1, le=2**40)]
+Index = Annotated[int, Field(ge=0, lt=LIMITS.devices)]
+
+
+_File = TypeVar("_File", bound=Strict)
+_Core = TypeVar("_Core")
+
+
+def save(path: FilePath, model: type[Strict], document: Mapping[str, Any]) -> None:
+    """Write a document; raises FileFormatError if that fails or it could not be read again."""
+    try:
+        model.model_validate(document)
+    except ValidationError as error:
+        raise FileFormatError(
+            f"{os.fspath(path)} would not be readable: {explain(error)}"
+        ) from None
+    write_document(path, document)
+
+
+def build(path: FilePath, construct: Callable[[_File], _Core], file: _File) -> _Core:
+    """From the validated document to the core type; raises FileFormatError where one of its own
+    conditions does not hold.
+    """
+    try:
+        return construct(file)
+    except ValueError as error:
+        raise FileFormatError(f"{os.fspath(path)}: {error}") from None

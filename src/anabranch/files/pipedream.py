@@ -34,8 +34,7 @@ from pathlib import Path
 
 from anabranch.errors import FileFormatError
 from anabranch.files.imported_graph import Edge, ImportedGraph, ImportedNode, sources
-from anabranch.files.jsonfile import read_text, shown
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import LIMITS, read_text, shown
 from anabranch.profile.profile import Profile
 
 KNOWN = "anabranch reads its own profiles, and PipeDream's and DAPPLE's graph.txt"

@@ -13,13 +13,26 @@ from pydantic import AfterValidator, Field
 
 from anabranch.errors import AnabranchError
 from anabranch.files.clusters import ClusterFile, cluster_to_dict, to_cluster
-from anabranch.files.fields import FilePath, Index, Name, Samples, Seconds, Size, Text, build, save
-from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document, validate
-from anabranch.files.limits import LIMITS
+from anabranch.files.jsonfile import (
+    LIMITS,
+    FilePath,
+    Index,
+    Name,
+    Samples,
+    Seconds,
+    Size,
+    Strict,
+    Text,
+    build,
+    core_fields,
+    document_fields,
+    read_document,
+    save,
+    validate,
+)
 from anabranch.graph.opgraph import Granularity
-from anabranch.plans.model_size import ModelSize
-from anabranch.plans.plan import CHANGED, Mode, Plan, Prediction
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.plan import CHANGED, Mode, ModelSize, Plan, Prediction
+from anabranch.plans.stages import MOST_MICROBATCHES, Stage, StageGraph
 from anabranch.schedule import asynchronous, rule_named
 from anabranch.weights import POLICIES
 
@@ -219,11 +232,11 @@ def _to_plan(file: _PlanFile) -> Plan:
 def _to_graph(file: _PlanFile) -> StageGraph:
     for i, stage in enumerate(file.stages):
         count = -(-file.batch_size // stage.microbatch_size)
-        if count > LIMITS.microbatches:
+        if count > MOST_MICROBATCHES:
             raise ValueError(
                 f"stages[{i}].microbatch_size is {stage.microbatch_size}, which cuts the batch of "
                 f"{file.batch_size} samples into {count} micro-batches; a stage has "
-                f"{LIMITS.microbatches} at most: write a larger microbatch_size or a smaller "
+                f"{MOST_MICROBATCHES} at most: write a larger microbatch_size or a smaller "
                 "batch_size"
             )
     stages = tuple(_to_stage(i, stage) for i, stage in enumerate(file.stages))

@@ -7,20 +7,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from anabranch.files.fields import (
+from anabranch.files.jsonfile import (
     FilePath,
     Name,
     NameOrNone,
     Samples,
     Seconds,
     Size,
+    Strict,
     Text,
     build,
+    core_fields,
+    document_fields,
+    read_document,
     save,
 )
-from anabranch.files.jsonfile import Strict, core_fields, document_fields, read_document
 from anabranch.graph.loss_kinds import LossKind
-from anabranch.graph.opgraph import BATCH, Granularity, Op, OpGraph, Parameter, Table, Value
+from anabranch.graph.opgraph import BATCH, Granularity, LookupTable, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 
 PROFILE = "anabranch.profile/1"
@@ -223,7 +226,7 @@ def _to_graph(file: _ProfileFile) -> OpGraph:
 
 
 def _to_parameter(entry: _ParameterEntry) -> Parameter:
-    table = Table(**core_fields(entry.table)) if entry.table else None
+    table = LookupTable(**core_fields(entry.table)) if entry.table else None
     return Parameter(entry.name, entry.nbytes, entry.trainable, table)
 
 

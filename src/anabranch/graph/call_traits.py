@@ -58,6 +58,25 @@ def batch_dim(small: torch.Tensor, large: torch.Tensor, sizes: tuple[int, int]) 
     return moving[0]
 
 
+def has_classes(node: fx.Node) -> bool:
+    """True if the targets of a loss are indices of classes."""
+    target = node.args[1]
+    value = tensor(target) if isinstance(target, fx.Node) else None
+    return value is not None and not value.is_floating_point()
+
+
+def dims_along(node: fx.Node, rank: int) -> list[int]:
+    """The dimensions that an operation is along; all of them where it names none."""
+    options = arguments(node)
+    for name in ("dim", "dims"):
+        dims = options.get(name)
+        if isinstance(dims, int):
+            return [dims % rank]
+        if isinstance(dims, list | tuple) and dims:
+            return [d % rank for d in dims]
+    return list(range(rank))
+
+
 class CallTraits:
     """Traits of the calls of a program; ``other`` has another number of samples, to show where
     these are.

@@ -30,10 +30,8 @@ from torch.utils import checkpoint
 from anabranch.data.packed import call_module
 from anabranch.errors import CaptureError, shadowed
 from anabranch.graph.attributes_read import AttributesRead
-from anabranch.graph.data_attribute import data_as_detached
-from anabranch.graph.library_rules import library_rules
 from anabranch.graph.module_state import with_attributes
-from anabranch.graph.raising_guards import without_raising_guards
+from anabranch.graph.tracing import data_as_detached, library_rules, without_raising_guards
 
 _SYMBOLS = "fx.experimental.symbolic_shapes"
 

@@ -6,6 +6,7 @@ is exported again for each number.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,14 +28,14 @@ from anabranch.graph.flat_program import (
     FlatProgram,
     PlaceholderSource,
     frame,
+    insert,
     is_renorm,
     upstream,
 )
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
-from anabranch.graph.number_metrics import numbers_as_tensors
-from anabranch.graph.raising_guards import without_raising_guards
 from anabranch.graph.rewrites import Rewrite, rewrite
+from anabranch.graph.tracing import without_raising_guards
 from anabranch.graph.whole_batch import counted_means
 from anabranch.remembered import remembered
 
@@ -255,3 +256,55 @@ def _first_names(module: nn.Module) -> dict[str, str]:
         for name, tensor in named(remove_duplicate=False):
             result[f"module.{name}"] = first.setdefault(id(tensor), name)
     return result
+
+
+_aten = torch.ops.aten
+_ARITHMETIC: dict[Any, Any] = {
+    operator.add: _aten.add.Tensor,
+    operator.mul: _aten.mul.Tensor,
+    operator.sub: _aten.sub.Tensor,
+    operator.truediv: _aten.div.Tensor,
+    operator.neg: _aten.neg.default,
+}
+_BEHIND: dict[Any, Any] = {
+    operator.add: _aten.add.Tensor,
+    operator.mul: _aten.mul.Tensor,
+    operator.sub: _aten.rsub.Scalar,
+}
+"""The same where the first operand is a plain number, which is then the second."""
+
+
+def numbers_as_tensors(program: FlatProgram, names: tuple[str, ...]) -> FlatProgram:
+    """The same program with tensors in place of the numbers that are returned; ``names`` of what is
+    returned.
+
+    A number such as ``hits.sum().item() / len(y)`` stops what computes it until the value is there,
+    and planning has no values. So the arithmetic is done with tensors.
+
+    Raises:
+        CaptureError: if a number is computed otherwise than with + - * /.
+    """
+    for name, output in zip(names, program.outputs, strict=True):
+        if output.target is _aten.scalar_tensor.default and isinstance(output.args[0], fx.Node):
+            number = _tensor(output.args[0], name, output)
+            output.replace_all_uses_with(insert(output, _aten.to.dtype, number, torch.float32))
+    program.drop_dead()
+    return program
+
+
+def _tensor(number: Any, metric: str, output: fx.Node) -> fx.Node:
+    """The tensor that a number is of, computed just before the output."""
+    if number.target is _aten.item.default:
+        # One number, which neither overflows nor is as coarse as those of small types.
+        return insert(output, _aten.sum.default, *number.args, dtype=torch.float64)
+    terms, known = list(number.args), _ARITHMETIC
+    if not isinstance(terms[0], fx.Node):
+        terms, known = terms[::-1], _BEHIND
+    if number.target not in known:
+        raise CaptureError(
+            f"the module's forward computes the metric {metric} from numbers that it asks tensors "
+            f"for ({user_line(number)}); leave .item() out there and compute it with tensors: a "
+            "metric may be a scalar tensor"
+        )
+    operands = [_tensor(n, metric, output) if isinstance(n, fx.Node) else n for n in terms]
+    return insert(output, known[number.target], *operands)

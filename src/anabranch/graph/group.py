@@ -25,11 +25,11 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from anabranch.graph.batch_sums import WHOLE_BATCH_LOSS
 from anabranch.graph.call_groups import CallGroups, bind, components, convex
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.flat_program import FlatProgram, frame, written
 from anabranch.graph.opgraph import Granularity
+from anabranch.graph.whole_batch import WHOLE_BATCH_LOSS
 
 FREE = -1
 """The operator of a call that is copied to its readers."""

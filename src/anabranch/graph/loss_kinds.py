@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from anabranch.errors import some
+
 LossKind = Literal["mean", "sum", "weighted mean", "coupled"]
 
 SENTENCES: dict[LossKind, str] = {
@@ -35,9 +37,8 @@ def told(
 
 def told_stateful(names: Sequence[str]) -> str:
     """A sentence on buffers and frozen parameters that the forward changes."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
-        f"the forward changes {', '.join(names[:3])}{more}: once per micro-batch and replica, as "
+        f"the forward changes {some(names)}: once per micro-batch and replica, as "
         "with gradient accumulation, not once per batch; one micro-batch without replicas, or a "
         "change between the steps, is as in one process"
     )
@@ -45,9 +46,8 @@ def told_stateful(names: Sequence[str]) -> str:
 
 def told_normalised(modules: Sequence[str]) -> str:
     """A sentence on batch normalisation in modules under micro-batches."""
-    more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
     return (
-        f"batch normalisation in {', '.join(modules[:3])}{more}: its statistics are those of a "
+        f"batch normalisation in {some(modules)}: its statistics are those of a "
         "micro-batch, as with gradient accumulation; SyncBatchNorm takes those of the whole batch, "
         "GroupNorm does not depend on it"
     )

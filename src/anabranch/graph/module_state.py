@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+_NOTHING = object()
+
 
 def device_of(module: nn.Module) -> torch.device:
     """The meta device if any tensor of a module is there, else that of its first tensor."""
@@ -22,11 +24,13 @@ def device_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, attributes have other values, given as (object, name, value)."""
+    """Inside, attributes have other values, given as (object, name, value), also those that an
+    object has from its class.
+    """
     changed = list(values)
-    # A class has descriptors, which getattr would bind.
+    # A class has descriptors, which getattr would bind; a tensor has its data in no dictionary.
     before = [
-        vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+        getattr(owner, name) if isinstance(owner, torch.Tensor) else vars(owner).get(name, _NOTHING)
         for owner, name, _ in changed
     ]
     try:
@@ -34,8 +38,11 @@ def with_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
         yield
     finally:
-        for (owner, name, _), value in zip(changed, before, strict=True):
-            setattr(owner, name, value)
+        for (owner, name, _), value in zip(reversed(changed), reversed(before), strict=True):
+            if value is _NOTHING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 @contextmanager

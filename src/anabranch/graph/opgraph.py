@@ -28,7 +28,7 @@ BATCH = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class LookupTable:
     """A table of embeddings: each sample looks some rows up, and only these have gradients.
 
     Attributes:
@@ -59,7 +59,7 @@ class Parameter:
     name: str
     nbytes: int
     trainable: bool = True
-    table: Table | None = None
+    table: LookupTable | None = None
 
 
 @dataclass(frozen=True, slots=True)

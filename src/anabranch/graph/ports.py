@@ -17,10 +17,15 @@ from dataclasses import dataclass
 from torch import fx
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import PARAMETER, FlatProgram, written
+from anabranch.graph.flat_program import (
+    PARAMETER,
+    FlatProgram,
+    gradient_calls,
+    requires_grad,
+    written,
+)
 from anabranch.graph.group import FREE
 from anabranch.graph.opgraph import BATCH
-from anabranch.graph.propagation import gradient_calls, requires_grad
 
 Use = tuple[int, int]
 """Position of the reading call in the program, and which of its node arguments, from 0."""

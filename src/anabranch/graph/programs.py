@@ -2,25 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from anabranch.device import accelerator
 from anabranch.errors import CaptureError
+from anabranch.graph.batch_layout import BatchLayout
 from anabranch.graph.exporter import Exporter, place_of
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
+    PARAMETER,
     FlatProgram,
     PlaceholderSource,
 )
 from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of, only_frozen
-from anabranch.graph.same_numbers import jump
+from anabranch.graph.slices import view_named, whole_name
 from anabranch.graph.whole_batch import WholeBatch
+
+
+def jump(
+    program: FlatProgram, twice: FlatProgram, other: FlatProgram
+) -> tuple[fx.Node, Any, Any] | None:
+    """The first call of ``other`` with a number that does not follow from the programs for some
+    samples and for twice as many; with the number of the first of them that it contradicts::
+
+        x.mean() * 2                           the same for all
+        x.sum() / len(x)                       a power of the samples, or a multiple and a constant
+        x.mean() * (2 if len(x) > 5 else 1)    jumps: slices of a batch would have another loss
+
+    Sizes are left out: they have to fit the tensors, or nothing runs.
+    """
+    ratio = other.samples / program.samples
+    for calls in zip(program.calls, twice.calls, other.calls, strict=True):
+        numbers = [tree_leaves(list(_values(call))) for call in calls]
+        if len({len(values) for values in numbers}) > 1:
+            continue  # lists of tensors
+        for a, b, value in zip(*numbers, strict=True):
+            if not _follows(a, b, value, ratio):
+                return calls[2], a if value != a else b, value
+    return None
+
+
+def _values(call: fx.Node) -> Iterator[Any]:
+    """Arguments that are neither tensors nor sizes."""
+    schema = getattr(call.target, "_schema", None)
+    named = [] if schema is None else schema.arguments
+    kinds = {argument.name: str(argument.real_type) for argument in named}
+    positional = zip([argument.name for argument in named], call.args, strict=False)
+    for name, value in (*positional, *call.kwargs.items()):
+        if "SymInt" not in kinds[name] and not isinstance(value, fx.Node | torch.device):
+            yield value
+
+
+def _follows(a: Any, b: Any, value: Any, ratio: float) -> bool:
+    if any(isinstance(number, fx.Node | torch.device) for number in (a, b, value)):
+        return True
+    if not all(type(number) in (int, float) for number in (a, b, value)):
+        return bool(a == b == value)
+    if a == b:
+        return bool(value == a)
+    expected = [a + (b - a) * (ratio - 1)]
+    if a * b > 0:
+        expected.append(a * ratio ** math.log2(b / a))
+    is_law = any(math.isclose(value, number, rel_tol=1e-6) for number in expected)
+    return is_law or value not in (a, b)  # other laws, 1 / (n - 1), do not say a number twice
+
 
 Signature = list[tuple[str, str]]
 """Operation and module of every call of a program."""
@@ -170,14 +224,29 @@ class Programs:
             values = [torch.empty(v.shape, dtype=v.dtype, device=place) for v in like]
             return {**tensors, **self._whole_batch.rows(values, samples)}
 
+        run = self.run(program, tensors, place)
+        return {**tensors, **self._whole_batch.rows(run, samples)}
+
+    def run(
+        self,
+        program: FlatProgram,
+        tensors: Mapping[str, torch.Tensor],
+        place: torch.device | None = None,
+    ) -> list[torch.Tensor]:
+        """Outputs of a program for a batch, on the module's parameters and buffers."""
+
         def find(source: PlaceholderSource) -> torch.Tensor:
             if source.kind == BATCH_LEAF:
-                return tensors[source.name].to(place)
-            if source.kind == BUFFER:
-                return self.module.get_buffer(source.name).to(place)
-            return program.constants[source.name].to(place)
+                value = tensors[source.name]
+            elif source.kind == PARAMETER:
+                value = view_named(source.name, self.module.get_parameter(whole_name(source.name)))
+            elif source.kind == BUFFER:
+                value = self.module.get_buffer(source.name).clone()  # it may count calls
+            else:
+                value = program.constants[source.name].clone()
+            return value if place is None else value.to(place)
 
-        return {**tensors, **self._whole_batch.rows(program.run(find), samples)}
+        return program.run(find)
 
     def is_even(
         self, tensors: Mapping[str, torch.Tensor], slices: Sequence[tuple[int, int]]
@@ -187,7 +256,7 @@ class Programs:
             return True
         whole = self.with_statistics(tensors)
         for start, stop in slices:
-            part = self.with_statistics({n: tensor[start:stop] for n, tensor in tensors.items()})
+            part = self.with_statistics(_sliced(tensors, start, stop))
             for name in self.statistics:
                 if not torch.allclose(part[name].sum(0), whole[name][start:stop].sum(0), rtol=1e-9):
                     return False
@@ -219,3 +288,41 @@ def require_same_calls(
         "it with tensor operations; a vision-language model of transformers takes batches of "
         "anabranch.multimodal_batch as it is"
     )
+
+
+TOLERANCE = 1e-2
+"""Relative difference that rounding may make, in half precision as well; a loss that compares
+samples differs by tens of percent."""
+
+
+def halves_agree(
+    programs: Programs, layout: BatchLayout, degrees: Mapping[str, int | None]
+) -> bool:
+    """Compare loss and metrics of the example's halves with those of the whole example: it tells
+    what the graph does not show, whether an operator of another library computes across samples.
+
+    Args:
+        programs: of a module with values, in evaluation mode, so that nothing is dropped out.
+        degrees: the loss and the metrics, in the order of the programs' outputs, see ``Captured``.
+
+    Raises:
+        CaptureError: if the module does not run with as many samples.
+        RuntimeError: if an operator does not run on this machine.
+    """
+    half = max(1, layout.samples // 2)
+    resized = layout.resized(2 * half, programs.exporter.device)
+    tensors = programs.with_statistics(dict(zip(layout.names, resized, strict=True)))
+    slices = (0, 2 * half), (0, half), (half, 2 * half)
+    whole, *parts = (
+        map(float, programs.run(programs.at(stop - start), _sliced(tensors, start, stop)))
+        for start, stop in slices
+    )
+    return all(
+        math.isclose(sum(part) * 2.0**degree, total, rel_tol=TOLERANCE, abs_tol=1e-6)
+        for degree, total, *part in zip(degrees.values(), whole, *parts, strict=True)
+        if degree is not None
+    )
+
+
+def _sliced(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    return {name: tensor[start:stop] for name, tensor in tensors.items()}

@@ -19,7 +19,7 @@ A statistic is known before the forward begins, so it is put in as that of the w
 
 Operators that other libraries register (``torch.library.custom_op``, fused kernels) are unknown:
 sizes do not tell whether a scalar of theirs is a mean, a sum or something else. An ``Assumption``
-says so, and ``halves`` compares numbers.
+says so, and ``halves_agree`` compares numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from typing import Any
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.call_traits import arguments, base_name, tensor
+from anabranch.graph.call_traits import (
+    arguments,
+    base_name,
+    dims_along,
+    has_classes,
+    tensor,
+)
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     PARAMETER,
@@ -258,8 +264,8 @@ class _Follower:
 
     def numbers(self, node: fx.Node) -> list[tuple[float, float]]:
         """Numbers among the arguments, for the samples of each program."""
-        twin = self.twins[node]
-        pairs = zip(_leaves(node), _leaves(twin), strict=True)
+        leaves = (tree_leaves([[*n.args], {**n.kwargs}]) for n in (node, self.twins[node]))
+        pairs = zip(*leaves, strict=True)
         return [(a, b) for a, b in pairs if _is_number(a) and _is_number(b)]
 
     def mixes(self, node: fx.Node, name: str) -> bool:
@@ -272,7 +278,7 @@ class _Follower:
         assert value is not None
         rank = value.dim()
         if name in ALONG:
-            return axis.dim in _dims(node, rank)
+            return axis.dim in dims_along(node, rank)
         if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
             return axis.dim >= rank - len(arguments(node)["normalized_shape"])
         if name in ("group_norm", "native_group_norm", "instance_norm") or name in CONVOLUTIONS:
@@ -367,11 +373,9 @@ class _Follower:
                 return nothing
             if how == 2:
                 return Flow("additive", 0, known)
-            return (
-                nothing
-                if ragged or (name in BY_CLASS and has_classes(node))
-                else Flow("additive", -1, known)
-            )
+            if ragged or (name in BY_CLASS and has_classes(node)):
+                return nothing
+            return Flow("additive", -1, known)
         if len(set(degrees)) > 1 and name not in PRODUCTS:
             return nothing
         if name in COUNTS and not ragged and _adds_to_nothing(node, name):
@@ -390,29 +394,6 @@ def _adds_to_nothing(node: fx.Node, name: str) -> bool:
     first = node.args[0]
     zeros = ("zeros", "zeros_like", "new_zeros")
     return not name.endswith("_add") or (isinstance(first, fx.Node) and base_name(first) in zeros)
-
-
-def has_classes(node: fx.Node) -> bool:
-    """True if the targets of a loss are indices of classes."""
-    target = node.args[1]
-    value = tensor(target) if isinstance(target, fx.Node) else None
-    return value is not None and not value.is_floating_point()
-
-
-def _dims(node: fx.Node, rank: int) -> list[int]:
-    """The dimensions that an operation is along; all of them where it names none."""
-    options = arguments(node)
-    for name in ("dim", "dims"):
-        dims = options.get(name)
-        if isinstance(dims, int):
-            return [dims % rank]
-        if isinstance(dims, list | tuple) and dims:
-            return [d % rank for d in dims]
-    return list(range(rank))
-
-
-def _leaves(node: fx.Node) -> list[Any]:
-    return [*tree_leaves(list(node.args)), *tree_leaves(dict(node.kwargs))]
 
 
 def _is_number(value: Any) -> bool:

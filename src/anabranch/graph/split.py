@@ -31,11 +31,10 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from anabranch.graph.capture import Captured
-from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CONSTANT, FlatProgram
+from anabranch.graph.flat_program import BATCH_LEAF, BUFFER, CONSTANT, FlatProgram, gradient_strides
 from anabranch.graph.gradient_order import dense, fan_out, keep_strides
 from anabranch.graph.group import FREE
 from anabranch.graph.ports import Port, PortMap, TiedUse, Use, node_arguments
-from anabranch.graph.propagation import gradient_strides
 from anabranch.remembered import remembered
 
 __all__ = ["Port", "Split", "StageProgram", "TiedUse", "split", "stages_like"]

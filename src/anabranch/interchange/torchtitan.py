@@ -9,7 +9,7 @@ from torch import nn
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import split
 from anabranch.interchange.chain import chain_of, not_expressible
-from anabranch.interchange.modules import StageModules, stage_modules
+from anabranch.interchange.stages import StageModules, stage_modules
 from anabranch.plans.plan import Plan
 
 SCHEDULE_FILE = "schedule.csv"

@@ -20,8 +20,7 @@ from torch import nn
 
 from anabranch.models.layers import FeedForward
 from anabranch.models.sizes import Sizes
-from anabranch.models.synthetic_data import Draw, prototypes, under_noise
-from anabranch.models.workload_builders import synthetic_workload
+from anabranch.models.workload_builders import Draw, prototypes, synthetic_workload, under_noise
 from anabranch.workload import Batch, Workload
 
 

@@ -22,8 +22,13 @@ from torch import nn
 
 from anabranch.models.layers import FeedForward, of_answers
 from anabranch.models.sizes import Sizes
-from anabranch.models.synthetic_data import SYNTHETIC, Draw, prototypes, under_noise
-from anabranch.models.workload_builders import synthetic_workload
+from anabranch.models.workload_builders import (
+    SYNTHETIC,
+    Draw,
+    prototypes,
+    synthetic_workload,
+    under_noise,
+)
 from anabranch.workload import Batch, Workload
 
 

@@ -21,13 +21,12 @@ from torch import nn
 from anabranch.data.glyphs import SIZES, load_glyphs, true_and_false_pairs
 from anabranch.models.layers import TransformerLayer, of_answers
 from anabranch.models.sizes import Sizes
-from anabranch.models.synthetic_data import seeded
-from anabranch.models.workload_builders import dataset_workload
+from anabranch.models.workload_builders import dataset_workload, seeded
 from anabranch.workload import Batch, Workload
 
 
 @dataclass(frozen=True)
-class GlyphSizes(Sizes):
+class GlyphNamesSizes(Sizes):
     """``layers``: per tower; ``patch``: in points; ``steps``: in which the learning rate decays."""
 
     layers: int = 8
@@ -43,8 +42,8 @@ class GlyphSizes(Sizes):
 
 
 PRESETS = {
-    "published": GlyphSizes(),
-    "small": GlyphSizes(
+    "published": GlyphNamesSizes(),
+    "small": GlyphNamesSizes(
         layers=4,
         hidden=64,
         heads=4,
@@ -95,7 +94,7 @@ class Words(nn.Module):
 class Tower(nn.Module):
     """Tokens, transformer layers, one vector of length 1."""
 
-    def __init__(self, embed: nn.Module, tokens: int, sizes: GlyphSizes):
+    def __init__(self, embed: nn.Module, tokens: int, sizes: GlyphNamesSizes):
         super().__init__()
         self.embed = embed
         self.position = nn.Parameter(torch.randn(tokens, sizes.hidden) * 0.02)
@@ -117,7 +116,7 @@ class Tower(nn.Module):
 class GlyphNames(nn.Module):
     """Both towers and the question whether they point the same way; binary cross-entropy."""
 
-    def __init__(self, sizes: GlyphSizes):
+    def __init__(self, sizes: GlyphNamesSizes):
         super().__init__()
         patches = (SIZES.side // sizes.patch) ** 2
         self.image = Tower(Patches(sizes.patch, sizes.hidden), patches, sizes)
@@ -136,7 +135,7 @@ class GlyphNames(nn.Module):
         return of_answers(self.head(cosine).squeeze(-1), target)
 
 
-def workload(sizes: GlyphSizes, *, meta: bool = False) -> Workload:
+def workload(sizes: GlyphNamesSizes, *, meta: bool = False) -> Workload:
     """The two towers on true and false pairs; held-out glyphs are paired among themselves."""
     glyphs = load_glyphs(sizes.buckets)
 

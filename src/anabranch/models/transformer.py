@@ -15,8 +15,7 @@ from torch import nn
 
 from anabranch.models.layers import TransformerLayer, of_classes
 from anabranch.models.sizes import Sizes
-from anabranch.models.synthetic_data import Draw, seeded
-from anabranch.models.workload_builders import synthetic_workload
+from anabranch.models.workload_builders import Draw, seeded, synthetic_workload
 from anabranch.workload import Batch, Workload
 
 SUCCESSORS = 4

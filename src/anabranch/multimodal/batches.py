@@ -14,10 +14,18 @@ from torch import Tensor, nn
 
 from anabranch.data.packed import PackedBatch
 from anabranch.errors import DataError
-from anabranch.graph.library_rules import replaced
+from anabranch.graph.module_state import with_attributes
 from anabranch.multimodal.patches import PackedPatches
-from anabranch.multimodal.shared_slots import dealt, take_rows
-from anabranch.multimodal.slots import Inputs, Sizes, Slots, feature_rows, most, shared_out
+from anabranch.multimodal.slots import (
+    Inputs,
+    Sizes,
+    Slots,
+    dealt,
+    feature_rows,
+    most,
+    shared_out,
+    take_rows,
+)
 from anabranch.multimodal.sounds import Sounds
 from anabranch.multimodal.towers import Packed, Tiled, VisionTower
 
@@ -92,17 +100,17 @@ def multimodal_batch(
     encoders = FAMILIES[kind]
     names = (name for encoder in encoders.values() for name in encoder.names)
     given = {name: own.pop(name) for name in names if name in own}
-    found: dict[str, Inputs] = {}
+    inputs_of: dict[str, Inputs] = {}
     counts: dict[str, list[int]] = {}
     for part, encoder in encoders.items():
         if encoder.names[0] in given:
-            found[part] = encoder.inputs(model, given, sizes[part][1])
+            inputs_of[part] = encoder.inputs(model, given, sizes[part][1])
         elif sizes[part][0] is not None:
-            found[part] = encoder.inputs(model, encoder.one(config), sizes[part][1]).none()
+            inputs_of[part] = encoder.inputs(model, encoder.one(config), sizes[part][1]).none()
         else:
             continue
         tokens = (own["input_ids"] == getattr(config, encoder.token)).sum(1).tolist()
-        counts[part] = shared_out(tokens, found[part], part)
+        counts[part] = shared_out(tokens, inputs_of[part], part)
     has_positions = any(isinstance(encoder, PackedPatches) for encoder in encoders.values())
     made = has_positions and "position_ids" not in own
     if made:
@@ -114,13 +122,13 @@ def multimodal_batch(
         own = {name: t[order] if isinstance(t, Tensor) else t for name, t in own.items()}
     packing = Multimodal(
         kind,
-        tuple((part, tuple(inputs.tensors)) for part, inputs in found.items()),
+        tuple((part, tuple(inputs.tensors)) for part, inputs in inputs_of.items()),
         made,
         share,
         "batch_num_images" in given,
     )
     tensors: dict[str, Tensor] = {}
-    for part, inputs in found.items():
+    for part, inputs in inputs_of.items():
         held = Slots(torch.tensor([counts[part][sample] for sample in order]), share)
         needed = -(-int(held.counts.view(-1, share).sum(1).max()) // share)
         slots = most(needed, sizes[part][0], f"{part} inputs", f"{part}s")
@@ -220,5 +228,5 @@ def _gathered(model: Any, index: list[Tensor], share: int, sounds: Any) -> Itera
     if sounds is not None:
         values.append((type(model.model), "get_audio_features", lambda *_, **__: sounds))
         extra["input_features"] = sounds.pooler_output
-    with replaced(values):
+    with with_attributes(values):
         yield extra

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anabranch.graph.library_rules import replaced
+from anabranch.graph.module_state import with_attributes
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
 
 _SIZES = "image_grid_thw"
@@ -151,7 +151,9 @@ def segmented(encoder: Any) -> Iterator[None]:
         mask = cu_seqlens[:, None, :, None] == cu_seqlens[:, None, None, :]
         # As many segments as slots, all of one length: what the library's own patch is for.
         bounds = torch.empty(cu_seqlens.shape[0] + 1, dtype=torch.long, device="meta")
-        with replaced([(F, "scaled_dot_product_attention", partial(attend, attn_mask=mask))]):
+        with with_attributes(
+            [(F, "scaled_dot_product_attention", partial(attend, attn_mask=mask))]
+        ):
             return exporter_dynamo._reshaped_vision_attention_forward(
                 self, hidden_states, cu_seqlens=bounds, **rest
             )
@@ -170,5 +172,5 @@ def segmented(encoder: Any) -> Iterator[None]:
     if hasattr(encoder, "permute_input_for_window_attn"):
         values.append((type(encoder), "permute_input_for_window_attn", permute))
         values.append((torch, "argsort", lambda _: slice(None)))
-    with replaced(values):
+    with with_attributes(values):
         yield

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.errors import DataError
-from anabranch.graph.library_rules import replaced
+from anabranch.graph.module_state import with_attributes
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
 
 
@@ -60,7 +60,7 @@ class VisionTower:
         """Encode all slots with the library's own code, where ``list(features)`` of all images,
         which are joined again, keeps them in one piece.
         """
-        with replaced([(_file_of(model), "list", _in_one_piece)]):
+        with with_attributes([(_file_of(model), "list", _in_one_piece)]):
             return model.model.get_image_features(
                 tensors["pixel_values"].flatten(0, 1), return_dict=True
             )
@@ -193,7 +193,7 @@ def _arranged(model: Any, index: Tensor, size: Tensor, image: int) -> Tensor:
             "(image_grid_pinpoints)"
         )
 
-    with replaced([(F, "interpolate", refuse)]):
+    with with_attributes([(F, "interpolate", refuse)]):
         (rows,), _ = model.model.pack_image_features(
             [index],
             size[None],

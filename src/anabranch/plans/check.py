@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from anabranch.cost import CostModel
-from anabranch.errors import InvalidPlanError
+from anabranch.errors import InvalidPlanError, some
 from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.plan import memory_text
 from anabranch.plans.stages import MOST_MICROBATCHES, StageGraph, slice_sizes
 from anabranch.plans.whole_batch import fitted, sliced_batches
 
-_NAMED = 5
-"""Names listed in a sentence at most; the rest are counted."""
+_some = partial(some, most=5)
 
 
 def check(
@@ -101,7 +101,7 @@ def _operators(graph: StageGraph, cost: CostModel) -> list[str]:
     if missing:
         are = "operator is" if len(missing) == 1 else "operators are"
         problems.append(f"C1: {len(missing)} {are} in no stage: {_some(missing)}")
-    problems += [f"C1: operator {name} is in {count[name]} stages" for name in twice[:_NAMED]]
+    problems += [f"C1: operator {name} is in {count[name]} stages" for name in twice[:5]]
     return problems
 
 
@@ -260,8 +260,3 @@ def stage_bytes(
         recompute=stage.recompute,
         versions=versions,
     )
-
-
-def _some(names: Sequence[str | int]) -> str:
-    shown = ", ".join(map(str, names[:_NAMED]))
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

@@ -7,11 +7,33 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from anabranch.cluster import Cluster
-from anabranch.plans.model_size import ModelSize
 from anabranch.plans.stages import StageGraph
 
 if TYPE_CHECKING:
     from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.opgraph import OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Bytes of a model's parameters and values.
+
+    Attributes:
+        parameter_bytes: bytes of all parameters, tied ones counted once.
+        value_bytes: bytes of the batch and of all operator outputs, for one sample.
+    """
+
+    parameter_bytes: int
+    value_bytes: int
+
+    @staticmethod
+    def of(graph: OpGraph) -> ModelSize:
+        """Compute the size of a model from its graph."""
+        return ModelSize(
+            sum(graph.parameter_bytes.values()),
+            sum(value.nbytes for value in graph.values),
+        )
+
 
 Mode = Literal["sync", "async"]
 
@@ -52,26 +74,39 @@ class Prediction:
     chain_s: float | None = None
     limit: str = ""
 
-    def headline(self, what: str) -> str:
+    def headline(self, what: str, measured_s: float | None = None) -> str:
         """Return one sentence on the step, what it gains, its bound and what limits it.
 
         Args:
             what: takes so long, such as ``A step``.
+            measured_s: seconds that it took in a run.
         """
-        others = (("data parallelism", self.data_parallel_s), ("the best chain", self.chain_s))
-        said = [
-            f"{seconds / self.step_s:.2f}x as fast as {name}"
-            for name, seconds in others
-            if seconds and self.step_s
-        ]
+        others = (("data-parallel", self.data_parallel_s), ("chain", self.chain_s))
+        said = [gain_text(name, seconds, self.step_s) for name, seconds in others if seconds]
         if self.bound_s:
             said.append(f"within {self.step_s / self.bound_s:.2f}x of the best possible")
         limit = f". Most of it: {self.limit}" if self.limit else ""
-        return f"{what} takes {', '.join([time_text(self.step_s), *said])}{limit}."
+        takes = f"takes {time_text(self.step_s)}"
+        if measured_s is not None:
+            takes = f"took {time_text(measured_s)}, predicted {time_text(self.step_s)}"
+        return f"{what} {', '.join([takes, *said])}{limit}."
 
 
-_MOST_STAGES = 12
-"""Stages of a summary that have a line each."""
+BASELINES = {
+    "from": "the plan of --from",
+    "data-parallel": "data parallelism",
+    "sequential": "the sequential pipeline",
+    "straight sequential": "the sequential pipeline without replicas",
+    "chain": "the best chain",
+}
+"""What plans are compared with -> its name in words."""
+
+
+def gain_text(baseline: str, other_s: float, step_s: float) -> str:
+    """Return how a step compares with that of a baseline, such as ``1.81x as fast as ...``."""
+    times = f"{other_s / step_s:.2f}x as fast as" if step_s else "in no time, unlike"
+    return f"{times} {BASELINES[baseline]}"
+
 
 NOT_PREDICTED = "not predicted"
 """Text in place of the figures of a plan without a prediction."""
@@ -85,12 +120,6 @@ TAKE_ROWS = "SparseAdam, or SGD or Adagrad without momentum, weight decay and fu
 _SPARSE = (
     f"sparse gradients of tables: to train with {TAKE_ROWS}; AdamW, the default of a Workload, "
     "takes none"
-)
-
-
-_IN_TURNS = (
-    "replicas of a stage take mini-batches in turn, each of them whole: one update for as many as "
-    "there are replicas"
 )
 
 
@@ -302,15 +331,25 @@ class Plan:
             *_stage_lines(graph),
             self.costs,
             *(["replicas share the optimizer's state"] if is_shared else []),
-            *([_IN_TURNS] if self.round_robin else []),
+            *([_turns_text(graph)] if self.round_robin else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]
         return "\n".join(lines)
 
 
+def _turns_text(graph: StageGraph) -> str:
+    """Return a line on replicas that take mini-batches in turn, with what an update learns from."""
+    stages: dict[int, list[int]] = {}
+    for s, stage in enumerate(graph.stages):
+        stages.setdefault(stage.replicas, []).append(s)
+    counts = (f"for {n if n > 1 else 'each'} in stage {ranges(stages[n])}" for n in sorted(stages))
+    how = "replicas of a stage take mini-batches in turn, each of them whole: one update"
+    return f"{how} {', '.join(counts)}"
+
+
 def _stage_lines(graph: StageGraph) -> list[str]:
-    """A line for each stage; of more than ``_MOST_STAGES``, for those that are alike."""
+    """A line for each stage; of more than twelve, for those that are alike."""
     modes = _modes(graph)
     after = [", ".join(map(str, before)) or "-" for before in graph.predecessors]
     devices = [ranges(stage.devices) for stage in graph.stages]
@@ -319,7 +358,7 @@ def _stage_lines(graph: StageGraph) -> list[str]:
         f"{len(stage.operators):3d} operator{'s' if len(stage.operators) > 1 else ''}"
         for s, stage in enumerate(graph.stages)
     ]
-    if len(graph) <= _MOST_STAGES:
+    if len(graph) <= 12:
         wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
         return [
             f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from anabranch.errors import InvalidPlanError
 from anabranch.graph.opgraph import OpGraph, bits
+from anabranch.plans.edges import value_edges
 from anabranch.plans.stages import StageGraph
 
 
@@ -87,11 +88,9 @@ def _parted(graph: StageGraph, model: OpGraph, s: int, chosen: Collection[int]) 
     second = replace(stage, operators=model.names(after), devices=stage.devices[cut:])
     stages = (*graph.stages[:s], first, second, *graph.stages[s + 1 :])
     home = {name: i for i, part in enumerate(stages) for name in part.operators}
-    names = [op.name for op in model.ops]
-    pairs = {(home[names[a]], home[names[b]]) for a, b in model.edges}
+    data = value_edges([home[op.name] for op in model.ops], model)
     # Edges beyond those of the data order stages.
     moved = {(x + (x > s), y + (y > s)) for x, y in graph.edges}
-    data = {(x, y) for x, y in pairs if x != y}
     kept = {(x, y) for x, y in moved if x != s} | {(s + 1, y) for x, y in moved if x == s}
     return replace(graph, stages=stages, edges=tuple(sorted(data | kept)))
 

@@ -59,7 +59,8 @@ class DataSheet:
         for rows, columns, share in _TILES:
             tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
             for split in _SPLITS:
-                depth = np.maximum(np.ceil(k / split), _SHALLOWEST)
+                # To start and end a tile costs about as much as a depth of 32.
+                depth = np.maximum(np.ceil(k / split), 32)
                 waves = np.ceil(tiles * split / self.processors)
                 seconds = waves * (2 * rows * columns * depth) / (per_processor * share)
                 if split > 1:  # the parts of the sum are written and read once more
@@ -83,8 +84,6 @@ _TILES = (
 """Rows, columns, and share of ``_REACHED``: smaller tiles load more bytes per operation."""
 
 _SPLITS = (1, 2, 4, 8, 16)
-_SHALLOWEST = 32
-"""Least depth of a part of k: to start and end a tile costs about as much."""
 
 
 def _flops(float64: float, float32: float, **others: float) -> Mapping[str, float]:
@@ -93,45 +92,19 @@ def _flops(float64: float, float32: float, **others: float) -> Mapping[str, floa
     return {name: 1e12 * peak for name, peak in peaks.items()}
 
 
+_AMPERE = _flops(9.7, 19.5, tf32=156, float16=312, bfloat16=312)
+_HOPPER = _flops(34, 67, tf32=494.5, float16=989.5, bfloat16=989.5)
+"""Of H100 and H200; the sheet's tensor core figures are with sparsity, twice these."""
+
 DATA_SHEETS: Mapping[str, DataSheet] = {
     sheet.name: sheet
     for sheet in (
-        # Tesla V100 SXM2 16 GB. It has neither TF32 nor bfloat16, which run as float32 then.
-        DataSheet(
-            "v100",
-            flops=_flops(7.8, 15.7, float16=125),
-            bandwidth=900 * GB,
-            memory_bytes=16 * GIB,
-            processors=80,
-            launch_s=5e-6,
-        ),
-        # A100 SXM 80 GB.
-        DataSheet(
-            "a100",
-            flops=_flops(9.7, 19.5, tf32=156, float16=312, bfloat16=312),
-            bandwidth=2039 * GB,
-            memory_bytes=80 * GB,
-            processors=108,
-            launch_s=4e-6,
-        ),
-        # H100 SXM5 80 GB; the sheet's tensor core figures are with sparsity, twice these.
-        DataSheet(
-            "h100",
-            flops=_flops(34, 67, tf32=494.5, float16=989.5, bfloat16=989.5),
-            bandwidth=3350 * GB,
-            memory_bytes=80 * GB,
-            processors=132,
-            launch_s=3.5e-6,
-        ),
-        # H200 SXM: the same processors, with other memory.
-        DataSheet(
-            "h200",
-            flops=_flops(34, 67, tf32=494.5, float16=989.5, bfloat16=989.5),
-            bandwidth=4800 * GB,
-            memory_bytes=141 * GB,
-            processors=132,
-            launch_s=3.5e-6,
-        ),
+        # Name, operations per second, bandwidth, memory, processors, launch. All are SXM modules;
+        # the V100 has neither TF32 nor bfloat16, which run as float32 then.
+        DataSheet("v100", _flops(7.8, 15.7, float16=125), 900 * GB, 16 * GIB, 80, 5e-6),
+        DataSheet("a100", _AMPERE, 2039 * GB, 80 * GB, 108, 4e-6),
+        DataSheet("h100", _HOPPER, 3350 * GB, 80 * GB, 132, 3.5e-6),
+        DataSheet("h200", _HOPPER, 4800 * GB, 141 * GB, 132, 3.5e-6),
     )
 }
 """Kind of device, as in ``Cluster.device`` -> its data sheet."""

@@ -26,7 +26,7 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -37,11 +37,11 @@ from torch.utils._pytree import tree_map
 from anabranch.device import accelerator
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
-from anabranch.graph.split import StageProgram
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_clock import EventOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (
     example_batch,
+    likeness,
     operator_programs,
     run_operators,
     workable_counts,
@@ -105,7 +105,7 @@ def measure(
     if place.type != "cpu" and place.index is None:
         place = torch.device(place.type, torch.accelerator.current_device_index())
     copies = _Copies(place, captured.module)
-    with _left_as_it_was(captured.module, place), _threads(threads):
+    with _left_as_it_was(captured.module, place, threads):
         deadline = time.perf_counter() + budget_s
         make = partial(_Bench, captured, copies=copies)
         benches = _take_turns(
@@ -305,7 +305,7 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
     working = bytes_per_sample(first.working, last.working, counts)
     groups: dict[str, list[int]] = {}
     for i, step in enumerate(first.programs):
-        key = _likeness(captured, step, first.batch) if pool else str(i)
+        key = likeness(captured, step, first.batch) if pool else str(i)
         groups.setdefault(key, []).append(i)
     costs: dict[int, OpCost] = {}
     weights = {parameter.name for parameter in captured.graph.parameters if parameter.trainable}
@@ -324,26 +324,6 @@ def _profile(captured: Captured, benches: list[_Bench], device: str, pool: bool)
         device=device,
         source="measured",
     )
-
-
-def _likeness(captured: Captured, step: StageProgram, batch: Mapping[str, Tensor]) -> str:
-    """Equal for operators that do the same: operations, shapes, which tensors need a gradient."""
-    graph: fx.Graph = step.module.graph
-    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-    state = step.module.state_dict(keep_vars=True)
-    values = captured.graph.values
-    lines = [f"{step.shapes[port.value]} {values[port.value].grad}" for port in step.inputs]
-    lines += [f"{batch[name].dtype} {batch[name].shape}" for name in step.batch]
-    for node in graph.nodes:
-        args = fx.map_arg((node.args, node.kwargs), number.__getitem__)
-        what: object = node.target
-        if node.op == "placeholder":
-            what = ""
-        elif node.op == "get_attr" and node.target in state:
-            tensor = state[node.target]
-            what = tensor.dtype, tuple(tensor.shape), tensor.requires_grad
-        lines.append(f"{node.op} {what} {args}")
-    return "\n".join(lines)
 
 
 class _Copies:
@@ -380,7 +360,14 @@ class _Copies:
 
 
 @contextmanager
-def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
+def _left_as_it_was(
+    module: nn.Module, device: torch.device, threads: int | None = None
+) -> Iterator[None]:
+    """Inside, there is no garbage collection, so many threads compute, and parameters have no
+    gradients; buffers, gradients and the random state come back.
+    """
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads or threads_before)
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in grads:
@@ -392,6 +379,7 @@ def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng(gpus, device_type=device.type), torch.enable_grad():
             yield
     finally:
+        torch.set_num_threads(threads_before)
         if collecting:
             gc.enable()
         for parameter, grad in grads:
@@ -399,13 +387,3 @@ def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-
-
-@contextmanager
-def _threads(threads: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

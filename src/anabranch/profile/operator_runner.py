@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.capture import Captured
@@ -69,6 +69,26 @@ def example_batch(captured: Captured, samples: int, device: torch.device) -> dic
     layout = captured.layout
     tensors = zip(layout.names, layout.resized(samples, device), strict=True)
     return captured.programs.with_statistics({name: t.to(device) for name, t in tensors})
+
+
+def likeness(captured: Captured, step: StageProgram, batch: Mapping[str, Tensor]) -> str:
+    """Equal for operators that do the same: operations, shapes, which tensors need a gradient."""
+    graph: fx.Graph = step.module.graph
+    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    state = step.module.state_dict(keep_vars=True)
+    values = captured.graph.values
+    lines = [f"{step.shapes[port.value]} {values[port.value].grad}" for port in step.inputs]
+    lines += [f"{batch[name].dtype} {batch[name].shape}" for name in step.batch]
+    for node in graph.nodes:
+        args = fx.map_arg((node.args, node.kwargs), number.__getitem__)
+        what: object = node.target
+        if node.op == "placeholder":
+            what = ""
+        elif node.op == "get_attr" and node.target in state:
+            tensor = state[node.target]
+            what = tensor.dtype, tuple(tensor.shape), tensor.requires_grad
+        lines.append(f"{node.op} {what} {args}")
+    return "\n".join(lines)
 
 
 def run_operators(

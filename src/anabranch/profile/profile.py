@@ -192,3 +192,19 @@ def bytes_per_sample(
     if low == high:
         return [-(-b // high) for b in many]
     return [max(0, -(-(b - a) // (high - low))) for a, b in zip(few, many, strict=True)]
+
+
+def row_below(samples: float, measured: Sequence[int] | NDArray[np.int64]) -> tuple[int, float]:
+    """Index of the measured count below so many samples, and their share of the way to the next
+    one.
+    """
+    row = 0
+    while row < len(measured) - 2 and measured[row + 1] < samples:
+        row += 1
+    low, high = measured[row], measured[row + 1]
+    return row, (samples - low) / (high - low)
+
+
+def between(low: Any, high: Any, share: float) -> Any:
+    """Seconds at this share of the way from low to high; exactly those at either end."""
+    return low * (1 - share) + high * share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from anabranch.errors import DataError, InvalidPlanError
+from anabranch.errors import DataError, InvalidPlanError, some
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.plan import Plan
@@ -99,7 +99,7 @@ def _check_operators(captured: Captured, plan: Plan) -> None:
     planned = Counter(name for stage in plan.stage_graph.stages for name in stage.operators)
     model = {op.name for op in captured.graph.ops}
     problems = [
-        f"{what}: {_some(names)}"
+        f"{what}: {some(names)}"
         for what, names in (
             ("the plan lacks operators of the model", sorted(model - set(planned))),
             ("the model lacks operators of the plan", sorted(set(planned) - model)),
@@ -119,11 +119,6 @@ def _check_operators(captured: Captured, plan: Plan) -> None:
             + (f"the plan was made with {made}: give the same, or " if made else "")
             + "plan this model, with the same options"
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def parts_like(parts: Split, captured: Captured, plan: Plan) -> Split:

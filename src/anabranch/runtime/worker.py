@@ -27,12 +27,13 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.graph.split import Port
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome
+from anabranch.runtime.compute.outcome import Key, Outcome
+from anabranch.runtime.compute.stage_compute import Compute
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.measurement.clocks import Clock
 from anabranch.runtime.messages import TOKEN, Item, Layout, assemble
 from anabranch.runtime.transport import Receipt, Spec, Transport
-from anabranch.schedule.lower import overlaps
+from anabranch.schedule.lower import messages as messages_between
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 
@@ -209,9 +210,8 @@ def _handovers(worker: Worker) -> Mapping[Action, Sequence[_Handover]]:
     for x, y in graph.edges:
         if me not in graph.stages[x].devices or me not in graph.stages[y].devices:
             continue
-        own = graph.stages[x].devices.index(me), graph.stages[y].devices.index(me)
-        for i, a, j, b, start, stop in overlaps(graph, x, y):
-            if (a, b) != own:
+        for i, device, j, _, start, stop in messages_between(graph, x, y, inside_devices=True):
+            if device != me:
                 continue
             there, back = (i, y, me, start, stop), (j, x, me, start, stop)
             sent = items(Action(x, Kind.SEND_FORWARD, *there))

@@ -11,7 +11,6 @@ from anabranch.schedule.base import ScheduleRule
 from anabranch.schedule.check import check_order, checked
 from anabranch.schedule.gpipe import GPipe
 from anabranch.schedule.kfkb import KFKB
-from anabranch.schedule.progress import finishes
 from anabranch.schedule.schedule import Schedule
 from anabranch.schedule.zero_bubble import InputsFirst, ZeroBubble
 
@@ -26,7 +25,10 @@ SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
 }
 """Name -> rule. ``1f1b`` has the smallest warm-up, ``1f1b-deep`` twice as much per stage edge."""
 
-SPLIT_BACKWARDS = frozenset({"1f1b-split", "1f1b-deep-split", "zb-h1", "zb-h2"})
+LISTS = frozenset({"zb-h1", "zb-h2"})
+"""List schedules, for which stages have the lengths of their passes and messages."""
+
+SPLIT_BACKWARDS = LISTS | {"1f1b-split", "1f1b-deep-split"}
 """Schedules with gradients of inputs before those of weights, see ``zero_bubble``."""
 
 
@@ -57,15 +59,6 @@ def schedule_of(graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE) 
         DeadlockError: if devices would wait for each other.
     """
     return checked(compute_order(graph, name), graph, edges)
-
-
-def require_schedule(graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE) -> None:
-    """Raise what ``schedule_of`` raises, if it does, without making the messages of a schedule that
-    can be executed.
-    """
-    order = checked_order(graph, name, edges)
-    if not finishes(order, graph, edges):
-        checked(order, graph, edges)
 
 
 def checked_order(graph: StageGraph, name: str, edges: MessageEdges = EVERY_EDGE) -> Schedule:

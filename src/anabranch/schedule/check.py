@@ -61,7 +61,7 @@ def checked(order: Schedule, graph: StageGraph, edges: MessageEdges = EVERY_EDGE
     """Return a schedule with its messages; raises as ``check`` does if it cannot be executed."""
     check_order(order, graph, edges)
     schedule = lower(order, graph, edges)
-    _check_deadlock(schedule, graph)
+    check_deadlock(schedule, graph)
     return schedule
 
 
@@ -259,8 +259,12 @@ def _compute_problem(
     return None
 
 
-def _check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
-    """Run the lists without a clock until no device can continue."""
+def check_deadlock(schedule: Schedule, graph: StageGraph) -> None:
+    """Run the lists of a schedule with messages, without a clock, until no device can continue.
+
+    Raises:
+        DeadlockError: if devices wait for each other; the message shows what each waits for.
+    """
     sent: dict[Channel, int] = defaultdict(int)
     received: dict[Channel, int] = defaultdict(int)
     waiting: dict[Channel, int] = {}

@@ -33,17 +33,6 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 
-class Overlap(NamedTuple):
-    """Samples [start, stop) computed by a replica of a stage and needed by one of the next."""
-
-    source_microbatch: int
-    source_replica: int
-    target_microbatch: int
-    target_replica: int
-    start: int
-    stop: int
-
-
 Compute = tuple[int, int, bool, int]
 """(stage, device, is forward, micro-batch)."""
 
@@ -106,17 +95,27 @@ def directions(
 
 
 def messages(
-    graph: StageGraph, source: int, target: int, *, forward: bool = True
+    graph: StageGraph,
+    source: int,
+    target: int,
+    *,
+    forward: bool = True,
+    inside_devices: bool = False,
 ) -> Iterator[Message]:
-    """Generate the messages from one stage to another, ascending, without those within a device."""
-    return map(Message._make, message_table(graph, source, target, forward=forward).T.tolist())
+    """Generate the messages from one stage to another, ascending; or what passes from one to the
+    other inside devices, without a message.
+    """
+    table = message_table(graph, source, target, forward=forward, inside_devices=inside_devices)
+    return map(Message._make, table.T.tolist())
 
 
-def message_table(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
+def message_table(
+    graph: StageGraph, source: int, target: int, *, forward: bool, inside_devices: bool = False
+) -> Ints:
     """Return ``messages`` as an array with one row per field of ``Message``."""
     table = _transfer_table(graph, source, target, forward=forward)
     _, sender, _, receiver, *_ = table
-    return table[:, sender != receiver]
+    return table[:, (sender == receiver) == inside_devices]
 
 
 def needs(
@@ -137,7 +136,7 @@ def needs(
         table = _transfer_table(graph, source, target, forward=forward)
         if inside_devices:
             table = table[:, table[1] == table[3]]
-        for i, a, j, b, _, _ in table.T.tolist():
+        for i, a, j, b, *_ in table.T.tolist():
             result[target, b, forward, j].append((source, a, forward, i))
     return result
 
@@ -156,15 +155,9 @@ def _transfer_table(graph: StageGraph, source: int, target: int, *, forward: boo
     return np.array([i, senders, j, receivers, start, stop])
 
 
-def overlaps(graph: StageGraph, x: int, y: int) -> Iterator[Overlap]:
-    """Generate intersections of slices of stages x and y, ascending; they tile the batch."""
-    source, target = graph.stages[x], graph.stages[y]
-    cuts = source.microbatch_size, source.replicas, target.microbatch_size, target.replicas
-    return map(Overlap._make, _overlap_table(graph.batch_size, *cuts).T.tolist())
-
-
 def _overlap_table(batch_size: int, b_x: int, d_x: int, b_y: int, d_y: int) -> Ints:
-    """Return ``overlaps`` as an array with one row per field of ``Overlap``.
+    """Return the samples [start, stop) that a replica of a stage x computes and one of a stage y
+    needs, ascending: rows of micro-batch and replica of x, those of y, start and stop.
 
     Stages x and y have micro-batches of b_x and b_y samples on d_x and d_y replicas. Their overlaps
     repeat every lcm(b_x, b_y) samples; the rest of the batch comes last.

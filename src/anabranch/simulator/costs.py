@@ -15,7 +15,7 @@ from anabranch.cost import CostModel
 from anabranch.cost.buckets import turn
 from anabranch.cost.communication import Route
 from anabranch.cost.memory import DeviceMemory
-from anabranch.cost.overheads import NO_AGREEMENT, Agreement, agreement, message_s
+from anabranch.cost.overheads import agreement_s, message_s
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.in_flight import least_in_flight
@@ -35,13 +35,15 @@ class Overheads:
             empty where each computes on its own.
         step_s: seconds of each device in a step besides its actions, sums and updates.
         read_s: seconds in which each device reads a batch, before a step.
-        agreement: what it takes of each device that all know the totals of a step.
+        agreement_s: seconds of each device until all know the totals of a step, before the latency
+            in between and behind it.
     """
 
     slowdown: Sequence[float] = ()
     step_s: float = 0.0
     read_s: float = 0.0
-    agreement: Agreement = NO_AGREEMENT
+    agreement_s: float = 0.0
+    agreement_latency_s: float = 0.0
 
 
 class StepCosts(Protocol):
@@ -172,11 +174,13 @@ class ModelCosts(StepCosts):
     @cached_property
     def overheads(self) -> Overheads:
         cost = self.cost
+        device_s, latency_s = agreement_s(cost.cluster, len(self.graph.devices))
         return Overheads(
             cost.cluster.slowdown,
             step_s=cost.calibration.step_s,
             read_s=cost.profile.read_sample_s * self.graph.batch_size,
-            agreement=agreement(cost.cluster, len(self.graph.devices)),
+            agreement_s=device_s,
+            agreement_latency_s=latency_s,
         )
 
     def host(self, device: int) -> int:

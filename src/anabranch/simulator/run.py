@@ -26,20 +26,51 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from anabranch.cost import CostModel
 from anabranch.errors import DeadlockError
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.check import check_handovers, describe_deadlock
+from anabranch.schedule.check import check_deadlock, check_handovers
 from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
 from anabranch.simulator.program import Program, compile_schedule, in_a_row
-from anabranch.simulator.repetitions import REPETITIONS
 from anabranch.simulator.step import Step
 from anabranch.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Repetitions:
+    """Tuned numbers of long runs whose seconds are told from shorter ones.
+
+    Attributes:
+        steps_in_a_row: steps that are simulated to see how long one takes behind others.
+        most_in_a_row: actions of them at most; more take too long to be worth it.
+        tolerance: how much increases may differ between devices, as a share of the longer
+            run: rounding.
+        units: repetitions that a run has more than the one before: messages that take
+            turns on a port are where they were after 1, 2, 3 or 4 of them as a rule.
+        most_times: times that short steps are simulated, each twice as long as the one
+            before.
+        batches: mini-batches that one of three streams has more than the one before.
+        most_streams: times that streams are simulated, each twice as long as the one
+            before.
+        shown: mini-batches that a timeline shows beyond those that fill the pipeline.
+    """
+
+    steps_in_a_row: int = 3
+    most_in_a_row: int = 400_000
+    tolerance: float = 1e-11
+    units: int = 12
+    most_times: int = 4
+    batches: int = 6
+    most_streams: int = 5
+    shown: int = 4
+
+
+REPETITIONS = Repetitions()
 
 
 def run(
@@ -153,9 +184,8 @@ def simulate(
     step = Step(program, prices)
     step.run()
     if not step.is_done:
-        stuck = dict(zip(step.program.devices, step.positions(), strict=True))
-        lowered = lower(schedule.computes, graph, prices.message_edges)
-        raise DeadlockError(describe_deadlock(lowered, graph, stuck))
+        check_deadlock(lower(schedule.computes, graph, prices.message_edges), graph)
+        raise DeadlockError("devices wait for each other's sums of gradients")
     return step
 
 

@@ -26,8 +26,7 @@ from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.repetitions import REPETITIONS
-from anabranch.simulator.run import collector_paused, simulate
+from anabranch.simulator.run import REPETITIONS, collector_paused, simulate
 from anabranch.simulator.step import Step
 
 OrderFor = Callable[[StageGraph], Schedule]

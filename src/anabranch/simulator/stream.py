@@ -35,8 +35,8 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule import checked_order, compute_order
 from anabranch.schedule.asynchronous import ORDER, AsynchronousOrder, repeated
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.repetitions import REPETITIONS
 from anabranch.simulator.run import (
+    REPETITIONS,
     collector_paused,
     memory_of,
     simulate,

@@ -22,16 +22,18 @@ from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import (
+    LISTS,
     asynchronous,
     checked_order,
     compute_order,
-    require_schedule,
     rule_named,
+    schedule_of,
 )
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
+from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.staleness import Staleness, staleness
 from anabranch.solve.bound import step_bound
@@ -131,6 +133,8 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
             _, best = split_backwards(judge, cost) or (0.0, best)
         graph, name = best.graph, best.schedule
     elif schedule is not None and schedule != plan_.schedule:
+        if name in LISTS:
+            graph = with_lengths(ModelCosts(graph, cost))
         graph = rule_named(name).warm_up(graph)
     _require_suits(graph, cost, shared=True)
     return graph, name
@@ -371,7 +375,7 @@ def check_plan(
                 problems.append(str(error))
     whole = asynchronous.repeated(graph, stream.shown(graph)) if is_async else graph
     try:
-        require_schedule(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
+        schedule_of(whole, asynchronous.ORDER if is_async else plan_.schedule, edges)
     except (InvalidScheduleError, ValueError) as error:
         problems.append(str(error))
     return problems

@@ -13,7 +13,7 @@ from torch import nn
 
 from anabranch.cluster import Cluster
 from anabranch.device import accelerator
-from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError
+from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError, some
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised, told_stateful
 from anabranch.graph.opgraph import Granularity, bits
@@ -160,7 +160,7 @@ def _of_module(module: nn.Module) -> list[str]:
     tied = [" = ".join(same) for same in names.values() if len(same) > 1]
     if tied:
         findings.append(
-            f"tied weights: {_some(tied)}; stages that share one each hold a copy, and their "
+            f"tied weights: {some(tied)}; stages that share one each hold a copy, and their "
             "gradients are summed before every update"
         )
     return findings
@@ -191,17 +191,17 @@ def _of_graph(captured: Captured) -> list[str]:
         where = f" in {first.module}" if first.module else ""
         findings.append(
             f"samples depend on each other from {first.operation}{where} on: "
-            f"{_some(operators)} will have the whole batch, on one replica"
+            f"{some(operators)} will have the whole batch, on one replica"
         )
     if captured.assumed and kind != "coupled":
         findings.append(
-            f"the graph does not show whether {_some(captured.assumed)} computes across samples: "
+            f"the graph does not show whether {some(captured.assumed)} computes across samples: "
             "numbers of two halves of a batch decide, or Workload(per_sample=...)"
         )
     untold = [name for name, degree in captured.degrees.items() if degree is None]
     if captured.graph.loss_kind != "coupled" and (metrics := [n for n in untold if n != "loss"]):
         findings.append(
-            f"the metric {_some(metrics)} is no sum or mean over samples: what is shown is the "
+            f"the metric {some(metrics)} is no sum or mean over samples: what is shown is the "
             "mean of what the micro-batches have"
         )
     if captured.graph.normalised:
@@ -216,7 +216,7 @@ def _of_graph(captured: Captured) -> list[str]:
         )
     if captured.unused:
         findings.append(
-            f"no gradient reaches {_some(captured.unused)}: the loss does not depend on it; set "
+            f"no gradient reaches {some(captured.unused)}: the loss does not depend on it; set "
             "requires_grad to False if that is meant"
         )
     return findings
@@ -239,11 +239,6 @@ def _peaks(plan: Plan, profile: Profile, cluster: Cluster) -> list[tuple[int, in
         )
         rows += [(device, s, weights, peak) for device in stage.devices]
     return sorted(rows)
-
-
-def _some(names: list[str] | tuple[str, ...]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def report(examination: Examination) -> str:

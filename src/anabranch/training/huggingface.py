@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import save_model
@@ -42,15 +42,8 @@ from anabranch.plans.plan import Plan
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.training import SaveEvery
+from anabranch.training.trainer_arguments import TrainerArguments, require_supported
 from anabranch.workload import NamedParameters, Workload
-
-_NOT_DONE: Mapping[str, str] = {
-    **dict.fromkeys(("deepspeed", "fsdp", "neftune_noise_alpha", "optim_target_modules"), "None"),
-    **dict.fromkeys(("group_by_length", "load_best_model_at_end", "torch_compile"), "False"),
-    **{"label_smoothing_factor": "0.0", "train_sampling_strategy": "random"},
-    **{"use_liger_kernel": "False"},
-}
-"""Arguments that are not taken over -> what they are when nobody asks for them, as text."""
 
 _INSTEAD = {
     "callbacks": "callbacks are functions of training.events, not TrainerCallback objects",
@@ -103,11 +96,11 @@ def workload_of(
         ValueError: if the data set is smaller than one batch, or ``args`` ask for what is not taken
             over, such as an optimizer that is not AdamW.
     """
-    _require_supported(args, optimizer is not None)
+    require_supported(args, has_optimizer=optimizer is not None)
+    taken = TrainerArguments.of(args)
     collate = _collator(model, args, data_collator, processing_class)
     size = batch_size(args, devices)
-    data_seed = _get(args, "data_seed")
-    seed = _get(args, "seed", 42) if data_seed is None else data_seed
+    seed = taken.seed if taken.data_seed is None else taken.data_seed
     if len(train_dataset) < size:
         raise ValueError(
             f"the data set has {len(train_dataset)} samples, and a batch {size} "
@@ -125,67 +118,61 @@ def workload_of(
         train_dataset,
         batch_size=size,
         shuffle=True,
-        drop_last=bool(_get(args, "dataloader_drop_last", False)),
-        num_workers=int(_get(args, "dataloader_num_workers", 0)),
+        drop_last=taken.dataloader_drop_last,
+        num_workers=taken.dataloader_num_workers,
         collate_fn=collate,
         generator=torch.Generator().manual_seed(seed),
     )
     evaluation = None
     if eval_dataset is not None:
-        held_out = int(_get(args, "per_device_eval_batch_size", 8)) * devices
+        held_out = taken.per_device_eval_batch_size * devices
         evaluation = DataLoader(eval_dataset, batch_size=held_out, collate_fn=collate)
-    updates = _updates(args, len(loader))
-    norm = float(_get(args, "max_grad_norm", 1.0) or 0.0)
     return Workload(
         model,
         example=examples[0],
         buckets=examples[1:],
         data=loader,
         eval_data=evaluation,
-        optimizer=optimizer or partial(_optimizer, args, _decayed(model)),
-        scheduler=partial(_scheduler, args, updates),
-        clip_norm=norm or None,
+        optimizer=optimizer or partial(taken.optimizer, _decayed(model)),
+        scheduler=partial(taken.scheduler, taken.updates(len(loader))),
+        clip_norm=taken.max_grad_norm or None,
         name=name or type(model).__name__,
     )
 
 
 def batch_size(args: Any, devices: int) -> int:
     """Samples of a batch: those of ``Trainer`` on so many devices."""
-    return int(_get(args, "per_device_train_batch_size", 8)) * devices
+    return TrainerArguments.of(args).per_device_train_batch_size * devices
 
 
 def training_options(args: Any, workload: Workload) -> dict[str, Any]:
     """Arguments of ``training.train`` for a workload of ``workload_of``."""
-    accumulate = int(_get(args, "gradient_accumulation_steps", 1))
-    loader: Any = workload.data
-    per_epoch = len(loader.source)
-    updates = _updates(args, per_epoch)
+    taken, loader = TrainerArguments.of(args), cast("Any", workload.data)
+    accumulate, per_epoch = taken.gradient_accumulation_steps, len(loader.source)
+    updates = taken.updates(per_epoch)
 
     def batches(strategy: str, every: float) -> int:
         """Batches between two events; ``every`` counts updates, and below 1 is a share of all."""
         between = math.ceil(every * updates) if every < 1 else int(every)
         return between * accumulate if strategy == "steps" else per_epoch
 
+    precision: Literal["bf16", "fp16", "fp32"] = "fp16" if taken.fp16 else "fp32"
     options: dict[str, Any] = {
         "steps": updates * accumulate,
         "accumulate": accumulate,
-        "compute": ComputeOptions(
-            precision="bf16" if _get(args, "bf16") else "fp16" if _get(args, "fp16") else "fp32"
-        ),
+        "compute": ComputeOptions(precision="bf16" if taken.bf16 else precision),
     }
-    if int(_get(args, "max_steps", -1)) <= 0:
-        options["steps"] = round(float(_get(args, "num_train_epochs", 3)) * per_epoch)
-    evaluates = _strategy(args, "eval_strategy")
-    if evaluates in ("steps", "epoch") and workload.eval_data is not None:
-        every = _get(args, "eval_steps") or _get(args, "logging_steps", 500)
-        options["evaluate_every"] = batches(evaluates, every)
-    saves = _strategy(args, "save_strategy", "steps")
-    if saves != "no" and _get(args, "output_dir"):
-        every, keep = _get(args, "save_steps", 500), _get(args, "save_total_limit") or 10**6
-        options["save"] = Path(args.output_dir)
-        options["save_every"] = SaveEvery(batches(saves, every), keep=keep)
-    if _get(args, "resume_from_checkpoint"):
-        options["resume"] = Path(args.resume_from_checkpoint)
+    if taken.max_steps <= 0:
+        options["steps"] = round(taken.num_train_epochs * per_epoch)
+    if taken.eval_strategy in ("steps", "epoch") and workload.eval_data is not None:
+        every = taken.eval_steps or taken.logging_steps
+        options["evaluate_every"] = batches(taken.eval_strategy, every)
+    if taken.save_strategy != "no" and taken.output_dir:
+        every, keep = taken.save_steps, taken.save_total_limit or 10**6
+        options["save"] = Path(taken.output_dir)
+        options["save_every"] = SaveEvery(batches(taken.save_strategy, every), keep=keep)
+    if taken.resume_from_checkpoint:
+        options["resume"] = Path(taken.resume_from_checkpoint)
     return options
 
 
@@ -281,7 +268,7 @@ class Trainer:
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("there is nothing to evaluate: give an eval_dataset")
-        size = int(_get(self.args, "per_device_eval_batch_size", 8)) * self.devices
+        size = TrainerArguments.of(self.args).per_device_eval_batch_size * self.devices
         total, predictions, labels, mode = 0.0, None, None, self.model.training
         self.model.eval()
         for batch in DataLoader(data, batch_size=size, collate_fn=self._collate):
@@ -338,7 +325,7 @@ def _collator(model: nn.Module, args: Any, collator: Any, processing_class: Any)
 
         collator = DataCollatorWithPadding(processing_class)
     taken = None
-    if _get(args, "remove_unused_columns", True):
+    if TrainerArguments.of(args).remove_unused_columns:
         taken = {*inspect.signature(model.forward).parameters, "label", "label_ids", "labels"}
     return partial(_as_dict, collator or default_collate, taken)
 
@@ -376,23 +363,6 @@ def _require_known(options: Mapping[str, Any]) -> None:
         raise TypeError(f"arguments that the pipeline's Trainer does not take: {ways}")
 
 
-def _get(args: Any, name: str, default: Any = None) -> Any:
-    return getattr(args, name, default)
-
-
-def _strategy(args: Any, name: str, default: str = "no") -> str:
-    strategy = _get(args, name, default)
-    return str(getattr(strategy, "value", strategy))
-
-
-def _updates(args: Any, batches: int) -> int:
-    """Updates of the whole training, as ``Trainer`` counts its steps."""
-    if (steps := int(_get(args, "max_steps", -1))) > 0:
-        return steps
-    per_epoch = math.ceil(batches / int(_get(args, "gradient_accumulation_steps", 1)))
-    return math.ceil(float(_get(args, "num_train_epochs", 3)) * per_epoch)
-
-
 def _decayed(model: nn.Module) -> frozenset[str]:
     """Parameters with weight decay. Asked before there are ranks, each of which would otherwise
     import the modules of ``Trainer``.
@@ -401,60 +371,3 @@ def _decayed(model: nn.Module) -> frozenset[str]:
 
     names: Any = get_parameter_names
     return frozenset(names(model, [nn.LayerNorm], list(_NO_DECAY)))
-
-
-def _optimizer(
-    args: Any, decayed: frozenset[str], parameters: NamedParameters
-) -> torch.optim.Optimizer:
-    """AdamW with weight decay for all but biases and norms."""
-    groups = [
-        {
-            "params": [(n, p) for n, p in parameters if (n in decayed) is decays],
-            "weight_decay": float(_get(args, "weight_decay", 0.0)) if decays else 0.0,
-        }
-        for decays in (True, False)
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=float(_get(args, "learning_rate", 5e-5)),
-        betas=(float(_get(args, "adam_beta1", 0.9)), float(_get(args, "adam_beta2", 0.999))),
-        eps=float(_get(args, "adam_epsilon", 1e-8)),
-        fused=True,
-    )
-
-
-def _scheduler(
-    args: Any, updates: int, optimizer: torch.optim.Optimizer
-) -> torch.optim.lr_scheduler.LRScheduler:
-    from transformers import get_scheduler
-
-    # A warmup below 1 is a share of all updates, in warmup_steps or in the older warmup_ratio.
-    warmup = float(_get(args, "warmup_steps", 0) or _get(args, "warmup_ratio", 0.0) or 0.0)
-    made: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
-        _strategy(args, "lr_scheduler_type", "linear"),
-        optimizer=optimizer,
-        num_warmup_steps=math.ceil(updates * warmup) if warmup < 1 else int(warmup),
-        num_training_steps=updates,
-        scheduler_specific_kwargs=_get(args, "lr_scheduler_kwargs") or {},
-    )
-    return made
-
-
-def _require_supported(args: Any, has_optimizer: bool) -> None:
-    """Raise ValueError for what is asked for and not taken over."""
-    off = ("None", "[]", "", "False")
-    asked = {name: _strategy(args, name, plain) for name, plain in _NOT_DONE.items()}
-    named = sorted(n for n, value in asked.items() if value not in (_NOT_DONE[n], *off))
-    if named:
-        raise ValueError(
-            f"{', '.join(named)}: arguments of Trainer that are not taken over and would change "
-            "training; leave them as they are by default"
-        )
-    kind = _strategy(args, "optim", "adamw_torch")
-    if not kind.startswith("adamw_torch") and not has_optimizer:
-        raise ValueError(
-            f"the optimizer {kind} is not taken over; leave optim at adamw_torch, or give an "
-            "optimizer of your own: optimizer=functools.partial(torch.optim.SGD, lr=0.1)"
-        )
-    if _strategy(args, "lr_scheduler_type", "linear") == "reduce_lr_on_plateau":
-        raise ValueError("reduce_lr_on_plateau needs a metric in every step: take another schedule")

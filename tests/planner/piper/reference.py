@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.cost.communication import all_reduce_s
-from anabranch.graph.opgraph import BATCH, Op, OpGraph, Table, Value, bits
+from anabranch.graph.opgraph import BATCH, LookupTable, Op, OpGraph, Value, bits
 from anabranch.planner.toolkit.downsets import downsets
 from anabranch.planner.toolkit.prices import MicrobatchPrices, Mode
 from anabranch.profile.profile import OpCost, Profile
@@ -99,7 +99,7 @@ def rich_profiles(draw: st.DrawFn, max_ops: int = 5) -> Profile:
             weight,
             nbytes=weight.nbytes * 10,
             trainable=draw(st.booleans()),
-            table=Table(1, 1) if weight.nbytes % 2 else None,
+            table=LookupTable(1, 1) if weight.nbytes % 2 else None,
         )
         for weight in graph.parameters
     )

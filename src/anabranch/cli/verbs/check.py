@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.clusters import note_other_model
+from anabranch.cli.clusters import note_other_model, require_own_devices
 from anabranch.cli.output import print_json
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings
 from anabranch.cli.spread import spread
@@ -27,7 +27,6 @@ def check(
 
     Exits with 1 if the plan has a problem.
     """
-    from anabranch.cli.preflight import require_own_devices
     from anabranch.errors import InvalidPlanError
     from anabranch.files import load_plan
     from anabranch.solve import check_plan

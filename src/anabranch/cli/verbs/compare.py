@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.clusters import read_cluster
+from anabranch.cli.clusters import cluster_to_plan_for
 from anabranch.cli.comparison import (
     Contender,
     comparison,
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
     from anabranch.profile.profile import Profile
     from anabranch.timeline import Timeline
     from anabranch.weights import OptimizerFacts
-
-
-MOST_DRAWN = 3
-"""Plans whose stages and timelines a page has; of equal stages one."""
 
 
 @spread
@@ -126,7 +122,7 @@ def compare(
     is_async = planning.mode == "async"
     if policy and not is_async:
         raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
-    cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
+    cluster = cluster_to_plan_for(planning.cluster, calibrated=not planning.no_calibration)
     source = model.source
     named = required_rewrites(rewrite or "none", source, planning.mode)
     source = replace(source, rewrites=named)
@@ -208,10 +204,11 @@ def _write_page(
     cluster: Cluster,
     optimizer: OptimizerFacts | None,
 ) -> None:
-    """The page of the best plan, with the others beside it."""
+    """The page of the best plan, with the others beside it: stages and timelines of three."""
     from anabranch.errors import AnabranchError
     from anabranch.report.figure import ReportTable
     from anabranch.report.html import page
+    from anabranch.simulator.critical_path import critical_path
     from anabranch.solve import foreseen
 
     plans = {c: plan for c, plan in results.items() if not isinstance(plan, AnabranchError)}
@@ -222,13 +219,14 @@ def _write_page(
     if plans[best].mode == "sync":  # without a flush a timeline is no step
         for contender in (best, *others):
             alike = any(plans[c].stage_graph == plans[contender].stage_graph for c in drawn)
-            if not alike and len(drawn) < MOST_DRAWN:
+            if not alike and len(drawn) < 3:
                 drawn[contender] = foreseen(plans[contender], costs, cluster)[1]
     text = page(
         plans[best],
         [(_name(contender), timeline) for contender, timeline in drawn.items()],
         graphs=[plans[contender].stage_graph for contender in drawn],
         tables=[table],
+        paths=[critical_path(t, plans[c].stage_graph) for c, t in drawn.items()],
         notes=remarks(results, costs.origin),
     )
     file.write_text(text, encoding="utf-8")

@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 
 from anabranch.errors import CaptureError
 from anabranch.graph.flat_program import FlatProgram
-from anabranch.graph.rewrites.join_split import join_split
-from anabranch.graph.rewrites.products import products
-from anabranch.graph.rewrites.sites import Sites
+from anabranch.graph.rewrites.calls import Sites
+from anabranch.graph.rewrites.products import join_split, products, tensor_split
 from anabranch.graph.rewrites.sliced_values import concatenated_widths
 from anabranch.graph.rewrites.table_split import table_columns, table_rows
-from anabranch.graph.rewrites.tensor_split import tensor_split
 
 PARTS = 2
 """Parts that a rewrite makes where it is not told how many."""

@@ -1,16 +1,51 @@
-"""Calls that rewrites insert into a program, and slices of the parameters that they read."""
+"""Sites of rewrites, calls that they insert, and slices of the parameters that these read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from anabranch.errors import some
 from anabranch.graph import flat_program
 from anabranch.graph.flat_program import APART, FlatProgram, PlaceholderSource, set_value
 from anabranch.graph.slices import Slice
+
+
+class NotSliceableError(Exception):
+    """A call whose result has no slice that slices of its arguments make."""
+
+
+class Sites:
+    """Sites that one rewrite meets in one program.
+
+    Attributes:
+        rewritten: names of the parameters at which the program was rewritten.
+        refused: names of others -> the reason.
+
+    Args:
+        wanted: names of parameters; None for all.
+    """
+
+    def __init__(self, wanted: Collection[str] | None) -> None:
+        self._wanted = wanted
+        self.rewritten: list[str] = []
+        self.refused: dict[str, str] = {}
+
+    def wants(self, name: str) -> bool:
+        """Return True if a site is to be rewritten if it can be."""
+        return self._wanted is None or name in self._wanted
+
+    def reasons(self) -> str:
+        """Sentence on the sites that were not rewritten."""
+        by_reason: dict[str, list[str]] = {}
+        for site, reason in self.refused.items():
+            by_reason.setdefault(reason, []).append(site)
+        texts = (f"{some(names)}: {reason}" for reason, names in by_reason.items())
+        return "; ".join(texts) or "no operator is of that kind"
+
 
 ARITY = 4
 """Terms that one operator of a tree of sums adds up. Fewer operators are placed better: three

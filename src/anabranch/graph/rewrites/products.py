@@ -1,4 +1,4 @@
-"""Products with a weight, and their splitting into sums of products over ranges of features."""
+"""Rewrites of products with a weight into sums of products over ranges of features."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name
 from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame
-from anabranch.graph.rewrites.calls import insert, slice_of, sum_tree
-from anabranch.graph.rewrites.sites import NotSliceableError, Sites
-from anabranch.graph.rewrites.sliced_values import SlicedValues
+from anabranch.graph.rewrites.calls import NotSliceableError, Sites, insert, slice_of, sum_tree
+from anabranch.graph.rewrites.sliced_values import SlicedValues, concatenated_widths
 from anabranch.graph.slices import slice_named
 
 aten = torch.ops.aten
@@ -155,3 +154,40 @@ def _replaced(program: FlatProgram, region: set[fx.Node], product: fx.Node) -> s
         if source.name in sliced and not node.users.keys() <= replaced:
             raise NotSliceableError(f"{source.name} is read elsewhere as well")
     return replaced
+
+
+def join_split(program: FlatProgram, sites: Sites, _parts: int) -> None:
+    """Rewrite every product with a concatenation as a sum of products, one per input::
+
+        a --+                              a -- A --+
+        b --+-- cat -- [A B C] --    =>    b -- B --+-- + -- +
+        c --+                              c -- C ---------- +
+
+    So the weights of a join are with the branches, and only sums meet. Elementwise calls in between
+    are done per branch.
+    """
+    for product in products(program, sites):
+        widths = concatenated_widths(product.features, product.dim)
+        if len(widths) > 1:
+            split_product(program, product, widths, sites)
+
+
+def tensor_split(program: FlatProgram, sites: Sites, parts: int) -> None:
+    """Rewrite every product behind products as a sum over so many ranges of features.
+
+    A range has rows of the first weight and columns of the second one: tensor parallelism without
+    collectives (Megatron-LM: Shoeybi et al., 2019, section 3), as branches that a planner may put
+    on devices of their own, or leave together::
+
+                                              +-- A[0:n] -- gelu -- B[0:n] --+
+        x -- A -- gelu -- B    =>    x -------+                              +-- +
+                                              +-- A[n:] --- gelu -- B[n:] ---+
+    """
+    for product in products(program, sites):
+        if product.weight not in program.sources:
+            continue  # a part of the pair behind it
+        if product.width % parts:
+            sites.refused[product.site] = f"{product.width} features are not {parts} equal parts"
+        else:
+            widths = [product.width // parts] * parts
+            split_product(program, product, widths, sites, needs_products=True)

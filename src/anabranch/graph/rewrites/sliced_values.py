@@ -20,8 +20,7 @@ from torch import Tensor, fx
 from anabranch.graph.call_traits import arguments, base_name
 from anabranch.graph.flat_program import PARAMETER, FlatProgram, written
 from anabranch.graph.operations import words
-from anabranch.graph.rewrites.calls import insert, slice_of
-from anabranch.graph.rewrites.sites import NotSliceableError
+from anabranch.graph.rewrites.calls import NotSliceableError, insert, slice_of
 
 aten = torch.ops.aten
 

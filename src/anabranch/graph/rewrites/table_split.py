@@ -10,8 +10,7 @@ from torch import fx
 
 from anabranch.graph.call_traits import arguments, base_name
 from anabranch.graph.flat_program import PARAMETER, FlatProgram, frame
-from anabranch.graph.rewrites.calls import insert, slice_of, sum_tree
-from anabranch.graph.rewrites.sites import Sites
+from anabranch.graph.rewrites.calls import Sites, insert, slice_of, sum_tree
 from anabranch.graph.rewrites.sliced_values import SlicedValues
 
 aten = torch.ops.aten

@@ -70,7 +70,7 @@ class Search:
                     self._likely.append(graph)
                     if graph not in self._origins:
                         moves = annealed.moves
-                        changes = f"{moves} local change{'s' if moves != 1 else ''}"
+                        changes = f"{moves} change{'s' if moves != 1 else ''} to stages or devices"
                         yield self._remember(
                             graph,
                             f"improved by {changes}; started from the plan of "

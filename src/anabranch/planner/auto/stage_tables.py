@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compiled import Floats, Table
-from anabranch.cost.interpolation import between, row_below
 from anabranch.cost.memory import MOST_TERMS, memory_terms
-from anabranch.cost.passes import pass_behind
+from anabranch.cost.stage_weights import pass_behind
 from anabranch.planner.auto.stage_records import (
     LevelRecord,
     Numbers,
@@ -23,6 +22,7 @@ from anabranch.planner.auto.stage_records import (
     State,
 )
 from anabranch.plans.in_flight import in_flight_samples, waited_for_samples
+from anabranch.profile.profile import between, row_below
 
 
 def count_devices(

@@ -20,7 +20,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
-from anabranch.graph.embeddings import make_sparse
+from anabranch.graph.opgraph_builder import make_sparse
 from anabranch.graph.split import Split, StageProgram
 from anabranch.remembered import remembered
 from anabranch.runtime.compute.bindings import fast_call

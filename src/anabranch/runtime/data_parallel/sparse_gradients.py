@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples
 from anabranch.errors import TrainingError
-from anabranch.graph.opgraph import Table
+from anabranch.graph.opgraph import LookupTable
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks
 from anabranch.runtime.data_parallel.shards import Shards
@@ -37,7 +37,7 @@ class SharedTable:
         batch_size: the plan's.
     """
 
-    table: Table
+    table: LookupTable
     slices: tuple[tuple[int, int], ...]
     batch_size: int
 

@@ -1,0 +1,193 @@
+"""Patches of PyTorch and of libraries while a forward is traced.
+
+Checks of the data that do nothing but raise are left out (``without_raising_guards``),
+``weight.data`` is read as ``weight.detach()`` (``data_as_detached``), and library code that tracing
+cannot follow is replaced by code with the same values (``library_rules``). The rules of
+vision-language models are in ``multimodal``.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import linecache
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from anabranch.graph.module_state import with_attributes
+
+_TORCH = torch.__path__[0]
+_KERNELS = tuple(f"{_TORCH}/{name}" for name in ("_refs", "_decomp", "_meta_registrations"))
+"""PyTorch's own operations in Python, which ask for the special case of no entries."""
+
+_TRACING = threading.RLock()
+
+
+@contextlib.contextmanager
+def without_raising_guards(left_out: set[str]) -> Iterator[None]:
+    """Inside, traced forwards go past checks that raise; ``left_out`` gets file and line of each.
+
+    ``if labels.max() >= 10: raise`` needs the value of a tensor in Python, so it has no graph; but
+    only one of its branches goes on. The truth of a tensor in such a check is what lets the forward
+    go on, found in the source line that asks::
+
+        if not x.isfinite().all():      the branch raises     ->  the test is false, so what is
+            raise ValueError                                      inside of ``not`` is true
+        assert (a < b).all()                                  ->  the test is true
+
+    A test that chooses between two ways to go on is left alone: the operations would differ from
+    batch to batch.
+
+    A number that a tensor is asked for (``item``) is compared with numbers, so its truth is asked
+    of a symbol.
+    """
+    _TRACING.acquire()  # the truth of a tensor is that of all threads
+    tensors: Any = torch.Tensor
+    symbols: Any = torch.SymBool
+    tensor_truth, symbol_truth = tensors.__bool__, symbols.__bool__
+
+    def truth_of_tensor(tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, FakeTensor) and not _is_in_torch(sys._getframe(1)):
+            chosen = _goes_on(sys._getframe(1), left_out)
+            if chosen is not None:
+                return chosen
+        return bool(tensor_truth(tensor))
+
+    def truth_of_symbol(symbol: torch.SymBool) -> bool:
+        chosen, frame = None, sys._getframe(1)
+        if _depends_on_data(symbol):
+            if not _is_in_torch(frame):
+                chosen = _goes_on(frame, left_out)
+            elif frame.f_code.co_filename.startswith(_KERNELS):
+                chosen = guard_or_false(symbol)
+        return bool(symbol_truth(symbol)) if chosen is None else chosen
+
+    tensors.__bool__, symbols.__bool__ = truth_of_tensor, truth_of_symbol
+    try:
+        yield
+    finally:
+        del tensors.__bool__  # inherited
+        symbols.__bool__ = symbol_truth
+        _TRACING.release()
+
+
+def _is_in_torch(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_TORCH)
+
+
+def _depends_on_data(symbol: Any) -> bool:
+    """True for a symbol whose number the tracer does not know."""
+    free = getattr(symbol.node.expr, "free_symbols", ())
+    return any(str(name).startswith(("u", "zuf", "zf")) for name in free)
+
+
+def _goes_on(frame: FrameType, left_out: set[str]) -> bool | None:
+    """The truth with which the statement that a frame is at goes on, None where both do."""
+    code, line = frame.f_code, frame.f_lineno
+    try:
+        tree = ast.parse("".join(inspect.findsource(code)[0]))
+    except (OSError, SyntaxError):
+        return None
+    # A call of ``bool`` or ``all`` asks itself, a jump for what the instruction before it computed.
+    positions, at = list(code.co_positions()), frame.f_lasti // 2
+    asked = positions[max(at - 1, 0) : at + 1]
+    for statement in ast.walk(tree):
+        if not isinstance(statement, ast.If | ast.Assert):
+            continue
+        passing = _passing_truth(statement)
+        for operand, is_negated in _operands(statement.test):
+            place = (operand.lineno, operand.end_lineno, operand.col_offset, operand.end_col_offset)
+            if passing is not None and place in asked:
+                text = linecache.getline(code.co_filename, line).strip()
+                left_out.add(f"{code.co_filename}:{line}" + (f" ({text})" if text else ""))
+                return passing != is_negated
+    return None
+
+
+def _passing_truth(statement: ast.If | ast.Assert) -> bool | None:
+    """The truth of a test with which its statement goes on; None unless the other one raises."""
+    if isinstance(statement, ast.Assert):
+        return True
+    raises, otherwise = _raises(statement.body), _raises(statement.orelse)
+    return None if raises == otherwise else otherwise
+
+
+def _raises(branch: list[ast.stmt]) -> bool:
+    """True for a branch that has no other end than an exception."""
+    inside = (node for statement in branch for node in ast.walk(statement))
+    leaves = any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in inside)
+    return bool(branch) and isinstance(branch[-1], ast.Raise) and not leaves
+
+
+def _operands(test: ast.expr, is_negated: bool = False) -> Iterator[tuple[ast.expr, bool]]:
+    """Parts of a test whose truth Python asks for, each with whether it stands behind ``not``."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _operands(test.operand, not is_negated)
+    elif isinstance(test, ast.BoolOp):
+        for operand in test.values:
+            yield from _operands(operand, is_negated)
+    else:
+        yield test, is_negated
+
+
+@contextlib.contextmanager
+def data_as_detached(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+    """Inside, code that is not PyTorch's reads ``tensor.detach()`` as ``tensor.data``; ``refuse``
+    is called where it assigns to it.
+
+    Tracing makes a tensor without values of what ``weight.data`` is, so reading it fails far from
+    the line, and a write to it is dropped. ``weight.detach()`` is the same memory, and traced.
+    """
+    tensors: Any = torch.Tensor
+    plain: Any = tensors.data
+
+    def read(tensor: Any) -> Any:
+        return plain.__get__(tensor) if _asked_by_torch() else tensor.detach()
+
+    def assign(tensor: Any, value: Any) -> None:
+        if not _asked_by_torch():
+            refuse()
+        plain.__set__(tensor, value)
+
+    tensors.data = property(read, assign)
+    try:
+        yield
+    finally:
+        del tensors.data  # inherited
+
+
+def _asked_by_torch() -> bool:
+    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+
+
+def _broadcast(masking: Any) -> Callable[..., Any]:
+    """``torch.vmap`` over the four dimensions of a mask is broadcasting, where the mask's function
+    works on whatever indices it is given, as those of transformers do.
+    """
+
+    def expansion(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *indices: mask_function(*masking._non_vmap_expansion_sdpa(*indices))
+
+    return expansion
+
+
+_RULES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    # Gemma3: masks that let the tokens of one image see each other.
+    ("transformers.masking_utils", "_vmap_expansion_sdpa", _broadcast),
+    ("transformers.masking_utils", "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
+)
+"""Module, a name in it, and the module -> what the name stands for while a forward is traced."""
+
+
+def library_rules() -> contextlib.AbstractContextManager[None]:
+    """Inside, library code can be traced that says otherwise what it means."""
+    loaded = [(sys.modules[name], key, make) for name, key, make in _RULES if name in sys.modules]
+    return with_attributes([(owner, key, make(owner)) for owner, key, make in loaded])
