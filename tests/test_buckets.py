@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from anabranch import Columns, launch, pad_to_bucket
 from anabranch.errors import CaptureError, DataError
 from anabranch.graph.capture import capture
-from anabranch.runtime import session
+from anabranch.runtime import first_batch
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import prepare
@@ -137,7 +137,7 @@ def test_the_first_check_compares_every_bucket(monkeypatch: pytest.MonkeyPatch) 
         compared.append(steps.captured.layout.sizes[0])
         return "right"
 
-    monkeypatch.setattr(session, "compare_with_eager", compare)
+    monkeypatch.setattr(first_batch, "compare_with_eager", compare)
     pipeline = Pipeline(model.workload, plan(model, 1), captured=model.captured)
     pipeline.gradients(batch(4, 4))
     assert compared == [(5,), (10,)]

@@ -76,15 +76,6 @@ def test_every_schedule_on_small_models(name: str) -> None:
         assert all(torch.equal(gradient, expected.gradients[key]) for key, gradient in pairs)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_small_models_are_verified(name: str) -> None:
-    """Two stages and the same four micro-batches."""
-    model = built(name)
-    chosen = plan(model, 2, batch_size=11, microbatch_size=3)
-    leaves = batch(11, 5)
-    check(verify(model.workload, chosen, batch=leaves, captured=model.captured, timeout=LIMIT_S))
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float32) for name in BUILT_IN), ("two-branch", torch.float64)],

@@ -8,7 +8,7 @@ The models are transformers of eight blocks with four linear layers each; at 32 
 layer is a stage. Synchronous training and 2bw are the same at any depth.
 
 python -m benchmarks.convergence.depths --into FILE [--tasks NAME] [--depths 8] [--seeds 0-9]
-                                        [--methods NAME]
+                                        [--methods NAME] [--updates N]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Adam, NAdam, Optimizer
 
-from anabranch.runtime.asynchronous.corrections import CORRECTIONS, BasisRotation
+from anabranch.runtime.asynchronous.corrections import CORRECTIONS
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.weights import Naive, Reading, Unit, WeightPolicy, policy_named
 from anabranch.weights.corrections import Step
@@ -217,10 +217,7 @@ class Stacked:
         self.weights = {name: nn.Parameter(torch.stack(parts)) for name, parts in stacked}
         self._task, self._policy, self._depth = task, method.policy, depth
         self._optimizer = method.optimizer(self.weights, lr)
-        self._corrections = [CORRECTIONS[c](self._policy, 0) for c in self._policy.corrections]
-        for correction in self._corrections:
-            if isinstance(correction, BasisRotation):
-                correction.dims = 3
+        self._kept: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         stages: dict[int, list[str]] = {}
         for name in names:
             stages.setdefault(0 if method.flush else stage_of(name, depth), []).append(name)
@@ -245,10 +242,11 @@ class Stacked:
         losses.sum().backward()
         for stage in self._stages:
             stage.restore(newest)
-        step = Step(tuple(self.weights.values()), self._optimizer, self.updates)
+        step = Step(tuple(self.weights.values()), self._optimizer, self.updates, 0, dims=3)
         with torch.no_grad(), ExitStack() as corrections:
-            for correction in self._corrections:
-                corrections.enter_context(correction.around(step))
+            for correction, kept in map(CORRECTIONS.__getitem__, self._policy.corrections):
+                rows = (self._kept[what] for what in kept)
+                corrections.enter_context(correction(self._policy, step, *rows))
             self._optimizer.step()
         self._optimizer.zero_grad()
         self.updates += 1
@@ -354,14 +352,19 @@ def seeds_of(text: str) -> range:
 def show(rows: Sequence[Row]) -> str:
     """Per task and depth, points above or below synchronous training with Adam, and p."""
     lines = []
-    base = {row["task"]: row["accuracy"] for row in rows if row["method"] == "synchronous"}
-    for row in rows:
-        if row["task"] not in base:
+    base = {
+        (row["task"], row["updates"]): row["accuracy"]
+        for row in rows
+        if row["method"] == "synchronous"
+    }
+    for row in sorted(rows, key=lambda row: (row["task"], row["updates"], row["depth"])):
+        if (row["task"], row["updates"]) not in base:
             continue
-        far = difference(row["accuracy"], base[row["task"]])
+        far = difference(row["accuracy"], base[row["task"], row["updates"]])
         lines.append(
             (
                 row["task"],
+                str(row["updates"]),
                 row["method"],
                 str(row["depth"] or "any"),
                 f"{statistics.fmean(row['accuracy']):.2f}",
@@ -369,7 +372,7 @@ def show(rows: Sequence[Row]) -> str:
                 f"{far.p:.4f}",
             )
         )
-    return table(("task", "method", "stages", "accuracy", "to synchronous", "p"), lines)
+    return table(("task", "updates", "method", "stages", "accuracy", "to synchronous", "p"), lines)
 
 
 def main() -> None:
@@ -380,6 +383,7 @@ def main() -> None:
     parser.add_argument("--depths", nargs="*", type=int, default=DEPTHS, choices=DEPTHS)
     parser.add_argument("--methods", nargs="*", default=[*METHODS], choices=METHODS)
     parser.add_argument("--seeds", type=seeds_of, default=range(10))
+    parser.add_argument("--updates", type=int, help="of a run, in place of the task's own number")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "There is a performance drop")
@@ -389,9 +393,11 @@ def main() -> None:
     for depth in arguments.depths:
         for task in arguments.tasks:
             for name in arguments.methods:
-                method = METHODS[name]
+                method, trial = METHODS[name], TRIALS[task]
+                trial = replace(trial, updates=arguments.updates or trial.updates)
                 key = {
                     "task": task,
+                    "updates": trial.updates,
                     "method": name,
                     "depth": depth if method.depths else 0,
                     "seeds": [*arguments.seeds],
@@ -399,7 +405,7 @@ def main() -> None:
                 if any(key.items() <= row.items() for row in rows):
                     continue
                 started = time.process_time()
-                found = run(TRIALS[task], method, depth, arguments.seeds)
+                found = run(trial, method, depth, arguments.seeds)
                 rows.append(key | {"accuracy": found, "cpu_s": time.process_time() - started})
                 with arguments.into.open("a") as stream:
                     stream.write(json.dumps(rows[-1]) + "\n")

@@ -10,7 +10,8 @@ rank writes is shared by all of them::
                         and with which batches
 
 The parent takes the first failure that is a cause, stops the other ranks, and raises it. Ranks
-never outlive the parent: the kernel kills them when it dies (Linux).
+never outlive the parent: the kernel kills them when it dies (Linux). With ``Survival`` a rank that
+dies is replaced, and the others leave the step under way, connect anew and go on from copies.
 
 A fork copies only the calling thread; a lock that another thread holds stays held in the ranks.
 torch's CPU threads are safe: a rank computes on one thread, so it never asks for them.
@@ -18,8 +19,6 @@ torch's CPU threads are safe: a rank computes on one thread, so it never asks fo
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import mmap
 import multiprocessing
 import os
@@ -31,27 +30,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.runtime.guards.agreement import version
 from anabranch.runtime.guards.failure import Failure
-from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch, place_text, share
-from anabranch.runtime.guards.interrupt import INTERRUPT, handling
-from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch, place_text
+from anabranch.runtime.guards.interrupt import handling
 from anabranch.runtime.guards.timeouts import TIMEOUTS
-from anabranch.runtime.process_groups import LOOPBACK
+from anabranch.runtime.local_rank import Order, run_rank
 from anabranch.runtime.survival import Recoveries, Survival
-from anabranch.runtime.transport import guarded
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
@@ -175,10 +165,10 @@ class _Ranks:
         context, parent, attempt = multiprocessing.get_context("fork"), os.getpid(), self._attempt
         for rank in ranks:
             member = self._members[rank]
-            order = _Order(rank, len(self._members), attempt, args)
+            order = Order(rank, len(self._members), attempt, args)
             member.pipe, theirs = context.Pipe()
             process = context.Process(
-                target=_main,
+                target=run_rank,
                 args=(order, member.number, self._store, theirs, self._pages, self._flag, parent),
                 kwargs={"function": self._function, "survives": self._survival is not None},
                 name=f"anabranch rank {rank}",
@@ -304,7 +294,7 @@ class _Ranks:
                     self._members[rank].end()
         for rank, member in enumerate(self._members):
             if rank not in new:
-                order = _Order(rank, len(self._members), self._attempt, args)
+                order = Order(rank, len(self._members), self._attempt, args)
                 with suppress(OSError):  # it has died meanwhile, as will be heard
                     member.pipe.send_bytes(pickle.dumps(order))
 
@@ -371,117 +361,3 @@ class _Member:
             process.join()
             process.close()
             self.pipe.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What a rank is to do: to be this one of so many, in an attempt, with these arguments."""
-
-    rank: int
-    size: int
-    attempt: int
-    args: tuple[Any, ...]
-
-
-def _main(
-    order: _Order,
-    device: int,
-    store: Path,
-    pipe: Connection,
-    pages: memoryview,
-    flag: memoryview,
-    parent: int,
-    *,
-    function: Callable[..., Any],
-    survives: bool,
-) -> None:
-    """One rank, from its first instruction to its last word."""
-    gc.freeze()  # to look for garbage in what is inherited would copy all of it
-    _die_with(parent)
-    # Ctrl-C reaches the whole process group, SIGTERM may; the parent hears it too, and tells or
-    # stops the ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _leave_to_parent(signal.SIGTERM)
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(device)
-    if survives:
-        # Processes that load data would keep the sockets of a dead rank open.
-        os.register_at_fork(after_in_child=lambda: _die_with(os.getppid()))
-        gc.freeze()  # what was inherited need not be looked through after a failure
-    while True:
-        share(pages[order.rank * HEARTBEAT_INTS : (order.rank + 1) * HEARTBEAT_INTS])
-        POSITION.begin(-1, Phase.START_UP)
-        INTERRUPT.share(flag)
-        try:
-            _connect(order, store)
-            POSITION.leave()
-            reply = pickle.dumps((function(*order.args),))
-            break
-        except BaseException as error:
-            failure = Failure.of(error, order.rank)
-            if not (survives and failure.is_consequence):
-                _say(pipe, pickle.dumps(failure))
-                # Threads that wait for messages must not hold up the end of the process.
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)
-        # Here nothing refers to the frames of the failure any more, and what they held.
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        _say(pipe, pickle.dumps(failure))
-        gc.collect()
-        order = _heard(pipe)
-    _say(pipe, reply)
-
-
-def _leave_to_parent(number: signal.Signals) -> None:
-    """Do nothing at a signal, but let processes that the user's data forks end with it."""
-    process = os.getpid()
-
-    def hear(_: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    signal.signal(number, hear)
-    signal.siginterrupt(number, False)
-
-
-def _connect(order: _Order, store: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    with POSITION.waiting():
-        guarded(
-            lambda: dist.init_process_group(
-                "gloo",
-                store=PrefixStore(str(order.attempt), FileStore(str(store), order.size)),
-                rank=order.rank,
-                world_size=order.size,
-                timeout=timedelta(minutes=10),
-            )
-        )
-        # A rank that is done, and gone, before the others have met would look like a failure.
-        guarded(dist.barrier)
-
-
-def _heard(pipe: Connection) -> _Order:
-    try:
-        order: _Order = pickle.loads(pipe.recv_bytes())
-    except (EOFError, ConnectionResetError):
-        os._exit(1)
-    return order
-
-
-def _say(pipe: Connection, reply: bytes) -> None:
-    try:
-        pipe.send_bytes(reply)
-    except BrokenPipeError:
-        os._exit(1)
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, however that happens."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # in Linux's header prctl.h
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)

@@ -73,14 +73,20 @@ def poisoned(document: dict[str, Any], tmp_path: Path, most: int = 20) -> Iterat
 
 @pytest.fixture
 def planned(run: Runner) -> dict[str, Any]:
-    """A plan, as its file ``plan.json`` has it."""
-    code, _, err = run(
-        *PLANNED, "--cluster", "summit:1x2", "--batch-size", "8", "--planner", "even",
-        "--no-baselines", "-o", "plan.json",
-    )  # fmt: skip
-    assert code == 0, err
-    document: dict[str, Any] = json.loads(Path("plan.json").read_text())
+    """A plan, as its file ``plan.json`` has it; planned once for all tests."""
+    if not _PLANS:
+        code, _, err = run(
+            *PLANNED, "--cluster", "summit:1x2", "--batch-size", "8", "--planner", "even",
+            "--no-baselines", "-o", "plan.json",
+        )  # fmt: skip
+        assert code == 0, err
+        _PLANS.append(Path("plan.json").read_text())
+    document: dict[str, Any] = json.loads(_PLANS[0])
+    Path("plan.json").write_text(_PLANS[0])
     return document
+
+
+_PLANS: list[str] = []
 
 
 @pytest.mark.parametrize(

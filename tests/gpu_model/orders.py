@@ -39,7 +39,7 @@ class Work:
 
 
 class ModelWire:
-    """A ``Wire`` and ``Streams`` of the model; numbers the messages of each communicator."""
+    """``GpuWire`` and ``DeviceStreams`` of the model; numbers messages by communicator."""
 
     def __init__(self, world: World, rank: int, blocks: int) -> None:
         self.world, self.rank, self.blocks = world, rank, blocks
@@ -97,7 +97,7 @@ class ModelWire:
 
 
 class ModelStreams:
-    """``Streams`` of sums."""
+    """``DeviceStreams`` of sums."""
 
     def __init__(self, wire: ModelWire) -> None:
         self._wire = wire

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 
 
 class GlooWire:
-    """A ``Wire`` whose communicators are groups of Gloo."""
+    """A ``GpuWire`` whose communicators are groups of Gloo."""
 
     def __init__(self, groups: Any, rank: int, place: torch.device) -> None:
         self._groups, self._rank = groups, rank
@@ -52,7 +52,7 @@ class GlooWire:
 
 
 class NoStreams:
-    """``Streams`` of the CPU."""
+    """``DeviceStreams`` of the CPU."""
 
     def __init__(self, place: torch.device) -> None: ...
 

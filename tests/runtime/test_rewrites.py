@@ -18,6 +18,7 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
 from anabranch.verification import verify
+from tests.runtime.small import Built, with_programs
 
 BATCH, STEPS = 16, 4
 REWRITES = {"none": (), "join": ("join-split",), "both": ("join-split", "tensor-split")}
@@ -63,7 +64,9 @@ def workload() -> Workload:
 def job(name: str) -> tuple[Workload, Captured]:
     """A workload of its own for every rewrite, captured once for all ranks, which inherit both."""
     made = workload()
-    return made, capture(made.module, made.example, rewrites=REWRITES[name])
+    captured = capture(made.module, made.example, rewrites=REWRITES[name])
+    with_programs(Built(captured, made), 8, BATCH, evaluation=True)
+    return made, captured
 
 
 @cache

@@ -22,18 +22,21 @@ from tests.runtime.small import batch, built, plan
 def test_training_goes_on_bitwise(name: str, recompute: bool) -> None:
     """With running means, dropout, values without samples, and random numbers of the user."""
     model = built(name)
-    chosen = plan(model, 1, recompute=recompute)
+    chosen, module = plan(model, 1, recompute=recompute), model.module
+    before = deepcopy(module.state_dict())
 
     def numbers(warm: bool) -> tuple[list[float], dict[str, Tensor], Tensor]:
-        workload = replace(model.workload, module=deepcopy(model.module))
         torch.manual_seed(3)
-        pipeline = Pipeline(workload, chosen, check_gradients=False)
+        pipeline = Pipeline(model.workload, chosen, captured=model.captured, check_gradients=False)
         if warm:
             workers = pipeline._session.workers
             assert warm_up(workers.worker(16), workers.captured, batch(16)) == 1
-            assert all(p.grad is None for p in workload.module.parameters())
+            assert all(p.grad is None for p in module.parameters())
         losses = [pipeline.step(batch(16, seed)) for seed in range(2)]
-        return losses, workload.module.state_dict(), torch.rand(3)
+        trained, drawn = deepcopy(module.state_dict()), torch.rand(3)
+        module.load_state_dict(before)
+        module.zero_grad()
+        return losses, trained, drawn
 
     warm, cold = numbers(True), numbers(False)
     assert warm[0] == cold[0]

@@ -6,7 +6,7 @@ import pytest
 
 from anabranch import planner as planners
 from anabranch.plans.stages import StageGraph
-from anabranch.solve import contest, simulation
+from anabranch.solve import contest, schedule_choice
 from tests.solve.helpers import Proposals
 
 
@@ -23,6 +23,6 @@ def propose(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def whole_backwards(monkeypatch):
-    """Searches stay with 1F1B, whose numbers can be read by eye; see ``test_splitting``."""
-    for module in (contest, simulation):
+    """Searches stay with 1F1B, whose numbers can be read by eye; see ``test_schedule_choice``."""
+    for module in (contest, schedule_choice):
         monkeypatch.setattr(module, "split_backwards", lambda *_, **__: None)

@@ -16,7 +16,7 @@ from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import simulate
-from anabranch.solve import search
+from anabranch.solve import search, step_search
 from anabranch.solve.bound import step_bound
 from anabranch.solve.floors import work_floor
 from tests.planner.helpers import cost_model as planning_cost
@@ -147,7 +147,7 @@ def test_a_search_ends_where_the_bound_is_met(monkeypatch):
         raise AssertionError("nothing is left to find")
 
     for name in ("improve", "share", "split", "search_on"):
-        monkeypatch.setattr(search.Contest, name, fail)
+        monkeypatch.setattr(step_search.Contest, name, fail)
     cost = cost_model((), [4.0], [6.0], cluster(4))
     best = search.plan(cost.profile, cost.cluster, 4)
     assert best.figures.step_s == pytest.approx(step_bound(cost, 4), rel=1e-3)

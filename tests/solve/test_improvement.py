@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from anabranch.cost import CostModel
 from anabranch.planner.base import WHOLE, Runs
 from anabranch.plans.stages import StageGraph
-from anabranch.solve import search
+from anabranch.solve import step_search
 from anabranch.solve.improvement import SearchBudget
 from tests.solve.helpers import found, two_stages, with_size
 
@@ -47,6 +47,9 @@ class Halving:
     def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
         return False
 
+    def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
+        return []
+
     def origin(self, graph: StageGraph) -> str:
         return f"with {graph.stages[0].microbatch_size} samples"
 
@@ -78,5 +81,5 @@ def test_improvement_has_a_budget(propose, monkeypatch):
     """Nothing is simulated beyond it."""
     cost, graph = two_stages(8)
     propose(planner=lambda: Halving(graph, []))
-    monkeypatch.setattr(search, "BUDGET", SearchBudget(improvement=0))
+    monkeypatch.setattr(step_search, "BUDGET", SearchBudget(improvement=0))
     assert found(cost, 8).stage_graph.stages[0].microbatch_size == 8

@@ -19,7 +19,7 @@ from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
 from anabranch.solve import check_plan, plan, simulate
 from anabranch.solve.bound import step_bound
-from anabranch.solve.splitting import LOOP_SCHEDULES, best_loop
+from anabranch.solve.schedule_choice import LOOP_SCHEDULES, best_loop
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 

@@ -25,9 +25,9 @@ from anabranch.solve import (
     compare,
     contest,
     plan,
-    search,
     simulate,
     simulation,
+    step_search,
 )
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import Limited, Proposals, Published, found, two_stages, with_size
@@ -362,7 +362,7 @@ def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch)
     assert best.interrupted
 
 
-@pytest.mark.parametrize(("where", "name"), [(search, "require"), (simulation, "run")])
+@pytest.mark.parametrize(("where", "name"), [(step_search, "require"), (simulation, "run")])
 def test_an_interrupt_at_the_last_moment_keeps_the_plan(propose, monkeypatch, where, name):
     """The search is over, the winner checked and simulated once more: one interrupt is too late to
     count.

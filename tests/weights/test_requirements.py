@@ -84,6 +84,11 @@ def test_statistics_over_one_sample_are_warned_of():
         ({"depth": 1}, "naive"),
         ({"depth": 4}, "pipeoptim"),
         ({"depth": 8}, "predict-stash"),
+        ({"depth": 8, "batch_size": 16}, "2bw-ef"),
+        ({"depth": 8, "batch_size": 16, "versions": 3}, "2bw-ef"),
+        ({"depth": 8, "batch_size": 16, "versions": 2}, "pipeoptim"),
+        ({"depth": 8, "batch_size": 15}, "predict-stash"),
+        ({"depth": 4, "batch_size": 64}, "pipeoptim"),
         ({"depth": 8, "versions": 9}, "predict-stash"),
         ({"depth": 8, "versions": 8}, "pipeoptim"),
         ({"depth": 8, "versions": 1}, "naive"),
@@ -99,6 +104,15 @@ def test_recommendations(arguments, expected):
     name, reason = recommend(facts=facts, **arguments)
     assert name == expected
     assert len(reason) > 40
+
+
+def test_nadam_with_a_long_momentum_stashes():
+    """As AsyncPP does, where the copies have room; with a shorter one it is any optimizer."""
+    nadam = OPTIMIZERS["nadam"]
+    assert recommend(8, replace(nadam, decay=0.99), batch_size=64)[0] == "asyncpp"
+    assert recommend(8, replace(nadam, decay=0.99), batch_size=64, versions=7)[0] == "2bw-ef"
+    assert recommend(8, replace(nadam, decay=0.9), batch_size=64)[0] == "2bw-ef"
+    assert recommend(2, nadam)[0] == "pipeoptim"
 
 
 def test_a_kept_update_counts_as_a_copy():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import OptimizerState, Progress, fingerprint, type_text
-from anabranch.errors import FileFormatError
+from anabranch.checkpoint.writing import joined
+from anabranch.errors import FileFormatError, some
 from anabranch.graph.slices import read_by_name, whole_name
 
 
@@ -94,10 +95,10 @@ class SavedState:
         """Check that tensors exist; raises FileFormatError, which names those that do not."""
         missing = [key for key in keys if whole_name(key) not in self._stored]
         if missing:
-            shown = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
             raise FileFormatError(
-                f"{self.where} lacks {len(missing)} of the tensors that the model has: {shown}; "
-                "the checkpoint is of another model, or of another configuration of it"
+                f"{self.where} lacks {len(missing)} of the tensors that the model has: "
+                f"{some(missing, 5)}; the checkpoint is of another model, or of another "
+                "configuration of it"
             )
 
     def tensor(self, key: str, like: Tensor | None = None) -> Tensor:
@@ -118,3 +119,27 @@ class SavedState:
                 f"model has {type_text(like.dtype, like.shape)} there"
             )
         return tensor
+
+
+def saved_in_parts(
+    where: object,
+    parts: Collection[Mapping[str, Any]],
+    keys: Iterable[str],
+    read: Callable[[str], Tensor],
+    progress: Progress,
+) -> SavedState:
+    """Return the state of a run from what its ranks have of it.
+
+    Args:
+        parts: of all ranks, as ``RankPart.described`` returns them.
+    """
+    whole = joined(parts)
+    optimizer = whole["optimizer"]
+    return SavedState(
+        where,
+        keys,
+        read,
+        optimizer=None if optimizer is None else OptimizerState.model_validate(optimizer),
+        scheduler=whole["scheduler"],
+        progress=progress,
+    )

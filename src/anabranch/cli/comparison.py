@@ -181,7 +181,7 @@ def _stage_by_stage(plan: Plan) -> str:
 def staleness_of(plan: Plan, optimizer: OptimizerFacts | None = None) -> tuple[Staleness, ...]:
     """Per stage of an asynchronous plan, how old its weights are."""
     from anabranch.simulator.staleness import staleness
-    from anabranch.solve.simulation import turns_of
+    from anabranch.solve.asynchronous_simulation import turns_of
     from anabranch.weights import policy_named
 
     last_update = optimizer is not None and optimizer.keeps_last_update

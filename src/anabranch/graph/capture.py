@@ -153,6 +153,11 @@ class Captured:
             self.slices[name] = nn.Parameter(view, requires_grad=held.requires_grad)
         return self.slices[name]
 
+    def freeze_slices(self) -> None:
+        """Have slices trained as the parameters that they are of, which a loop may freeze."""
+        for name, part in self.slices.items():
+            part.requires_grad_(self.module.get_parameter(whole_name(name)).requires_grad)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """The module's parameters in its order, slices in place of those that are cut."""
         names = (parameter.name for parameter in self.graph.parameters)

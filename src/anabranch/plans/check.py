@@ -85,6 +85,23 @@ def require(
         raise InvalidPlanError("the plan is not valid: " + "; ".join(problems))
 
 
+def require_suits(
+    graph: StageGraph, cost: CostModel, versions: Sequence[int] = (), *, shared: bool = False
+) -> None:
+    """Refuse stages that do not suit model and cluster."""
+    problems = check(graph, cost, versions, shared=shared, idle=True)
+    if problems:
+        raise InvalidPlanError(
+            f"the plan does not suit {cost.cluster.name}, or not this model: {'; '.join(problems)}"
+        )
+
+
+def require_few(graph: StageGraph) -> None:
+    """Refuse stages of too many micro-batches."""
+    if problems := too_many_microbatches(graph):
+        raise InvalidPlanError("; ".join(problems))
+
+
 def _operators(graph: StageGraph, cost: CostModel) -> list[str]:
     known = cost.graph.index
     count = Counter(name for stage in graph.stages for name in stage.operators)

@@ -1,10 +1,11 @@
-"""Cost model for the training options of a plan."""
+"""Cost model for the training options of a plan, and the price of its slowest stage."""
 
 from __future__ import annotations
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.plans.plan import Plan
+from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 
 
@@ -29,3 +30,14 @@ def prices_of(
         sparse_embeddings=plan.sparse_embeddings,
         batch_size=plan.stage_graph.batch_size if plan.mode == "sync" else 0,
     )
+
+
+def bottleneck_s_per_sample(graph: StageGraph, cost: CostModel) -> float:
+    """Compute seconds per sample of the slowest stage, GraphPipe's TPS without communication."""
+
+    def seconds(s: int) -> float:
+        stage = graph.stages[s]
+        samples, mask = stage.microbatch_size / stage.replicas, cost.graph.mask(stage.operators)
+        return sum(cost.stage_s(mask, samples, recompute=stage.recompute)) / stage.microbatch_size
+
+    return max(seconds(s) for s in range(len(graph)))

@@ -4,6 +4,8 @@ pipeline        what the user holds: steps with a flush, evaluation, checkpoints
 session         one rank's share of a run, which both pipelines hold
 worker, messages, mesh
                 the actions of one device in order; the tensors of its messages; ranks and groups
+assignment, first_batch
+                what ranks compare before anything is made; what they check with the first batch
 worker_cache, plan_parts
                 workers by batch size; the plan's stages as parts of the captured model
 model_state, data_feed, step_totals, evaluation

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from anabranch.device.accelerator import claim, prepare
-from anabranch.errors import InvalidPlanError, TrainingError
+from anabranch.errors import InfeasiblePlanError, InvalidPlanError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import changed_by_samples
 from anabranch.graph.slices import whole_name
@@ -17,7 +18,9 @@ from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions, require_exact
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.agreement import facts_of, require_agreement
+from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.initialisation import meta_names, require_constants
+from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.optimizer_facts import updates_by_element
 from anabranch.runtime.placement import own_device, start_of
 from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
@@ -43,6 +46,17 @@ class Assignment:
     compute: ComputeOptions
     home: torch.device
     place: torch.device
+
+    def require_memory(self, plan: Plan, mesh: Mesh) -> None:
+        """Raise InfeasiblePlanError, on every rank, for a plan whose predicted peaks exceed the
+        memory that there is.
+        """
+        parameters = self.captured.parameters()
+        own, others = self.holders.resident_bytes(parameters, mesh.rank, self.place)
+        # A forked rank shares the memory of the CPU with its parent, which gives nothing back.
+        shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
+        if problem := lack(plan, mesh, own, 0 if shares else others, self.place):
+            raise InfeasiblePlanError(problem)
 
 
 def assign(

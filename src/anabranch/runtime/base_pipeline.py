@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +11,7 @@ import torch
 
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
+from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
 
@@ -101,7 +102,7 @@ class BasePipeline:
     @property
     def gradient_verdict(self) -> str:
         """Result of the comparison of gradients with one process, once there was a step."""
-        return self._session.gradient_verdict
+        return self._session.first.verdict
 
     def from_first(self, value: float) -> float:
         """Return the number that the first rank has; all ranks call it together."""
@@ -109,6 +110,14 @@ class BasePipeline:
         with self.failing():
             self._session.mesh.broadcast(shared, 0)
         return float(shared)
+
+    def yardstick_s(self) -> tuple[float, ...]:
+        """Return each rank's seconds of a fixed piece of work; all ranks call it together."""
+        self._settle()
+        with self.failing():
+            self._mesh.barrier()
+            seconds = torch.tensor([yardstick_s(self._session.place)], dtype=torch.float64)
+            return tuple(map(float, self._mesh.all_gather(seconds)))
 
     def failing(self) -> AbstractContextManager[None]:
         """Inside, a failure here reaches the other ranks, and one of theirs is explained."""
@@ -131,6 +140,27 @@ class BasePipeline:
         data does not say.
         """
         return self._session.feed.batches_left(epochs)
+
+    def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
+        """Mean loss and metrics over held-out batches, in evaluation mode.
+
+        What is in flight without a flush is learned before.
+
+        Args:
+            loader: batches, the same on every rank; by default the workload's ``eval_data``.
+
+        Returns:
+            ``loss`` and the metrics, means over samples, the same on every rank.
+
+        Raises:
+            DataError: if there is no held-out data, or reading it raised.
+        """
+        self._settle()
+        return self._session.evaluate(loader)
+
+    def _settle(self) -> None:
+        """Wait until nothing is under way here."""
+        raise NotImplementedError
 
     def finish_saving(self) -> None:
         """Wait until a checkpoint of ``save(wait=False)`` is on the disk.

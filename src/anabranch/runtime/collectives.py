@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.transport import POLLS, Receipt, Transport, guarded
+from anabranch.runtime.transport import Receipt, Transport, guarded
+from anabranch.runtime.transport.streams import DeviceStreams
 
 _CPU = torch.device("cpu")
 
@@ -57,7 +58,7 @@ class Pending:
         with POSITION.waiting():
             if self._work is not None:
                 while self._progress is not None and not guarded(self._work.is_completed):
-                    self._progress(POLLS.collective_s)
+                    self._progress(2e-4)  # seconds until the next look
                 guarded(self._work.wait)
                 self._work = None
             if self._finish is not None:
@@ -83,18 +84,6 @@ def staged(start: Callable[..., Pending]) -> Callable[..., Pending]:
     return through_host
 
 
-class Streams(Protocol):
-    """Streams of a rank's device, one per set of ranks."""
-
-    def fence(self) -> Any:
-        """Mark the place behind all that the compute stream has been given so far."""
-        ...
-
-    def start(self, ranks: tuple[int, ...], after: Any, call: Callable[[], Any]) -> Any:
-        """Start a collective behind a fence."""
-        ...
-
-
 class DeviceSums:
     """Collectives of GPUs, which the devices get when the hosts of all ranks of a set have come to
     them.
@@ -112,7 +101,7 @@ class DeviceSums:
     def __init__(
         self,
         meeting: Callable[[tuple[int, ...]], AbstractContextManager[None]],
-        streams: Streams,
+        streams: DeviceStreams,
     ) -> None:
         self._meeting, self._streams = meeting, streams
         self._kept: dict[tuple[int, ...], list[_Collective]] = defaultdict(list)

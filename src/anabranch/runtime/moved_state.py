@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Progress, RankPart
-from anabranch.checkpoint.manifest import OptimizerState, dtype_name
-from anabranch.checkpoint.saved_state import SavedState
-from anabranch.checkpoint.writing import joined
+from anabranch.checkpoint.manifest import dtype_name
+from anabranch.checkpoint.saved_state import SavedState, saved_in_parts
 from anabranch.runtime import texts
 from anabranch.runtime.mesh import Mesh
 
@@ -73,17 +72,8 @@ def move(
     mesh.barrier()
     if transport is not None:
         transport.close()
-    whole = joined(documents)
-    optimizer = whole["optimizer"]
-    state = None if optimizer is None else OptimizerState.model_validate(optimizer)
-    return SavedState(
-        "the state that the ranks have sent each other",
-        tensors,
-        tensors.__getitem__,
-        optimizer=state,
-        scheduler=whole["scheduler"],
-        progress=progress,
-    )
+    where = "the state that the ranks have sent each other"
+    return saved_in_parts(where, documents, tensors, tensors.__getitem__, progress)
 
 
 def _listed(part: RankPart, readers: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:

@@ -21,11 +21,7 @@ import torch
 from torch import Tensor
 
 from anabranch.device import accelerator
-from anabranch.errors import (
-    DataError,
-    InfeasiblePlanError,
-    InvalidPlanError,
-)
+from anabranch.errors import DataError, InfeasiblePlanError, InvalidPlanError
 from anabranch.graph.capture import Captured
 from anabranch.graph.module_state import only_frozen
 from anabranch.plans.plan import Plan
@@ -34,19 +30,13 @@ from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.guards.same_batch import BatchCheck
-from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.measurement.peak_memory import PeakMemory
-from anabranch.runtime.measurement.timeline import gather_timeline
+from anabranch.runtime.measurement.timeline import StepRecording
 from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.runtime.step_runner import StepRunner
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
-
-_MOST_APART = 3
-"""Steps between copies from which on no rank of ``Pipeline.steps`` makes two copies before another
-one has made the first.
-"""
 
 
 class Pipeline(BasePipeline):
@@ -163,7 +153,7 @@ class Pipeline(BasePipeline):
             saved=saved,
         )
         if self.copied is not None:
-            self._session.gradient_verdict = self.copied["gradients"]
+            self._session.first.verdict = self.copied["gradients"]
         self.timeline: Timeline | None = None
         self.peak_bytes: tuple[int, ...] | None = None
 
@@ -193,14 +183,6 @@ class Pipeline(BasePipeline):
         )
         self._updates = self._steps.updates
 
-    def yardstick_s(self) -> tuple[float, ...]:
-        """Return each rank's seconds of a fixed piece of work; all ranks call it together."""
-        with self._session.failing():
-            self._steps.settle()
-            self._mesh.barrier()
-            seconds = torch.tensor([yardstick_s(self._session.place)], dtype=torch.float64)
-            return tuple(map(float, self._mesh.all_gather(seconds)))
-
     def change_plan(self, plan: Plan) -> None:
         """Go on under another plan for the same ranks; all ranks call it between the same steps.
 
@@ -219,8 +201,7 @@ class Pipeline(BasePipeline):
                 f"the plan to change to is for batches of {plan.stage_graph.batch_size} samples, "
                 f"but training has batches of {before.batch_size}; plan for these"
             )
-        with self._session.failing():
-            self._steps.settle()
+        self._settle()
         self._steps.refuse_between("change of the plan")
         session, metrics = self._session, self.metrics
         with session.failing():
@@ -238,8 +219,6 @@ class Pipeline(BasePipeline):
                 predecessor=session,
             )
         self._steps.metrics = metrics
-
-    # Training
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -271,28 +250,20 @@ class Pipeline(BasePipeline):
             POSITION.begin(self.step_number)
             self._steps.settle()
             self._session.prepare(batch, leaves)
-            start = lead = 0.0
-            clock = self._session.workers.clock
-            if record:
-                clock.begin()
-                lead = time.perf_counter() - begun
-                self._mesh.barrier()
-                start = time.perf_counter()
+            place, workers = self._session.place, self._session.workers
+            recording = StepRecording(self._mesh, workers.clock, begun) if record else None
             # Compiled code on a CPU shows nobody what it makes.
-            counted = accelerator.has_own_memory(self._session.place)
-            if weigh and (counted or self._session.workers.options.backend is None):
-                gauge = PeakMemory(self._session.place, self._updates.tensors, leaves.values())
+            if weigh and (accelerator.has_own_memory(place) or workers.options.backend is None):
+                gauge = PeakMemory(place, self._updates.tensors, leaves.values())
                 with gauge.measuring():
                     loss = self._steps.step(leaves)
                 peaks = self._mesh.all_gather(torch.tensor([gauge.peak_bytes]))
                 self.peak_bytes = tuple(int(peak) for peak in peaks)
             else:
                 loss = self._steps.step(leaves)
-            if record:
-                clock.end()
-                end = time.perf_counter()
+            if recording is not None:
                 worker, _, outcome = self._steps.ran
-                self.timeline = gather_timeline(worker, outcome, self._mesh, start, end, lead)
+                self.timeline = recording.timeline(worker, outcome)
             POSITION.leave()
         self._count()
         return loss
@@ -303,8 +274,8 @@ class Pipeline(BasePipeline):
         A rank updates each stage as soon as its own gradients are there and goes on to the next
         batch; what all ranks have to tell each other is read one step later, and parameters that
         another rank updates (``shard_optimizer``) are there by the next forward of their stage, or
-        when the loop is left. Where something global
-        decides about the update (``clip_norm``), and in the first step, ranks agree as in ``step``.
+        when the loop is left. Where something global decides about the update (``clip_norm``), and
+        in the first step, ranks agree as in ``step``.
 
         Args:
             batches: see ``step``; a batch must not be changed once it has been given.
@@ -377,25 +348,8 @@ class Pipeline(BasePipeline):
             self._session.prepare(batch, leaves)
             return self._steps.gradients(leaves)
 
-    # Evaluation
-
-    def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
-        """Mean loss and metrics over held-out batches, in evaluation mode.
-
-        Args:
-            loader: batches, the same on every rank; by default the workload's ``eval_data``.
-
-        Returns:
-            ``loss`` and the metrics, means over samples, the same on every rank.
-
-        Raises:
-            DataError: if there is no held-out data, or reading it raised.
-        """
-        with self._session.failing():
-            self._steps.settle()
-        return self._session.evaluate(loader)
-
-    # State on disk
+    def _settle(self) -> None:
+        self._steps.pause(wait=True)
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Write a checkpoint: parameters, buffers, optimizer, scheduler, position in the data.
@@ -413,19 +367,10 @@ class Pipeline(BasePipeline):
             TrainingError: if the folder exists, or cannot be written, or an update is still to come
                 for the last batches (``accumulate``).
         """
-        with self._session.failing():
-            if wait:
-                self._steps.settle()
-            else:
-                self._session.refuse_spoilt()
-                self._steps.finish_all_gather()
-                self._steps.resolve()  # the scheduler may be behind
+        self._steps.pause(wait=wait)
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
-        if self._steps.unread is None:
-            saving.confirm()
-        else:
-            self._steps.unread.then(saving.confirm, saving.give_up)
+        self._steps.then(lambda _: saving.confirm(), saving.give_up)
 
     def copy_state(self, further: Mapping[str, Any], note: Callable[[float], None]) -> None:
         """Copy what ``save`` would write into ``copies``; all ranks call it between the same steps.
@@ -435,13 +380,7 @@ class Pipeline(BasePipeline):
             note: called with the loss of the last step before the copy counts.
         """
         assert self._copies is not None
-        with self._session.failing():
-            if self._copies.every < _MOST_APART:
-                self._steps.settle()
-            else:
-                self._session.refuse_spoilt()
-                self._steps.finish_all_gather()
-                self._steps.resolve()
+        self._steps.pause(wait=self._copies.is_dense)
         kept = {**further, "gradients": self.gradient_verdict}
         confirm = self._session.checkpoints.copy_to(self._copies, kept)
 
@@ -450,10 +389,7 @@ class Pipeline(BasePipeline):
                 note(loss)
             confirm()
 
-        if (unread := self._steps.unread) is None:
-            count(self._steps.loss)
-        else:
-            unread.then(lambda: count(unread.loss), lambda: None)
+        self._steps.then(count, lambda: None)
 
     @property
     def is_between_updates(self) -> bool:

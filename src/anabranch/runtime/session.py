@@ -6,7 +6,6 @@ they tell each other of failures. The order of passes and updates is the pipelin
 
 from __future__ import annotations
 
-import multiprocessing
 import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,34 +17,27 @@ from torch import Tensor
 
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import TrainingError
-from anabranch.graph.loss_kinds import told_stateful
-from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
-from anabranch.runtime.evaluation import Evaluation
-from anabranch.runtime.guards.memory_budget import require_memory
+from anabranch.runtime.evaluation import means
+from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import (
     RECENT_BATCHES,
     BatchCheck,
     batch_digest,
-    require_same_batch,
     require_same_copies,
 )
-from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.guards.store_watch import watch_ranks
-from anabranch.runtime.initialisation import SEEDS, meta_names
+from anabranch.runtime.initialisation import SEEDS
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
-from anabranch.runtime.optimizer_facts import unlike_torchs
 from anabranch.runtime.transport import Channel, Transport
-from anabranch.runtime.warm_up import warm_up
-from anabranch.runtime.worker import Worker
-from anabranch.runtime.worker_cache import WorkerCache
+from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
 
 
@@ -54,8 +46,8 @@ class Session:
 
     Attributes:
         frozen: parameters that were not trainable when training began.
-        gradient_verdict: result of the comparison of gradients with one process.
         graph: stages of the plan.
+        first: checks and preparations with the first batch.
         batch_digest: of the batch that is under way.
         is_spoilt: some stages have made an update that others have not.
 
@@ -98,23 +90,13 @@ class Session:
         )
         self.captured, self.parts = assignment.captured, assignment.parts
         self.holders, self.place = assignment.holders, assignment.place
-        self._home, compute = assignment.home, assignment.compute
+        self.assignment, compute = assignment, assignment.compute
         module = self.captured.module
         self.frozen = {
             name: parameter
             for name, parameter in module.named_parameters()
             if name in self.captured.programs.frozen or not parameter.requires_grad
         }
-        # The self-check needs the whole model on one rank.
-        self._check_gradients = check_gradients and not meta_names(module)
-        self._tells = check_gradients and predecessor is None
-        self.gradient_verdict = "not compared: nobody asked for it"
-        if predecessor is not None:
-            self.gradient_verdict = predecessor.gradient_verdict
-        if check_gradients and not self._check_gradients:
-            self.gradient_verdict = "not compared: no process has all values of the model"
-        self._evaluates = workload.eval_data is not None
-        self._examples = [workload.example, *workload.buckets] if workload.buckets else []
         self.graph = graph = plan.stage_graph
         self.mesh = Mesh(graph.devices, self.holders.sets, place=self.place, timeout=timeout)
         self._watch = watch_ranks(
@@ -126,13 +108,17 @@ class Session:
         if self.mesh.rank == 0 and (said := plan.other_model(self.captured.graph)):
             warnings.warn(said, stacklevel=2)
         self.transport: Transport | None = None
-        self._is_prepared = self.is_spoilt = False
+        self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)
+        before = None if predecessor is None else predecessor.first
+        self.first: FirstBatch = FirstBatch(
+            assignment, self.mesh, check_gradients=check_gradients, before=before
+        )
         feed = DataFeed(workload, graph.batch_size)
         self.feed: DataFeed = feed if predecessor is None else predecessor.feed
         with self.mesh.failure.reporting(self._disconnect, graph):
             if check_memory:
-                self.require_memory(plan)
+                assignment.require_memory(plan, self.mesh)
             self.transport = self.mesh.transport(self.place, sorted({*channels(graph), *further}))
             drawn = torch.tensor([torch.initial_seed() % SEEDS, secrets.randbits(62)])
             self.mesh.broadcast(drawn, 0)
@@ -145,7 +131,7 @@ class Session:
                 self.mesh,
                 self.feed.seed,
                 goes_on=goes_on,
-                needs_all=self._needs_all,
+                needs_all=self.first.needs_all,
             )
             if compute.sparse_embeddings:
                 self.state.require_sparse_updates(self.captured.graph)
@@ -174,16 +160,7 @@ class Session:
         # Which bucket a batch is of, its tensors tell together, so none is left out.
         self.feed.types = None if workload.buckets else self.captured.layout.types
         self.trace = Trace(self.captured, graph, self.holders, self.mesh)
-        self._evaluation = Evaluation(self.workers, self._begin_batch)
         POSITION.leave()
-
-    def require_memory(self, plan: Plan) -> None:
-        """Refuse a plan whose predicted peaks exceed the memory that there is."""
-        parameters = self.captured.parameters()
-        own, others = self.holders.resident_bytes(parameters, self.mesh.rank, self.place)
-        # A forked rank shares the memory of the CPU with its parent, which gives nothing back.
-        shares = self.place.type == "cpu" and multiprocessing.parent_process() is not None
-        require_memory(plan, self.mesh, own, 0 if shares else others, self.place)
 
     def leaves(self, batch: Batch, *, is_step: bool = True) -> dict[str, Tensor]:
         """The tensors of a batch by their names.
@@ -203,8 +180,7 @@ class Session:
                 "and now requires_grad is True; leave it True from the start, and set it to False "
                 "for the steps in which it is to stay as it is"
             )
-        for name, part in self.captured.slices.items():
-            part.requires_grad_(self.captured.module.get_parameter(whole_name(name)).requires_grad)
+        self.captured.freeze_slices()
         if is_step and (changed := self.captured.programs.exporter.reads.changed()):
             raise TrainingError(
                 f"{', '.join(changed[:3])} has changed since the model was captured; the forward "
@@ -227,78 +203,14 @@ class Session:
             self._num_batches += 1
 
     def prepare(
-        self,
-        batch: Batch,
-        leaves: dict[str, Tensor],
-        worker_of: Callable[[WorkerCache, int], Worker] = WorkerCache.worker,
+        self, batch: Batch, leaves: dict[str, Tensor], worker_of: WorkerOf = WorkerCache.worker
     ) -> None:
-        """Once, with the first batch at hand: the check needs the whole model on rank 0.
-
-        Args:
-            worker_of: returns the worker for batches of a number of samples.
-        """
-        if self._is_prepared:
-            return
-        self._is_prepared = True
-        require_same_batch(self.mesh, self.batch_digest)
-        self.state.require_values()
-        if self.mesh.is_on_gpus:
-            self._warm_up(leaves, worker_of)
-        if self._tells:
-            self._tell()
-        if self._check_gradients:
-            # Of the other buckets the declared examples; what is said is of the batch at hand.
-            batches = {self.captured.for_batch(leaves): (batch, leaves)}
-            for example in self._examples:
-                given = leaves_of(self.captured, example, self.place)
-                batches.setdefault(self.captured.for_batch(given), (example, given))
-            verdicts = [
-                compare_with_eager(
-                    self.workers.like(bucket), self.holders, self.mesh, *some, self._home
-                )
-                for bucket, some in batches.items()
-            ]
-            self.gradient_verdict = verdicts[0]
-            self.captured.programs.exporter.reads.accept()
-        self.state.forget_others()
-
-    def _warm_up(
-        self, leaves: dict[str, Tensor], worker_of: Callable[[WorkerCache, int], Worker]
-    ) -> None:
-        """Run every program of this rank's stages once, before any message."""
-        planned = self.graph.batch_size
-        batches = [leaves]
-        for example in self._examples:
-            small = leaves_of(self.captured, example, self.place)
-            rows = torch.arange(planned, device=self.place) % samples_of(small)
-            batches.append({name: leaf[rows] for name, leaf in small.items()})
-        done = set()
-        for tensors in batches:
-            workers, samples = self.workers.for_batch(tensors), samples_of(tensors)
-            if (workers.captured, samples) in done:
-                continue
-            done.add((workers.captured, samples))
-            warm_up(worker_of(workers, samples), workers.captured, tensors)
-            if self._evaluates:
-                held_out = workers.like(workers.captured.evaluation())
-                warm_up(held_out.worker(samples), held_out.captured, tensors, train=False)
-
-    def _tell(self) -> None:
-        """Say once what is not as in one process."""
-        stateful, stages = self.captured.graph.stateful, enumerate(self.graph.stages)
-        sliced = any(p.replicas > 1 or self.graph.num_microbatches(s) > 1 for s, p in stages)
-        if self.mesh.rank == 0 and stateful and sliced:
-            warnings.warn(told_stateful(stateful), stacklevel=6)
-        names, optimizer = self.holders.parameters, self.state.optimizer
-        if optimizer is None or self.mesh.size == 1 or not (unlike := unlike_torchs(optimizer)):
-            return
-        updaters = {rank for name in names for rank in self.holders.updaters(name)}
-        if self.mesh.rank == min(updaters):
-            warnings.warn(unlike, stacklevel=6)
+        """Check and prepare what needs a batch, once; see ``FirstBatch``."""
+        self.first.prepare(batch, leaves, self.batch_digest, self.state, self.workers, worker_of)
 
     def _reads(self) -> Collection[str] | None:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""
-        is_checked = self._needs_all and not self._is_prepared
+        is_checked = self.first.needs_all and not self.first.is_over
         return None if is_checked else self.workers.needed_leaves
 
     def count(self) -> None:
@@ -337,16 +249,15 @@ class Session:
             with self.failing():
                 self.state.require_values()
                 self.state.share_buffers()
-                reads = self._evaluation.needed_leaves
+                reads = self.workers.in_evaluation.needed_leaves
             chosen = self.feed.held_out(reads) if loader is None else loader
-            return self._evaluation.means(
-                self.feed.read(chosen), self.feed.step_number, self.failing
+            return means(
+                self.workers,
+                self.feed.read(chosen),
+                self.feed.step_number,
+                self._begin_batch,
+                self.failing,
             )
-
-    @property
-    def _needs_all(self) -> bool:
-        """True if this rank needs the whole model until the first step has been compared."""
-        return self._check_gradients and self.mesh.rank == 0
 
     def refuse_spoilt(self) -> None:
         """Raise a TrainingError where some stages have made an update that others have not."""

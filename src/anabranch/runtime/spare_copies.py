@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Progress, RankPart
-from anabranch.checkpoint.manifest import OptimizerState, dtype_name
-from anabranch.checkpoint.saved_state import SavedState
-from anabranch.checkpoint.writing import joined
+from anabranch.checkpoint.manifest import dtype_name
+from anabranch.checkpoint.saved_state import SavedState, saved_in_parts
 from anabranch.errors import TrainingError
 from anabranch.runtime.transport.memory import fence
+from anabranch.runtime.transport.packing import aligned
 
-_ALIGNED = 64
 _SIZE = struct.Struct("<q")
 _LOSS = struct.Struct("<dq")
 _STEP_BITS, _RANK_BITS = 36, 16
@@ -93,12 +92,19 @@ class SpareCopies:
 
     @property
     def attempt(self) -> int:
-        """How often ranks have come together again; the parent counts."""
+        """Number of times that ranks have come together again; the parent counts."""
         return self._attempt[0]
 
     @attempt.setter
     def attempt(self, number: int) -> None:
         self._attempt[0] = number
+
+    @property
+    def is_dense(self) -> bool:
+        """True if a rank of ``Pipeline.steps`` could make two copies before another one has made
+        the first, unless they wait for each other.
+        """
+        return self.every < 3
 
     @property
     def newest(self) -> Moment | None:
@@ -131,10 +137,10 @@ class SpareCopies:
         self._table[2 * rank + place] = 0
         fence()
         places: dict[str, tuple[int, Tensor]] = {}
-        end = _ALIGNED
+        end = aligned(2 * _SIZE.size)
         for key, tensor in part.tensors.items():
             places[key] = end, tensor.detach()
-            end += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+            end += aligned(tensor.nbytes)
         tensors = {
             key: [start, list(tensor.shape), dtype_name(tensor.dtype)]
             for key, (start, tensor) in places.items()
@@ -189,15 +195,13 @@ class SpareCopies:
             documents.append(document)
             for key, (start, shape, dtype) in document["part"]["tensors"].items():
                 tensors[key] = _view(memory, start, torch.Size(shape), getattr(torch, dtype))
-        first, whole = documents[0], joined([document["part"] for document in documents])
-        optimizer = whole["optimizer"]
-        saved = SavedState(
+        first, parts = documents[0], [document["part"] for document in documents]
+        saved = saved_in_parts(
             "the copy of the state in memory",
+            parts,
             tensors,
             lambda key: tensors[key].clone(),
-            optimizer=None if optimizer is None else OptimizerState.model_validate(optimizer),
-            scheduler=whole["scheduler"],
-            progress=Progress(**first["progress"]),
+            Progress(**first["progress"]),
         )
         return saved, first["further"]
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -252,6 +253,29 @@ class StepRunner:
         unread, self.unread = self.unread, None
         if unread is not None:
             self.read(unread)
+
+    def pause(self, *, wait: bool) -> None:
+        """Have all parameters of the last step here, and its totals read, or left to be read later.
+
+        Args:
+            wait: for the totals.
+        """
+        with self._session.failing():
+            if wait:
+                self.settle()
+            else:
+                self._session.refuse_spoilt()
+                self.finish_all_gather()
+                self.resolve()  # the scheduler may be behind
+
+    def then(self, good: Callable[[float | None], None], bad: Callable[[], None]) -> None:
+        """Call one of two when it is known whether the last step was a good one; the first with its
+        loss, None if there was no step.
+        """
+        if (unread := self.unread) is None:
+            good(self.loss)
+        else:
+            unread.then(lambda: good(unread.loss), bad)
 
     def finish_all_gather(self) -> None:
         """Wait for the parameters that other ranks have updated."""

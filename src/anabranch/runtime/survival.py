@@ -12,7 +12,7 @@ from anabranch.runtime.spare_copies import Moment, SpareCopies
 
 @dataclass(frozen=True)
 class Survival:
-    """How a run outlives ranks that die: the others keep their processes, and all go on from the
+    """Survival of ranks that die: the others keep their processes, and all go on from the
     newest copies of the state.
 
     Attributes:

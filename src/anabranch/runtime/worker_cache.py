@@ -7,7 +7,7 @@ those of the plan, so only the number of micro-batches changes, and with it the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -66,6 +66,11 @@ class WorkerCache:
     def for_batch(self, leaves: Mapping[str, Tensor]) -> WorkerCache:
         """The workers for batches of the sizes of this one."""
         return self.like(self.captured.for_batch(leaves))
+
+    @property
+    def in_evaluation(self) -> WorkerCache:
+        """The same stages in evaluation mode."""
+        return self.like(self.captured.evaluation())
 
     @cached_property
     def leaves(self) -> frozenset[str]:
@@ -148,3 +153,7 @@ class WorkerCache:
             self.place,
             self.clock,
         )
+
+
+WorkerOf = Callable[[WorkerCache, int], Worker]
+"""Returns the worker for batches of a number of samples."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 
 from anabranch.errors import InvalidScheduleError
@@ -70,8 +70,10 @@ class ZeroBubble:
 
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
         """Set how many micro-batches are between a forward and the end of its backward at most."""
-        counts = self.most_in_flight(graph, room)
-        return with_in_flight(graph, _scheduled(with_in_flight(graph, counts)).most)
+        graph = with_in_flight(graph, self.most_in_flight(graph, room))
+        scheduler = _ListScheduler(_Passes(graph), [_lengths(stage) for stage in graph.stages])
+        scheduler.run()
+        return with_in_flight(graph, scheduler.most)
 
     def most_in_flight(self, graph: StageGraph, room: Room | None = None) -> list[int]:
         """Return the micro-batches that each stage may hold."""
@@ -170,8 +172,6 @@ class _Passes:
         beside: per stage, others on its devices.
         sources: per stage and kind of pass that others wait for, the stages that it comes from, the
             samples of their micro-batches, and the seconds of a message.
-        waits: per pass, those that it waits for, and the seconds in between.
-        after: per pass, those that wait for it.
     """
 
     def __init__(self, graph: StageGraph) -> None:
@@ -197,8 +197,16 @@ class _Passes:
             }
             for s in range(count)
         ]
-        self.waits = [list(self._earlier(action)) for action in self.actions]
-        self.after = those_after(self.waits)
+
+    @cached_property
+    def waits(self) -> list[list[tuple[int, float]]]:
+        """Per pass, those that it waits for, and the seconds in between."""
+        return [list(self._earlier(action)) for action in self.actions]
+
+    @cached_property
+    def after(self) -> list[list[tuple[int, float]]]:
+        """Per pass, those that wait for it."""
+        return those_after(self.waits)
 
     def seconds(self, lengths: Lengths) -> list[float]:
         """Return the length of each pass."""

@@ -6,6 +6,13 @@ flushes and minimises the time from one mini-batch to the next.
 
 from __future__ import annotations
 
+from anabranch.plans.prices import bottleneck_s_per_sample
+from anabranch.simulator.ideal import ideal_step_s
+from anabranch.solve.asynchronous_simulation import (
+    Simulated,
+    require_asynchronous,
+    simulate_async,
+)
 from anabranch.solve.comparison import (
     BASELINES,
     baselines,
@@ -14,22 +21,13 @@ from anabranch.solve.comparison import (
     compare_policies,
 )
 from anabranch.solve.explanation import Explanation, explain
+from anabranch.solve.faults import check_plan
 from anabranch.solve.planner_options import options_of
 from anabranch.solve.policy_choice import MODES, check_mode
 from anabranch.solve.rewriting import choose_rewrite, gain_note, splits_of_tables
+from anabranch.solve.schedule_choice import AUTO
 from anabranch.solve.search import plan
-from anabranch.solve.simulation import (
-    Simulated,
-    bottleneck_s_per_sample,
-    check_plan,
-    foreseen,
-    ideal_step_s,
-    require_asynchronous,
-    simulate,
-    simulate_async,
-    synchronous,
-)
-from anabranch.solve.splitting import AUTO
+from anabranch.solve.simulation import foreseen, simulate, synchronous
 
 __all__ = [
     "AUTO",

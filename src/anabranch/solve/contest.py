@@ -16,8 +16,8 @@ from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.simulator.stage_costs import stage_costs
 from anabranch.solve.improvement import SearchBudget, improve
+from anabranch.solve.schedule_choice import AUTO, LOOP_SCHEDULES, best_loop, split_backwards
 from anabranch.solve.settings import SETTINGS
-from anabranch.solve.splitting import AUTO, LOOP_SCHEDULES, best_loop, split_backwards
 
 
 class Contest:

@@ -23,7 +23,7 @@ from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.critical_path import Cause, critical_path
 from anabranch.simulator.run import run
 from anabranch.solve.floors import Floor, floors
-from anabranch.solve.simulation import scheduled
+from anabranch.solve.schedule_choice import scheduled
 from anabranch.solve.what_ifs import WhatIf, what_ifs
 
 _WIDTH, _LABEL = 80, 28

@@ -33,9 +33,10 @@ from anabranch.errors import AnabranchError
 from anabranch.plans.plan import Plan
 from anabranch.plans.prices import prices_of
 from anabranch.profile.profile import Profile
+from anabranch.solve.schedule_choice import scheduled
 from anabranch.solve.search import plan as search
 from anabranch.solve.settings import SETTINGS
-from anabranch.solve.simulation import checked_run, foreseen, scheduled, simulate
+from anabranch.solve.simulation import checked_run, foreseen, simulate
 from anabranch.timeline import Timeline
 
 _Pass = tuple[int, bool]

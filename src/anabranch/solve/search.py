@@ -6,37 +6,24 @@ Proposals are scheduled and simulated (``simulator.judge``); a plan's figures ar
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import AsynchronousPlanner, Improving, Planner
-from anabranch.plans.check import require
+from anabranch.planner.base import AsynchronousPlanner
 from anabranch.plans.plan import Plan
-from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.simulator.judge import Judge
-from anabranch.simulator.objective import ShortestStep
 from anabranch.solve.asynchronous_search import AsynchronousSearch
-from anabranch.solve.bound import step_bound
-from anabranch.solve.contest import Contest
 from anabranch.solve.idle_devices import on_its_part, with_fewer_devices, with_less_effort
-from anabranch.solve.improvement import SearchBudget
-from anabranch.solve.phases import Phase, Phases, collect, to_its_end
 from anabranch.solve.planner_options import check_arguments, planner_with, start_of
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes
-from anabranch.solve.settings import SETTINGS
-from anabranch.solve.simulation import checked_run, figures_of
-from anabranch.solve.splitting import AUTO
+from anabranch.solve.schedule_choice import AUTO
+from anabranch.solve.step_search import StepSearch
 from anabranch.weights import OptimizerFacts
-
-BUDGET = SearchBudget()
 
 
 def plan(
@@ -72,7 +59,7 @@ def plan(
         batch_size: samples of one step, or of one mini-batch without a flush.
         planner: key of ``planner.PLANNERS``.
         microbatch_size: only this size; by default every power of two that the profile covers.
-            Asynchronous mini-batches are one micro-batch, but for policy ``2bw``.
+            Asynchronous mini-batches are one micro-batch, but for policies ``2bw`` and ``2bw-ef``.
         schedule: key of ``schedule.SCHEDULES``; ``auto``: per proposal the faster of 1F1B with
             minimal and with deep warm-up, the minimal one where both take equally long, and of the
             best of all the one with split backwards that saves most, if that is enough;
@@ -131,7 +118,7 @@ def plan(
     schedules: tuple[str, ...] = (schedule,)
     if schedule in ("auto", "published"):
         schedules = AUTO if schedule == "auto" else search.schedules
-    task = _StepSearch(
+    task = StepSearch(
         batch_size, planner, search, microbatch_size, schedules, improve, model, begin, notes
     )
     may_share = shard_optimizer is None and cluster.num_devices > 1
@@ -147,130 +134,6 @@ def plan(
         quick = replace(task, planner=with_less_effort(search))
         quick_on = partial(quick.fitting, may_share=may_share)
         return with_fewer_devices(best, cost, quick_on, search_on)
-
-
-@dataclass(frozen=True)
-class _StepSearch:
-    """A search for the shortest step; the fields are arguments of ``plan``."""
-
-    batch_size: int
-    name: str
-    planner: Planner
-    microbatch_size: int | None
-    schedules: tuple[str, ...]
-    improve: bool
-    model: str
-    start: StageGraph | None
-    notes: Sequence[str]
-
-    def fitting(self, cost: CostModel, *, may_share: bool) -> Plan:
-        """The plan with the shortest simulated step, with replicas that share the optimizer's state
-        where nothing fits without.
-        """
-        try:
-            return self.plan(cost, may_share=may_share)
-        except InfeasiblePlanError:
-            if may_share:
-                with suppress(InfeasiblePlanError):
-                    return self.plan(replace(cost, shard_optimizer=True))
-            raise
-
-    def plan(self, cost: CostModel, *, may_share: bool = False) -> Plan:
-        """The plan with the shortest simulated step.
-
-        Args:
-            may_share: whether replicas may share the optimizer's state, where prices have that not.
-        """
-        phases, notes, planner = Phases(), [*self.notes], self.planner
-        contest, search, count = self._decide(cost, phases, may_share)
-        if self.start is None and contest.is_misled and getattr(planner, "shape", "") == "graph":
-            chained = replace(self, planner=replace(cast(Any, planner), shape="chain"))
-            other, found, more = chained._decide(cost, phases, may_share)
-            if other.best_s < contest.best_s:
-                contest, search, count = other, found, more
-        if self.improve and phases.stop is None:
-            looped = self.start if self.start is not None and self.start.shares_devices else None
-            phases.run("improve_s", lambda: contest.loop(looped))
-        best, cost = contest.winner(self.name), contest.cost
-        if isinstance(search, Improving) and (origin := search.origin(best.proposal)):
-            notes.append(origin)
-        notes += phases.notes(count)
-
-        def made() -> Plan:
-            with phases.timed("simulate_s"):
-                require(best.graph, cost, shared=True)
-                timeline = checked_run(best.graph, best.schedule, cost, messages=False)
-                figures = figures_of(timeline, best.graph, cost)
-            return phases.plan(
-                cost,
-                self.model,
-                stage_graph=best.graph,
-                schedule=best.schedule,
-                planner=self.name,
-                predicted=figures,
-                notes=tuple(notes),
-                shard_optimizer=cost.shard_optimizer,
-                sparse_embeddings=cost.sparse_embeddings,
-            )
-
-        return to_its_end(made)
-
-    def _decide(
-        self, cost: CostModel, phases: Phases, may_share: bool
-    ) -> tuple[Contest, Iterable[StageGraph], int]:
-        """The contest at its end, the search, and the number of its proposals."""
-        with phases.timed("search_s"):
-            search = self._propose(cost)
-            improving = search if isinstance(search, Improving) else None
-            proposals, phases.stop = collect(search)
-        contest = Contest(cost, self.schedules, improving, BUDGET, may_share=may_share)
-        judged = phases.run("simulate_s", lambda: self._judge(contest.judge, improving, proposals))
-        if contest.judge.best is None and not judged:
-            contest.judge = self._first_that_fits(cost, proposals)
-        steps: list[tuple[Phase, Callable[[], object]]] = [("simulate_s", contest.share)]
-        steps += [("improve_s", contest.improve)] * self.improve
-        steps += [("simulate_s", contest.split)]
-        # Nothing is shorter than the bound.
-        enough_s = step_bound(cost, self.batch_size) * (1 + SETTINGS.bound_met)
-        for phase, step in steps:
-            if phases.stop is None and contest.best_s > enough_s:
-                phases.run(phase, step)
-        may_go_on = improving is not None and self.improve
-        while may_go_on and phases.stop is None and contest.best_s > enough_s:
-            if not phases.run("improve_s", contest.search_on) or contest.is_over:
-                break
-        return contest, search, len(proposals)
-
-    def _propose(self, cost: CostModel) -> Iterable[StageGraph]:
-        planner: Any = self.planner  # of planners, only auto takes a start
-        start = {}
-        if self.start is not None:
-            require(self.start, cost, shared=True)
-            # One whose devices have several stages is judged in the end.
-            start = {} if self.start.shares_devices else {"start": self.start}
-        proposals: Iterable[StageGraph] = planner(
-            cost, batch_size=self.batch_size, microbatch_size=self.microbatch_size, **start
-        )
-        return proposals
-
-    def _judge(
-        self, judge: Judge, improving: Improving | None, proposals: Iterable[StageGraph]
-    ) -> None:
-        if self.start is not None and not self.start.shares_devices:
-            # Before any other, so that every schedule of it is tried.
-            judge.consider([self.start], BUDGET.simulation)
-        if improving is not None:
-            judge.consider(improving.likely(), BUDGET.likely, in_order=True)
-        judge.consider(proposals, BUDGET.simulation)
-
-    def _first_that_fits(self, cost: CostModel, proposals: Iterable[StageGraph]) -> Judge:
-        """The judgement after an interrupt that came before any: the first proposal that fits."""
-        for proposal in proposals:
-            judge = Judge(ShortestStep(cost, self.schedules))
-            judge.consider([proposal])
-            if judge.best is not None:
-                return judge
-        raise KeyboardInterrupt
 
 
 def notes_on(profile: Profile) -> list[str]:

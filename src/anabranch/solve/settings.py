@@ -13,8 +13,6 @@ class Settings:
         worth_sharing: share of the step that replicas which share the optimizer's state
             have to save.
         share_proposals: proposals that are simulated with shared state at the end of a search.
-        split_gain: share of the step that split backwards have to save: each call with weights
-            costs the host some 20 us more, which is not predicted.
         split_near: proposals whose steps are within this factor of the shortest are tried with
             split backwards, ``split_proposals`` of them. With 1.2 and 8 two of 20 plans for mmt
             were 3 and 13 % longer; on 256 devices it takes 4 s more.
@@ -27,7 +25,7 @@ class Settings:
         loop_passes: passes of those whose lists are scheduled, together: a second or two.
         near_passes: likewise, of what lies near the best of them, each time.
         loop_turns: how often some are simulated: rows, then what lies near the best.
-        split_passes: passes up to which lists are scheduled: it takes 40 us for each.
+        split_passes: passes up to which lists are scheduled: it takes 15 us for each.
         most_tried: pairs of a partition and a micro-batch size that are looked at; some
             twenty seconds.
         most_proposed: stage graphs that are proposed.
@@ -57,7 +55,6 @@ class Settings:
 
     worth_sharing: float = 0.001
     share_proposals: int = 6
-    split_gain: float = 0.02
     split_near: float = 1.6
     split_proposals: int = 24
     list_near: float = 1.2

@@ -9,7 +9,6 @@ from typing import Any
 from anabranch.errors import PolicyError
 from anabranch.schedule.asynchronous import units_in_flight
 from anabranch.weights.base import Reading, Unit, WeightPolicy
-from anabranch.weights.corrections import Correction
 from anabranch.weights.optimizers import OPTIMIZERS, OptimizerFacts
 from anabranch.weights.policies import (
     AsyncPP,
@@ -41,7 +40,6 @@ __all__ = [
     "OPTIMIZERS",
     "POLICIES",
     "AsyncPP",
-    "Correction",
     "Naive",
     "OptimizerFacts",
     "PipeOptim",

@@ -15,27 +15,30 @@ class Step:
         parameters: the trainable ones, each with its gradient or without.
         optimizer: of torch.
         updates: made before.
+        lag: updates of the stage between forward and backward.
+        dims: of a matrix; a benchmark that trains several models at once has one more.
     """
 
     parameters: tuple[Any, ...]
     optimizer: Any
     updates: int
+    lag: int
+    dims: int = 2
 
 
 class Correction(Protocol):
     """What a stage changes about its updates because its gradients are stale.
 
-    A policy names its corrections; ``runtime.asynchronous.corrections`` makes them.
-
-    Attributes:
-        kept: its tensors by the first part of their names in a checkpoint, then by parameter; one
-            for the whole stage is there for every parameter.
+    A policy names its corrections; ``runtime.asynchronous.corrections`` has them.
     """
 
-    kept: dict[str, dict[int, Any]]
+    def __call__(
+        self, policy: Any, step: Step, *kept: dict[int, Any]
+    ) -> AbstractContextManager[None]:
+        """Change gradients before the step, the update after it.
 
-    def rate(self, updates: int) -> float:
-        """Return the factor on the learning rate after so many updates, also of predictions."""
-
-    def around(self, step: Step) -> AbstractContextManager[None]:
-        """Change gradients before the step, the update after it."""
+        Args:
+            policy: its fields are the options.
+            kept: tensors from step to step, by the index of a parameter; one for the whole stage is
+                there for every parameter.
+        """

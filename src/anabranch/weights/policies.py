@@ -31,13 +31,19 @@ from typing import ClassVar
 from anabranch.weights.base import Reading, Unit
 
 
+class _Plain:
+    """An update after every pass, in which nothing is corrected."""
+
+    __slots__ = ()
+    microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {}
+
+
 @dataclass(frozen=True, slots=True)
-class Naive:
+class Naive(_Plain):
     """Current weights in forward and backward; gradients of neither version."""
 
     name: ClassVar[str] = "naive"
-    microbatches: ClassVar[bool] = False
-    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen)
@@ -47,12 +53,10 @@ class Naive:
 
 
 @dataclass(frozen=True, slots=True)
-class Stash:
+class Stash(_Plain):
     """The backward reads what its forward read (PipeDream, weight stashing)."""
 
     name: ClassVar[str] = "stash"
-    microbatches: ClassVar[bool] = False
-    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen)
@@ -62,12 +66,10 @@ class Stash:
 
 
 @dataclass(frozen=True, slots=True)
-class VerticalSync:
+class VerticalSync(_Plain):
     """Every stage reads the version that was current at the deepest source (PipeDream)."""
 
     name: ClassVar[str] = "vertical-sync"
-    microbatches: ClassVar[bool] = False
-    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(max(unit.filled, unit.number - (unit.deepest - 1)))
@@ -77,12 +79,11 @@ class VerticalSync:
 
 
 @dataclass(frozen=True, slots=True)
-class TwoBuffers:
+class TwoBuffers(_Plain):
     """All micro-batches of a mini-batch read the version before the last (PipeDream-2BW)."""
 
     name: ClassVar[str] = "2bw"
     microbatches: ClassVar[bool] = True
-    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(max(unit.filled, unit.number - 1))
@@ -92,12 +93,10 @@ class TwoBuffers:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecTrain:
+class SpecTrain(_Plain):
     """Forward and backward predict the same later version, each from what is there."""
 
     name: ClassVar[str] = "spectrain"
-    microbatches: ClassVar[bool] = False
-    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag + _halfway(unit))
@@ -111,12 +110,10 @@ def _halfway(unit: Unit) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PipeOptim:
+class PipeOptim(_Plain):
     """The forward predicts the version of its own backward, which reads what is there."""
 
     name: ClassVar[str] = "pipeoptim"
-    microbatches: ClassVar[bool] = False
-    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag)
@@ -126,7 +123,7 @@ class PipeOptim:
 
 
 @dataclass(frozen=True, slots=True)
-class PredictStash:
+class PredictStash(_Plain):
     """The forward predicts as in PipeOptim; the backward reads the same prediction, kept.
 
     Attributes:
@@ -142,7 +139,7 @@ class PredictStash:
     clip: float = 0.0
 
     name: ClassVar[str] = "predict-stash"
-    microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {"ramp": 0, "norm-clip": 0}
 
     def __post_init__(self) -> None:
         if self.ramp < 0:
@@ -151,11 +148,6 @@ class PredictStash:
             raise ValueError(
                 f"clip is a multiple of the usual gradient norm, over 1, or 0; not {self.clip}"
             )
-
-    @property
-    def corrections(self) -> Mapping[str, int]:
-        options = {"ramp": self.ramp, "norm-clip": self.clip}
-        return {name: 0 for name, value in options.items() if value}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag)

@@ -176,6 +176,17 @@ def recommend(
             f"{optimizer} has no momentum to predict with, and there is memory for {room} of the "
             f"{depth} copies of the weights that stashing keeps; with a momentum pipeoptim would do"
         )
+    if (facts.decay or 0.0) >= LONG_MOMENTUM and optimizer == "NAdam" and room >= depth:
+        return "asyncpp", (
+            f"a step of NAdam with so long a momentum suits weights that are up to {depth - 1} "
+            "updates old, which are kept"
+        )
+    if depth > SHALLOW and batch_size >= 2 * depth and room >= 3:
+        return "2bw-ef", (
+            f"at depth {depth} predictions reach too far, and a batch of {batch_size} can be cut "
+            "into micro-batches, so that weights are stale by one update at any stage, which error "
+            "feedback makes up for"
+        )
     if depth <= SHALLOW and room >= 2 + more:
         rule = f"{optimizer}'s own rule"
         if last_update:

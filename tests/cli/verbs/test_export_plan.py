@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def blocks() -> Workload:
 
 def two_branches() -> Workload:
     model = built("TwoBranch")
-    return Workload(model.module, model.workload.example)
+    return Workload(deepcopy(model.module), model.workload.example)  # whose weights go
 
 
 def written(model: Built, folder: Path, stages: int = 4, **options: object) -> str:

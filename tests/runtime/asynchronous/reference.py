@@ -121,7 +121,7 @@ def fed_back(stage: RefStage, before: Sequence[Tensor]) -> None:
 
 def rotated_step(stage: RefStage, updates: int, every: int = 10, memory: float = 0.95) -> None:
     """The optimizer's step with every matrix turned to the eigenvectors of G G', or of G' G."""
-    back: list[Callable[[], None]] = []
+    turned: list[Any] = []
     for i, p in enumerate(stage.weights):
         if p.dim() != 2 or min(p.shape) == 1 or p.grad is None:
             continue
@@ -133,21 +133,20 @@ def rotated_step(stage: RefStage, updates: int, every: int = 10, memory: float =
             moments, q = square, torch.linalg.eigh(square).eigenvectors.flip(-1)
         else:
             moments, q = stage.kept[i]
-            moments, old = torch.lerp(moments, square, 1 - memory), q
+            moments = torch.lerp(moments, square, 1 - memory)
             if updates % every == 0:
                 q = torch.linalg.qr(moments @ q).Q
-                mean = stage.optimizer.state[p]["exp_avg"]
-                mean.copy_(into(out(mean, old), q))
         stage.kept[i] = moments, q
         start = into(w, q)
         p.grad = into(g, q)
         p.data.copy_(start)
-        back.append(
-            lambda p=p, w=w, q=q, start=start, out=out: p.data.copy_(w + out(p.data - start, q))
-        )
+        if stage.optimizer.state.get(p):
+            stage.optimizer.state[p]["exp_avg"].copy_(into(stage.optimizer.state[p]["exp_avg"], q))
+        turned.append((p, w, q, start, out))
     stage.optimizer.step()
-    for put_back in back:
-        put_back()
+    for p, w, q, start, out in turned:
+        p.data.copy_(w + out(p.data - start, q))
+        stage.optimizer.state[p]["exp_avg"].copy_(out(stage.optimizer.state[p]["exp_avg"], q))
 
 
 def train(

@@ -671,14 +671,24 @@ def test_a_bad_batch_in_the_stream_is_the_same_error_on_all_ranks() -> None:
     assert others == [first, first]
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "rmsprop"])
-def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path, optimizer: str) -> None:
-    """Bit for bit, with a prediction by the momentum, by the moments, and by the last update."""
+@pytest.mark.parametrize(
+    ("optimizer", "policy"),
+    [
+        *((name, "pipeoptim") for name in ("momentum", "adam", "rmsprop")),
+        ("adam", "basis-rotation"),
+    ],
+)
+def test_resumed_training_is_as_if_it_had_drained(
+    tmp_path: Path, optimizer: str, policy: str
+) -> None:
+    """Bit for bit, with a prediction by the momentum, by the moments, and by the last update, and
+    with a basis, whose tensors have shapes of their own.
+    """
     model = cut("chain 3", optimizer, scheduler=halving)
     data, chosen = batches(9), plan_of(model)
 
     def work() -> tuple[list[float], dict[str, Tensor]]:
-        pipe = pipeline(model, chosen, "pipeoptim")
+        pipe = pipeline(model, chosen, policy)
         losses = []
         for loss in pipe.steps(data[:4]):
             losses.append(loss)
@@ -693,7 +703,7 @@ def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path, optimizer: str
             model.workload,
             chosen,
             captured=model.captured,
-            policy="pipeoptim",
+            policy=policy,
             timeout=20.0,
         )
         number = pipe.step_number
@@ -701,7 +711,7 @@ def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path, optimizer: str
 
     before, after = on_ranks(chosen, work), on_ranks(chosen, again)
     twin = cut("chain 3", optimizer, scheduler=halving)
-    losses = train(twin.by_hand, "pipeoptim", data, fills=(0, 4))
+    losses = train(twin.by_hand, policy, data, fills=(0, 4))
     assert before[0][0] + after[0][0] == losses
     assert after[0][2] == 4
     assert_same(whole([rank[1] for rank in after]), by_hand(twin))

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from anabranch.errors import TrainingError
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
-from tests.runtime.computing import step, steps_of
 from tests.runtime.small import batch, built, plan
+from tests.runtime.threads import step, steps_of
 
 AOT = ComputeOptions(compile="aot_eager")
 

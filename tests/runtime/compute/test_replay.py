@@ -14,8 +14,8 @@ from anabranch.errors import PolicyError
 from anabranch.runtime.asynchronous.requirements import require_recipes
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.replay import ReplayedCall
-from tests.runtime.computing import step
 from tests.runtime.small import batch, built, plan
+from tests.runtime.threads import step
 from tests.runtime.training import run
 
 REPLAYED = ComputeOptions(compile="cudagraphs")

@@ -219,9 +219,7 @@ def resumed(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize(
-    ("name", "optimizer"), [("TwoBranch", adam), ("Tied", adam), ("Tied", adagrad)]
-)
+@pytest.mark.parametrize(("name", "optimizer"), [("TwoBranch", adam), ("Tied", adagrad)])
 def test_checkpoints_know_nothing_of_it(
     name: str, optimizer: Any, before: bool, tmp_path: Path
 ) -> None:

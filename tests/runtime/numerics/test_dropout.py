@@ -21,9 +21,9 @@ from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.numerics.dropout import BySample
 from anabranch.workload import Workload
 from benchmarks.architectures.models import build, set_dropout
-from tests.runtime.computing import step
 from tests.runtime.numerics.by_sample import rewritten
 from tests.runtime.small import Built, plan
+from tests.runtime.threads import step
 
 WIDTH, LENGTH = 8, 6
 BY_SAMPLE = ComputeOptions(dropout="sample")

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from anabranch.device import accelerator
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.numerics.offload import SETTINGS, Offload, Saved
-from tests.runtime.computing import CPU, step
 from tests.runtime.small import batch, built, plan
+from tests.runtime.threads import CPU, step
 
 
 def network() -> tuple[nn.Sequential, Tensor]:

@@ -18,8 +18,8 @@ from anabranch.runtime.numerics.precision import LossScale, value_types
 from anabranch.runtime.placement import fetched
 from anabranch.runtime.reference import call, take
 from anabranch.workload import Workload
-from tests.runtime.computing import CPU, step, steps_of
 from tests.runtime.small import Batch, Built, batch, built, plan, slices
+from tests.runtime.threads import CPU, step, steps_of
 
 HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -44,7 +44,7 @@ class Letters:
 
 
 class CopyingWire:
-    """A ``Wire`` on which sends leave copies, which receives find by their number."""
+    """A ``GpuWire`` on which sends leave copies, which receives find by their number."""
 
     def __init__(
         self, copies: dict[Any, list[Tensor]], changed: threading.Condition, rank: int

@@ -21,7 +21,8 @@ class Settings:
         hotter: where the round before found nothing better: small models are at the end of what is
             near their starts soon, and the way to a better plan leads through much slower ones.
         cold: at its end.
-        split_gain: share of the step that split backwards have to save, as ``solve`` asks for it.
+        split_gain: share of the step that split backwards have to save, here and in ``solve``: each
+            call with weights costs the host some 20 us more, which is not predicted.
         proposed: drafts that are proposed to the judge.
         neighbours: drafts evaluated in a round of descent, or in all after a coarser model.
         near: the best of these, which are judged.

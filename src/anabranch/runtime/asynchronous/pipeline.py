@@ -70,7 +70,8 @@ class AsyncPipeline(BasePipeline):
     Args:
         workload: model, data, optimizer recipe; the same on every rank.
         plan: of mode ``async``, or any 1F1B plan with one stage per device whose micro-batch is the
-            mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw``.
+            mini-batch; with several micro-batches per mini-batch, all of one size, for ``2bw`` and
+            ``2bw-ef``.
         policy: a weight policy or its name; ``auto`` asks ``weights.recommend``. By default the
             plan's, or ``auto``.
         captured: see ``Pipeline``; so are ``check_gradients``, ``check_batches``, ``timeout`` and
@@ -148,8 +149,9 @@ class AsyncPipeline(BasePipeline):
         require_asynchronous(graph, order, session.parts, self.policy, workload, compute)
         if order.round_robin and check_memory and not is_predicted:
             with session.failing():
-                session.require_memory(
-                    budgeted(plan, order, session.captured, self.policy, self.optimizer)
+                session.assignment.require_memory(
+                    budgeted(plan, order, session.captured, self.policy, self.optimizer),
+                    self._mesh,
                 )
         stages = enumerate(graph.stages)
         self._stage = next(s for s, stage in stages if self._mesh.device in stage.devices)
@@ -354,10 +356,8 @@ class AsyncPipeline(BasePipeline):
             self.timeline, self._recording = self._recording.timeline(self._mesh), None
             self._outcomes.listener = None
 
-    def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
-        """Drain, then do as ``Pipeline.evaluate``."""
+    def _settle(self) -> None:
         self.drain()
-        return self._session.evaluate(loader)
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Drain, then do as ``Pipeline.save``; ``Pipeline.resume`` takes the checkpoint as well."""

@@ -17,7 +17,6 @@ since that is the policy. A prediction is written over it and the current weight
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -28,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.checkpoint import Checkpoint
-from anabranch.runtime.asynchronous.corrections import CORRECTIONS
+from anabranch.runtime.asynchronous.corrections import CORRECTIONS, rate_of
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.runtime.optimizer_facts import require_rule
 from anabranch.weights import Reading, VersionTracker, WeightPolicy
@@ -65,10 +64,10 @@ class VersionedWeights:
             raise ValueError(f"parameter {self._names[0]} is trained by no optimizer")
         self._optimizer, self._scheduler = optimizer, scheduler
         self._tracker = VersionTracker(policy, in_flight=in_flight, deepest=deepest)
-        self._corrections = [
-            CORRECTIONS[name](policy, in_flight - 1) for name in policy.corrections
-        ]
-        self._copies = 1 + sum(policy.corrections.values())
+        self._policy, self._lag = policy, in_flight - 1
+        self._kept: dict[str, dict[int, Tensor]] = {
+            what: {} for name in policy.corrections for what in CORRECTIONS[name][1]
+        }
         self._current: Storage = [parameter.data for parameter in self._parameters]
         self._pointed = self._current
         self._pool = _WeightPool()
@@ -91,7 +90,7 @@ class VersionedWeights:
         """Most copies of the weights alive at once, the current one and what corrections keep
         included.
         """
-        return self._copies + self._pool.made
+        return 1 + self._pool.made + sum(self._policy.corrections.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -115,7 +114,7 @@ class VersionedWeights:
     @contextmanager
     def _reading(self, number: int, reading: Reading) -> Iterator[None]:
         if self._tracker.keeps:
-            storage = self._kept(number, reading.version, reading.ahead)
+            storage = self._reads(number, reading.version, reading.ahead)
             self._point(storage)
             try:
                 yield
@@ -133,7 +132,7 @@ class VersionedWeights:
         else:
             yield
 
-    def _kept(self, number: int, version: int, ahead: int) -> Storage:
+    def _reads(self, number: int, version: int, ahead: int) -> Storage:
         if not ahead:
             return self._current if version == self.version else self._stored[version]
         if number not in self._predicted:
@@ -156,7 +155,7 @@ class VersionedWeights:
                 weights,
                 ahead,
                 moved=self._moved,
-                rate=math.prod(c.rate(self.version) for c in self._corrections),
+                rate=rate_of(self._policy, self._lag, self.version),
                 last=self._last,
             )
 
@@ -205,9 +204,10 @@ class VersionedWeights:
         # What autograd has saved of a parameter either lies in another storage by now, or is to
         # change, by the policy.
         with _unsafe_preserve_version_counter(self._parameters), ExitStack() as corrections:
-            for correction in self._corrections:
-                step = Step(self._parameters, optimizer, updates)
-                corrections.enter_context(correction.around(step))
+            step = Step(self._parameters, optimizer, updates, self._lag)
+            for correction, kept in map(CORRECTIONS.__getitem__, self._policy.corrections):
+                rows = (self._kept[what] for what in kept)
+                corrections.enter_context(correction(self._policy, step, *rows))
             optimizer.step()
         self._moved = moved
         if keeps_update and self._last:
@@ -222,13 +222,10 @@ class VersionedWeights:
                 tensors[f"{_LAST}/{name}"] = self._last[i].clone()
             if self._moved is not None:
                 tensors[f"{_MOVED}/{name}"] = torch.tensor(i in self._moved)
-            for what, rows in self._kept_rows():
+            for what, rows in self._kept.items():
                 if i in rows:
                     tensors[f"{what}/{name}"] = rows[i].clone()
         return tensors
-
-    def _kept_rows(self) -> list[tuple[str, dict[int, Tensor]]]:
-        return [rows for correction in self._corrections for rows in correction.kept.items()]
 
     def load(self, saved: Checkpoint) -> None:
         """Take over ``entries``; a synchronous run leaves nothing but its steps."""
@@ -245,7 +242,7 @@ class VersionedWeights:
             self._last = self._last or self._pool.take(self._current)
             for key, tensor in zip(last, self._last, strict=True):
                 tensor.copy_(saved.tensor(key, like=tensor))
-        for what, rows in self._kept_rows():
+        for what, rows in self._kept.items():
             names = set(saved.keys(what))
             rows |= {
                 i: saved.tensor(f"{what}/{name}").to(self._current[i].device)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch import errors
-from anabranch.errors import InvalidPlanError
+from anabranch.errors import InvalidPlanError, some
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime import texts
@@ -65,11 +65,7 @@ def _difference(gathered: list[dict[str, str]]) -> str:
 
 
 def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4]))
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    return (
-        f"rank{'s' if len(ranks) > 1 else ''} {shown}{more} {'have' if len(ranks) > 1 else 'has'}"
-    )
+    return f"ranks {some(ranks, 4)} have" if len(ranks) > 1 else f"rank {ranks[0]} has"
 
 
 def facts_of(captured: Captured, plan: Plan, options: Mapping[str, object]) -> dict[str, str]:

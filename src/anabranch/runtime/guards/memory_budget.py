@@ -21,7 +21,6 @@ import torch
 
 from anabranch.device import accelerator
 from anabranch.device.kinds import kind_of
-from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan, memory_text
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
@@ -54,18 +53,10 @@ class Need:
     home: int
 
 
-def require_memory(
-    plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: torch.device
-) -> None:
-    """Check that every rank's peak, if predicted, fits where it runs; raises InfeasiblePlanError on
-    every rank with the same text, naming rank, need and memory.
-    """
-    if problem := lack(plan, mesh, resident_bytes, given_bytes, place):
-        raise InfeasiblePlanError(problem)
-
-
 def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: torch.device) -> str:
-    """Return the message of ``require_memory``; empty where it would not raise."""
+    """Check that every rank's peak, if predicted, fits where it runs; return the problem, the same
+    text on all ranks, with rank, need and memory, or nothing.
+    """
     peaks = plan.predicted.device_peak_bytes if plan.predicted is not None else ()
     if len(peaks) != mesh.size or not any(peaks):
         return ""

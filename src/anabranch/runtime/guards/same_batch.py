@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from anabranch.data.loaders import samples_digest
-from anabranch.errors import DataError, TrainingError
+from anabranch.errors import DataError, TrainingError, some
 
 if TYPE_CHECKING:
     from anabranch.runtime.mesh import Mesh
@@ -252,5 +252,4 @@ def odd_ones(values: Sequence[object], ranks: Sequence[int]) -> str:
     # Of two equal groups the one with the first rank counts as right.
     most = max(groups.values(), key=lambda group: (len(group), -group[0]))
     odd = sorted(rank for group in groups.values() if group is not most for rank in group)
-    named = f"{', '.join(map(str, odd[:8]))}{' ...' if len(odd) > 8 else ''}"
-    return f"rank{'s' if len(odd) > 1 else ''} {named} {'have' if len(odd) > 1 else 'has'}"
+    return f"ranks {some(odd, 8)} have" if len(odd) > 1 else f"rank {odd[0]} has"

@@ -130,7 +130,7 @@ def compare_with_eager(
                 result = reference(module, some, slices, captured.weights)
                 if is_first:
                     for note in require_repeatable(module, some, result.loss, writes):
-                        warnings.warn(note, stacklevel=6)
+                        warnings.warn(note, stacklevel=8)
             gradients = in_slices(result.gradients, names, view_named)
             for i, name in enumerate(names):
                 expected[i] = _digest(gradients.get(name))

@@ -6,12 +6,36 @@ of several machines need not agree.
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import torch
 
 from anabranch.runtime.compute.outcome import Outcome
+from anabranch.runtime.measurement.clocks import Clock
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Worker, executed
 from anabranch.timeline import Span, Timeline
+
+
+class StepRecording:
+    """A step that is being recorded on all ranks.
+
+    Args:
+        begun: when this rank began to read its batch, on the clock of ``time.perf_counter``.
+    """
+
+    def __init__(self, mesh: Mesh, clock: Clock, begun: float) -> None:
+        self._mesh, self._clock = mesh, clock
+        clock.begin()
+        self._lead = perf_counter() - begun
+        mesh.barrier()
+        self._start = perf_counter()
+
+    def timeline(self, worker: Worker, outcome: Outcome) -> Timeline:
+        """Return its timeline, once it has ended; all ranks call it together."""
+        self._clock.end()
+        end = perf_counter()
+        return gather_timeline(worker, outcome, self._mesh, self._start, end, self._lead)
 
 
 def gather_timeline(

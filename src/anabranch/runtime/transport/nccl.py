@@ -28,7 +28,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.transport.base import POLLS, Channel, Receipt, Spec, Transport, guarded
+from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
 from anabranch.runtime.transport.buffers import Buffers
 from anabranch.runtime.transport.handshake import Half, Handshake
 from anabranch.runtime.transport.streams import DeviceStreams
@@ -49,24 +49,8 @@ _SENDS_AHEAD = 2
 """Sends of a channel that the compute stream lets run on, with the memory of their tensors."""
 
 
-class Wire(Protocol):
-    """Communicators of one rank with a GPU, and its compute stream."""
-
-    def start(self, pair: Pair, tensors: Sequence[Tensor], after: Any) -> list[Any]:
-        """Start to send or to receive tensors behind a fence."""
-        ...
-
-    def join(self, works: Sequence[Any]) -> None:
-        """Let the compute stream wait for operations."""
-        ...
-
-    def fence(self) -> Any:
-        """Mark the place behind all that the compute stream has been given so far."""
-        ...
-
-
 class GpuWire:
-    """The wire of NCCL."""
+    """Communicators of one rank with a GPU, and its compute stream."""
 
     def __init__(
         self, groups: Mapping[Pair, dist.ProcessGroup], rank: int, place: torch.device
@@ -81,6 +65,7 @@ class GpuWire:
             accelerator.synchronize(self._place)
 
     def start(self, pair: Pair, tensors: Sequence[Tensor], after: Any) -> list[dist.Work]:
+        """Start to send or to receive tensors behind a fence."""
         sends = pair[0] == self._rank
         operation: Any = dist.isend if sends else dist.irecv
         group = self._groups[pair]
@@ -88,10 +73,12 @@ class GpuWire:
         return self._streams.start(pair, after, lambda: dist.batch_isend_irecv(operations))
 
     def join(self, works: Sequence[dist.Work]) -> None:
+        """Let the compute stream wait for operations."""
         for work in works:
             guarded(work.wait)
 
     def fence(self) -> torch.Event:
+        """Mark the place behind all that the compute stream has been given so far."""
         return self._streams.fence()
 
 
@@ -104,7 +91,7 @@ class NcclTransport:
         self,
         rank: int,
         pairs: Collection[Pair],
-        wire: Wire,
+        wire: GpuWire,
         place: torch.device,
         timeout: float,
         handshake: Handshake,
@@ -178,7 +165,7 @@ class NcclTransport:
             while not all(s.is_done for sends in self._sent.values() for s in sends):
                 if time.monotonic() >= deadline:
                     raise PeerLostError(f"a message was not received within {self._timeout:g} s")
-                self._handshake.progress(POLLS.sends_s)
+                self._handshake.progress(1e-4)  # seconds until the next look at sends
         self._sent.clear()
 
     def close(self) -> None:
@@ -200,7 +187,7 @@ class _Send:
     __slots__ = ("_made", "_tensors", "_wire", "half", "works")
     half: Half
 
-    def __init__(self, tensors: list[Tensor], made: Any, wire: Wire) -> None:
+    def __init__(self, tensors: list[Tensor], made: Any, wire: GpuWire) -> None:
         self._tensors, self._made, self._wire = tensors, made, wire
         self.works: list[Any] = []
 
@@ -219,7 +206,7 @@ class _Receive:
     __slots__ = ("_handshake", "_inner", "_wire", "_works", "half", "tensors")
     half: Half
 
-    def __init__(self, handshake: Handshake, wire: Wire) -> None:
+    def __init__(self, handshake: Handshake, wire: GpuWire) -> None:
         self._handshake, self._wire = handshake, wire
         self._works: list[Any] = []
         self._inner: Receipt | None = None

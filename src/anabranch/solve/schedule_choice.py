@@ -1,4 +1,4 @@
-"""Choice of split backwards for the stages that a search has found.
+"""Choice of a schedule: for a plan, and of split backwards for the stages that a search has found.
 
 A search judges hundreds of stage graphs under 1F1B. The most promising ones are simulated under the
 schedules with split backwards as well: under list schedules, which take longest to make, where
@@ -11,12 +11,18 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+import anabranch.planner as planners
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, ProfileError
+from anabranch.planner.auto import settings as auto
+from anabranch.plans.check import require_few, require_suits
+from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule import LISTS, SPLIT_BACKWARDS, compute_order
+from anabranch.schedule import LISTS, SPLIT_BACKWARDS, compute_order, rule_named
+from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
+from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.simulator.run import run
 from anabranch.solve.settings import SETTINGS
 
@@ -27,6 +33,32 @@ LOOP_SCHEDULES = (AUTO, ("1f1b-split",), ("1f1b-deep-split",), ("zb-h1",), ("zb-
 """Likewise, of stages that share devices: whole backwards, then split ones. Lists take longest and
 come last, of stages whose bounds and steps without are shortest.
 """
+
+
+def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tuple[StageGraph, str]:
+    """The stages of a synchronous plan with their in-flight counts, and the key of the schedule.
+
+    Args:
+        schedule: as for ``simulate``, and so are the errors.
+    """
+    graph, name = plan_.stage_graph, schedule or plan_.schedule
+    require_few(graph)
+    if name == "published" and plan_.planner not in planners.PLANNERS:
+        raise ValueError(f"planner {plan_.planner!r} is unknown here, and so is its schedule")
+    if name in ("auto", "published"):
+        chosen = AUTO if name == "auto" else planners.PLANNERS[plan_.planner]().schedules
+        judge = Judge(ShortestStep(cost, chosen))
+        judge.consider([graph])
+        best = judge.winner(plan_.planner)
+        if name == "auto":
+            _, best = split_backwards(judge, cost) or (0.0, best)
+        graph, name = best.graph, best.schedule
+    elif schedule is not None and schedule != plan_.schedule:
+        if name in LISTS:
+            graph = with_lengths(ModelCosts(graph, cost))
+        graph = rule_named(name).warm_up(graph)
+    require_suits(graph, cost, shared=True)
+    return graph, name
 
 
 def split_backwards(
@@ -66,7 +98,7 @@ def split_backwards(
                 continue
             whole = Judge(ShortestStep(cost, AUTO))
             whole.consider([proposal])
-            if own.best_s <= (1 - SETTINGS.split_gain) * whole.best_s:
+            if own.best_s <= (1 - auto.SETTINGS.split_gain) * whole.best_s:
                 best_s, best = own.best_s, own.best
         if known_s:
             alike.add(tuple(known_s))
@@ -109,7 +141,7 @@ def best_loop(
                 limit = judge.best_s
                 best = limit, judge.best
         if best is not None and not split and len(ways) > 1:
-            limit *= 1 - SETTINGS.split_gain
+            limit *= 1 - auto.SETTINGS.split_gain
     return best
 
 

@@ -9,8 +9,8 @@ import pytest
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.pass_lengths import with_lengths
-from anabranch.solve import contest, simulate, simulation
-from anabranch.solve.splitting import split_backwards
+from anabranch.solve import contest, schedule_choice, simulate
+from anabranch.solve.schedule_choice import split_backwards
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import found, two_stages
 
@@ -18,7 +18,7 @@ from tests.solve.helpers import found, two_stages
 @pytest.fixture(autouse=True)
 def whole_backwards(monkeypatch):
     """Not here."""
-    for module in (contest, simulation):
+    for module in (contest, schedule_choice):
         monkeypatch.setattr(module, "split_backwards", split_backwards)
 
 
@@ -96,5 +96,5 @@ def test_a_list_that_is_asked_for_by_name_knows_them_too(propose):
     assert [stage.load for stage in planned.stage_graph.stages] == [0.5, 1.0]
     whole = found(cost, 4, schedule="1f1b")
     assert [stage.load for stage in whole.stage_graph.stages] == [1.0, 1.0]
-    timed = simulation.scheduled(whole, cost, "zb-h1")[0]
+    timed = schedule_choice.scheduled(whole, cost, "zb-h1")[0]
     assert [stage.load for stage in timed.stages] == [0.5, 1.0]

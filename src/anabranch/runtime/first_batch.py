@@ -1,0 +1,153 @@
+"""Checks and preparations of a rank that need a batch, made once, before the first step.
+
+::
+
+    all ranks     the same batch, and values for all tensors
+    GPUs          every program once, before any message            (warm_up)
+    all ranks     loss and gradients against the user's own module  (guards.self_check)
+    afterwards    each rank has its own stages alone
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from anabranch.graph.capture import Captured
+from anabranch.graph.loss_kinds import told_stateful
+from anabranch.runtime.assignment import Assignment
+from anabranch.runtime.data_feed import leaves_of, samples_of
+from anabranch.runtime.guards.same_batch import require_same_batch
+from anabranch.runtime.guards.self_check import compare_with_eager
+from anabranch.runtime.initialisation import meta_names
+from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.model_state import ModelState
+from anabranch.runtime.optimizer_facts import unlike_torchs
+from anabranch.runtime.warm_up import warm_up
+from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
+from anabranch.workload import Batch
+
+Leaves = dict[str, Tensor]
+
+
+class FirstBatch:
+    """Checks and preparations of one rank with the first batch.
+
+    Attributes:
+        verdict: result of the comparison of gradients with one process.
+        is_over: whether they have been made.
+
+    Args:
+        check_gradients: compare them, if a process has all values of the model.
+        before: of this run under another plan; what was said then is not said again.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        mesh: Mesh,
+        *,
+        check_gradients: bool,
+        before: FirstBatch | None,
+    ) -> None:
+        self._assignment, self._mesh = assignment, mesh
+        workload = assignment.workload
+        self._captured, self._graph = assignment.captured, assignment.plan.stage_graph
+        self._compares = check_gradients and not meta_names(self._captured.module)
+        self._tells = check_gradients and before is None
+        self._examples = [workload.example, *workload.buckets] if workload.buckets else []
+        self._evaluates = workload.eval_data is not None
+        self.is_over = False
+        self.verdict: str = (
+            "not compared: nobody asked for it" if before is None else before.verdict
+        )
+        if check_gradients and not self._compares:
+            self.verdict = "not compared: no process has all values of the model"
+
+    @property
+    def needs_all(self) -> bool:
+        """True if this rank needs the whole model until the first batch has been compared."""
+        return self._compares and self._mesh.rank == 0
+
+    def prepare(
+        self,
+        batch: Batch,
+        leaves: Leaves,
+        digest: bytes,
+        state: ModelState,
+        workers: WorkerCache,
+        worker_of: WorkerOf,
+    ) -> None:
+        """Make them; all ranks call it together.
+
+        Args:
+            digest: of the batch.
+            worker_of: returns the worker for batches of a number of samples.
+        """
+        if self.is_over:
+            return
+        self.is_over = True
+        require_same_batch(self._mesh, digest)
+        state.require_values()
+        if self._mesh.is_on_gpus:
+            self._warm_up(leaves, workers, worker_of)
+        if self._tells:
+            self._tell(state)
+        if self._compares:
+            self._compare(batch, leaves, workers)
+        state.forget_others()
+
+    def _compare(self, batch: Batch, leaves: Leaves, workers: WorkerCache) -> None:
+        """Compare gradients with one process, also of the other buckets, by their declared
+        examples; the verdict is that of the batch at hand.
+        """
+        batches: dict[Captured, tuple[Batch, Leaves]] = {
+            self._captured.for_batch(leaves): (batch, leaves)
+        }
+        for example in self._examples:
+            tensors = leaves_of(self._captured, example, workers.place)
+            batches.setdefault(self._captured.for_batch(tensors), (example, tensors))
+        verdicts = [
+            compare_with_eager(
+                workers.like(bucket),
+                self._assignment.holders,
+                self._mesh,
+                *some,
+                self._assignment.home,
+            )
+            for bucket, some in batches.items()
+        ]
+        self.verdict = verdicts[0]
+        self._captured.programs.exporter.reads.accept()
+
+    def _warm_up(self, leaves: Leaves, workers: WorkerCache, worker_of: WorkerOf) -> None:
+        """Run every program of this rank's stages once, before any message."""
+        batches = [leaves]
+        for example in self._examples:
+            small = leaves_of(self._captured, example, workers.place)
+            rows = torch.arange(self._graph.batch_size, device=workers.place) % samples_of(small)
+            batches.append({name: leaf[rows] for name, leaf in small.items()})
+        done = set()
+        for tensors in batches:
+            alike, samples = workers.for_batch(tensors), samples_of(tensors)
+            if (alike.captured, samples) in done:
+                continue
+            done.add((alike.captured, samples))
+            warm_up(worker_of(alike, samples), alike.captured, tensors)
+            if self._evaluates:
+                held_out = alike.in_evaluation
+                warm_up(held_out.worker(samples), held_out.captured, tensors, train=False)
+
+    def _tell(self, state: ModelState) -> None:
+        """Say once what is not as in one process."""
+        stateful, stages = self._captured.graph.stateful, enumerate(self._graph.stages)
+        sliced = any(p.replicas > 1 or self._graph.num_microbatches(s) > 1 for s, p in stages)
+        if self._mesh.rank == 0 and stateful and sliced:
+            warnings.warn(told_stateful(stateful), stacklevel=7)
+        optimizer, holders = state.optimizer, self._assignment.holders
+        if optimizer is None or self._mesh.size == 1 or not (unlike := unlike_torchs(optimizer)):
+            return
+        if self._mesh.rank == min(r for name in holders.parameters for r in holders.updaters(name)):
+            warnings.warn(unlike, stacklevel=7)

@@ -1,0 +1,172 @@
+"""Simulation of any plan without a flush: its timeline and figures, and how old its weights are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from anabranch.cluster import Cluster
+from anabranch.cost import CostModel
+from anabranch.errors import (
+    InvalidPlanError,
+)
+from anabranch.plans.check import require_few, require_suits
+from anabranch.plans.plan import Plan, Prediction
+from anabranch.plans.prices import bottleneck_s_per_sample
+from anabranch.plans.stages import StageGraph
+from anabranch.profile.profile import Profile
+from anabranch.schedule import (
+    asynchronous,
+)
+from anabranch.simulator import stream
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.staleness import Staleness, staleness
+from anabranch.solve.policy_choice import check_mode, recommended
+from anabranch.timeline import Timeline
+from anabranch.weights import (
+    OptimizerFacts,
+    WeightPolicy,
+    may_take_turns,
+    policy_named,
+    require_fits,
+    require_optimizer,
+)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Prediction of an asynchronous plan.
+
+    Attributes:
+        plan: as simulated, with its policy and figures.
+        staleness: per stage, how old its weights are.
+        timeline: from an empty pipeline to an empty one.
+    """
+
+    plan: Plan
+    steady: stream.Steady
+    staleness: tuple[Staleness, ...]
+    timeline: Timeline
+    graph: StageGraph
+
+
+def simulate_async(
+    plan_: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    policy: str = "",
+    optimizer_factor: float = 2.0,
+    optimizer: OptimizerFacts | None = None,
+) -> Simulated:
+    """Predict a plan without a flush.
+
+    Args:
+        plan_: any plan for the profile's model. Of a synchronous one the stages are taken; each
+            mini-batch becomes one micro-batch, unless the policy updates after several.
+        profile: seconds and bytes of the model's operators.
+        cluster: where it shall run.
+        policy: another one than the plan's; ``auto`` or, where the plan has none, empty for what
+            ``weights.recommend`` says.
+        optimizer_factor: optimizer state in bytes per byte of trainable parameter.
+        optimizer: what policies have to know of it, if anything is known.
+
+    Raises:
+        InvalidPlanError: if the plan does not suit model and cluster, or cannot run without a
+            flush.
+        PolicyError: if there is no such policy, or it is not defined for such a plan or optimizer.
+    """
+    check_mode("async", policy)
+    require_few(plan_.stage_graph)
+    require_asynchronous(plan_, policy)
+    cost = CostModel(profile, cluster, optimizer_factor=optimizer_factor)
+    name = policy or plan_.policy or "auto"
+    if name == "auto":
+        whole = _converted(plan_, policy_named("naive"))
+        require_suits(whole, cost)
+        may_cut = plan_.stage_graph.num_microbatches(0) >= whole.depth
+        name = recommended(whole, cost, optimizer, may_cut=may_cut)[0]
+    graph = _converted(plan_, policy_named(name))
+    turns = turns_of(plan_, graph, policy_named(name))
+    ages = ages_of(graph, name, optimizer, turns)
+    versions = tuple(age.versions for age in ages)
+    run_graph = turns.graph if turns else graph
+    require_suits(run_graph, cost, versions)
+    costs = ModelCosts(run_graph, cost, versions)
+    steady = stream.steady(run_graph, costs, turns)
+    timeline = stream.record(run_graph, costs, turns=turns)
+    shown = replace(
+        plan_,
+        stage_graph=graph,
+        schedule=asynchronous.ORDER,
+        mode="async",
+        policy=name,
+        round_robin=turns is not None,
+        shard_optimizer=False,
+        sparse_embeddings=False,
+        profile=profile.origin,
+    ).predicting(prediction(steady, graph, cost), cluster)
+    whole = asynchronous.repeated(run_graph, stream.shown(run_graph))
+    return Simulated(shown, steady, ages, timeline, whole)
+
+
+def prediction(steady: stream.Steady, graph: StageGraph, cost: CostModel) -> Prediction:
+    """The figures of training once the pipeline is full."""
+    bottleneck_s = bottleneck_s_per_sample(graph, cost)
+    return Prediction(steady.period_s, bottleneck_s, steady.bubble, steady.device_peak_bytes)
+
+
+def turns_of(
+    plan_: Plan, graph: StageGraph, policy: WeightPolicy
+) -> asynchronous.AsynchronousOrder | None:
+    """The order of replicas that take mini-batches in turn, where a plan has that and the policy
+    allows it; None where they split each.
+    """
+    if not plan_.round_robin or not may_take_turns(graph, policy):
+        return None
+    return asynchronous.round_robin(graph)
+
+
+def ages_of(
+    graph: StageGraph,
+    policy: str,
+    optimizer: OptimizerFacts | None,
+    turns: asynchronous.AsynchronousOrder | None = None,
+) -> tuple[Staleness, ...]:
+    """Return per stage how old its weights are."""
+    rule = policy_named(policy)
+    if optimizer is not None:
+        require_optimizer(rule, optimizer)
+    last_update = optimizer is not None and optimizer.keeps_last_update
+    return staleness(graph, rule, last_update=last_update, turns=turns)
+
+
+def require_asynchronous(plan_: Plan, policy: str = "") -> None:
+    """Accept a plan by itself; of a synchronous one, which is converted, nothing is asked.
+
+    Raises:
+        InvalidPlanError: if an asynchronous plan has another schedule, micro-batches of several
+            sizes, or groups of them.
+        PolicyError: if its own policy does not exist or go with its micro-batches.
+    """
+    if plan_.mode == "sync":
+        return
+    try:
+        check_mode(plan_.mode, plan_.policy, plan_.schedule)
+    except ValueError as error:
+        raise InvalidPlanError(str(error)) from None
+    graph = asynchronous.warm_up(plan_.stage_graph)
+    if policy in ("", plan_.policy):
+        rule = policy_named(plan_.policy)
+        require_fits(rule, graph, microbatches=graph.num_microbatches(0))
+
+
+def _converted(plan_: Plan, policy: WeightPolicy) -> StageGraph:
+    """The stages of a plan as they run without a flush."""
+    graph = plan_.stage_graph
+    if plan_.mode == "async" and graph.num_microbatches(0) == 1 and not policy.microbatches:
+        return graph
+    if not policy.microbatches:
+        size = graph.batch_size
+        stages = (replace(stage, microbatch_size=size, k=1) for stage in graph.stages)
+        graph = replace(graph, stages=tuple(stages))
+    return asynchronous.warm_up(graph)
