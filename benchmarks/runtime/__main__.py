@@ -1,6 +1,6 @@
 """Our runtime beside ``torch.distributed.pipelining``, and beside its own ideal.
 
-python -m benchmarks.runtime [--only sleeps messages] [--minutes 5] [--json]
+python -m benchmarks.runtime [--only sleeps messages] [--rows 4x8 8x8] [--minutes 5] [--json]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -56,9 +56,14 @@ def errors(rows: Iterable[Row]) -> list[float]:
     ]
 
 
-def measured(name: str, ends: float) -> list[Row]:
-    """The rows of a table; where they are measured one by one, up to this ``time.monotonic``."""
-    rows, found = SECTIONS[name][0](), []
+def measured(name: str, ends: float, chosen: Collection[str] | None = None) -> list[Row]:
+    """The rows of a table; where they are measured one by one, up to this ``time.monotonic``.
+
+    Args:
+        chosen: of sleeps, these cases only.
+    """
+    some = chosen is not None and name == "sleeps"
+    rows, found = sleeps.chosen(chosen or ()) if some else SECTIONS[name][0](), []
     for row in rows:
         found.append(row)
         sys.stderr.write(f"{name}: {json.dumps(row)}\n")
@@ -73,7 +78,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="these tables only")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no row of emulated after so long"
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="end sleeps and emulated after so long, at the next row",
+    )
+    parser.add_argument(
+        "--rows", nargs="*", metavar="RANKSxMICROBATCHES", help="of sleeps, such as 4x8: these only"
     )
     arguments = parser.parse_args()
     found: dict[str, Any] = {
@@ -85,7 +96,7 @@ def main() -> None:
     off: list[float] = []
     ends = time.monotonic() + 60 * arguments.minutes
     for name in arguments.only or SECTIONS:
-        found[name] = measured(name, ends)
+        found[name] = measured(name, ends, arguments.rows)
         off += errors(found[name])
         if not arguments.json:
             sys.stdout.write(f"\n## {name}\n\n{SECTIONS[name][1](found[name])}\n")

@@ -7,13 +7,14 @@ ideal than that at the time. Predictions rest on it, as those of a plan rest on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.cluster import Cluster
+from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.schedule import SPLIT_BACKWARDS, rule_named
 from anabranch.simulator.costs import Route, StageTimes
@@ -25,6 +26,9 @@ from benchmarks.runtime.race import Side, Step, medians, race
 
 BARE = "bare loop"
 OURS = ("gpipe", "1f1b", "1f1b-deep", "1f1b-split", "zb-h1", "zb-h2")
+LOOP = "zb-h2 there and back"
+"""Two stages on each rank, there and back, but one on the last, where the row turns."""
+
 WIDTH = 1024
 """Numbers per sample: a message has 4 KB."""
 
@@ -82,9 +86,15 @@ def predicted_s(
     return step_seconds(graph, rule_named(plan.schedule).order(graph), costs)
 
 
-def rows(cases: tuple[tuple[int, int, float, float], ...] = CASES) -> list[Row]:
+def rows(cases: tuple[tuple[int, int, float, float], ...] = CASES) -> Iterator[Row]:
     """One row per case, system and schedule."""
-    return [row for case in cases for row in _case(*case)]
+    for case in cases:
+        yield from _case(*case)
+
+
+def chosen(names: Collection[str]) -> Iterator[Row]:
+    """The rows of cases with names such as ``4x8``: ranks and micro-batches."""
+    return rows(tuple(case for case in CASES if f"{case[0]}x{case[1]}" in names))
 
 
 def _case(ranks: int, microbatches: int, forward_s: float, backward_s: float) -> list[Row]:
@@ -101,6 +111,10 @@ def _case(ranks: int, microbatches: int, forward_s: float, backward_s: float) ->
             if (name in SPLIT_BACKWARDS) == splits:
                 plans[name] = ours.under(first, name)
                 sides[f"ours {name}"] = ours.our_side(captured, example, plans[name], batch)
+    module = Line(SplitWait(forward_s * part, backward_s * part) for part in loop_parts(ranks))
+    captured = ours.captured_model(module, example)
+    plans[LOOP] = loop_plan(captured, ranks, microbatches)
+    sides[f"ours {LOOP}"] = ours.our_side(captured, example, plans[LOOP], batch)
     for name in theirs.SCHEDULES:
         sides[f"torch {name}"] = theirs.their_side(
             name,
@@ -112,20 +126,20 @@ def _case(ranks: int, microbatches: int, forward_s: float, backward_s: float) ->
             microbatches=microbatches,
         )
     sides[BARE] = lambda: bare(Wait(forward_s, backward_s), batch)
-    every = [forward_s] * ranks, [backward_s] * ranks
     result = []
     times = race(sides, ranks)
     found = medians(times)
     late = found[BARE] / (microbatches * (forward_s + backward_s))
-    profiled = [forward_s * late] * ranks, [backward_s * late] * ranks
     for side, seconds in found.items():
-        system, name = side.split()
+        system, name = side.split(maxsplit=1)
+        parts = loop_parts(ranks) if name == LOOP else [1.0] * ranks
+        forwards, backwards = ([s * part for part in parts] for s in (forward_s, backward_s))
         if system == "bare":
             ideal = microbatches * (forward_s + backward_s)
         elif name in theirs.SEVERAL:
             ideal = theirs.ideal_s(name, ranks, microbatches, forward_s, backward_s)
         else:
-            ideal = ours.ideal_s(plans[name], *every)
+            ideal = ours.ideal_s(plans[name], forwards, backwards)
         row: Row = {
             "ranks": ranks,
             "microbatches": microbatches,
@@ -139,9 +153,27 @@ def _case(ranks: int, microbatches: int, forward_s: float, backward_s: float) ->
             "efficiency": ideal / seconds,
         }
         if system == "ours":
-            row["predicted_s"] = predicted_s(plans[name], *profiled, nbytes=4 * WIDTH)
+            forwards, backwards = ([s * late for s in each] for each in (forwards, backwards))
+            row["predicted_s"] = predicted_s(plans[name], forwards, backwards, nbytes=4 * WIDTH)
         result.append(row)
     return result
+
+
+def loop_parts(ranks: int) -> list[float]:
+    """The work of each stage of ``LOOP``, in times of that of a rank."""
+    return [*[0.5] * (ranks - 1), 1.0, *[0.5] * (ranks - 1)]
+
+
+def loop_plan(captured: Captured, ranks: int, microbatches: int) -> Plan:
+    """Stages that go there and back."""
+    turns = [*range(ranks), *reversed(range(ranks - 1))]
+    plan = ours.plan_of(
+        captured, numbered(len(turns)), [[rank] for rank in turns], microbatches=microbatches
+    )
+    parts = zip(plan.stage_graph.stages, loop_parts(ranks), strict=True)
+    stages = tuple(replace(stage, load=part) for stage, part in parts)
+    graph = replace(plan.stage_graph, stages=stages)
+    return ours.under(replace(plan, stage_graph=graph), LOOP.split()[0])
 
 
 def numbered(count: int) -> Callable[[str], int]:
@@ -177,7 +209,7 @@ def _parts(name: str, ranks: int, forward_s: float, backward_s: float) -> list[n
 
 def show(found: list[Row]) -> str:
     """Ideal over measured, per case; the last columns compare the shortest steps."""
-    names = [BARE, *(f"ours {name}" for name in OURS)]
+    names = [BARE, *(f"ours {name}" for name in (*OURS, LOOP))]
     names += [f"torch {name}" for name in theirs.SCHEDULES]
     groups: dict[tuple[int, int, float], dict[str, Row]] = {}
     for row in found:
@@ -185,6 +217,8 @@ def show(found: list[Row]) -> str:
         groups.setdefault(key, {})[f"{row['system']} {row['schedule']}"] = row
     lines = []
     for (ranks, m, forward), group in groups.items():
+        if len(group) < len(names):  # it was ended in the middle
+            continue
         best = {
             system: min(row["step_s"] for row in group.values() if row["system"] == system)
             for system in ("ours", "torch")

@@ -1,6 +1,8 @@
-"""Schedules zb-h1 and zb-h2 against the shortest ones on drawn stage graphs.
+"""Schedules zb-h1 and zb-h2 against the shortest ones on drawn stage graphs; and plans with several
+stages on each device.
 
 python -m benchmarks.schedules [--cases 100] [--seed 1] [--verbose] [--transformer]
+python -m benchmarks.schedules --loops
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.zero_bubble import ZeroBubble
 from benchmarks.schedules import published
 from benchmarks.schedules.exact import ListProblem, Seconds, UndecidedError
+from benchmarks.schedules.loops import loops
 
 KINDS = {
     "equal stages": (((1, 1, 1),), ((2, 3, 1),), ((2, 1, 3),)),
@@ -118,8 +121,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100, help="stage graphs of each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="print those that are longer")
+    parser.add_argument("--loops", action="store_true", help="plans with several stages instead")
     parser.add_argument("--transformer", action="store_true", help="also rows of a transformer")
     arguments = parser.parse_args()
+    if arguments.loops:
+        sys.stdout.write(loops() + "\n")
+        return
     text = table(arguments.cases, arguments.seed, verbose=arguments.verbose)
     sys.stdout.write(f"{text}\n")
     if arguments.transformer:

@@ -10,6 +10,7 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.schedule import Action
 from benchmarks.schedules import __main__ as schedules
 from benchmarks.schedules.exact import ListProblem
+from benchmarks.schedules.loops import loops
 
 
 def row(stages: int, samples: int) -> StageGraph:
@@ -59,3 +60,11 @@ def test_the_table_is_shown(monkeypatch, capsys):
     schedules.main()
     shown = capsys.readouterr().out
     assert all(f"| {kind} | " in shown for kind in schedules.KINDS)
+
+
+def test_plans_with_several_stages_are_beside_those_with_one():
+    """Of a small case, whose step is shorter."""
+    text = loops((("transformer", "summit:1x4", 4),)).splitlines()
+    apart, several = map(float, text[2].split(" | ")[3:5])
+    assert several < apart
+    assert "stages of 1 replicas" in text[2]

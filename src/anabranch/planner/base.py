@@ -102,6 +102,15 @@ class Improving(Protocol):
         """
         ...
 
+    def origin(self, graph: StageGraph) -> str:
+        """Say for people how a proposal was found; empty if unknown."""
+        ...
+
+
+@runtime_checkable
+class Looping(Protocol):
+    """Proposals of stages in a row that pass the devices several times."""
+
     def loops(self, limit: float, *, recompute: bool) -> Iterable[StageGraph]:
         """Return stages in a row, several on each device, that may take less than so many seconds,
         promising ones first.
@@ -111,8 +120,8 @@ class Improving(Protocol):
         """
         ...
 
-    def origin(self, graph: StageGraph) -> str:
-        """Say for people how a proposal was found; empty if unknown."""
+    def near_loops(self, graph: StageGraph) -> Iterable[StageGraph]:
+        """Return stage graphs that differ little from one whose devices have several stages."""
         ...
 
 

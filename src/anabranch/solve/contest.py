@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from anabranch.cost import CostModel
-from anabranch.planner.base import Improving, Runs
+from anabranch.planner.base import Improving, Looping, Runs
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.simulator.stage_costs import stage_costs
 from anabranch.solve.improvement import SearchBudget, improve
-from anabranch.solve.schedule_choice import AUTO, best_loop, split_backwards
+from anabranch.solve.schedule_choice import AUTO, LOOP_SCHEDULES, best_loop, split_backwards
 from anabranch.solve.settings import SETTINGS
 
 
@@ -140,7 +140,7 @@ class Contest:
         """
         if start is not None:
             self._judge_loops([start], self.best_s)
-        if self._improving is not None and self.best_s < math.inf:
+        if isinstance(self._improving, Looping) and self.best_s < math.inf:
             limit = self.best_s * (1 - SETTINGS.loop_gain)
             recompute = any(stage.recompute for stage in self.winner("").graph.stages)
             graphs = [*self._improving.loops(limit, recompute=False)]
@@ -148,11 +148,20 @@ class Contest:
             self._judge_loops(graphs, limit)
 
     def _judge_loops(self, graphs: Sequence[StageGraph], limit: float) -> None:
-        for cost in self._costs.values():
-            best = best_loop(cost, graphs, limit, self._schedules, split=self.choice.split)
-            if best is not None:
-                self._split, self.cost = best, cost
-                limit = best[0] * (1 - SETTINGS.worth_sharing)
+        """Judge stage graphs whose devices have several stages, then what lies near the best."""
+        ways: Sequence[tuple[str, ...]] = LOOP_SCHEDULES if self.choice.split else [self._schedules]
+        best, costs, passes = None, [*self._costs.values()], SETTINGS.loop_passes
+        for turn in range(SETTINGS.loop_turns):
+            before = best
+            for cost in costs:
+                if (better := best_loop(cost, graphs, limit, ways, passes)) is not None:
+                    best = self._split = better
+                    self.cost, limit = cost, best[0] * (1 - SETTINGS.worth_sharing * (not turn))
+            if best is None or best is before or not isinstance(self._improving, Looping):
+                break
+            costs, ways, limit = [self.cost], [(best[1].schedule,)], best[0]
+            graphs = [*self._improving.near_loops(best[1].proposal)]
+            passes = SETTINGS.near_passes
 
     @property
     def is_misled(self) -> bool:

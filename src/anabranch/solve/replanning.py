@@ -143,9 +143,13 @@ class Replanner:
         """Proposals of planners that begin with a plan, and with ``anew`` without it."""
         size, devices = plan.stage_graph.batch_size, len(plan.stage_graph.devices)
         slowed = _scaled(profile, plan, _by_device(plan, slower)) if slower else profile
+        # Devices keep to one stage where they have one: several gain less than a change costs.
+        search_options: dict[str, object] = {**(self.options.get("planner_options") or {})}
+        search_options.setdefault("several", plan.stage_graph.shares_devices)
+        options = {**self.options, "planner_options": search_options}
         for start in (plan, None) if anew else (plan,):
             with suppress(AnabranchError):
-                other = search(slowed, self.cluster, size, start=start, **self.options)
+                other = search(slowed, self.cluster, size, start=start, **options)
                 if len(other.stage_graph.devices) == devices:  # ranks stay
                     other = replace(other, model=plan.model, options=plan.options)
                     yield other

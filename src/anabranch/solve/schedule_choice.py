@@ -7,6 +7,7 @@ the others are not far behind, and one of those that take equally long under the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -27,6 +28,11 @@ from anabranch.solve.settings import SETTINGS
 
 AUTO = ("1f1b", "1f1b-deep")
 """Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
+
+LOOP_SCHEDULES = (AUTO, ("1f1b-split",), ("1f1b-deep-split",), ("zb-h1",), ("zb-h2",))
+"""Likewise, of stages that share devices: whole backwards, then split ones. Lists take longest and
+come last, of stages whose bounds and steps without are shortest.
+"""
 
 
 def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tuple[StageGraph, str]:
@@ -103,37 +109,38 @@ def best_loop(
     cost: CostModel,
     graphs: Iterable[StageGraph],
     limit: float,
-    schedules: tuple[str, ...],
-    *,
-    split: bool,
+    ways: Sequence[tuple[str, ...]],
+    passes: int = SETTINGS.loop_passes,
 ) -> tuple[float, ScheduledProposal] | None:
     """The shortest step of some stage graphs whose devices have several stages, and its seconds;
     None where it is not below a limit.
 
     Args:
-        schedules: of whole backwards; with ``split`` those of split ones, too, which have to save
-            enough.
+        ways: schedules, one after the other, as ``LOOP_SCHEDULES``; split backwards have to save
+            enough of a step with whole ones before them.
+        passes: that are scheduled in lists at most, of all these graphs together.
     """
-    halves = [(name,) for name in ("zb-h1", "zb-h2", "1f1b-split", "1f1b-deep-split") if split]
-    lower, least = ShortestStep(cost, halves[0] if split else schedules), dict[StageGraph, float]()
+    lower, known = ShortestStep(cost, ways[-1]), dict[StageGraph, float]()
     for graph in graphs:
         with suppress(InvalidPlanError, ProfileError):
-            least[graph] = lower.least_s(lower.prices(graph), limit)
-    near = sorted((graph for graph in least if least[graph] < limit), key=least.__getitem__)
-    near, listed = near[: SETTINGS.most_loops], list[StageGraph]()
-    for graph in near:
-        if sum(map(_passes, [*listed, graph])) <= SETTINGS.loop_passes:
-            listed.append(graph)
-    best: tuple[float, ScheduledProposal] | None = None
-    for names in (schedules, *halves):
-        for graph in listed if names[0].startswith("zb") else near:
+            known[graph] = lower.least_s(lower.prices(graph), limit)
+    near = sorted((graph for graph in known if known[graph] < limit), key=known.__getitem__)
+    near, best, quick = near[: SETTINGS.most_loops], None, dict[StageGraph, float]()
+    for names in ways:
+        split, left = not SPLIT_BACKWARDS.isdisjoint(names), passes
+        for graph in sorted(near, key=lambda graph: known[graph] + quick.get(graph, 0.0)):
+            if names[0] in LISTS:
+                if _passes(graph) > left:
+                    continue
+                left -= _passes(graph)
             judge = Judge(ShortestStep(cost, names))
             judge.best_s = limit
             judge.consider([graph])
+            quick[graph] = min([*judge.seconds().values(), quick.get(graph, math.inf)])
             if judge.best is not None and judge.best_s < limit and _fits(judge.best, cost):
                 limit = judge.best_s
                 best = limit, judge.best
-        if names == schedules and best is not None:
+        if best is not None and not split and len(ways) > 1:
             limit *= 1 - auto.SETTINGS.split_gain
     return best
 

@@ -22,7 +22,9 @@ class Settings:
             passes cost the host some time that is not predicted.
         most_loops: rows of stages that pass the devices several times and are simulated, the most
             promising ones.
-        loop_passes: passes of those whose lists are scheduled, together: some seconds.
+        loop_passes: passes of those whose lists are scheduled, together: a second or two.
+        near_passes: likewise, of what lies near the best of them, each time.
+        loop_turns: how often some are simulated: rows, then what lies near the best.
         split_passes: passes up to which lists are scheduled: it takes 15 us for each.
         most_tried: pairs of a partition and a micro-batch size that are looked at; some
             twenty seconds.
@@ -58,7 +60,9 @@ class Settings:
     list_near: float = 1.2
     loop_gain: float = 0.02
     most_loops: int = 24
-    loop_passes: int = 6_000
+    loop_passes: int = 4_500
+    near_passes: int = 800
+    loop_turns: int = 6
     split_passes: int = 30_000
     most_tried: int = 150_000
     most_proposed: int = 24

@@ -36,7 +36,8 @@ def placed(graph: StageGraph) -> str:
 def test_stages_pass_the_devices_again_and_there_and_back():
     """Of a row of four on two devices; a second replica has nothing to do of one sample."""
     ways = [placed(g) for g in loops(space(4, 2, sizes=(1,)), math.inf, recompute=False)]
-    assert ways == ["0 on 0, 1 on 1, 2 on 0, 3 on 1", "0 on 0, 1 on 1, 2 on 1, 3 on 0"]
+    again, back = "0 on 0, 1 on 1, 2 on 0, 3 on 1", "0 on 0, 1 on 1, 2 on 1, 3 on 0"
+    assert ways[:3] == [again, back, "0 on 0, 1 2 on 1, 3 on 0"]
 
 
 def test_groups_of_devices_are_replicas():
@@ -53,6 +54,20 @@ def test_groups_of_devices_are_replicas():
 def test_replicas_have_a_limit():
     found = loops(space(8, 4, most_replicas=1), math.inf, recompute=False)
     assert {stage.replicas for graph in found for stage in graph.stages} == {1}
+
+
+def test_micro_batches_are_those_that_were_measured():
+    """Of 2 samples on a device at most; a replica each has one of 2 or two of 4."""
+    some = space(4, 4, batch_size=8)
+    profile = some.cost.profile
+    costs = tuple(
+        replace(cost, forward_s=(1.0, 2.0), backward_s=(2.0, 4.0)) for cost in profile.costs
+    )
+    measured = replace(profile, samples=(1, 2), costs=costs, proportional=False)
+    some = replace(some, cost=replace(some.cost, profile=measured))
+    found = loops(some, math.inf, recompute=False)
+    slices = {stage.microbatch_size / stage.replicas for graph in found for stage in graph.stages}
+    assert slices == {1, 2}
 
 
 def test_devices_compute_less_than_the_limit():

@@ -5,7 +5,7 @@ stages on four devices, again and again or there and back::
 
     stage            0  1  2  3  4  5  6  7
     device, again    0  1  2  3  0  1  2  3
-    and back         0  1  2  3  3  2  1  0
+    and back         0  1  2  3  3  2  1  0        stages 3 and 4 may be one
 
 (Interleaved 1F1B of Narayanan et al., *Efficient Large-Scale Language Model Training*, 2021,
 section 2.2; ZB-V of Qi et al., 2024.) Here the operators of any graph are put in the order that
@@ -15,7 +15,8 @@ a device may have stages of several branches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,46 +42,109 @@ def loops(space: Space, limit: float, *, recompute: bool) -> Iterator[StageGraph
                 graph = _loop(space, groups, rounds, size, is_back=is_back, recompute=recompute)
                 if graph is not None:
                     yield graph
+                    if is_back:
+                        yield _joined(space, graph)
 
 
 def _sizes(space: Space) -> Iterator[tuple[int, int]]:
-    """Groups of devices, and samples of a micro-batch, at least one for each replica."""
+    """Groups of devices, and samples of a micro-batch: for each replica at least one, and as many
+    as have been measured.
+    """
     devices = space.cost.cluster.num_devices
     for groups in range(2, devices + 1):
         replicas = devices // groups
         if devices % groups == 0 and replicas <= space.most_replicas:
-            sizes = (size for size in space.sizes if size >= replicas)
-            yield from (
-                (groups, size)
-                for size in sizes
-                if groups <= SETTINGS.fewest_each * -(-space.batch_size // size)
-            )
+            for size in space.sizes:
+                microbatches = -(-space.batch_size // size)
+                measured = size >= replicas and space.cost.covers(size // replicas)
+                if measured and groups <= SETTINGS.fewest_each * microbatches:
+                    yield groups, size
 
 
 def _loop(
     space: Space, groups: int, rounds: int, size: int, *, is_back: bool, recompute: bool
 ) -> StageGraph | None:
     """The stages of a loop; None where an operator is too large for that."""
-    graph, replicas = space.cost.graph, space.cost.cluster.num_devices // groups
+    replicas = space.cost.cluster.num_devices // groups
     across = _across_samples(space)
     parts = _parts(space, groups * rounds, max(1, size // replicas), across)
     if not all(parts):
         return None
     stages: list[Stage] = []
-    for part, operators in enumerate(parts):
+    for part in range(len(parts)):
         turn, group = divmod(part, groups)
         first = replicas * (groups - 1 - group if is_back and turn % 2 else group)
-        names = graph.names(sum(1 << op for op in operators))
         devices = tuple(range(first, first + replicas))
-        stages.append(Stage(names, devices, size, recompute=recompute))
+        stages.append(Stage(("",), devices, size, recompute=recompute))
     if across:
         parts.append([*bits(across)])
-        stages.append(Stage(graph.names(across), stages[-1].devices[:1], space.batch_size))
-    home = [0] * len(graph)
+        stages.append(Stage(("",), stages[-1].devices[:1], space.batch_size))
+    return _with_edges(space, parts, stages)
+
+
+def _joined(space: Space, graph: StageGraph) -> StageGraph:
+    """A loop there and back whose stages are one where it turns: fewer passes, but longer ones."""
+    parts: list[list[int]] = []
+    stages: list[Stage] = []
+    for stage in graph.stages:
+        operators = [space.cost.graph.index[name] for name in stage.operators]
+        if stages and stages[-1] == replace(stage, operators=stages[-1].operators):
+            parts[-1] += operators
+        else:
+            parts.append(operators)
+            stages.append(stage)
+    joined = _with_edges(space, parts, stages)
+    assert joined is not None  # parts in a row are in order
+    return joined
+
+
+def near_loops(graph: StageGraph, space: Space) -> Iterator[StageGraph]:
+    """Generate stage graphs that differ a little from one: an operator is in the next stage or in
+    the one before, two stages are one, or a stage is on the devices of another.
+    """
+    index, stages = space.cost.graph.index, [*graph.stages]
+    parts = [sorted((index[o] for o in s.operators), key=space.place.__getitem__) for s in stages]
+    changes: list[tuple[list[list[int]], list[Stage]]] = []
+    for s, t in graph.edges:
+        if stages[s].microbatch_size != stages[t].microbatch_size:
+            continue
+        later, earlier = [*parts], [*parts]
+        later[s], later[t] = parts[s][:-1], [*parts[s][-1:], *parts[t]]
+        earlier[s], earlier[t] = [*parts[s], *parts[t][:1]], parts[t][1:]
+        changes += [(later, stages), (earlier, stages)]
+        for at in (s, t):
+            joined, placed = [*parts], [*stages]
+            joined[at], joined[s + t - at] = [*parts[s], *parts[t]], []
+            changes.append((joined, placed))
+    for s, stage in enumerate(stages):
+        for devices in dict.fromkeys(other.devices for other in stages):
+            placed = [*stages]
+            placed[s] = replace(stage, devices=devices)
+            if devices != stage.devices and len(devices) <= stage.microbatch_size:
+                changes.append((parts, placed))
+    for some, placed in changes:
+        kept = [(part, stage) for part, stage in zip(some, placed, strict=True) if part]
+        changed = _with_edges(space, [part for part, _ in kept], [stage for _, stage in kept])
+        if changed is not None and changed.devices == graph.devices:
+            yield changed
+
+
+def _with_edges(
+    space: Space, parts: Sequence[Sequence[int]], stages: Sequence[Stage]
+) -> StageGraph | None:
+    """The stage graph with these operators in its stages; None where they are in no order."""
+    graph, home = space.cost.graph, [0] * len(space.place)
     for part, operators in enumerate(parts):
         for op in operators:
             home[op] = part
-    return StageGraph(tuple(stages), tuple(sorted(value_edges(home, graph))), space.batch_size)
+    edges = sorted(value_edges(home, graph))
+    if any(x > y for x, y in edges):
+        return None
+    named = (
+        replace(stage, operators=graph.names(sum(1 << op for op in operators)))
+        for stage, operators in zip(stages, parts, strict=True)
+    )
+    return StageGraph(tuple(named), tuple(edges), space.batch_size)
 
 
 def _across_samples(space: Space) -> int:

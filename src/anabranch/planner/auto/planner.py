@@ -6,6 +6,7 @@
    of ``evaluator``.
 3. All starts and the best drafts are proposed; ``solve`` simulates them, then the best of what lies
    near the best plan (``Search.near``), as long as that finds a better one.
+4. In the end it simulates rows of stages that pass the devices several times (``loops``).
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Auto:
         evaluations: drafts to evaluate at most. None: as ``SETTINGS`` says.
         seed: of the random numbers; with the same one it proposes the same.
         shape: ``graph``, or ``chain`` for stages in one row, see ``contraction.in_a_row``.
+        several: devices may have several stages, see ``loops``; local processes only where their
+            machine is calibrated, as messages and passes take a good part of the time there.
     """
 
     max_replicas: int | None = None
@@ -52,6 +55,7 @@ class Auto:
     evaluations: int | None = None
     seed: int = 0
     shape: str = "graph"
+    several: bool = True
 
     schedules: ClassVar[tuple[str, ...]] = ("1f1b", "1f1b-deep")
 
@@ -89,8 +93,14 @@ class Auto:
             )
         cost = self._shaped(cost)
         problem = Problem(cost, batch_size, microbatch_size, self.max_replicas).checked()
-        most = problem.most_replicas
-        space = Space(cost, batch_size, problem.sizes, self.recompute, most_replicas=most)
+        space = Space(
+            cost,
+            batch_size,
+            problem.sizes,
+            self.recompute,
+            most_replicas=problem.most_replicas,
+            several=self.several and not (cost.cluster.cores and cost.cluster.calibration is None),
+        )
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
         count = min(self._first(cost), SETTINGS.neighbours) if coarse else self._first(cost)

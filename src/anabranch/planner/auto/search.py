@@ -10,7 +10,7 @@ from random import Random
 
 from anabranch.planner.auto.annealing import AnnealedDraft, Annealing, Evaluate
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of, variants
-from anabranch.planner.auto.loops import loops
+from anabranch.planner.auto.loops import loops, near_loops
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
@@ -110,9 +110,18 @@ class Search:
 
     def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
         """Stages in a row that pass the devices several times; see ``planner.base``."""
+        if not self._space.several:
+            return []
         graphs = loops(self._space, limit, recompute=recompute and self._space.recompute)
         origin = "a row of stages that passes the devices several times"
         return [self._remember(graph, origin) for graph in graphs]
+
+    def near_loops(self, graph: StageGraph) -> list[StageGraph]:
+        """Stage graphs that differ little from one whose devices have several stages."""
+        origin = self.origin(graph)
+        if not origin.endswith("changed a little"):
+            origin = f"{origin}, changed a little"
+        return [self._remember(near, origin) for near in near_loops(graph, self._space)]
 
     def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
         """True for a stage graph that takes far longer than its evaluation says."""

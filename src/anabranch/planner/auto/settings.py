@@ -49,7 +49,7 @@ class Settings:
     error: float = 0.05
     misled: float = 0.1
     most: int = 128
-    rounds: tuple[int, ...] = (2, 4)
+    rounds: tuple[int, ...] = (2, 3, 4)
     fewest_each: int = 2
 
 

@@ -27,6 +27,7 @@ class Space:
         split: backwards may be split.
         further: all moves are made, not only those that change stages and devices.
         most_replicas: of a stage.
+        several: devices may have several stages.
     """
 
     cost: CostModel
@@ -38,6 +39,7 @@ class Space:
     split: bool = False
     further: bool = False
     most_replicas: int = 1
+    several: bool = True
 
     @cached_property
     def edges(self) -> Ints:
