@@ -52,7 +52,7 @@ _NAMES = {
     "checkpoint.export": "export",
     "cluster": "Cluster",
     "data.columns": "Columns",
-    "data.padding": "pad_to_bucket",
+    "data.length_buckets": "pad_to_bucket",
     "errors": "AnabranchError",
     "files": "load_cluster load_plan load_profile save_cluster save_plan save_profile",
     "files.pipedream": "read_profile",
