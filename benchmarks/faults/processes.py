@@ -21,7 +21,7 @@ import torch
 
 from anabranch import launch
 from anabranch.checkpoint.series import newest, step_of
-from anabranch.cli.local_run import train_with_restarts
+from anabranch.cli.restarts import train_with_restarts
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import StageFailedError
 from anabranch.record import Run
