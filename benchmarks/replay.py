@@ -26,8 +26,9 @@ from anabranch.plans.stages import Stage, StageGraph
 from anabranch.runtime.asynchronous.requirements import require_untied
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.compute.programs import StagePrograms
-from anabranch.runtime.compute.stage_compute import Outcome, StageCompute
+from anabranch.runtime.compute.stage_compute import StageCompute
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.messages import Layout
 from anabranch.schedule.asynchronous import full_pipeline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -36,6 +37,17 @@ def test_results_come_back_by_rank() -> None:
         return dist.get_rank() * factor + offset, total.item()
 
     assert launch.run(work, 3, 1, timeout=LIMIT_S) == [(1, 3.0), (4, 3.0), (7, 3.0)]
+
+
+def test_a_rank_looks_for_garbage_in_what_is_its_own() -> None:
+    """What it inherits is copied as soon as it is looked at: seconds, of a large parent."""
+    inherited = [[] for _ in range(1000)]
+
+    def work() -> int:
+        return sum(each is inherited for each in gc.get_objects())
+
+    assert work() == 1
+    assert launch.run(work, 1, timeout=LIMIT_S) == [0]
 
 
 def test_a_rank_computes_although_the_parent_used_threads() -> None:

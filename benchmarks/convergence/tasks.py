@@ -77,11 +77,11 @@ class Perceptron(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention, then two linear layers, each added to what was there, normalised."""
+    """Attention, then two linear layers, each added to what was there, normalised."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.before, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.between, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
@@ -92,7 +92,7 @@ class Block(nn.Module):
         samples, places, width = x.shape
         qkv = self.qkv(self.before(x)).view(samples, places, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(seen.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.relu(self.up(self.between(x))))
 
@@ -221,7 +221,8 @@ def _number(character: str) -> int:
     return code - 31 if 32 <= code < 127 else 0 if character == "\n" else 96
 
 
-def _charlm(width: int = 32, steps: int = 50, batch_size: int = 16) -> Task:
+def charlm(width: int = 32, steps: int = 50, batch_size: int = 16) -> Task:
+    """Characters of source text; an epoch has so many updates."""
     training, held_out = source_text()
     text = torch.cat([training, held_out])
     window = torch.arange(WINDOW)
@@ -241,6 +242,6 @@ def _charlm(width: int = 32, steps: int = 50, batch_size: int = 16) -> Task:
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": cache(lambda: _digits("digits", load_small_digits(), 32)),
     "mnist": cache(lambda: _digits("mnist", load_mnist(), 64)),
-    "charlm": cache(_charlm),
+    "charlm": cache(charlm),
 }
 """Name -> task, made once."""

@@ -10,12 +10,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.faults import blame, checkpoints, hosts, processes, schedules, unequal
+from benchmarks.faults import blame, checkpoints, hosts, processes, schedules, survival, unequal
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "damage": checkpoints.damage,
     "saves": checkpoints.saves,
     "kills": processes.kills,
+    "survivals": survival.survivals,
+    "copies": survival.copies,
     "hangs": processes.hangs,
     "alive": processes.alive,
     "blame": blame.blame,
@@ -25,7 +27,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 """Name -> what measures it, for a number of drawn cases: figures by name."""
 
-DRAWN = ("kills", "hangs", "alive", "blame", "schedules")
+DRAWN = ("kills", "survivals", "hangs", "alive", "blame", "schedules")
 """Those that can begin with another case than the first, to be run in pieces."""
 
 

@@ -50,7 +50,8 @@ def planned(name: str, batch_size: int, **options: Any) -> tuple[Workload, Any, 
     return workload, captured, plan
 
 
-def _batches(workload: Workload, size: int) -> Iterator[Batch]:
+def batches(workload: Workload, size: int) -> Iterator[Batch]:
+    """Batches of a workload without end."""
     assert workload.data is not None
     for epoch in range(10**6):
         yield from workload.data(size, epoch)
@@ -62,7 +63,7 @@ def damage(count: int) -> dict[str, Any]:
 
     def rank(folder: Path) -> None:
         pipe = Pipeline(workload, plan, captured=captured, check_gradients=False)
-        for step, batch in enumerate(islice(_batches(workload, 32), 2), 1):
+        for step, batch in enumerate(islice(batches(workload, 32), 2), 1):
             pipe.step(batch)
             pipe.save(folder / f"step-{step}")
 
@@ -91,11 +92,11 @@ def saves(count: int) -> dict[str, Any]:
 
     def rank(folder: Path) -> tuple[list[float], list[float]]:
         pipe = Pipeline(workload, plan, captured=captured, check_gradients=False)
-        batches = _batches(workload, 64)
+        source = batches(workload, 64)
         plain: list[float] = []
         saving: list[float] = []
         for step in range(steps + 4):
-            batch = next(batches)
+            batch = next(source)
             begun = time.perf_counter()
             pipe.step(batch)
             taken = time.perf_counter() - begun

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import anabranch
+from anabranch.emulation.rehearsal import rehearse
 from anabranch.multimodal import multimodal_batch
 
 IMAGE, START = 151655, 151652
@@ -60,6 +61,9 @@ def main() -> None:
     parser.add_argument("--share", type=int, default=4)
     parser.add_argument("--cluster", default="dgx-h100:1x8")
     parser.add_argument("--planner", default="sequential")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run the plans on emulated devices, too"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     draw = random.Random(0)
@@ -89,6 +93,9 @@ def main() -> None:
             "stages": len(plan.stage_graph),
             "step_s": plan.predicted.step_s,
         }
+        if arguments.rehearse:
+            rehearsal = rehearse(plan, profile, cluster)
+            row |= {"emulated_step_s": rehearsal.step_s, "late": rehearsal.late}
         print(json.dumps(row), flush=True)
 
 

@@ -18,8 +18,8 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.schedule.schedule import Action, Kind, Order, Schedule
 from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.simulator.run import run
-from anabranch.solve.splitting import with_lengths
 from benchmarks.planners.common import profile_of
 
 GIB = 1 << 30
@@ -50,7 +50,7 @@ def steps(stages: int, microbatches: int) -> dict[str, tuple[float, float]]:
     profile = profile_of("transformer", 4)
     cost = CostModel(profile, Cluster.preset(f"summit:{stages // 4}x4"))
     (graph,) = PLANNERS["even"]()(cost, batch_size=microbatches, microbatch_size=1)
-    graph = with_lengths(graph, cost)
+    graph = with_lengths(ModelCosts(graph, cost))
     costs, result = ModelCosts(graph, cost), {}
     for name in ("1f1b", "1f1b-split", "zb-h1", "zb-h2"):
         filled = SCHEDULES[name]().warm_up(graph)

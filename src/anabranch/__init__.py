@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from anabranch.runtime.asynchronous.pipeline import AsyncPipeline as AsyncPipeline
     from anabranch.runtime.compute.options import ComputeOptions as ComputeOptions
     from anabranch.runtime.measurement.workload import measure_workload as measure_workload
+    from anabranch.runtime.muon import MuonAdam as MuonAdam
     from anabranch.runtime.pipeline import Pipeline as Pipeline
     from anabranch.solve import compare as compare
     from anabranch.solve import explain as explain
@@ -67,6 +68,7 @@ _NAMES = {
     "runtime.asynchronous.pipeline": "AsyncPipeline",
     "runtime.compute.options": "ComputeOptions",
     "runtime.measurement.workload": "measure_workload",
+    "runtime.muon": "MuonAdam",
     "runtime.pipeline": "Pipeline",
     "solve": "compare explain plan simulate",
     "timeline": "Timeline",

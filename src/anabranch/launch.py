@@ -19,6 +19,7 @@ torch's CPU threads are safe: a rank computes on one thread, so it never asks fo
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import multiprocessing
 import os
@@ -28,8 +29,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -38,7 +40,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.runtime.guards.agreement import version
@@ -48,6 +50,7 @@ from anabranch.runtime.guards.interrupt import INTERRUPT, handling
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.process_groups import LOOPBACK
+from anabranch.runtime.survival import Recoveries, Survival
 from anabranch.runtime.transport import guarded
 
 if TYPE_CHECKING:
@@ -64,6 +67,7 @@ def run(
     stall_timeout: float | None = None,
     patience: float | None = None,
     on_interrupt: Callable[[], None] | None = None,
+    survival: Survival | None = None,
 ) -> list[Result]:
     """Call a function on local ranks, each a process with one thread for computing.
 
@@ -82,6 +86,8 @@ def run(
         on_interrupt: for functions that end early when ``runtime.guards.interrupt`` says so, such
             as ``train.train``: the first Ctrl-C, or SIGTERM, only tells the ranks, and calls this;
             the second ends them. By default the first does, Ctrl-C with a KeyboardInterrupt.
+        survival: how the run outlives ranks that die, for functions that go on from copies of the
+            state, as ``train.train`` does. By default the first failure ends the run.
 
     Returns:
         What the ranks returned, by rank. Results are pickled on their way back.
@@ -97,9 +103,9 @@ def run(
     shared = memoryview(mmap.mmap(-1, 8 * (HEARTBEAT_INTS * num_ranks + 1))).cast("q")
     pages, flag = shared[:-1], shared[-1:]
     with _meeting_place() as store, _telling(flag, on_interrupt):
-        ranks = _Ranks(pages, flag)
+        ranks = _Ranks(function, num_ranks, pages, flag, store, survival)
         try:
-            ranks.start(function, args, num_ranks, store)
+            ranks.start(range(num_ranks), args)
             return ranks.collect(timeout, stall_timeout, patience)
         finally:
             ranks.stop()
@@ -146,39 +152,54 @@ def _telling(flag: memoryview, on_interrupt: Callable[[], None] | None) -> Itera
 class _Ranks:
     """The parent's side: processes, their pipes, what they said."""
 
-    def __init__(self, pages: memoryview, flag: memoryview) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        num_ranks: int,
+        pages: memoryview,
+        flag: memoryview,
+        store: Path,
+        survival: Survival | None,
+    ) -> None:
+        self._function, self._store, self._survival = function, store, survival
         self._pages, self._flag = pages, flag
-        self._processes: list[ForkProcess] = []
-        self._pipes: list[Connection] = []
+        self._members = [_Member(number) for number in range(num_ranks)]
         self._results: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
+        self._dead: dict[int, Failure] = {}  # of ranks that are to be replaced
+        self._lost: dict[int, Failure] = {}  # of ranks that have lost another one, and wait
+        self._recovery = Recoveries()
 
-    def start(
-        self, function: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, store: Path
-    ) -> None:
-        context = multiprocessing.get_context("fork")
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            ints, flag, parent = self._page(rank), self._flag, os.getpid()
+    def start(self, ranks: Iterable[int], args: tuple[Any, ...]) -> None:
+        """Fork some ranks."""
+        context, parent, attempt = multiprocessing.get_context("fork"), os.getpid(), self._attempt
+        for rank in ranks:
+            member = self._members[rank]
+            order = _Order(rank, len(self._members), attempt, args)
+            member.pipe, theirs = context.Pipe()
             process = context.Process(
                 target=_main,
-                args=(rank, num_ranks, store, theirs, ints, flag, parent, function, args),
+                args=(order, member.number, self._store, theirs, self._pages, self._flag, parent),
+                kwargs={"function": self._function, "survives": self._survival is not None},
                 name=f"anabranch rank {rank}",
             )
             with warnings.catch_warnings():
                 # Python 3.12 warns of any fork with threads; the module docstring says why this one
                 # is safe.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+                with theirs:
+                    process.start()
+            member.process = process
+
+    @property
+    def _attempt(self) -> int:
+        return 0 if self._survival is None else self._survival.copies.attempt
 
     def collect(
         self, timeout: float | None, stall_timeout: float | None, patience: float | None
     ) -> list[Any]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        pending = set(range(len(self._processes)))
+        pending = set(range(len(self._members)))
         watch = Watch(len(pending), stall_timeout, patience)
         while pending:
             limit = min(TIMEOUTS.look_s, stall_timeout / 4) if stall_timeout else TIMEOUTS.look_s
@@ -186,19 +207,27 @@ class _Ranks:
                 limit = min(limit, max(deadline - time.monotonic(), 0.0))
             pending -= self._hear(pending, limit)
             if problem := self._problem(watch, pending):
-                raise problem
+                stalled = watch.held_up_by
+                if self._survival is None or stalled is None:
+                    raise problem
+                text = str(problem)
+                self._dead[stalled] = Failure(stalled, "StageFailedError", text, "", False)
             if self._failures:
                 raise self._cause(pending)
+            if self._dead or self._lost:
+                self._recover()
+                pending = set(range(len(self._members)))
+                watch = Watch(len(pending), stall_timeout, patience)
             if pending and deadline is not None and time.monotonic() >= deadline:
                 raise StageFailedError(
                     f"the ranks did not finish within {timeout:g} s; {self._places(pending)}"
                 )
-        return [self._results[rank] for rank in range(len(self._processes))]
+        return [self._results[rank] for rank in range(len(self._members))]
 
     def _problem(self, watch: Watch, pending: set[int]) -> AnabranchError | None:
         """Return why the ranks cannot go on, as far as their heartbeats tell."""
         now = time.monotonic()
-        for rank in range(len(self._processes)):
+        for rank in range(len(self._members)):
             watch.note(rank, self._page(rank).tolist(), now, is_done=rank not in pending)
         stopped = {rank for rank in pending if self._is_stopped(rank)}
         return watch.problem(now, stopped, has_failed=bool(self._failures))
@@ -206,7 +235,8 @@ class _Ranks:
     def _is_stopped(self, rank: int) -> bool:
         """Return True if SIGSTOP or a debugger has stopped a process (Linux)."""
         try:
-            state = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
+            process = self._members[rank].process
+            state = Path(f"/proc/{process and process.pid}/stat").read_text()
         except OSError:
             return False
         return state.rpartition(")")[2].split()[0] in "Tt"
@@ -214,21 +244,73 @@ class _Ranks:
     def _hear(self, pending: set[int], limit: float | None) -> set[int]:
         """Wait for news, note it, and return the ranks that have ended or are done."""
         # A pipe becomes readable when its rank speaks, and also when it dies without a word.
-        ready = wait([self._pipes[rank] for rank in pending], limit)
-        heard = {rank for rank in pending if self._pipes[rank] in ready}
+        ready = wait([self._members[rank].pipe for rank in pending], limit)
+        heard = {rank for rank in pending if self._members[rank].pipe in ready}
         for rank in heard:
             try:
-                reply = pickle.loads(self._pipes[rank].recv_bytes())
-            except EOFError:
+                reply = pickle.loads(self._members[rank].pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
                 reply = self._death(rank)
-            if isinstance(reply, Failure):
-                self._failures[rank] = reply
-            else:
+                if self._survival is not None:
+                    self._dead[rank] = reply
+                    continue
+            if not isinstance(reply, Failure):
                 (self._results[rank],) = reply
+            elif reply.is_consequence and self._survival is not None:
+                self._lost[rank] = reply
+            else:
+                self._failures[rank] = reply
         return heard
 
+    def _recover(self) -> None:
+        """Bring the ranks together again: those that are left, and a new one for each dead one."""
+        survival, began = self._survival, time.monotonic()
+        assert survival is not None
+        everyone = set(range(len(self._members)))
+        for rank in self._dead:
+            self._members[rank].end()  # others wait for one that hangs
+        while waited := everyone - {*self._dead, *self._lost, *self._results}:
+            left = began + TIMEOUTS.regroup_s - time.monotonic()
+            if left <= 0:
+                break
+            self._hear(waited, left)
+            if self._failures:
+                raise self._cause(waited)
+        moment = survival.copies.newest
+        here = set() if moment is None else {*self._lost}
+        for rank in everyone - here:
+            self._members[rank].end()
+        first = min((*self._dead.values(), *self._lost.values()), key=lambda f: f.is_consequence)
+        dead = {self._members[rank].number for rank in self._dead}
+        bad = self._recovery.note(dead, -1 if moment is None else moment.step)
+        if bad is None:
+            raise first.exception()
+        gone = bad if survival.replaces else dead
+        for heard in (self._results, self._dead, self._lost):
+            heard.clear()
+        while True:
+            self._members = [member for member in self._members if member.number not in gone]
+            if not self._members:
+                raise first.exception()
+            survival.copies.attempt += 1
+            args = survival.begin(len(self._members), first.message, moment)
+            new = [rank for rank, member in enumerate(self._members) if member.process is None]
+            try:
+                self.start(new, args)
+                break
+            except OSError:  # there is no room for another process
+                gone = {next(m.number for m in self._members if m.process is None)}
+                for rank in new:
+                    self._members[rank].end()
+        for rank, member in enumerate(self._members):
+            if rank not in new:
+                order = _Order(rank, len(self._members), self._attempt, args)
+                with suppress(OSError):  # it has died meanwhile, as will be heard
+                    member.pipe.send_bytes(pickle.dumps(order))
+
     def _death(self, rank: int) -> Failure:
-        process = self._processes[rank]
+        process = self._members[rank].process
+        assert process is not None
         process.join(TIMEOUTS.cause_s)
         code = process.exitcode
         how = (
@@ -263,50 +345,92 @@ class _Ranks:
 
     def stop(self) -> None:
         """End every process, in a second at most."""
-        done = len(self._results) == len(self._processes)
-        for process in self._processes:
-            if done:
-                process.join(5.0)
+        done = len(self._results) == len(self._members)
+        for member in self._members:
+            member.end(5.0 if done else 0.0)
+
+
+class _Member:
+    """A rank's process, if it has one, and pipe; ``number`` is that of its device, and first of its
+    rank.
+    """
+
+    pipe: Connection
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: ForkProcess | None = None
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """End the process, if it has not ended by then."""
+        process, self.process = self.process, None
+        if process is not None:
+            if patience_s:
+                process.join(patience_s)
             process.kill()  # also one that SIGSTOP holds up
-        for process in self._processes:
             process.join()
             process.close()
-        for pipe in self._pipes:
-            pipe.close()
+            self.pipe.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What a rank is to do: to be this one of so many, in an attempt, with these arguments."""
+
+    rank: int
+    size: int
+    attempt: int
+    args: tuple[Any, ...]
 
 
 def _main(
-    rank: int,
-    num_ranks: int,
+    order: _Order,
+    device: int,
     store: Path,
     pipe: Connection,
-    page: memoryview,
+    pages: memoryview,
     flag: memoryview,
     parent: int,
+    *,
     function: Callable[..., Any],
-    args: tuple[Any, ...],
+    survives: bool,
 ) -> None:
     """One rank, from its first instruction to its last word."""
+    gc.freeze()  # to look for garbage in what is inherited would copy all of it
     _die_with(parent)
     # Ctrl-C reaches the whole process group, SIGTERM may; the parent hears it too, and tells or
     # stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _leave_to_parent(signal.SIGTERM)
     torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
-    share(page)
-    POSITION.begin(-1, Phase.START_UP)
-    INTERRUPT.share(flag)
-    try:
-        _connect(rank, num_ranks, store)
-        POSITION.leave()
-        reply = pickle.dumps((function(*args),))
-    except BaseException as error:
-        _say(pipe, pickle.dumps(Failure.of(error, rank)))
-        # Threads that wait for messages must not hold up the end of the process.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    os.environ["LOCAL_RANK"] = str(device)
+    if survives:
+        # Processes that load data would keep the sockets of a dead rank open.
+        os.register_at_fork(after_in_child=lambda: _die_with(os.getppid()))
+        gc.freeze()  # what was inherited need not be looked through after a failure
+    while True:
+        share(pages[order.rank * HEARTBEAT_INTS : (order.rank + 1) * HEARTBEAT_INTS])
+        POSITION.begin(-1, Phase.START_UP)
+        INTERRUPT.share(flag)
+        try:
+            _connect(order, store)
+            POSITION.leave()
+            reply = pickle.dumps((function(*order.args),))
+            break
+        except BaseException as error:
+            failure = Failure.of(error, order.rank)
+            if not (survives and failure.is_consequence):
+                _say(pipe, pickle.dumps(failure))
+                # Threads that wait for messages must not hold up the end of the process.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
+        # Here nothing refers to the frames of the failure any more, and what they held.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _say(pipe, pickle.dumps(failure))
+        gc.collect()
+        order = _heard(pipe)
     _say(pipe, reply)
 
 
@@ -323,20 +447,28 @@ def _leave_to_parent(number: signal.Signals) -> None:
     signal.siginterrupt(number, False)
 
 
-def _connect(rank: int, num_ranks: int, store: Path) -> None:
+def _connect(order: _Order, store: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     with POSITION.waiting():
         guarded(
             lambda: dist.init_process_group(
                 "gloo",
-                store=FileStore(str(store), num_ranks),
-                rank=rank,
-                world_size=num_ranks,
+                store=PrefixStore(str(order.attempt), FileStore(str(store), order.size)),
+                rank=order.rank,
+                world_size=order.size,
                 timeout=timedelta(minutes=10),
             )
         )
         # A rank that is done, and gone, before the others have met would look like a failure.
         guarded(dist.barrier)
+
+
+def _heard(pipe: Connection) -> _Order:
+    try:
+        order: _Order = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        os._exit(1)
+    return order
 
 
 def _say(pipe: Connection, reply: bytes) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import __main__, blame, checkpoints, processes, unequal
+from benchmarks.faults import __main__, blame, checkpoints, processes, survival, unequal
 from benchmarks.faults.damage import DAMAGES
 from tests.benchmarks.small import small_two_branch
 
@@ -14,6 +14,11 @@ EXPECTED: dict[str, tuple[int, dict[str, Any]]] = {
     "damage": (len(DAMAGES), {"refused, file named": len(DAMAGES), "silent": []}),
     "saves": (2, {}),
     "kills": (1, {"restarted and reached the last step": 1, "rank and phase named": 1}),
+    "survivals": (
+        3,
+        {"killed, in runs": 3, "losses bitwise those of an undisturbed run": 3},
+    ),
+    "copies": (2, {}),
     "hangs": (1, {"rank named first": 1}),
     "alive": (1, {"went on to their end": 1, "false alarms": []}),
     "blame": (1, {"held up": 1, "named right": 1, "wrong": []}),
@@ -34,6 +39,7 @@ def test_every_part_is_expected():
 def test_a_part_counts(name: str, monkeypatch: pytest.MonkeyPatch):
     """With the figures that a large number of cases would have; those of time are not asserted."""
     monkeypatch.setattr(processes, "STEPS", 12)
+    monkeypatch.setattr(survival, "STEPS", 20)
     monkeypatch.setattr(unequal, "STEPS", 2)
     monkeypatch.setattr(unequal, "BATCH", 16)
     for module in (blame, checkpoints, unequal):

@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import case
 from benchmarks.gpu.case import Case
+from tests.benchmarks import forked
 
 
 def test_without_a_device_it_says_what_would_run(monkeypatch, capsys):
@@ -47,7 +48,10 @@ def test_unknown_sections_are_refused(name: str, monkeypatch, capsys):
     ],
 )
 def test_a_section_is_rehearsed(name: str, tmp_path: Path, monkeypatch, capsys):
-    """The sections that run on a CPU; that of shared GPUs is rehearsed below."""
+    """The sections that run on a CPU; that of shared GPUs is rehearsed below, by interpreters of
+    their own.
+    """
+    monkeypatch.setattr(case, "subprocess", forked)
     command = ["gpu", "--rehearse", "--only", name, "--out", str(tmp_path / "found.json")]
     monkeypatch.setattr(sys, "argv", command)
     gpu.main()

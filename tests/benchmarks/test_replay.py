@@ -24,6 +24,7 @@ from tests.runtime.asynchronous.models import (
     batches,
     cut,
     halving,
+    suited,
 )
 
 POLICY_NAMES = sorted(POLICIES)
@@ -35,7 +36,7 @@ def replay_of(model: Cut, policy: str, **options: object) -> Replay:
         model.operators,
         POLICIES[policy](),
         batch_size=4,
-        microbatches=4 if policy == "2bw" else 1,
+        microbatches=4 if POLICIES[policy]().microbatches else 1,
         captured=model.captured,
         **options,
     )
@@ -68,7 +69,7 @@ def test_every_policy_on_every_topology(policy, name, dtype):
     """Filled twice, drained twice, as by definition; and no more copies of the weights than the
     policy needs.
     """
-    replay = require_equal(cut(name, dtype=dtype), policy, dtype)
+    replay = require_equal(cut(name, suited(policy), dtype=dtype), policy, dtype)
     graph = replay.graph
     units = [units_in_flight(st.in_flight, replay._microbatches) for st in graph.stages]
     assert [weights.peak_versions for weights in replay.weights] == [
@@ -83,7 +84,7 @@ def test_every_policy_on_every_topology(policy, name, dtype):
 
 
 @pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"momentum"}))
-@pytest.mark.parametrize("policy", ["2bw", "pipeoptim", "predict-stash", "spectrain"])
+@pytest.mark.parametrize("policy", ["2bw", "2bw-ef", "pipeoptim", "predict-stash", "spectrain"])
 def test_every_policy_with_every_optimizer(policy, optimizer):
     """Those that keep versions alone never look at the optimizer. SpecTrain is for SGD with
     momentum; it refuses the others.
@@ -100,8 +101,11 @@ def test_every_policy_with_every_optimizer(policy, optimizer):
     ("policy", "optimizer"),
     [
         ("spectrain", "momentum"),
+        ("asyncpp", "long nadam"),
+        ("basis-rotation", "adamw"),
+        ("basis-rotation", "nadam"),
         *itertools.product(
-            ["pipeoptim", "predict-stash", "stash", "2bw"], ["momentum", "adam", "nadam"]
+            ["pipeoptim", "predict-stash", "stash", "2bw", "2bw-ef"], ["momentum", "adam", "nadam"]
         ),
     ],
 )
@@ -116,7 +120,7 @@ def test_a_schedule_of_the_rate(policy, optimizer):
 def test_frozen_parameters_have_one_version(policy):
     """In a stage that also trains, and where a whole stage is frozen."""
     frozen = ["parts.0.0.weight", "parts.0.0.bias", "parts.0.2.weight", "parts.0.2.bias"]
-    model = cut("chain 3", frozen=[*frozen, "parts.1.2.weight"])
+    model = cut("chain 3", suited(policy), frozen=[*frozen, "parts.1.2.weight"])
     before = model.workload.module.get_parameter("parts.1.2.weight").data_ptr()
     replay = require_equal(model, policy)
     assert model.workload.module.get_parameter("parts.1.2.weight").data_ptr() == before
@@ -133,21 +137,22 @@ def test_policies_differ():
     """What is compared above would notice another policy: no two of them give the same losses."""
     found = {}
     for policy in POLICY_NAMES:
-        found[policy] = tuple(replay_of(cut("chain 4"), policy).train(batches(10)))
+        found[policy] = tuple(replay_of(cut("chain 4", suited(policy)), policy).train(batches(10)))
     assert len(set(found.values())) == len(POLICIES)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_one_in_flight_is_synchronous(policy):
     """Drained after every mini-batch nothing is stale, so every policy that predicts by lag alone
-    is plain training; SpecTrain looks ahead all the same.
+    is plain training; SpecTrain looks ahead all the same, error feedback makes up for the update
+    before, and a rotation is another step.
     """
-    model = cut("chain 3")
+    model = cut("chain 3", suited(policy))
     replay = replay_of(model, policy)
     data = batches(6)
     losses = [loss for batch in data for loss in replay.train([batch])]
     plain = cut("chain 3")
-    optimizer = SGD(plain.workload.module.parameters(), lr=0.1, momentum=0.9)
+    optimizer = OPTIMIZERS[suited(policy)](plain.workload.module.parameters())
     expected = []
     for batch in data:
         loss = plain.workload.module(**batch)
@@ -155,7 +160,7 @@ def test_one_in_flight_is_synchronous(policy):
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    if policy == "spectrain":
+    if policy in ("spectrain", "2bw-ef", "basis-rotation"):
         assert losses != expected
     else:
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -164,7 +169,7 @@ def test_one_in_flight_is_synchronous(policy):
 def test_between_runs_the_module_is_the_newest_version():
     """So that it can be evaluated and saved; a gradient is not left behind."""
     for policy in POLICY_NAMES:
-        model = cut("chain 3")
+        model = cut("chain 3", suited(policy))
         replay = replay_of(model, policy)
         list(replay.train(batches(5)))
         reference.train(model.by_hand, policy, batches(5), microbatches=replay._microbatches)

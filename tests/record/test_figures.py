@@ -13,7 +13,7 @@ import pytest
 
 from anabranch.cli.run_texts import say_run
 from anabranch.plans.plan import memory_text, time_text
-from anabranch.record import Part, Run, load_run, save_run
+from anabranch.record import Run, StepPart, load_run, save_run
 from anabranch.record.figures import tables, told
 from anabranch.timeline import Timeline
 from tests.record.test_folder import PLAN, RUN, SPANS
@@ -26,7 +26,7 @@ STEPS = replace(
     gradients="right: loss and 2 gradients",
     restarts=2,
     others_share=0.25,
-    parts=(Part("work", 0.3, "evenly"), Part("warm-up", 0.2)),
+    parts=(StepPart("work", 0.3, "evenly"), StepPart("warm-up", 0.2)),
 )
 ORDER = replace(
     RUN,

@@ -121,27 +121,150 @@ def test_stages_are_coloured_by_the_share_that_they_compute(tmp_path: Path) -> N
     assert levels[:3] == pytest.approx(expected, abs=0.006)
 
 
-def test_a_page_of_many_boxes_zooms_with_few_elements(
+def probed(page: Path, text: str, script: str, width: int = 1400) -> list[str]:
+    """What a script that is added to a page says, in words."""
+    probe = f"""<script>
+    const one = (css) => document.querySelector(css);
+    const all = (css) => [...document.querySelectorAll(css)];
+    const canvas = one('#timeline canvas');
+    const send = (kind, x, y, element = canvas) => {{
+      const area = element.getBoundingClientRect();
+      const place = {{clientX: area.left + x, clientY: area.top + y, bubbles: true}};
+      element.dispatchEvent(new PointerEvent(kind, {{pointerType: 'mouse', ...place}}));
+    }};
+    const press = (key, element = one('#timeline')) =>
+      element.dispatchEvent(new KeyboardEvent('keydown', {{key, bubbles: true}}));
+    // Colours from left to right in the middle of a row, each once in a row.
+    const colours = (y) => {{
+      const ratio = canvas.width / canvas.clientWidth;
+      const row = canvas.getContext('2d').getImageData(0, y * ratio, canvas.width, 1).data;
+      const names = {{}};
+      for (const name of ['forward', 'backward', 'lane']) {{
+        const value = getComputedStyle(document.documentElement).getPropertyValue('--' + name);
+        names[parseInt(value.slice(1), 16)] = name;
+      }}
+      const seen = [];
+      for (let i = 0; i < row.length; i += 4) {{
+        const name = names[(row[i] << 16) + (row[i + 1] << 8) + row[i + 2]];
+        if (name && name !== seen.at(-1)) seen.push(name);
+      }}
+      return seen.join(',');
+    }};
+    {script}
+    </script></body>"""
+    page.write_text(text.replace("</body>", probe), encoding="utf-8")
+    _, lines = opened(page, width)
+    return [re.findall(r'CONSOLE:\d+\] "(.*)", source', s)[0] for s in lines if "Canvas2D" not in s]
+
+
+ALIKE = StageGraph((Stage(("one", "two"), (0, 1), 2, in_flight=2),), (), batch_size=4)
+BOTH = timeline("0: 0F0 0-1 | 0F1 1-2 | 0B0 4-6\n1: 0F0 0-1 | 0F1 1-2 | 0B0 4-6")
+
+
+def test_a_page_of_many_boxes_is_drawn_on_a_canvas_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replicas are written once, and what the script draws is joined as the picture is."""
-    monkeypatch.setattr(gantt, "MOST_BOXES", 5)
-    stages = (Stage(("a",), (0, 1), 2, in_flight=2),)
-    alike = timeline("0: 0F0 0-1 | 0F1 1-2 | 0B0 2-4\n1: 0F0 0-1 | 0F1 1-2 | 0B0 2-4")
-    graph = StageGraph(stages, (), batch_size=4)
-    text = page_of(plan(graph), [("predicted", alike)])
-    rows = json.loads(re.findall(r'id="timeline-data">(.*?)</script>', text)[0])["panels"][0][
-        "rows"
+    """Replicas are written once, no picture is, and the canvas zooms, pans and shows what is under
+    the pointer as one with few boxes does.
+    """
+    script = """
+    console.log('whole', colours(40));
+    one('[data-zoom=in]').click();
+    console.log('zoomed', colours(40));
+    one('[data-zoom=back]').click();
+    one('[data-zoom=back]').click();
+    console.log('earlier', colours(40));
+    send('pointermove', canvas.clientWidth * 0.45, 40);
+    console.log('tip', one('#tip').firstChild.textContent);
+    """
+    lines = []
+    for most in (5, 5_000):
+        monkeypatch.setattr(gantt, "MOST_BOXES", most)
+        text = page_of(plan(ALIKE), [("predicted", BOTH)])
+        (data,) = re.findall(r'id="timeline-data">(.*?)</script>', text)
+        rows = json.loads(data)["panels"][0]["rows"]
+        assert (len(rows[0]), rows[1]) == (3, 0)
+        assert ("Timeline of one training step: predicted</title>" in text) == (most > 5)
+        lines.append(probed(tmp_path / "page.html", text, script))
+    assert lines[0] == lines[1]
+    assert lines[0] == [
+        "whole forward,lane,backward",
+        "zoomed lane,backward",
+        "earlier forward,lane,backward",
+        "tip stage 0 \u00b7 forward \u00b7 micro-batch 1",
     ]
-    assert (len(rows[0]), rows[1]) == (3, 0)
-    probe = """<script>
-    document.querySelector('[data-zoom=in]').click();
-    const panel = document.querySelector('g.panel');
-    const boxes = [...panel.querySelectorAll('path.b')].map(p => p.outerHTML.split('z').length - 1);
-    console.log('zoomed', panel.querySelectorAll('rect').length, boxes.join(' '));
-    </script></body>"""
-    file = tmp_path / "page.html"
-    file.write_text(text.replace("</body>", probe), encoding="utf-8")
-    _, said = opened(file)
-    (line,) = said
-    assert 'zoomed 0 2"' in line  # B0 of both replicas is what lies in the middle half
+
+
+def test_replicas_that_do_the_same_are_one_lane(tmp_path: Path) -> None:
+    """By default; a click on its name shows every device, so do the switch and Enter on the chosen
+    stage. Replicas that do not do the same are shown as they are.
+    """
+    script = """
+    const rows = () => canvas.clientHeight;
+    const folded = rows();
+    send('click', 30, 40);
+    const open = rows();
+    one('[data-switch=replicas]').click();
+    one('[data-switch=replicas]').click();
+    console.log('folds', open > folded, rows() === folded);
+    press('ArrowDown');
+    console.log('says', one('#said').textContent);
+    press('Enter');
+    console.log('opens', rows() === open);
+    console.log('path', one('[data-switch=path]').hidden);
+    """
+    text = page_of(plan(ALIKE), [("predicted", BOTH)])
+    same = "folded, 2 devices that do the same; Enter changes that"
+    expected = [
+        "folds true true",
+        f"says stage 0 \u00b7 devices 0-1 \u00b7 one, two \u00b7 {same}",
+        "opens true",
+        "path true",
+    ]
+    assert probed(tmp_path / "page.html", text, script) == expected
+    other = timeline("0: 0F0 0-1 | 0B0 4-6\n1: 0F0 2-3 | 0B0 4-6")
+    text = page_of(plan(ALIKE), [("predicted", other)])
+    says = "press('ArrowDown'); console.log(one('#said').textContent);"
+    (line,) = probed(tmp_path / "page.html", text, says)
+    assert line.startswith("stage 0 \u00b7 devices 0-1 \u00b7 one, two \u00b7 open")
+
+
+def test_stage_lane_and_row_are_linked(tmp_path: Path) -> None:
+    """Whichever is pointed at, the others are lit, in the memory too, which has the same cursor;
+    a click or a key chooses; the search leaves the rows with its words.
+    """
+    script = """
+    const lit = () => all('.lit').map(e => e.tagName).sort().join() + all('.lane-mark').length;
+    send('pointerenter', 1, 1, all('table[data-graph] tbody tr')[2]);
+    console.log('row', lit());
+    send('pointerenter', 1, 1, all('.stages [data-stage="0"]')[0]);
+    console.log('stage', lit());
+    send('pointermove', 500, 40);
+    const cursors = all('.cursor').map(c => c.hidden + c.style.left);
+    console.log('lane', lit(), cursors.join());
+    console.log('memory', one('#tip').lastChild.textContent.startsWith('memory 1.0 MiB at'));
+    press('Enter', all('.stages [data-stage="1"]')[1]);
+    console.log('chosen', one('#said').textContent, all('.chosen').length);
+    one('#search').value = 'text.1';
+    one('#search').dispatchEvent(new Event('input'));
+    const rows = all('table[data-graph] tbody tr').map(r => r.hidden);
+    console.log('search', rows.join(), one('#matches').textContent);
+    const named = all('g[role=button][aria-label]').length;
+    console.log('names', canvas.getAttribute('aria-label'), named);
+    const path = one('[data-switch=path]');
+    path.click();
+    console.log('path', path.hidden, path.getAttribute('aria-pressed'));
+    """
+    spans = [s for s in timeline(STEP).spans if s.action.kind.is_compute][:1]
+    text = page_of(plan(), [("predicted", timeline(STEP))], paths=[spans])
+    text = text.replace("3145728", "1048576")
+    assert probed(tmp_path / "page.html", text, script) == [
+        "row TR,g,g2",
+        "stage TR,g,g2",
+        "lane TR,g,g2 false500px,false500px",
+        "memory true",
+        "chosen stage 1 \u00b7 device 1 \u00b7 image.0 3",
+        "search false,true,true 1 operator in 1 stage",
+        "names Timeline of one training step: predicted 6",
+        "path false true",
+    ]

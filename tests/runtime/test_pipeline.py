@@ -28,6 +28,7 @@ from tests.runtime.small import (
     Built,
     batch,
     built,
+    on_devices,
     plan,
     with_options,
 )
@@ -66,6 +67,21 @@ def test_training_is_bitwise_that_of_one_process(
     expected, state = alone(workload, batches)
     assert losses == expected
     assert parameters.keys() == state.keys()
+    assert all(torch.equal(parameters[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("devices", [[(0,), (1,), (0,), (1,)], [(0,), (1,), (1,), (0,)]])
+def test_stages_that_pass_the_devices_twice_train_alike(
+    devices: list[tuple[int, ...]], schedule: str
+) -> None:
+    """Bitwise, again or there and back, as planner auto proposes it."""
+    model = built("TwoBranch")
+    chosen = on_devices(plan(model, 4, schedule=schedule), devices)
+    workload = with_options(model, optimizer=sgd)
+    losses, parameters = train(model, chosen, workload, BATCHES[:2], exact=True)
+    expected, state = alone(workload, BATCHES[:2])
+    assert losses == expected
     assert all(torch.equal(parameters[name], state[name]) for name in state)
 
 

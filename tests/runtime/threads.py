@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.plans.plan import Plan
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.plan_parts import parts_of
 from anabranch.runtime.transport import Transport
 from anabranch.runtime.worker import Worker

@@ -141,3 +141,37 @@ def test_no_step_is_shorter(graph: StageGraph, schedule, data):
     plain = stage_graph(graph.edges, list(devices), graph.batch_size, list(sizes))
     least = least_step_s(plain, ModelCosts(plain, cost), split=schedule in SPLIT_BACKWARDS)
     assert least <= simulate(plain, cost, schedule).step_s * (1 + 1e-9)
+
+
+@given(stage_graphs(max_stages=5), st.sampled_from(sorted(SCHEDULES)), st.integers(1, 3), st.data())
+def test_no_step_is_shorter_where_devices_have_several_stages(graph, schedule, count: int, data):
+    """Likewise, with every stage on one of so few devices."""
+    seconds = st.lists(st.integers(0, 5), min_size=len(graph), max_size=len(graph))
+    cost = cost_model(graph.edges, data.draw(seconds), data.draw(seconds), cluster(count))
+    devices = [(data.draw(st.integers(0, count - 1)),) for _ in graph.stages]
+    sizes = [stage.microbatch_size for stage in graph.stages]
+    plain = stage_graph(graph.edges, devices, graph.batch_size, sizes)
+    least = least_step_s(plain, ModelCosts(plain, cost), split=schedule in SPLIT_BACKWARDS)
+    assert least <= simulate(plain, cost, schedule).step_s * (1 + 1e-9)
+
+
+def test_stages_of_a_device_take_turns():
+    """Two stages of 3 s on one device, four micro-batches: 24 s, not 4 x 3 s behind the first."""
+    cost = cost_model(chain(2), [1] * 2, [2] * 2, cluster(1))
+    graph = stage_graph(chain(2), [(0,), (0,)], 4)
+    assert (
+        least_step_s(graph, ModelCosts(graph, cost)) == 24 == simulate(graph, cost, "1f1b").step_s
+    )
+
+
+def test_stages_of_a_device_share_its_memory():
+    """One micro-batch takes 10 bytes of each stage, and the first stage holds two at least: of 60
+    bytes 30 are left, 15 for each stage, which is one more.
+    """
+    cost = cost_model(
+        chain(2), [1] * 2, [2] * 2, cluster(1, memory_bytes=60), kept_bytes=10, value_bytes=0
+    )
+    graph = stage_graph(chain(2), [(0,), (0,)], 9)
+    costs = ModelCosts(graph, cost)
+    assert [costs.most_in_flight(s, 60) for s in (0, 1)] == [3, 2]
+    assert costs.peak_bytes([3, 2]) == 50

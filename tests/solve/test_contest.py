@@ -49,6 +49,9 @@ class Rounds:
         self.asked.append(best.stages[0].microbatch_size)
         return [(with_size(self.graph, self.sizes.pop(0)), runs)] if self.sizes else []
 
+    def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
+        return []
+
     def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
         return self.row > 0
 

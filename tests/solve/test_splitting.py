@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from anabranch.schedule import SPLIT_BACKWARDS
+from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.solve import contest, simulate, simulation
-from anabranch.solve.splitting import split_backwards, with_lengths
+from anabranch.solve.splitting import split_backwards
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import found, two_stages
 
@@ -80,6 +82,19 @@ def test_lists_know_how_long_passes_and_messages_take():
     machines = cluster(2, bandwidth=0.5, latency_s=2.0)
     cost = cost_model(chain(2), [1, 2], [2, 6], machines, value_bytes=1)
     graph = stage_graph(chain(2), [(0,), (1,)], 8, [4, 4])
-    first, second = with_lengths(graph, cost).stages
+    first, second = with_lengths(ModelCosts(graph, cost)).stages
     assert (first.load, first.backward_factor, first.message) == (0.375, 2.0, 0.312)
     assert (second.load, second.backward_factor, second.message) == (1.0, 3.0, 0.0)
+
+
+def test_a_list_that_is_asked_for_by_name_knows_them_too(propose):
+    """The second of two stages takes twice as long."""
+    machines = cluster(2)
+    cost = cost_model(chain(2), [1, 2], [2, 4], machines)
+    propose(stage_graph(chain(2), [(0,), (1,)], 4, [1, 1]))
+    planned = found(cost, 4, schedule="zb-h1")
+    assert [stage.load for stage in planned.stage_graph.stages] == [0.5, 1.0]
+    whole = found(cost, 4, schedule="1f1b")
+    assert [stage.load for stage in whole.stage_graph.stages] == [1.0, 1.0]
+    timed = simulation.scheduled(whole, cost, "zb-h1")[0]
+    assert [stage.load for stage in timed.stages] == [0.5, 1.0]

@@ -136,6 +136,7 @@ READ = {
         ["0 1 2 3 4 5 6", "0 1 2 3 4 5 6"],
     ],
 }
+READ |= {"asyncpp": READ["stash"], "basis-rotation": READ["stash"], "2bw-ef": READ["2bw"]}
 
 
 def rows(policy: WeightPolicy, graph: StageGraph, microbatches: int = 1) -> list[list[str]]:
@@ -204,6 +205,20 @@ def test_options_that_mean_nothing_are_refused(options):
     """Each with what it should be."""
     with pytest.raises(ValueError, match=r"ramp is a number|clip is a multiple"):
         PredictStash(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("basis-rotation", {"every": 0}, "every is a number of updates, at least 1, not 0"),
+        ("basis-rotation", {"memory": 1}, "memory is at least 0 and less than 1, not 1"),
+        ("2bw-ef", {"share": 0}, "share is a factor on an update, more than 0, not 0"),
+    ],
+)
+def test_options_of_corrections_are_refused(name, options, message):
+    """As soon as the policy is made."""
+    with pytest.raises(ValueError, match=message):
+        policy_named(name, options)
 
 
 def test_names():

@@ -140,6 +140,9 @@ def test_what_kind_of_policy_it_is():
         "vertical-sync",
         "2bw",
         "predict-stash",
+        "asyncpp",
+        "basis-rotation",
+        "2bw-ef",
     }
     assert {name for name, make in POLICIES.items() if predicts(make())} == {
         "spectrain",
@@ -171,3 +174,32 @@ def test_a_prediction_without_momentum_is_remarked():
     )
     assert optimizer_remark(PipeOptim(), OPTIMIZERS["adamw"]) == ""
     assert optimizer_remark(Stash(), OPTIMIZERS["sgd"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("policy", "refused", "taken"),
+    [
+        ("asyncpp", ["sgd-momentum", "adam", "muon", "other"], ["nadam"]),
+        ("basis-rotation", ["sgd", "sgd-momentum", "muon"], ["adam", "adamw", "nadam", "other"]),
+        ("2bw-ef", [], ["sgd", "sgd-momentum", "adam", "muon", "other"]),
+    ],
+)
+def test_optimizers_of_the_newer_methods(policy, refused, taken):
+    """AsyncPP is NAdam; a rotation changes nothing where a step is the same in any basis; error
+    feedback takes any optimizer. A refusal names the optimizer and a way on.
+    """
+    for name in taken:
+        require_optimizer(POLICIES[policy](), OPTIMIZERS[name])
+    for name in refused:
+        with pytest.raises(PolicyError, match=f"^{policy} .*{OPTIMIZERS[name].name}.*choose stash"):
+            require_optimizer(POLICIES[policy](), OPTIMIZERS[name])
+
+
+def test_a_short_momentum_under_asyncpp_is_warned_of():
+    """With the momentum that it counts on; nothing where it is not known."""
+    asyncpp, nadam = POLICIES["asyncpp"](), OPTIMIZERS["nadam"]
+    assert "a momentum of 0.99, and that of NAdam is 0.9 here" in optimizer_remark(
+        asyncpp, replace(nadam, decay=0.9)
+    )
+    assert optimizer_remark(asyncpp, replace(nadam, decay=0.99)) == ""
+    assert optimizer_remark(asyncpp, nadam) == ""

@@ -34,6 +34,10 @@ HELD = {
     "spectrain": [2, 2, 2, 2],
     "pipeoptim": [2, 2, 2, 1],
     "predict-stash": [5, 4, 3, 1],
+    # Those of stash and 2bw, two for moments and basis, and one for the last update.
+    "asyncpp": [4, 3, 2, 1],
+    "basis-rotation": [6, 5, 4, 3],
+    "2bw-ef": [3, 3, 3, 3],
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from anabranch.calibration.messages import Exchange, exchange
 from anabranch.calibration.pipelines import measure_overheads
 from anabranch.calibration.side_by_side import measure_slowdown
 from anabranch.cluster import Calibration, Cluster, Level
+from anabranch.device.host import host
 from anabranch.runtime import texts
 from anabranch.runtime.measurement.update import measure_update
 from anabranch.runtime.mesh import Mesh
@@ -86,7 +86,7 @@ def _links() -> tuple[list[str], dict[int, Exchange]]:
     """Hosts by rank, and on the first rank its exchanges with some others; call it on all ranks."""
     size = int(os.environ.get("WORLD_SIZE", "0")) or dist.get_world_size()
     mesh = Mesh(range(size))
-    hosts, transport = texts.gather(_host()), mesh.transport()
+    hosts, transport = texts.gather(host()), mesh.transport()
     near = [rank for rank in range(1, size) if hosts[rank] == hosts[0]]
     far = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
     links: dict[int, Exchange] = {}
@@ -100,15 +100,6 @@ def _links() -> tuple[list[str], dict[int, Exchange]]:
         mesh.barrier()
         transport.close()
     return hosts, links
-
-
-def _host() -> str:
-    """The host, also where several have one name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{socket.gethostname()} {file.read().strip()}"
-    except OSError:
-        return socket.gethostname()
 
 
 def joined(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, cast
@@ -122,7 +121,7 @@ def _options(
     """The saved options of a parameter group in the types of the optimizer that resumes.
 
     Raises:
-        FileFormatError: for an option that the optimizer lacks or whose value it does not take.
+        FileFormatError: for an option that the optimizer lacks, or whose value is of another kind.
     """
     unknown = sorted(saved.keys() - group.keys() - _OF_SCHEDULERS)
     if unknown:
@@ -130,38 +129,10 @@ def _options(
             f"{where}: {type(optimizer).__name__} has no option {unknown[0]} here; resume with the "
             "workload, and the version of torch, that wrote it"
         )
-    options = {
+    return {
         key: _in_type(value, group.get(key), f"{where}: optimizer option {key}")
         for key, value in saved.items()
     }
-    now = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
-    if _refusal(optimizer, group["params"][0], now) is None:
-        refusal = _refusal(optimizer, group["params"][0], now | options)
-        if refusal is not None:
-            raise FileFormatError(
-                f"{where}: {type(optimizer).__name__} does not take the saved optimizer options: "
-                f"{refusal}; take an earlier checkpoint"
-            )
-    return options
-
-
-def _refusal(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, options: Mapping[str, Any]
-) -> Exception | None:
-    """Return the error that the optimizer's constructor raises for these options, if it raises one;
-    options that it has no name for are left out.
-    """
-    kind = type(optimizer)
-    known = inspect.signature(kind.__init__).parameters
-    alike = torch.nn.Parameter(
-        torch.zeros(1, 1, dtype=parameter.dtype, device=parameter.device),
-        requires_grad=parameter.requires_grad,
-    )
-    try:
-        kind([alike], **{key: value for key, value in options.items() if key in known})
-    except Exception as error:  # of whoever wrote the optimizer
-        return error
-    return None
 
 
 def laid_out(values: Tensor, parameter: Tensor) -> Tensor:

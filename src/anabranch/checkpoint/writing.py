@@ -41,7 +41,6 @@ from anabranch.errors import TrainingError
 from anabranch.files.jsonfile import explain, write_document
 
 _PARTIAL = re.compile(r"^\..+\.([0-9a-f]{1,16}|old)\.partial$")
-_NO_LOCK = -1
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def tidy(parent: Path) -> None:
         if not is_partial(partial):
             continue
         lock = _lock(partial)
-        if lock is not None and lock != _NO_LOCK:
+        if lock is not None and lock >= 0:
             shutil.rmtree(partial, ignore_errors=True)
             _unlock(lock)
 
@@ -168,7 +167,9 @@ def remove(folder: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder as long as the descriptor is open; None if it is locked or gone."""
+    """Lock a folder as long as the descriptor is open; None if it is locked or gone, -1 on a file
+    system without locks, where nothing is ever tidied up.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -178,9 +179,9 @@ def _lock(folder: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         return None
-    except OSError:  # a file system without locks: nothing is ever tidied up there
+    except OSError:
         os.close(descriptor)
-        return _NO_LOCK
+        return -1
     if folder.exists():
         return descriptor
     os.close(descriptor)
@@ -188,7 +189,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _unlock(lock: int) -> None:
-    if lock != _NO_LOCK:
+    if lock >= 0:
         os.close(lock)
 
 

@@ -28,6 +28,15 @@ def read_cluster(text: str, *, calibrated: bool = True) -> Cluster:
     return as_calibrated(usage(load_cluster, text), calibrated=calibrated)
 
 
+def cluster_to_plan_for(text: str, *, calibrated: bool = True) -> Cluster:
+    """Return ``read_cluster``; too many devices are refused here, before a model is captured."""
+    from anabranch.planner.toolkit.problem import require_few_devices
+
+    cluster = read_cluster(text, calibrated=calibrated)
+    require_few_devices(cluster)
+    return cluster
+
+
 def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
     """A cluster of local ranks with the kept calibration of this machine; what is used is said."""
     if not calibrated:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from anabranch.cli.clusters import as_calibrated
+from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
 from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.progress import begin_compiling, progress_bar
 from anabranch.cli.settings import LocalPlanSettings
@@ -55,7 +55,9 @@ class Job:
     def of(source: ModelSource, local: LocalPlanSettings) -> Job:
         """The job for a model, by a plan file if there is one; then nothing else is asked."""
         plan = local.plan()
-        if plan is not None:
+        if plan is None:
+            cluster_to_plan_for(f"local:{local.num_devices}", calibrated=False)
+        else:
             source = replace(source, granularity=plan.granularity, rewrites=plan.rewrites)
         return Job(source, plan, local.device)
 

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from anabranch.cli.job import Job
+from anabranch.cli.output import note
 from anabranch.cli.progress import TrainingProgress
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.training_settings import SPARE_COPIES, TrainingSettings
 from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
+    from anabranch.runtime.survival import Survival
     from anabranch.training import Looks
 
 
@@ -58,10 +60,14 @@ def train_job(
     is_async: bool = False,
     predicted_s: float = 0.0,
     on_interrupt: Callable[[], None] | None = None,
+    fewer: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Run:
     """Train on local ranks, or as this rank of torchrun, with ``predicted_s`` (of a step or
     mini-batch) shown beside the measured; ``on_interrupt`` is that of ``launch.run``.
+
+    Args:
+        fewer: plans the job for so many devices (``training.survive``).
     """
     from anabranch import launch
     from anabranch.calibration.machine import OtherLoad
@@ -87,7 +93,7 @@ def train_job(
     if not is_async and (looks := looks_of(job, replans=training.replan)) is not None:
         options["looks"] = looks
 
-    def rank() -> Run:
+    def rank(plan: Plan) -> Run:
         return (train_async if is_async else train)(
             job.workload,
             plan,
@@ -112,16 +118,47 @@ def train_job(
 
     if "RANK" in os.environ:
         with listening():
-            return rank()
+            return rank(plan)
     devices, load = len(plan.stage_graph.devices), OtherLoad()
-    run = launch.run(
-        rank,
-        devices,
-        stall_timeout=timeout_s,
-        patience=patience_s,
-        on_interrupt=on_interrupt,
-    )[0]
+    survival = None
+    if training.survive:
+        assert fewer is not None
+        survival = surviving(job, training, devices, fewer)
+        options["copies"] = survival.copies
+    try:
+        run = launch.run(
+            rank,
+            devices,
+            plan,
+            stall_timeout=timeout_s,
+            patience=patience_s,
+            on_interrupt=on_interrupt,
+            survival=survival,
+        )[0]
+    finally:
+        if survival is not None:
+            survival.copies.close()
     return replace(run, others_share=load.share())
+
+
+def surviving(
+    job: Job, training: TrainingSettings, devices: int, fewer: Callable[[int], None]
+) -> Survival:
+    """How a run goes on where ranks die, under the job's plan, or another one for fewer devices."""
+    from anabranch.runtime.plan_parts import prepare
+    from anabranch.runtime.spare_copies import Moment, SpareCopies
+    from anabranch.runtime.survival import Survival
+
+    def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan]:
+        assert job.plan is not None
+        note(f"{failure}; goes on from step {0 if moment is None else moment.step:,}")
+        if ranks != len(job.plan.stage_graph.devices):
+            fewer(ranks)
+            prepare(job.captured, job.plan.stage_graph, job.workload)
+        return (job.plan,)
+
+    copies = SpareCopies(devices, training.spare_copies or SPARE_COPIES)
+    return Survival(copies, begin, replaces=training.replace)
 
 
 def looks_of(job: Job, *, replans: bool) -> Looks | None:
@@ -151,7 +188,7 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
     """Write the run's folder with the predicted timeline, and what its step is spent on;
     ``plan`` as it was executed.
     """
-    from anabranch.record import Origin, Part, save_run
+    from anabranch.record import Origin, StepPart, save_run
     from anabranch.solve import explain
 
     run = replace(run, plan=plan or run.plan, origin=Origin.here())
@@ -162,7 +199,8 @@ def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
         run = replace(run, plan=predicted, timelines=timelines)
         if run.mode == "sync":
             why = explain(predicted, job.profile, cluster)
-            parts = tuple(Part(*line) for line in why.parts())
-            run = replace(run, parts=parts)
+            parts = tuple(StepPart(*line) for line in why.parts())
+            figures = replace(predicted.figures, limit=why.limit)
+            run = replace(run, plan=replace(predicted, predicted=figures), parts=parts)
     save_run(run, folder)
     return run

@@ -34,6 +34,16 @@ def refuse_mode(
             "--replan: not with --mode async, where versions of the weights are under way between "
             "any two mini-batches; train with a flush"
         )
+    if is_async and training.survive:
+        raise typer.BadParameter(
+            "--survive: not with --mode async, where mini-batches are under way at any time, so no "
+            "copies of all ranks are of one step; train with a flush, or with --save-every and "
+            "--max-restarts"
+        )
+    if training.survive and training.replan:
+        raise typer.BadParameter("--survive and --replan: take one of them")
+    if not training.survive and (training.spare_copies or not training.replace):
+        raise typer.BadParameter("--spare-copies and --no-replace: only with --survive")
     accumulate = compute.accumulate
     norm = flush.clip_stage_norm
     if not is_async and flush.round_robin:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
+import typer
+
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import StageFailedError, TrainingError
 
@@ -26,6 +28,32 @@ def is_restarted() -> bool:
 
         join()  # which tells all ranks the same
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def begin_surviving() -> int | None:
+    """Make the first rank of torchrun the parent of all ranks, as ``--survive`` needs: torchrun
+    ends all that it has started when one of them dies. The others have nothing to do, and end.
+
+    Returns:
+        How many ranks there are to be; None without torchrun.
+
+    Raises:
+        typer.BadParameter: if torchrun has started ranks on several hosts.
+    """
+    size = os.environ.get("WORLD_SIZE")
+    if "RANK" not in os.environ or size is None:
+        return None
+    if os.environ.get("LOCAL_WORLD_SIZE") != size:
+        raise typer.BadParameter(
+            "--survive: the ranks are on several hosts, and each of torchrun's agents ends and "
+            "starts those of its own host when one dies, so no rank outlives another; give "
+            "--max-restarts to torchrun, and --save-every here"
+        )
+    if os.environ["RANK"] != "0":
+        raise typer.Exit
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    return int(size)
 
 
 def first_step(training: TrainingSettings) -> int:

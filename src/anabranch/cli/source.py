@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -270,6 +271,23 @@ def model_in_file(model: str, file: Path, command: str) -> str:
             f"if you trust that code: {command}"
         )
     return model
+
+
+def command_naming(context: typer.Context, model: str, file: Path) -> str:
+    """Return the command that runs, with its options, and with the model named behind the file."""
+    words = ["anabranch", str(context.info_name), str(file), model]
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if parameter.param_type_name != "option" or source is None or source.name != "COMMANDLINE":
+            continue
+        value, option = context.params[name], parameter.opts[0]
+        if isinstance(value, bool):
+            words.append(option if value else parameter.secondary_opts[0])
+            continue
+        for said in value if isinstance(value, list | tuple) else [value]:
+            words += [option, str(said)]
+    return shlex.join(words)
 
 
 def _is_here(device: str) -> bool:

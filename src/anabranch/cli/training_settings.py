@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from anabranch.training import Callback, SaveEvery
     from anabranch.weights import WeightPolicy
 
+SPARE_COPIES = 10
+"""Steps between two copies in memory, unless the user says otherwise: more of them cost more, fewer
+have more steps done again.
+"""
+
 _computing = partial(typer.Option, rich_help_panel="Computing")
 
 
@@ -147,6 +152,30 @@ class TrainingSettings:
             "torchrun has an option of that name itself.",
         ),
     ] = 0
+    survive: Annotated[
+        bool,
+        typer.Option(
+            "--survive",
+            help="Where a rank dies, the others keep their processes: a new rank takes its place, "
+            "and all go on from copies of the state in memory. Ranks of one host, with a flush.",
+        ),
+    ] = False
+    spare_copies: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEPS",
+            help="Steps between two of these copies, at most so many are done again "
+            f"[default: {SPARE_COPIES}].",
+        ),
+    ] = None
+    replace: Annotated[
+        bool,
+        typer.Option(
+            help="--no-replace: no new rank takes the place of a dead one; with a device fewer "
+            "training goes on under another plan."
+        ),
+    ] = True
     replan: Annotated[
         bool,
         typer.Option(

@@ -6,6 +6,7 @@ there is theirs alone, and only results are sent back.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -94,6 +95,7 @@ def start(function: Callable[[Item], Result], items: Sequence[Item]) -> ForkedWo
     if process:
         os.close(writing)
         return ForkedWorker(process, os.fdopen(reading, "rb"))
+    gc.freeze()  # to look for garbage in what is inherited would copy all of it
     try:
         sent = pickle.dumps([function(item) for item in items])
         with os.fdopen(writing, "wb") as pipe:

@@ -205,10 +205,10 @@ def private_folder() -> Path | None:
     """The folder for machine code in the user's cache; None where another user could write to it,
     or nobody can.
     """
-    given = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "")
     try:
         # The specification of XDG has relative paths ignored.
-        folder = (given if given.is_absolute() else Path.home() / ".cache") / "anabranch"
+        folder = (root if root.is_absolute() else Path.home() / ".cache") / "anabranch"
         folder.mkdir(parents=True, exist_ok=True)
         folder = folder.resolve() / "compiled"
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Devices that compute: what differs between their kinds, and what the runtime asks of one."""
+"""Devices that compute: what differs between their kinds, what is asked of one; their host."""

@@ -15,9 +15,6 @@ and paces itself by it. A time scale above 1 slows everything down alike::
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import sys
 import time
 
 
@@ -81,11 +78,3 @@ class DeviceClock:
             time.sleep(left)
         else:
             self.late_s = max(self.late_s, -left / self.scale)
-
-
-def sleep_precisely() -> None:
-    """Ask Linux not to delay this thread's wake-ups, by up to 50 us, to join them with others."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            pr_set_timerslack = 29  # in Linux's header prctl.h
-            ctypes.CDLL(None, use_errno=True).prctl(pr_set_timerslack, 1, 0, 0, 0)

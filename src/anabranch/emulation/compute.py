@@ -18,7 +18,7 @@ from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.emulation import Emulation
 from anabranch.graph.split import Port
 from anabranch.runtime.collectives import Pending
-from anabranch.runtime.compute.stage_compute import Key, Outcome
+from anabranch.runtime.compute.outcome import Key, Outcome
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import Layout, gradient_ports
 from anabranch.schedule.schedule import Kind

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import torch
 
-from anabranch.emulation.clock import DeviceClock, sleep_precisely
+from anabranch.emulation.clock import DeviceClock
 from anabranch.emulation.compute import EmulatedCompute, EmulatedSums
 from anabranch.emulation.emulation import Emulation, require_time_scale
 from anabranch.emulation.transports import EmulatedTransport
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.measurement.timeline import gather_timeline
 from anabranch.runtime.mesh import Mesh
@@ -69,7 +69,6 @@ class EmulatedPipeline:
         self.timeline: Timeline | None = None
         self.device_step_s = self.runtime_s = self.late_s = 0.0
         self.step_number = 0
-        sleep_precisely()
 
     def _make_worker(self) -> Worker:
         emulation, device = self._emulation, self._mesh.device

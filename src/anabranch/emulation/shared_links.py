@@ -35,7 +35,7 @@ Channel = tuple[int, int, int]
 _PERIODS = 24
 """Periods that a port remembers; of more, the oldest are forgotten, as gaps too."""
 
-_NEVER = -1.0
+_NEVER = -math.inf
 
 
 class Price(NamedTuple):
@@ -104,15 +104,11 @@ class SharedLinks:
             other = float(message[1 - end])
             if other != _NEVER:
                 self._start_sums(max(at, other))
-                free = self._occupy(price.ports, max(at, other), price.occupies_s)
+                free = self.occupy(price.ports, max(at, other), price.occupies_s)
                 message[2] = free + price.latency_s
 
     def occupy(self, ports: Sequence[int], at: float, seconds: float) -> float:
-        """Take all ports as soon as they are free together; when they are free again."""
-        with self._lock:
-            return self._occupy(ports, at, seconds)
-
-    def _occupy(self, ports: Sequence[int], at: float, seconds: float) -> float:
+        """Take all ports as soon as they are free together; return when they are free again."""
         taken = [[(a, b) for a, b in self._periods[p].tolist() if a < math.inf] for p in ports]
         start, moved = at, True
         while moved:
@@ -164,7 +160,7 @@ class SharedLinks:
             at, queue = min(starts)
             started = self._started[queue]
             work = self._sums[self._queues[queue][int(started[0])]]
-            started[:] = started[0] + 1, self._occupy(work.ports, at, work.seconds)
+            started[:] = started[0] + 1, self.occupy(work.ports, at, work.seconds)
 
     def _next_start(self, queue: int) -> tuple[float, int]:
         """Return the start of the next all-reduce of a queue; infinite if unknown."""

@@ -56,7 +56,11 @@ def chain_of(plan: Plan, model: OpGraph) -> StageChain:
     """
     graph = plan.stage_graph
     if reasons := [*_reasons(plan, model)]:
-        way = "a plan by --planner sequential, perhaps with other cuts, may have one"
+        way = (
+            "anabranch plan with --planner sequential --max-replicas 1 --rewrite none makes stages "
+            "in a row that are alike in size; where a value passes over a stage in that row too, "
+            "as between branches, --planner data-parallel has one stage, which PyTorch can read"
+        )
         raise not_expressible("PyTorch's pipelining", reasons, way)
     rows = list(dict.fromkeys(frozenset(stage.devices) for stage in graph.stages))
     lists = compute_order(graph, plan.schedule).actions

@@ -102,6 +102,15 @@ class Improving(Protocol):
         """
         ...
 
+    def loops(self, limit: float, *, recompute: bool) -> Iterable[StageGraph]:
+        """Return stages in a row, several on each device, that may take less than so many seconds,
+        promising ones first.
+
+        Args:
+            recompute: whether they recompute.
+        """
+        ...
+
     def origin(self, graph: StageGraph) -> str:
         """Say for people how a proposal was found; empty if unknown."""
         ...

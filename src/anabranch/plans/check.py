@@ -72,13 +72,15 @@ def suits(proposal: StageGraph, cost: CostModel) -> bool:
     return False
 
 
-def require(graph: StageGraph, cost: CostModel, versions: Sequence[int] = ()) -> None:
+def require(
+    graph: StageGraph, cost: CostModel, versions: Sequence[int] = (), *, shared: bool = False
+) -> None:
     """Raise an error for an invalid stage graph; arguments as for ``check``.
 
     Raises:
         InvalidPlanError: with all problems found by ``check``.
     """
-    problems = check(graph, cost, versions)
+    problems = check(graph, cost, versions, shared=shared)
     if problems:
         raise InvalidPlanError("the plan is not valid: " + "; ".join(problems))
 
@@ -142,10 +144,10 @@ def _edges(graph: StageGraph, cost: CostModel, masks: list[int]) -> list[str]:
 
 def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) -> list[str]:
     total = cost.cluster.num_devices
-    holders = _holders(graph)
+    holders = graph.stages_of
     problems = [
         f"C3: device {device} holds the stages {', '.join(map(str, stages))}"
-        for device, stages in sorted(holders.items())
+        for device, stages in holders.items()
         if len(stages) > 1 and not shared
     ]
     outside = sorted(device for device in holders if not 0 <= device < total)
@@ -158,15 +160,6 @@ def _devices(graph: StageGraph, cost: CostModel, *, shared: bool, idle: bool) ->
     if unused and not idle:
         problems.append(f"C3: {len(unused)} of {total} devices hold no stage: {_some(unused)}")
     return problems
-
-
-def _holders(graph: StageGraph) -> dict[int, list[int]]:
-    """Return the stages of each device."""
-    holders: dict[int, list[int]] = {}
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            holders.setdefault(device, []).append(s)
-    return holders
 
 
 def _samples(graph: StageGraph, cost: CostModel) -> list[str]:
@@ -243,7 +236,7 @@ def _memory_together(graph: StageGraph, cost: CostModel) -> list[str]:
         for s, stage in enumerate(graph.stages)
     ]
     problems = []
-    for device, held in sorted(_holders(graph).items()):
+    for device, held in graph.stages_of.items():
         need = sum(needs[s] for s in held)
         if len(held) > 1 and need > limit >= max(needs[s] for s in held):
             problems.append(

@@ -52,8 +52,8 @@ class Prediction:
             a part of the bubble; None if not known.
         period_s: seconds of a synchronous step among others in a row, each device beginning the
             next when it has ended one; None where that was not simulated.
-        bound_s: seconds that a step of any plan takes at least, with one stage on each device; None
-            where that is not known.
+        bound_s: seconds that a step of any plan takes at least: with one stage on each device where
+            this one has, else of any at all; None where that is not known.
         enough_devices: the fewest devices whose plan takes hardly longer, ``enough_step_s`` each
             step; None where no fewer do, or none were tried.
         data_parallel_s, chain_s: step of data parallelism and of the best chain; None where these
@@ -74,22 +74,38 @@ class Prediction:
     chain_s: float | None = None
     limit: str = ""
 
-    def headline(self, what: str) -> str:
+    def headline(self, what: str, measured_s: float | None = None) -> str:
         """Return one sentence on the step, what it gains, its bound and what limits it.
 
         Args:
             what: takes so long, such as ``A step``.
+            measured_s: seconds that it took in a run.
         """
-        others = (("data parallelism", self.data_parallel_s), ("the best chain", self.chain_s))
-        said = [
-            f"{seconds / self.step_s:.2f}x as fast as {name}"
-            for name, seconds in others
-            if seconds and self.step_s
-        ]
+        others = (("data-parallel", self.data_parallel_s), ("chain", self.chain_s))
+        said = [gain_text(name, seconds, self.step_s) for name, seconds in others if seconds]
         if self.bound_s:
             said.append(f"within {self.step_s / self.bound_s:.2f}x of the best possible")
         limit = f". Most of it: {self.limit}" if self.limit else ""
-        return f"{what} takes {', '.join([time_text(self.step_s), *said])}{limit}."
+        takes = f"takes {time_text(self.step_s)}"
+        if measured_s is not None:
+            takes = f"took {time_text(measured_s)}, predicted {time_text(self.step_s)}"
+        return f"{what} {', '.join([takes, *said])}{limit}."
+
+
+BASELINES = {
+    "from": "the plan of --from",
+    "data-parallel": "data parallelism",
+    "sequential": "the sequential pipeline",
+    "straight sequential": "the sequential pipeline without replicas",
+    "chain": "the best chain",
+}
+"""What plans are compared with -> its name in words."""
+
+
+def gain_text(baseline: str, other_s: float, step_s: float) -> str:
+    """Return how a step compares with that of a baseline, such as ``1.81x as fast as ...``."""
+    times = f"{other_s / step_s:.2f}x as fast as" if step_s else "in no time, unlike"
+    return f"{times} {BASELINES[baseline]}"
 
 
 NOT_PREDICTED = "not predicted"
@@ -107,20 +123,15 @@ _SPARSE = (
 )
 
 
-_IN_TURNS = (
-    "replicas of a stage take mini-batches in turn, each of them whole: one update for as many as "
-    "there are replicas"
-)
-
-
-def bound_text(predicted: Prediction) -> tuple[str, ...]:
+def bound_text(predicted: Prediction, graph: StageGraph) -> tuple[str, ...]:
     """Return a line that compares a step with the bound of any plan, if that is known."""
     if not predicted.bound_s:
         return ()
     factor = predicted.step_s / predicted.bound_s
+    those = "" if graph.shares_devices else " with one stage on each device"
     return (
-        f"within {factor:.2f}x of the best possible: no plan of this model with one stage on each "
-        f"device takes less than {time_text(predicted.bound_s)}",
+        f"within {factor:.2f}x of the best possible: no plan of this model{those} takes less than "
+        f"{time_text(predicted.bound_s)}",
     )
 
 
@@ -306,23 +317,35 @@ class Plan:
         shape = f"{len(graph)} stages, depth {graph.depth}"
         if len(graph) == 1:
             shape = "plain data parallelism" if count > 1 else "one stage"
+        most = max(map(len, graph.stages_of.values()))
+        each = f" with up to {most} each" if graph.shares_devices else ""
         is_async = self.mode == "async"
         is_shared = self.shard_optimizer and any(stage.replicas > 1 for stage in graph.stages)
         how = f"asynchronous {self.schedule}, {self.policy}" if is_async else self.schedule
         lines = [
             said,
             *gains,
-            *(bound_text(predicted) + enough_text(predicted) if predicted is not None else ()),
-            f"{shape}, on {count} device{'s' if count > 1 else ''}, {how}, "
+            *(bound_text(predicted, graph) + enough_text(predicted) if predicted else ()),
+            f"{shape}, on {count} device{'s' if count > 1 else ''}{each}, {how}, "
             f"batch {graph.batch_size}",
             *_stage_lines(graph),
             self.costs,
             *(["replicas share the optimizer's state"] if is_shared else []),
-            *([_IN_TURNS] if self.round_robin else []),
+            *([_turns_text(graph)] if self.round_robin else []),
             *([_SPARSE] if self.sparse_embeddings else []),
             *self.notes,
         ]
         return "\n".join(lines)
+
+
+def _turns_text(graph: StageGraph) -> str:
+    """Return a line on replicas that take mini-batches in turn, with what an update learns from."""
+    stages: dict[int, list[int]] = {}
+    for s, stage in enumerate(graph.stages):
+        stages.setdefault(stage.replicas, []).append(s)
+    counts = (f"for {n if n > 1 else 'each'} in stage {ranges(stages[n])}" for n in sorted(stages))
+    how = "replicas of a stage take mini-batches in turn, each of them whole: one update"
+    return f"{how} {', '.join(counts)}"
 
 
 def _stage_lines(graph: StageGraph) -> list[str]:

@@ -131,6 +131,20 @@ class StageGraph:
         return tuple(sorted({device for stage in self.stages for device in stage.devices}))
 
     @cached_property
+    def stages_of(self) -> Mapping[int, tuple[int, ...]]:
+        """Device -> its stages, ascending."""
+        result: dict[int, list[int]] = {device: [] for device in self.devices}
+        for s, stage in enumerate(self.stages):
+            for device in stage.devices:
+                result[device].append(s)
+        return {device: tuple(stages) for device, stages in result.items()}
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether a device has several stages."""
+        return sum(stage.replicas for stage in self.stages) > len(self.devices)
+
+    @cached_property
     def rank_of(self) -> Mapping[int, int]:
         """Device -> rank of its process: its index in ``devices``."""
         return {device: rank for rank, device in enumerate(self.devices)}

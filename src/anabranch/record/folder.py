@@ -28,9 +28,9 @@ from anabranch.files.jsonfile import (
     read_document,
     write_document,
 )
-from anabranch.plans.plan import Plan
+from anabranch.plans.plan import NOT_PREDICTED, Plan, time_text
 from anabranch.record.figures import beside, tables, told
-from anabranch.record.run import Origin, Part, Run, finite
+from anabranch.record.run import Origin, Run, StepPart, finite
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 
@@ -99,7 +99,7 @@ def load_run(folder: Path) -> Run:
         load_plan(folder / "plan.json"),
         timelines=timelines,
         origin=Origin(**file.origin.model_dump()) if file.origin is not None else None,
-        parts=tuple(Part(**part.model_dump()) for part in file.parts),
+        parts=tuple(StepPart(**part.model_dump()) for part in file.parts),
         metrics={name: math.nan if m is None else m for name, m in file.metrics.items()},
         **figures,
     )
@@ -120,6 +120,7 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         against: name of another run and the run, drawn under the same axes.
     """
     from anabranch.report.html import WeightVersions, page
+    from anabranch.simulator.critical_path import critical_path
 
     document = run.figures()
     name, other = against or ("", None)
@@ -131,8 +132,10 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         _measured_plan(run),
         [(title, timeline) for title, timeline, _ in shown],
         graphs=[graph for _, _, graph in shown] if other is not None else None,
+        paths=[critical_path(t, g) for _, t, g in shown] if run.mode == "sync" else (),
         figures=told(document),
         tables=[*(beside(document, name, other.figures()) if other else ()), *tables(document)],
+        headline=_headline(run),
         curves={"loss": run.losses} if run.losses else {},
         other_curves={"loss": other.losses} if other is not None else None,
         steps_before=run.first_step,
@@ -141,6 +144,15 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         weights=WeightVersions(run.version_difference, run.peak_versions, run.round_robin),
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _headline(run: Run) -> str:
+    """Return the first sentence: what a step took, and what the plan says of it."""
+    is_async = run.mode == "async"
+    what, seconds = ("A mini-batch", run.period_s) if is_async else ("A step", run.median_step_s)
+    if run.predicted is not None:
+        return run.predicted.headline(what, seconds or None)
+    return f"{what} took {time_text(seconds)}; {NOT_PREDICTED} for this run." if seconds else ""
 
 
 def _notes(run: Run) -> list[str]:

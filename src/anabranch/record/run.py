@@ -69,7 +69,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """One of the parts that the predicted step is spent on; their seconds add up to it.
 
     Attributes:
@@ -136,7 +136,7 @@ class Run:
     plan_changes: tuple[str, ...] = ()
     gradients: str = ""
     origin: Origin | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StepPart, ...] = ()
     others_share: float = 0.0
     resumed: str = ""
     first_step: int = 0

@@ -9,7 +9,7 @@
     ...
     |----|----|----|----|----|----|----|----|---- ms
 
-The page's script redraws the boxes by the same rules when the reader zooms.
+The page's script draws the boxes by the same rules on a canvas, and replaces this picture.
 """
 
 from __future__ import annotations
@@ -69,11 +69,16 @@ def timeline_svg(
     return paint(arrange(timelines, graph, width=width, is_endless=is_endless)).svg()
 
 
-def paint(layout: TimelineLayout) -> Drawing:
-    """Draw the picture of a layout."""
+def title(layout: TimelineLayout) -> str:
+    """Return the name of a picture, for screen readers."""
     titles = ", ".join(panel.title for panel in layout.panels)
     what = "some mini-batches" if layout.is_endless else "one training step"
-    drawing = Drawing(layout.width, layout.height, f"Timeline of {what}: {titles}")
+    return f"Timeline of {what}: {titles}"
+
+
+def paint(layout: TimelineLayout) -> Drawing:
+    """Draw the picture of a layout."""
+    drawing = Drawing(layout.width, layout.height, title(layout))
     _paint_legend(drawing, layout)
     drawing.add(*_axis(layout))
     merged = total = 0
@@ -137,7 +142,8 @@ _RECT = re.compile(
 )
 
 
-def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
+def legend(layout: TimelineLayout) -> list[tuple[str, str]]:
+    """Return (CSS class, text) of what the boxes are; class ``wires`` for messages."""
     kinds = {s.action.kind for p in layout.panels for s in p.timeline.spans}
     entries = [("f", "forward"), ("b", "backward")]
     if Kind.WEIGHT_GRADIENT in kinds:
@@ -152,8 +158,17 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
         entries.append(("tail", "after the last action" if has_sums else "all-reduce and update"))
     if any(not kind.is_compute for kind in kinds):
         entries.append(("wires", "messages between devices"))
+    return entries
+
+
+def legend_note(layout: TimelineLayout) -> str:
+    """Return what the numbers are."""
+    return f"numbers: {layout.counted}es \u00b7 bubble: share of time without compute"
+
+
+def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
     x, y = PIXELS.margin, 22.0
-    for css, label in entries:
+    for css, label in legend(layout):
         wide = 22 + text_width(label, STYLE.label_size)
         if x > PIXELS.margin and x + wide > layout.right:
             x, y = PIXELS.margin, y + 17
@@ -164,9 +179,9 @@ def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
             drawing.add(rect(css, x, y, 16, 12, radius=2.5))
         drawing.add(text("", x + 22, y + 10, STYLE.label_size, label))
         x += wide + 14
-    said = f"numbers: {layout.counted}es \u00b7 bubble: share of time without compute"
-    if x + text_width(said, STYLE.label_size) < layout.right:
-        drawing.add(text("muted right", layout.right, y + 10, STYLE.label_size, said))
+    if x + text_width(legend_note(layout), STYLE.label_size) < layout.right:
+        note = legend_note(layout)
+        drawing.add(text("muted right", layout.right, y + 10, STYLE.label_size, note))
 
 
 def _axis(layout: TimelineLayout) -> list[str]:
@@ -184,14 +199,11 @@ def _axis(layout: TimelineLayout) -> list[str]:
 
 def _paint_frame(drawing: Drawing, layout: TimelineLayout, panel: Panel) -> None:
     """Draw the parts that do not zoom: heading, row labels, branches."""
-    timeline = panel.timeline
-    taken = time_text(timeline.step_s)
-    length = f"{taken} shown" if layout.is_endless else f"step {taken}"
-    facts = f"{length} \u00b7 bubble {timeline.bubble:.1%}"
     place = f'x="{num(PIXELS.margin)}" y="{num(panel.heading)}"'
     drawing.add(
         f'<text {place} font-size="14"><tspan class="bold">'
-        f'{escape(panel.title)}</tspan><tspan class="muted" dx="14">{facts}</tspan></text>'
+        f'{escape(panel.title)}</tspan><tspan class="muted" dx="14">'
+        f"{facts(panel.timeline, layout.is_endless)}</tspan></text>"
     )
     every = 1 if panel.row_height >= 9 else 4
     for row, top in list(zip(panel.rows, panel.tops, strict=True))[::every]:
@@ -199,6 +211,13 @@ def _paint_frame(drawing: Drawing, layout: TimelineLayout, panel: Panel) -> None
     for first, last in _branch_runs(panel):
         reach = panel.tops[last] + panel.row_height - panel.tops[first]
         drawing.add(rect("tip", layout.left - 7, panel.tops[first], 2, reach, radius=1))
+
+
+def facts(timeline: Timeline, is_endless: bool) -> str:
+    """Return length and bubble of a timeline, for its heading."""
+    taken = time_text(timeline.step_s)
+    length = f"{taken} shown" if is_endless else f"step {taken}"
+    return f"{length} \u00b7 bubble {timeline.bubble:.1%}"
 
 
 def _empty_rows(layout: TimelineLayout, panel: Panel) -> list[str]:

@@ -1,6 +1,7 @@
 """Page of a plan and its timelines: one HTML file that loads nothing else.
 
-The pictures are complete without the script, which adds zoom and tooltips.
+The script draws timelines and memory on canvases, with zoom, lanes that open to replicas and links
+between stage graph, lanes and table. Without it there are pictures of them, unless they are large.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ BUTTONS = (
 )
 """(action of the script, text, description for screen readers)."""
 
+SWITCHES = (
+    ("replicas", "all replicas", "a row for every device of every stage"),
+    ("path", "critical path", "what the end of the step waited for, second by second"),
+)
+"""(switch of the script, text, description), hidden where a page has nothing of it."""
+
 
 def page(
     plan: Plan,
@@ -78,6 +85,8 @@ def page(
     graphs: Sequence[StageGraph] | None = None,
     weights: WeightVersions = NOT_MEASURED,
     steps_before: int = 0,
+    paths: page_data.Paths = (),
+    headline: str = "",
 ) -> str:
     """Write the page.
 
@@ -93,23 +102,28 @@ def page(
         notes: remarks, one sentence each; those of the plan come first.
         graphs: the stage graph of each timeline, if they are not all the plan's.
         weights: weight versions of a run without a flush.
+        paths: the critical path of each timeline, see ``simulator.critical_path``.
+        headline: the first sentence; by default that of the plan's prediction.
 
     Raises:
         ValueError: if graphs and timelines differ in number.
     """
     title = f"{plan.model or 'model'} on {plan.cluster or 'devices'}"
     parts = [
-        _header(plan, title, weights),
+        _header(plan, title, weights, headline),
         _figures([*(figures or _predicted(plan)), _shape(plan)]),
     ]
     shown = list(graphs or [plan.stage_graph] * len(timelines))
+    numbers = {graph: i for i, graph in enumerate(dict.fromkeys([*shown, plan.stage_graph]))}
     if len(set(shown)) > 1:
         for (name, timeline), graph in zip(timelines, shown, strict=False):
-            parts.append(_section(f"Stages: {name}", _stages(graph, timeline)))
+            stages = _stages(graph, timeline, numbers[graph])
+            parts.append(_section(f"Stages: {name}", stages, is_foldable=True))
     else:
         graph = plan.stage_graph
         same = [t for (_, t), other in zip(timelines, shown, strict=False) if other == graph]
-        parts.append(_section("Stages", _stages(graph, same[-1] if same else None)))
+        stages = _stages(graph, same[-1] if same else None, numbers[graph])
+        parts.append(_section("Stages", stages, is_foldable=True))
     script = ""
     if timelines:
         is_endless = plan.mode == "async"
@@ -117,11 +131,14 @@ def page(
             timelines, graphs or plan.stage_graph, width=PIXELS.width, is_endless=is_endless
         )
         what = "Some mini-batches" if is_endless else "One training step"
-        parts.append(_timeline_section(what, layout))
-        script = _script(layout)
+        is_large = sum(len(t.spans) + len(t.sums) for _, t in timelines) > gantt.MOST_BOXES
+        drawing = None if is_large else gantt.paint(layout)
+        parts.append(_timeline_section(what, gantt.title(layout), drawing))
+        script = _script(layout, paths)
+        if memory := charts.memory_chart(timelines, width=PIXELS.width):
+            picture = _canvas("memory", memory.title, None if is_large else memory)
+            parts.append(_section("Memory of every device", picture))
     parts += [_text_table(table) for table in tables]
-    if memory := charts.memory_chart(timelines, width=PIXELS.width):
-        parts.append(_section("Memory of every device", _picture(memory)))
     for name, values in (curves or {}).items():
         chart = charts.curve_chart(
             name,
@@ -132,8 +149,11 @@ def page(
             other=(other_curves or {}).get(name, ()),
         )
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
-    parts.append(_section("Stages in detail", _table(plan, timelines, graphs, weights)))
-    limits = plan.predicted is not None and bound_text(plan.predicted) + enough_text(plan.predicted)
+    rows = _table(plan, timelines, graphs, weights, numbers[plan.stage_graph])
+    parts.append(_section("Stages in detail", f"{_SEARCH if timelines else ''}{rows}"))
+    limits = plan.predicted is not None and bound_text(
+        plan.predicted, plan.stage_graph
+    ) + enough_text(plan.predicted)
     parts += [_notes([*(limits or ()), *plan.notes, *notes]), _about(about or {}), _footer(plan)]
     return _document(title, parts, script)
 
@@ -168,8 +188,14 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _script(layout: timeline_layout.TimelineLayout) -> str:
-    data = page_data.as_json(page_data.data(layout))
+_SEARCH = (
+    '<p class="search" hidden><input type="search" id="search" placeholder="search operators" '
+    'aria-label="search operators"> <span id="matches" role="status"></span></p>'
+)
+
+
+def _script(layout: timeline_layout.TimelineLayout, paths: page_data.Paths) -> str:
+    data = page_data.as_json(page_data.data(layout, paths))
     return (
         f'<script type="application/json" id="timeline-data">{data}</script>\n'
         f"<script>{_resource('page.js')}</script>"
@@ -180,7 +206,7 @@ def _unit(plan: Plan) -> str:
     return "step" if plan.mode == "sync" else "mini-batch"
 
 
-def _header(plan: Plan, title: str, weights: WeightVersions) -> str:
+def _header(plan: Plan, title: str, weights: WeightVersions, first: str) -> str:
     graph = plan.stage_graph
     how = f"{plan.schedule} schedule"
     if plan.mode == "async":
@@ -191,10 +217,9 @@ def _header(plan: Plan, title: str, weights: WeightVersions) -> str:
         f"{f'{plan.planner} planner' if plan.planner else 'made by hand'}, {how}, "
         f"batch of {graph.batch_size:,} samples; {plan.costs}"
     )
-    headline = ""
-    if plan.predicted is not None:
-        what = "A step" if plan.mode == "sync" else "A mini-batch"
-        headline = f'<p class="headline">{escape(plan.predicted.headline(what))}</p>'
+    if not first and plan.predicted is not None:
+        first = plan.predicted.headline("A step" if plan.mode == "sync" else "A mini-batch")
+    headline = f'<p class="headline">{escape(first)}</p>' if first else ""
     return f"<header><h1>{escape(title)}</h1>{headline}<p>{escape(said)}</p></header>"
 
 
@@ -233,7 +258,7 @@ def _figures(figures: Sequence[Figure]) -> str:
     return f'<dl class="figures">{cells}</dl>'
 
 
-def _stages(graph: StageGraph, timeline: Timeline | None) -> str:
+def _stages(graph: StageGraph, timeline: Timeline | None, number: int) -> str:
     """The whole stage graph: with names where the page is wide enough, else with numbers."""
     busy = _busy(graph, timeline) if timeline is not None else ()
     full, wide = stagegraph.width_of(graph), PIXELS.width - 4
@@ -251,7 +276,8 @@ def _stages(graph: StageGraph, timeline: Timeline | None) -> str:
     what = "The stronger the colour of a stage, the larger the share of the time that it computes."
     hint = f'<p class="hint">{what}</p>' if busy else ""
     return (
-        f'<div class="panel-box stages"><style>.stages .{other}{{display:none}}'
+        f'<div class="panel-box stages" data-graph="{number}">'
+        f"<style>.stages .{other}{{display:none}}"
         f"{fits}{{.stages .{other}{{display:block}}.stages .small{{display:none}}}}</style>"
         f"{pictures}</div>{hint}"
     )
@@ -280,11 +306,14 @@ def _text_table(table: ReportTable) -> str:
     body = "".join(row("td", cells) for cells in table.rows)
     content = f"<table><thead>{row('th', table.columns)}</thead><tbody>{body}</tbody></table>"
     said = f'<p class="hint">{escape(table.said)}</p>' if table.said else ""
-    return _section(table.heading, f"{_scrolling(content)}{said}")
+    return _section(table.heading, f"{_scrolling(content, table.heading)}{said}")
 
 
-def _section(heading: str, content: str) -> str:
-    return f"<section><h2>{escape(heading)}</h2>{content}</section>"
+def _section(heading: str, content: str, *, is_foldable: bool = False) -> str:
+    title = f"<h2>{escape(heading)}</h2>"
+    if is_foldable:
+        return f"<section><details open><summary>{title}</summary>{content}</details></section>"
+    return f"<section>{title}{content}</section>"
 
 
 def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
@@ -296,24 +325,39 @@ def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
     return _scrolling(drawing.svg(standalone=False))
 
 
-def _scrolling(content: str) -> str:
-    return f'<div class="panel-box"><div class="scroll">{content}</div></div>'
+def _scrolling(content: str, label: str = "") -> str:
+    """Content that scrolls sideways; with a label, also by the keys of whoever tabs to it."""
+    region = f' tabindex="0" role="region" aria-label="{escape(label)}"' if label else ""
+    return f'<div class="panel-box"><div class="scroll"{region}>{content}</div></div>'
 
 
-def _timeline_section(what: str, layout: timeline_layout.TimelineLayout) -> str:
-    buttons = "".join(
+def _canvas(name: str, title: str, drawing: Drawing | None) -> str:
+    """The place of a canvas, with a picture for readers without the script."""
+    picture = _picture(drawing) if drawing else "<noscript>drawn by a script</noscript>"
+    extra = ' tabindex="0"' if name == "timeline" else ""
+    return f'<div id="{name}" class="canvas"{extra} data-title="{escape(title)}">{picture}</div>'
+
+
+def _timeline_section(what: str, title: str, drawing: Drawing | None) -> str:
+    buttons = [
+        f'<button type="button" data-switch="{name}" aria-pressed="false" title="{said}" hidden>'
+        f"{face}</button>"
+        for name, face, said in SWITCHES
+    ]
+    buttons += [
         f'<button type="button" data-zoom="{name}" title="{said}" aria-label="{said}">'
         f"{face}</button>"
         for name, face, said in BUTTONS
-    )
-    picture = _picture(gantt.paint(layout))
+    ]
     hint = (
-        "Point at a box for its action. Zoom with the buttons, a double click or Ctrl and the "
-        "wheel; drag to move. Devices of one branch stand together; branches run side by side."
+        "Point at a box for its action, click a name to see its devices. Zoom with the buttons, a "
+        "double click or Ctrl and the wheel; drag to move. By keys: + and \u2212 zoom, left and "
+        "right move, up and down choose a stage, Enter opens it."
     )
     return (
-        f'<section><h2>{what} <span id="zoom" hidden>{buttons}</span></h2>'
-        f'<div id="timeline" tabindex="0">{picture}</div><p class="hint">{hint}</p></section>'
+        f'<section><h2>{what} <span id="zoom" hidden>{"".join(buttons)}</span></h2>'
+        f'{_canvas("timeline", title, drawing)}<p class="hint" id="said" role="status"></p>'
+        f'<p class="hint">{hint}</p></section>'
     )
 
 
@@ -322,6 +366,7 @@ def _table(
     timelines: Sequence[tuple[str, Timeline]],
     graphs: Sequence[StageGraph] | None,
     weights: WeightVersions,
+    number: int,
 ) -> str:
     """Return a table of the stages, with times of the timelines that executed this plan."""
     graph = plan.stage_graph
@@ -367,7 +412,8 @@ def _table(
             f"<tr>{row}{_operators_cell(stage.operators, names.operators(stage, prefix))}</tr>"
         )
     body = "".join(rows)
-    return _scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return _scrolling(f'<table data-graph="{number}">{table}</table>', "Stages in detail")
 
 
 def _stage_times(

@@ -1,13 +1,13 @@
-"""Data of the page's script: geometry of the picture of timelines, actions and messages.
+"""Data of the page's script: actions, messages and memory of the timelines.
 
-The script redraws zoomed boxes by the rules of ``gantt`` and finds the action under the pointer.
+The script draws them by the rules of ``gantt``, on a canvas, and finds what is under the pointer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from anabranch.plans.plan import memory_text, ranges
 from anabranch.report import gantt, lanes, names, timeline_layout
@@ -17,6 +17,11 @@ from anabranch.timeline import OverheadSpan, Span, SumSpan
 
 KINDS = [kind for kind in Kind if kind.is_compute]
 
+VARIABLES = {"f": "forward", "b": "backward", "w": "weight"} | {
+    name: name for name in ("lane", "sum", "update", "tail", "wires")
+}
+"""CSS class of a picture -> name of its colour."""
+
 
 def as_json(value: Any) -> str:
     """Convert to JSON for a script element; it cannot end the element or start a comment."""
@@ -24,34 +29,57 @@ def as_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
+class PathPart(Protocol):
+    """A part of the critical path of a step: a device and seconds."""
+
+    @property
+    def device(self) -> int: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
+Paths = Sequence[Sequence[PathPart]]
+"""The critical path of each timeline, the latest part first; empty where it is not known."""
+
+
+def data(layout: timeline_layout.TimelineLayout, paths: Paths = ()) -> dict[str, Any]:
     """Return the data of all timelines; times in microseconds."""
+    graphs = [*dict.fromkeys(panel.graph for panel in layout.panels)]
+    known: list[Sequence[PathPart]] = [*paths, *([()] * (len(layout.panels) - len(paths)))]
     return {
-        "left": layout.left,
-        "right": layout.right,
-        "axis": layout.axis,
+        "legend": [[VARIABLES[css], label] for css, label in gantt.legend(layout)],
+        "note": gantt.legend_note(layout),
+        "rowSizes": timeline_layout.ROW_SIZES,
         "counted": layout.counted,
         "isEndless": layout.is_endless,
         "horizon": _us(layout.horizon_s),
         "mergedPixels": PIXELS.merged,
         "mark": timeline_layout.STYLE.mark_height,
         "numberSizes": gantt.NUMBER_SIZES,
-        "mostBoxes": gantt.MOST_BOXES,
-        "kinds": [[gantt.CSS[kind], names.KINDS[kind]] for kind in KINDS],
-        "panels": [_panel(panel) for panel in layout.panels],
+        "kinds": [[VARIABLES[gantt.CSS[kind]], names.KINDS[kind]] for kind in KINDS],
+        "panels": [
+            _panel(panel, path, layout.is_endless) | {"graph": graphs.index(panel.graph)}
+            for panel, path in zip(layout.panels, known, strict=True)
+        ],
     }
 
 
-def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
+def _panel(
+    panel: timeline_layout.Panel, path: Sequence[PathPart], is_endless: bool
+) -> dict[str, Any]:
     prefix = names.graph_prefix(panel.graph)
     typical = lanes.typical(panel.timeline)
     row_of = {row.device: i for i, row in enumerate(panel.rows)}
+    messages = lanes.messages(panel.timeline)
+    sends: list[list[Any]] = [[] for _ in panel.rows]
+    for m in messages:
+        if not panel.has_arrows:
+            sends[row_of[m.sent.device]].append([*_times(m), int(m.is_forward)])
     return {
         "title": panel.title,
-        "tops": [round(top, 2) for top in panel.tops],
-        "bottom": round(panel.bottom, 2),
-        "rowHeight": panel.row_height,
-        "boxHeight": panel.box_height,
+        "facts": gantt.facts(panel.timeline, is_endless),
         "sumHeight": panel.sum_height,
         "hasArrows": panel.has_arrows,
         "step": _us(panel.timeline.step_s),
@@ -59,6 +87,8 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
         # per kind: median duration, digits of the largest micro-batch
         "typical": [[_us(typical[k][0]), typical[k][1]] if k in typical else [0, 1] for k in KINDS],
         "devices": [row.device for row in panel.rows],
+        "stages": [row.stages for row in panel.rows],
+        "branches": [row.branch for row in panel.rows],
         "operators": [names.operators(stage, prefix) for stage in panel.graph.stages],
         "microbatchSize": [stage.microbatch_size for stage in panel.graph.stages],
         "batchSize": panel.graph.batch_size,
@@ -82,8 +112,19 @@ def _panel(panel: timeline_layout.Panel) -> dict[str, Any]:
         # from row, to row, start, end, 1 for activations or 0 for gradients
         "messages": [
             [row_of[m.sent.device], row_of[m.received.device], *_times(m), int(m.is_forward)]
-            for m in lanes.messages(panel.timeline)
+            for m in messages
+            if panel.has_arrows
         ],
+        # start, end, 1 for activations or 0 for gradients
+        "sends": _once(sends),
+        # start, bytes from then on
+        "memory": _once(
+            [[_us(t), nbytes] for t, nbytes in panel.timeline.memory.get(row.device, ())]
+            for row in panel.rows
+        ),
+        "peaks": [panel.timeline.peak_bytes.get(row.device, 0) for row in panel.rows],
+        # row, start, end
+        "path": [[row_of[p.device], _us(p.start), _us(p.end)] for p in reversed(path)],
     }
 
 

@@ -80,7 +80,7 @@ def draw_small(graph: StageGraph, width: float, busy: Sequence[float] = ()) -> D
         share = f", busy {busy[s]:.0%}" if busy else ""
         said = escape(f"stage {s} on {names.devices(stage)}{share}: {', '.join(stage.operators)}")
         drawing.add(
-            f"<g><title>{said}</title>",
+            f'<g data-stage="{s}"><title>{said}</title>',
             rect("card", x, y, SMALL_WIDTH, SMALL_HEIGHT, radius=5),
             *_shade(s, busy, x, y, SMALL_WIDTH, SMALL_HEIGHT, 5),
             text("num", x + SMALL_WIDTH / 2, y + 17, PIXELS.small_type, s),
@@ -186,7 +186,7 @@ def _stage_box(
     listing = escape(f"stage {number} on {devices}: " + ", ".join(stage.operators))
     head = 64 if number < 100 else 72
     pieces = [
-        f"<g><title>{listing}</title>",
+        f'<g data-stage="{number}"><title>{listing}</title>',
         rect("card", x, y, BOX_WIDTH, BOX_HEIGHT, radius=8, extra=' stroke-width="1.2"'),
         *_shade(number, [share / 2.5 for share in busy], x, y, BOX_WIDTH, BOX_HEIGHT, 8),
         rect("f", x, y + 12, 3.5, BOX_HEIGHT - 24, radius=1.75),

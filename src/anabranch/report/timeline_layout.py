@@ -1,11 +1,10 @@
 """Layout of a picture of timelines: height of rows, labels and axis.
 
-The picture (``gantt``) and the page's script (``page_data``) use the same layout.
+The page's script has sizes of its own rows from the same table (``page_data``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -160,7 +159,7 @@ def _panel(
     top: float,
     longest: int,
 ) -> Panel:
-    sizes = next(sizes for most, sizes in _ROW_SIZES if longest <= most)
+    sizes = next(sizes for most, sizes in ROW_SIZES if longest <= most)
     height, strip, gap, branch_gap = sizes
     strip = strip if timeline.sums else 0.0
     few = sum(not span.action.kind.is_compute for span in timeline.spans) <= 2 * STYLE.most_arrows
@@ -187,13 +186,13 @@ def _panel(
     )
 
 
-_ROW_SIZES = (
+ROW_SIZES = (
     (8, (34.0, 7.0, 8.0, 18.0)),
     (16, (24.0, 6.0, 6.0, 13.0)),
     (32, (17.0, 5.0, 3.0, 9.0)),
     (64, (12.0, 4.0, 2.0, 6.0)),
     (128, (9.0, 3.0, 1.0, 4.0)),
-    (math.inf, (6.0, 2.0, 1.0, 3.0)),
+    (10**9, (6.0, 2.0, 1.0, 3.0)),
 )
 """(rows at most, (height of a row, height of its all-reduces, gap between rows, gap between
 branches)), in pixels."""

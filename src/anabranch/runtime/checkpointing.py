@@ -24,6 +24,7 @@ from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.moved_state import move
+from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.runtime.worker_cache import WorkerCache
 
 
@@ -137,6 +138,12 @@ class Checkpointing:
             moved = move(part, readers, progress, self._mesh)
         self.state.forget_training()
         return moved
+
+    def copy_to(self, copies: SpareCopies, further: Mapping[str, Any]) -> Callable[[], None]:
+        """Copy this rank's part into memory that outlives it; see ``SpareCopies.keep``."""
+        with self.failing(), POSITION.doing(Phase.SAVE):
+            part = self.state.part({}, copies=None)
+            return copies.keep(self._mesh.rank, self._mesh.size, part, self.progress(), further)
 
     def restore(self, saved: SavedState) -> None:
         """Take over the state of a run of the same model, by this or another plan."""

@@ -15,21 +15,9 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.transport import Receipt, Transport, guarded
+from anabranch.runtime.transport import POLLS, Receipt, Transport, guarded
 
 _CPU = torch.device("cpu")
-
-MOST_SMALL, MOST_LARGE = 8, 4
-"""Ranks that sum by sending their terms to each other, at most, for small and for large tensors. A
-ring moves less than that from three ranks on, but Gloo's takes several turns of its threads, and
-its sockets are several times slower than shared memory.
-"""
-SMALL = 64
-"""Numbers of a small tensor, at most."""
-
-
-_LOOK_S = 2e-4
-"""Seconds between two looks at a collective of the host beside notices of other ranks."""
 
 
 class Pending:
@@ -69,7 +57,7 @@ class Pending:
         with POSITION.waiting():
             if self._work is not None:
                 while self._progress is not None and not guarded(self._work.is_completed):
-                    self._progress(_LOOK_S)
+                    self._progress(POLLS.collective_s)
                 guarded(self._work.wait)
                 self._work = None
             if self._finish is not None:
@@ -105,25 +93,6 @@ class Streams(Protocol):
     def start(self, ranks: tuple[int, ...], after: Any, call: Callable[[], Any]) -> Any:
         """Start a collective behind a fence."""
         ...
-
-
-class DeviceStreams:
-    """Collectives of an accelerator."""
-
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
-        self._streams: dict[tuple[int, ...], torch.Stream] = {}
-
-    def fence(self) -> Any:
-        return accelerator.mark(self._place)
-
-    def start(self, ranks: tuple[int, ...], after: Any, call: Callable[[], Any]) -> Any:
-        if ranks not in self._streams:
-            self._streams[ranks] = accelerator.new_stream(self._place)
-        stream = self._streams[ranks]
-        stream.wait_event(after)
-        with stream:  # NCCL's own stream waits for the one that is current
-            return guarded(call)
 
 
 class DeviceSums:
@@ -183,9 +152,17 @@ class _Collective:
 class MessageCollectives:
     """Collectives in which ranks send each other whole tensors of the CPU.
 
+    A ring moves less than that from three ranks on, but Gloo's takes several turns of its threads,
+    and its sockets are several times slower than shared memory.
+
     Args:
         transport: to all ranks of the run.
     """
+
+    @staticmethod
+    def are_faster(tensor: Tensor, num_ranks: int) -> bool:
+        """Return True if so many ranks should exchange such tensors: a few ranks, or small ones."""
+        return tensor.is_cpu and num_ranks <= (8 if tensor.numel() <= 64 else 4)
 
     def __init__(self, transport: Transport, rank: int) -> None:
         self._transport, self._rank = transport, rank

@@ -13,7 +13,7 @@ from torch import Tensor
 from anabranch.checkpoint import Progress
 from anabranch.data.loaders import Loader, TensorTypes, is_unread
 from anabranch.errors import AnabranchError, DataError, LoaderError, placed
-from anabranch.graph.batch_layout import sizes_of, type_text
+from anabranch.graph.batch_layout import type_text
 from anabranch.graph.capture import Captured
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.placement import uploaded
@@ -216,25 +216,13 @@ def _differs(captured: Captured, leaves: dict[str, Tensor], which: str) -> str:
         has.append(f"{name} {(here := type_text(leaf.shape[1:], leaf.dtype))}")
         if here not in known:
             differences.append(f"{name} is {here}, not {' or '.join(dict.fromkeys(known))}")
-    if len(buckets) > 1 and sizes_of(leaves) in captured.variants:
-        types = {name: dtype for name, (_, dtype) in captured.layout.types.items()}
-        other = [
-            f"{name} is {str(leaf.dtype).removeprefix('torch.')}, not "
-            f"{str(types[name]).removeprefix('torch.')}"
-            for name, leaf in leaves.items()
-            if leaf.dtype != types[name]
-        ]
-        return (
-            f"{which} has the sizes of one of the workload's buckets, but another type: "
-            f"{'; '.join(other)}. Convert it where the data is loaded"
-        )
     if len(buckets) > 1:
         differences = differences or [f"no bucket has {', '.join(has)} together"]
         return (
-            f"{which} has the sizes of none of the workload's buckets: {'; '.join(differences)}. "
-            "Pad it to the next of them (anabranch.pad_to_bucket), cut what is longer than all, "
-            "convert what is of another type, or give Workload a longer example and keep this one "
-            "as a bucket"
+            f"{which} has sizes and types of none of the workload's buckets: "
+            f"{'; '.join(differences)}. Pad it to the next of them (anabranch.pad_to_bucket), cut "
+            "what is longer than all, convert what is of another type where the data is loaded, or "
+            "give Workload a longer example and keep this one as a bucket"
         )
     return (
         f"{which} differs from the workload's example, for which the model was captured, in more "

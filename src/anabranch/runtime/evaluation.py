@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from anabranch.errors import DataError
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.worker_cache import WorkerCache

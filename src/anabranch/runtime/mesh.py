@@ -18,10 +18,6 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.collectives import (
-    MOST_LARGE,
-    MOST_SMALL,
-    SMALL,
-    DeviceStreams,
     DeviceSums,
     MessageCollectives,
     Pending,
@@ -53,6 +49,7 @@ from anabranch.runtime.transport import (
 from anabranch.runtime.transport.handshake import Handshake
 from anabranch.runtime.transport.nccl import GpuWire
 from anabranch.runtime.transport.notices import HostNotices
+from anabranch.runtime.transport.streams import DeviceStreams
 
 _CPU = torch.device("cpu")
 _ALL: tuple[int, ...] = ()
@@ -252,19 +249,20 @@ class Mesh:
         return self._begun(ranks, tensor, call, tensor)
 
     @staged
-    def start_all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+    def start_all_gather(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
         """Stack the tensors of a set, which have one shape, in the background: the result has a row
         for each rank.
         """
-        rows = tensor.new_empty((len(ranks), *tensor.shape))
-        rows[ranks.index(self.rank)] = tensor
-        if len(ranks) == 1:
+        chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
+        rows = tensor.new_empty((len(chosen), *tensor.shape))
+        rows[chosen.index(self.rank)] = tensor
+        if len(chosen) == 1:
             return Pending(rows)
-        if (near := self._near_for(tensor, ranks)) is not None:
-            return near.all_gather(rows, ranks, self._tag(ranks))
-        group, parts = self._groups[ranks], list(rows.unbind(0))
+        if (near := self._near_for(tensor, chosen)) is not None:
+            return near.all_gather(rows, chosen, self._tag(key))
+        group, parts = self._groups[key], list(rows.unbind(0))
         call = partial(dist.all_gather, parts, tensor, group=group, async_op=True)
-        return self._begun(ranks, tensor, call, rows)
+        return self._begun(key, tensor, call, rows)
 
     @staged
     def start_broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> Pending:
@@ -278,8 +276,7 @@ class Mesh:
 
     def _near_for(self, tensor: Tensor, ranks: tuple[int, ...]) -> MessageCollectives | None:
         """Return collectives by messages, where they are faster for a tensor and these ranks."""
-        most = MOST_SMALL if tensor.numel() <= SMALL else MOST_LARGE
-        return self._near if len(ranks) <= most and tensor.is_cpu else None
+        return self._near if MessageCollectives.are_faster(tensor, len(ranks)) else None
 
     def _tag(self, key: tuple[int, ...]) -> int:
         # Collectives of one set start in one order, those of different sets do not.
@@ -296,13 +293,8 @@ class Mesh:
                 tensor.copy_(sent)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, which have one shape."""
-        if self.size == 1:
-            return [tensor]
-        result = [torch.empty_like(tensor) for _ in range(self.size)]
-        call = partial(dist.all_gather, result, tensor, group=self._groups[_ALL], async_op=True)
-        self._begun(_ALL, tensor, call, tensor).wait()
-        return result
+        """Return the tensors of all ranks, which have one shape."""
+        return list(self.start_all_gather(tensor).wait().unbind(0))
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -33,7 +33,13 @@ def has_momentum(optimizer: Optimizer) -> bool:
 
 def facts_of(optimizer: Optimizer) -> OptimizerFacts:
     """Return the facts of an optimizer that policies ask for."""
-    return OptimizerFacts(type(optimizer).__name__, has_momentum(optimizer), rule_of(optimizer))
+    betas = (group["betas"][0] for group in optimizer.param_groups if "betas" in group)
+    return OptimizerFacts(
+        type(optimizer).__name__,
+        has_momentum(optimizer),
+        rule_of(optimizer),
+        min(betas, default=None),
+    )
 
 
 def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
@@ -61,6 +67,10 @@ BY_ELEMENT = (
 """Optimizers that treat each element alone, or each row of a sparse gradient."""
 
 
+_BY_PARAMETER = "torch.optim.", "anabranch."
+"""Modules of optimizers that compute nothing over several parameters."""
+
+
 def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
     """Return True if the workload's optimizer is known to treat each element of these parameters
     alone, so that it takes sparse gradients; hooks on its steps are unknown.
@@ -73,7 +83,7 @@ def unlike_torchs(optimizer: Optimizer) -> str:
     """Return a sentence on an optimizer that may compute over several parameters, which those of
     ``torch.optim`` do not; nothing for these.
     """
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    is_torchs = type(optimizer).__module__.startswith(_BY_PARAMETER)
     if is_torchs and not _has_hooks(optimizer):
         return ""
     return (
@@ -119,7 +129,7 @@ def taken_gradients(optimizer: Optimizer | None) -> TakenGradients:
     if optimizer is None:
         return TakenGradients.EITHER
     if isinstance(optimizer, optim.SparseAdam) or not (
-        type(optimizer).__module__.startswith("torch.optim.")
+        type(optimizer).__module__.startswith(_BY_PARAMETER)
     ):
         return TakenGradients.SPARSE
     if not isinstance(optimizer, optim.SGD | optim.Adagrad):

@@ -13,7 +13,7 @@ never travels.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,16 @@ from anabranch.runtime.guards.same_batch import BatchCheck
 from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import gather_timeline
+from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.runtime.step_runner import StepRunner
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.timeline import Timeline
 from anabranch.workload import Batch, Workload
+
+_MOST_APART = 3
+"""Steps between copies from which on no rank of ``Pipeline.steps`` makes two copies before another
+one has made the first.
+"""
 
 
 class Pipeline(BasePipeline):
@@ -59,6 +65,8 @@ class Pipeline(BasePipeline):
         timeline: of the last step that was recorded, the same on every rank.
         peak_bytes: most bytes of tensors in the last step that was weighed, by rank; the prediction
             is ``plan.predicted.device_peak_bytes``. None before.
+        copied: what ``copy_state`` was given with the copy that training goes on from; None for a
+            pipeline that begins otherwise.
 
     Args:
         workload: model, data, optimizer recipe; the same on every rank.
@@ -91,6 +99,8 @@ class Pipeline(BasePipeline):
         device: where this rank's stages are computed, by default where the model is. They are moved
             there, the rest of the model stays. A name without an index is the GPU of the number
             ``LOCAL_RANK``, in turn where ranks outnumber GPUs.
+        copies: memory for ``copy_state``; training goes on from the copy that it has, if any, and
+            then nothing is compared with one process.
 
     Raises:
         InvalidPlanError: if the plan is for another model or another number of ranks, ranks
@@ -118,6 +128,7 @@ class Pipeline(BasePipeline):
         stall_timeout: float | None = None,
         patience: float | None = None,
         device: torch.device | str | None = None,
+        copies: SpareCopies | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate}; an update takes at least one batch")
@@ -139,9 +150,20 @@ class Pipeline(BasePipeline):
             "patience": patience,
             "device": device,
         }
+        self._copies = copies
+        saved = None
+        self.copied: dict[str, Any] | None = None
+        if copies is not None and (kept := copies.read()) is not None:
+            saved, self.copied = kept
         self._begin(
-            plan, captured=captured, check_gradients=check_gradients, check_memory=check_memory
+            plan,
+            captured=captured,
+            check_gradients=check_gradients and saved is None,
+            check_memory=check_memory and saved is None,
+            saved=saved,
         )
+        if self.copied is not None:
+            self._session.gradient_verdict = self.copied["gradients"]
         self.timeline: Timeline | None = None
         self.peak_bytes: tuple[int, ...] | None = None
 
@@ -404,6 +426,34 @@ class Pipeline(BasePipeline):
             saving.confirm()
         else:
             self._steps.unread.then(saving.confirm, saving.give_up)
+
+    def copy_state(self, further: Mapping[str, Any], note: Callable[[float], None]) -> None:
+        """Copy what ``save`` would write into ``copies``; all ranks call it between the same steps.
+
+        Args:
+            further: for ``copied``, as JSON.
+            note: called with the loss of the last step before the copy counts.
+        """
+        assert self._copies is not None
+        with self._session.failing():
+            if self._copies.every < _MOST_APART:
+                self._steps.settle()
+            else:
+                self._session.refuse_spoilt()
+                self._steps.finish_all_gather()
+                self._steps.resolve()
+        kept = {**further, "gradients": self.gradient_verdict}
+        confirm = self._session.checkpoints.copy_to(self._copies, kept)
+
+        def count(loss: float | None) -> None:
+            if loss is not None:
+                note(loss)
+            confirm()
+
+        if (unread := self._steps.unread) is None:
+            count(self._steps.loss)
+        else:
+            unread.then(lambda: count(unread.loss), lambda: None)
 
     @property
     def is_between_updates(self) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from anabranch.device import accelerator
+from anabranch.device.host import host
 from anabranch.device.kinds import kind_of
 from anabranch.errors import InvalidPlanError
 from anabranch.runtime.attempts import begin_attempt
@@ -43,9 +44,7 @@ def device_digest(place: torch.device) -> bytes:
     """Return a digest of the memory that a device of this host has, of one length on all ranks:
     that of the GPU itself, or that of the host.
     """
-    path = Path("/proc/sys/kernel/random/boot_id")  # another one after every boot
-    text = f"{socket.gethostname()} {path.read_text() if path.exists() else ''}"
-    return hashlib.sha256((text + accelerator.identity(place)).encode()).digest()
+    return hashlib.sha256(f"{host()} {accelerator.identity(place)}".encode()).digest()
 
 
 def nccl_digest(place: torch.device) -> bytes:
@@ -110,19 +109,27 @@ def listens_to_all(port: int, tables: Collection[str] = _TCP_TABLES) -> bool:
     return False
 
 
-MOST_STREAMS = 32
-"""Queues of a GPU that the driver can have, and streams in PyTorch's pool of one priority."""
+@dataclass(frozen=True, slots=True)
+class GpuLimits:
+    """Limits of the communicators that a GPU can have.
 
-_OTHER_STREAMS = 4
-"""Streams that do not wait for other ranks: of computation and of copies."""
+    Attributes:
+        streams: queues that the driver can have, and streams in PyTorch's pool of one priority.
+        other_streams: those that do not wait for other ranks: of computation and of copies.
+        blocks: blocks (and so multiprocessors) that the waiting kernels of all communicators of one
+            sort, pairs or sets, may take, of 40 and more that a GPU has.
+        blocks_of_one: blocks of one communicator, which fill a link of 50 GB/s and more.
+        block_bytes: buffer that NCCL has for each block of a receiver (NCCL_BUFFSIZE).
+    """
 
-_BLOCKS = 16
-"""Blocks (and so multiprocessors) that the waiting kernels of all communicators of one sort, pairs
-or sets, may take, of 40 and more that a GPU has.
-"""
+    streams: int = 32
+    other_streams: int = 4
+    blocks: int = 16
+    blocks_of_one: int = 8
+    block_bytes: int = 4 << 20
 
-_MOST_BLOCKS = 8
-"""Blocks of one communicator, which fill a link of 50 GB/s and more."""
+
+LIMITS = GpuLimits()
 
 
 def _busiest(groups: Collection[tuple[int, ...]], size: int) -> tuple[int, int]:
@@ -131,13 +138,9 @@ def _busiest(groups: Collection[tuple[int, ...]], size: int) -> tuple[int, int]:
     return max(((rank, counts[rank]) for rank in range(size)), key=lambda item: item[1])
 
 
-_BLOCK_BYTES = 4 << 20
-"""Bytes of the buffer that NCCL has for each block of a connection's receiver (NCCL_BUFFSIZE)."""
-
-
 def connection_bytes(pairs: Collection[tuple[int, ...]], size: int, rank: int) -> int:
     """Return the bytes that NCCL takes on a rank for communicators of pairs."""
-    return sum(rank in pair for pair in pairs) * blocks_of(pairs, size) * _BLOCK_BYTES
+    return sum(rank in pair for pair in pairs) * blocks_of(pairs, size) * LIMITS.block_bytes
 
 
 def told_connections(groups: Collection[tuple[int, ...]], place: torch.device) -> str:
@@ -160,7 +163,7 @@ def told_connections(groups: Collection[tuple[int, ...]], place: torch.device) -
 def blocks_of(groups: Collection[tuple[int, ...]], size: int) -> int:
     """Return the most blocks of the kernels of each of some groups, the same on all ranks."""
     most = _busiest(groups, size)[1]
-    return max(1, min(_MOST_BLOCKS, _BLOCKS // most)) if most else 0
+    return max(1, min(LIMITS.blocks_of_one, LIMITS.blocks // most)) if most else 0
 
 
 def require_streams(
@@ -175,22 +178,22 @@ def require_streams(
         InvalidPlanError: naming the busiest rank, and what to set.
     """
     rank, most = _busiest(groups, size)
-    needed = 2 * most + _OTHER_STREAMS  # one of ours and one of NCCL's
+    needed = 2 * most + LIMITS.other_streams  # one of ours and one of NCCL's
     who = (
         f"rank {rank} has {most} connections to other ranks (one per rank and direction that "
         f"messages have, and one per set of ranks that share a parameter), which need {needed} "
         "streams of its GPU"
     )
-    if needed > MOST_STREAMS:
+    if needed > LIMITS.streams:
         raise InvalidPlanError(
-            f"{who}, and there are {MOST_STREAMS}; plan with fewer stages or fewer replicas"
+            f"{who}, and there are {LIMITS.streams}; plan with fewer stages or fewer replicas"
         )
     name = kind_of(place.type).queues
     queues = int(settings.get(name, "8"))
     if name and needed > queues:
         raise InvalidPlanError(
             f"{who}, but {name} is {queues}, so that a message that waits might stand before the "
-            f"computation that its sender waits for; set {name}={MOST_STREAMS} in the "
+            f"computation that its sender waits for; set {name}={LIMITS.streams} in the "
             "environment, before the process uses its GPU"
         )
 

@@ -23,7 +23,7 @@ from anabranch.errors import TrainingError
 from anabranch.graph.export import scalars
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.compute.stage_compute import unchanged_buffers
+from anabranch.runtime.compute.reverted import unchanged_buffers
 from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.numerics.no_dropout import without_dropout
 from anabranch.runtime.placement import start_of
@@ -122,7 +122,8 @@ def require_repeatable(
         TrainingError: naming these attributes; or tensors that change unseen.
     """
     before = _plain_attributes(module)
-    tensors = {} if writes is None else _unwritten(module, writes)
+    named = (*module.named_parameters(), *module.named_buffers()) if writes is not None else ()
+    tensors = {n: tensor for n, tensor in named if n not in (writes or ()) and tensor.numel()}
     with unchanged_buffers(module), in_mode(module, training=True):
         digests = {name: copies_digest([tensor]) for name, tensor in tensors.items()}
         second = float(call(module, _moved(batch, start_of(module)))["loss"].detach())
@@ -155,12 +156,6 @@ def require_repeatable(
         "the captured model it stays as it was, so if later steps depend on it, keep it in a "
         "buffer",
     )
-
-
-def _unwritten(module: nn.Module, writes: Collection[str]) -> dict[str, Tensor]:
-    """Buffers and parameters that the captured program does not change."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {name: tensor for name, tensor in named if name not in writes and tensor.numel()}
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, object]:

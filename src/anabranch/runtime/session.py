@@ -16,6 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from anabranch.checkpoint.saved_state import SavedState
 from anabranch.errors import TrainingError
 from anabranch.graph.loss_kinds import told_stateful
 from anabranch.graph.slices import whole_name
@@ -61,6 +62,7 @@ class Session:
     Args:
         further: channels that are used besides those of the plan's schedule.
         predecessor: a session of this run under another plan, which goes on here and ends there.
+        saved: the state of this run that goes on here, from copies in memory.
         options: of ``assign``.
 
     """
@@ -79,6 +81,7 @@ class Session:
         further: Collection[Channel] = (),
         shard_optimizer: bool = False,
         predecessor: Session | None = None,
+        saved: SavedState | None = None,
         **options: Any,
     ) -> None:
         if check_batches not in get_args(BatchCheck):
@@ -90,7 +93,7 @@ class Session:
             plan,
             timeout=timeout,
             shard_optimizer=shard_optimizer,
-            goes_on=predecessor is not None,
+            goes_on=(goes_on := predecessor is not None or saved is not None),
             **options,
         )
         self.captured, self.parts = assignment.captured, assignment.parts
@@ -134,7 +137,6 @@ class Session:
             drawn = torch.tensor([torch.initial_seed() % SEEDS, secrets.randbits(62)])
             self.mesh.broadcast(drawn, 0)
             self.feed.seed, self._run_id = map(int, drawn)
-            saved = None
             if predecessor is not None:
                 saved = predecessor.checkpoints.hand_over(self.holders)
                 predecessor.close()
@@ -142,7 +144,7 @@ class Session:
                 assignment,
                 self.mesh,
                 self.feed.seed,
-                goes_on=predecessor is not None,
+                goes_on=goes_on,
                 needs_all=self._needs_all,
             )
             if compute.sparse_embeddings:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError, TrainingError
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.gradients import gradients_of
 from anabranch.runtime.data_parallel.updates import Updates
@@ -45,7 +45,7 @@ class StepRunner:
         GPU         passes 1 | update 1 | passes 2        | update 2 ...
 
     Attributes:
-        metrics: of the step whose totals were read last.
+        metrics: of the step whose totals were read last; ``loss`` likewise, None before.
         unread: totals of the last step, if nobody has read them.
         is_first: whether no update was made yet.
         ran: worker, batch tensors and outcome of the last batch.
@@ -62,6 +62,7 @@ class StepRunner:
         self._workers, self._clip_norm = session.workers, clip_norm
         self.updates = Updates(session, accumulate=accumulate, exact=exact)
         self.metrics: dict[str, float] = {}
+        self.loss: float | None = None
         self.is_first = True
         self.unread: StepTotals | None = None
         self._is_late = accelerator.has_streams(session.place)
@@ -168,7 +169,7 @@ class StepRunner:
         totals = self._totals(outcome, squares=squares, overflow=overflow)
         totals.read()
         POSITION.begin(self._number, Phase.UPDATE)
-        self.metrics = totals.metrics
+        self.metrics, self.loss = totals.metrics, totals.loss
         if self.is_first and is_last:
             self.is_first = False
             self._session.warn_without_gradient()
@@ -239,7 +240,7 @@ class StepRunner:
                 self._session.is_spoilt = self._mesh.size > 1
                 self.updates.drop()
                 raise
-        self.metrics = totals.metrics
+        self.metrics, self.loss = totals.metrics, totals.loss
         return totals.loss
 
     def settle(self) -> None:

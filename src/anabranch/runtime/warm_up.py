@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from anabranch.graph.capture import Captured
-from anabranch.runtime.compute.stage_compute import Key, unchanged, unchanged_buffers
-from anabranch.runtime.guards.self_check import frozen_state
+from anabranch.runtime.compute.outcome import Key
+from anabranch.runtime.compute.reverted import unchanged_state
 from anabranch.runtime.messages import gradient_ports
 from anabranch.runtime.worker import Worker
 from anabranch.schedule.schedule import Kind
@@ -73,7 +73,7 @@ def _nothing_kept(captured: Captured) -> Iterator[None]:
     for parameter in parameters:
         parameter.grad = None
     try:
-        with unchanged_buffers(captured.module), unchanged(frozen_state(captured)):
+        with unchanged_state(captured):
             yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -27,7 +27,8 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.graph.split import Port
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.compute.stage_compute import Compute, Key, Outcome
+from anabranch.runtime.compute.outcome import Key, Outcome
+from anabranch.runtime.compute.stage_compute import Compute
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.measurement.clocks import Clock
 from anabranch.runtime.messages import TOKEN, Item, Layout, assemble

@@ -93,6 +93,16 @@ class WorkerCache:
             graph = rule_named(self.plan.schedule).warm_up(graph)
         return self.build(graph, self.options)
 
+    def alone(self, microbatch_size: int, batch_size: int) -> Worker:
+        """Make a worker without replicas, compute options and dropout, for a comparison."""
+        stages = tuple(
+            replace(s, devices=s.devices[:1], microbatch_size=microbatch_size, k=1, in_flight=0)
+            for s in self.stage_graph.stages
+        )
+        sliced = replace(self.stage_graph, stages=stages, batch_size=batch_size)
+        whole = with_whole_batches(sliced, self.captured.graph)
+        return self.build(rule_named("gpipe").warm_up(whole), ComputeOptions(dropout="off"))
+
     @remembered
     def worker_of(self, graph: StageGraph) -> Worker:
         """Return the worker for a variation of the plan's stage graph."""

@@ -25,7 +25,10 @@ SCHEDULES: Mapping[str, Callable[[], ScheduleRule]] = {
 }
 """Name -> rule. ``1f1b`` has the smallest warm-up, ``1f1b-deep`` twice as much per stage edge."""
 
-SPLIT_BACKWARDS = frozenset({"1f1b-split", "1f1b-deep-split", "zb-h1", "zb-h2"})
+LISTS = frozenset({"zb-h1", "zb-h2"})
+"""List schedules, for which stages have the lengths of their passes and messages."""
+
+SPLIT_BACKWARDS = LISTS | {"1f1b-split", "1f1b-deep-split"}
 """Schedules with gradients of inputs before those of weights, see ``zero_bubble``."""
 
 

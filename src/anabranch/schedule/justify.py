@@ -15,28 +15,37 @@ Waits = Sequence[Sequence[tuple[int, float]]]
 """Per pass, those that it waits for, or those that wait for it, with seconds in between."""
 
 
+def those_after(waits: Waits) -> list[list[tuple[int, float]]]:
+    """Return per pass those that wait for it."""
+    after: list[list[tuple[int, float]]] = [[] for _ in waits]
+    for number, earlier in enumerate(waits):
+        for other, between in earlier:
+            after[other].append((number, between))
+    return after
+
+
 def justified(
+    order: Sequence[int],
     ends: Sequence[float],
     seconds: Sequence[float],
     waits: Waits,
+    after: Waits,
     lanes: Sequence[Sequence[int]],
 ) -> list[float]:
     """Return when passes start after they have moved.
 
     Args:
-        ends: when they end before that; each is behind those that it waits for.
+        order: their numbers; each is behind those that it waits for, and of those that end or start
+            together.
+        ends: when they end before that.
         seconds: their lengths.
         waits: numbers of earlier passes, and seconds between them and this one.
+        after: those that wait for it, likewise; see ``those_after``.
         lanes: per pass, what runs one pass at a time.
     """
-    after: list[list[tuple[int, float]]] = [[] for _ in ends]
-    for number, earlier in enumerate(waits):
-        for other, between in earlier:
-            after[other].append((number, between))
-    numbers = range(len(ends))
-    late = _placed(sorted(numbers, key=lambda n: (-ends[n], -n)), seconds, after, lanes)
+    late = _placed(sorted(order, key=ends.__getitem__)[::-1], seconds, after, lanes)
     start = [-begun - taken for begun, taken in zip(late, seconds, strict=True)]
-    return _placed(sorted(numbers, key=lambda n: (start[n], n)), seconds, waits, lanes)
+    return _placed(sorted(order, key=start.__getitem__), seconds, waits, lanes)
 
 
 def _placed(
@@ -47,13 +56,13 @@ def _placed(
     taken: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for number in order:
         length = seconds[number]
-        start = max((ends[other] + between for other, between in waits[number]), default=0.0)
-        moved = True
+        start = max([ends[other] + between for other, between in waits[number]], default=0.0)
+        used, moved = lanes[number], True
         while moved:
-            later = max(_gap(taken[lane], start, length) for lane in lanes[number])
-            moved, start = later > start and len(lanes[number]) > 1, later
+            later = max([_gap(taken[lane], start, length) for lane in used])
+            moved, start = later > start and len(used) > 1, later
         starts[number], ends[number] = start, start + length
-        for lane in lanes[number]:
+        for lane in used:
             insort(taken[lane], (start, start + length))
     return starts
 

@@ -132,7 +132,6 @@ def require_in_flight(graph: StageGraph) -> None:
 
 def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Schedule:
     """Return the schedule: the list of each device's stage, or of its stages merged."""
-    lanes = [(device, s) for s, stage in enumerate(graph.stages) for device in stage.devices]
-    if len(lanes) > len(graph.devices):
+    if graph.shares_devices:
         return Schedule(interleave(graph, orders))
-    return Schedule({device: orders[s] for device, s in lanes})
+    return Schedule({device: orders[stages[0]] for device, stages in graph.stages_of.items()})

@@ -127,8 +127,8 @@ def needs(
         inside_devices: only those that a device takes from itself, without a message.
     """
     result: dict[Compute, list[Compute]] = defaultdict(list)
-    if inside_devices and sum(stage.replicas for stage in graph.stages) == len(graph.devices):
-        return result  # no device has two stages
+    if inside_devices and not graph.shares_devices:
+        return result
     for source, target, forward in directions(graph, edges):
         ends = graph.stages[source].devices, graph.stages[target].devices
         if inside_devices and set(ends[0]).isdisjoint(ends[1]):

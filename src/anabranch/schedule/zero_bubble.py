@@ -15,7 +15,7 @@ order of their start. A device takes the gradients of inputs that are due first,
 is what the step waits for, then forwards, then the rest; W only into a gap that is long enough, or
 where memory holds no further micro-batch. Nobody waits for the gradients of a first stage's inputs,
 so its backward stays whole. Then passes are moved once more (``schedule.justify``). ``Stage`` says
-how long passes and messages take; the best of three lists is taken.
+how long passes and messages take; the best of two lists is taken.
 
 Of 100 drawn stage graphs of up to 6 stages and 8 micro-batches (``python -m benchmarks.schedules``)
 100 lists are the shortest where stages are alike, and 95 where passes take 1 to 3 s; without the
@@ -33,12 +33,15 @@ from anabranch.errors import InvalidScheduleError
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.base import Room
-from anabranch.schedule.justify import justified
+from anabranch.schedule.justify import justified, those_after
 from anabranch.schedule.kfkb import KFKB
 from anabranch.schedule.schedule import Action, Kind, Order, Schedule
 
 _URGENCY = {Kind.INPUT_GRADIENT: 0, Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.WEIGHT_GRADIENT: 3}
 """Order of passes that can start together."""
+
+GAP = 0.25
+"""Share of their length that a gap must have for gradients of weights to begin in it."""
 
 Lengths = Sequence[Mapping[Kind, float]]
 """Per stage, seconds of each kind of pass for a sample."""
@@ -94,11 +97,10 @@ def _scheduled(graph: StageGraph) -> _ListScheduler:
     as if stages were alike, which makes regular lists.
     """
     own = [_lengths(stage) for stage in graph.stages]
-    halves = [_lengths(replace(ALIKE, weight_share=s.weight_share)) for s in graph.stages]
     alike = [_lengths(ALIKE)] * len(graph)
-    schedulers = []
-    for lengths, gap in ((own, 0.25), (alike, 0.25), (halves, 1.0))[: 1 if own == alike else 3]:
-        schedulers.append(_ListScheduler(graph, lengths, gap))
+    passes, schedulers = _Passes(graph), []
+    for lengths in (own, alike)[: 1 if own == alike else 2]:
+        schedulers.append(_ListScheduler(passes, lengths))
         schedulers[-1].run()
         schedulers[-1].justify(lengths)
         schedulers[-1].justify(own)
@@ -157,62 +159,138 @@ def _lengths(stage: Stage) -> dict[Kind, float]:
 ALIKE = Stage(("any",), (0,), 1)
 
 
+class _Passes:
+    """The passes of a stage graph, by number, and what they wait for.
+
+    Attributes:
+        actions: by stage, then kind, then micro-batch.
+        first: per stage and kind, the number of the first.
+        samples: per stage, those of each micro-batch, from the first to behind the last.
+        lanes: per stage, one of those of its devices that have the same stages.
+        beside: per stage, others on its devices.
+        sources: per stage and kind of pass that others wait for, the stages that it comes from, the
+            samples of their micro-batches, and the seconds of a message.
+        waits: per pass, those that it waits for, and the seconds in between.
+        after: per pass, those that wait for it.
+    """
+
+    def __init__(self, graph: StageGraph) -> None:
+        self.graph, count = graph, len(graph)
+        self.actions: list[Action] = []
+        self.first: list[dict[Kind, int]] = []
+        for s, before in enumerate(graph.predecessors):
+            halves = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT) if before else (Kind.BACKWARD,)
+            self.first.append({})
+            for kind in (Kind.FORWARD, *halves):
+                self.first[s][kind] = len(self.actions)
+                self.actions += [Action(s, kind, i) for i in range(graph.num_microbatches(s))]
+        self.samples = [
+            [graph.interval(s, i) for i in range(graph.num_microbatches(s))] for s in range(count)
+        ]
+        alike = {stages: device for device, stages in graph.stages_of.items()}
+        self.lanes = [[alike[x] for x in alike if s in x] for s in range(count)]
+        self.beside = [{t for x in alike if s in x for t in x} - {s} for s in range(count)]
+        self.sources = [
+            {
+                Kind.FORWARD: [self._source(s, t) for t in graph.predecessors[s]],
+                Kind.INPUT_GRADIENT: [self._source(s, t) for t in graph.successors[s]],
+            }
+            for s in range(count)
+        ]
+        self.waits = [list(self._earlier(action)) for action in self.actions]
+        self.after = those_after(self.waits)
+
+    def seconds(self, lengths: Lengths) -> list[float]:
+        """Return the length of each pass."""
+        intervals = (self.samples[a.stage][a.microbatch] for a in self.actions)
+        return [
+            (last - first) * lengths[action.stage][action.kind]
+            for action, (first, last) in zip(self.actions, intervals, strict=True)
+        ]
+
+    def _source(self, s: int, t: int) -> tuple[int, int, float]:
+        """Return a neighbour t of a stage as ``sources`` has it."""
+        a, b = (self.graph.stages[x] for x in (min(s, t), max(s, t)))
+        is_sent = {*a.devices} != {*b.devices}
+        message_s = a.message * a.microbatch_size * SECONDS if is_sent else 0.0
+        return t, self.graph.stages[t].microbatch_size, message_s
+
+    def _earlier(self, action: Action) -> Iterator[tuple[int, float]]:
+        """Generate the passes that one waits for, and the seconds of the message in between."""
+        s, kind, i = action.stage, action.kind, action.microbatch
+        graph, own = self.graph, self.first[s]
+        if i:
+            yield own[kind] + i - 1, 0.0
+        if kind is Kind.WEIGHT_GRADIENT:
+            yield own[Kind.INPUT_GRADIENT] + i, 0.0
+            return
+        if kind is not Kind.FORWARD:
+            yield own[Kind.FORWARD] + i, 0.0
+        elif i >= graph.stages[s].in_flight:
+            yield max(own.values()) + i - graph.stages[s].in_flight, 0.0
+        kept = _kept(kind)
+        for t, size, message_s in self.sources[s][kept]:
+            there = kept if kept in self.first[t] else Kind.BACKWARD
+            number = -(-self.samples[s][i][1] // size) - 1
+            yield self.first[t][there] + number, message_s
+
+
+def _kept(kind: Kind) -> Kind:
+    """Return the kind of a pass that other stages wait for: a whole backward is for them a gradient
+    of inputs.
+    """
+    return Kind.INPUT_GRADIENT if kind is Kind.BACKWARD else kind
+
+
 class _ListScheduler:
     """The state of the simulation.
 
     Attributes:
-        ends: per stage, when its forwards and its gradients of inputs end, of those begun so far.
+        length: lengths of passes, in times of a forward of the slowest stage.
+        order: numbers of the passes begun so far, in their order.
+        ends: when each of them ends.
+        came: per stage, when its forwards and its gradients of inputs end, of those begun so far.
         done: per stage, micro-batches whose backward is complete.
-        length: lengths of passes; those of all lists in times of a forward of the slowest stage.
-        gap: share of their length that a gap must have for gradients of weights to begin in it.
-        stages_of: per device, its stages.
-        beside: per stage, others on its devices.
-        samples: per stage, those of each micro-batch, from the first to behind the last.
-        begun: all passes in their order, with their ends.
+        free: per lane, when it has nothing to do.
     """
 
-    def __init__(self, graph: StageGraph, length: Lengths, gap: float) -> None:
-        self.graph, self.length, self.gap = graph, length, gap
-        self.ends: list[dict[Kind, list[float]]] = [
-            {Kind.FORWARD: [], Kind.INPUT_GRADIENT: []} for _ in graph.stages
+    def __init__(self, passes: _Passes, length: Lengths) -> None:
+        self.passes, self.graph, self.length = passes, passes.graph, length
+        self.seconds = passes.seconds(length)
+        self.order: list[int] = []
+        self.ends = [0.0] * len(passes.actions)
+        self.came: list[dict[Kind, list[float]]] = [
+            {Kind.FORWARD: [], Kind.INPUT_GRADIENT: []} for _ in self.graph.stages
         ]
-        self.done = [0] * len(graph)
-        self.free = dict.fromkeys(graph.devices, 0.0)
-        self.begun: list[tuple[Action, float]] = []
-        self.stages_of = {
-            device: tuple(s for s, stage in enumerate(graph.stages) if device in stage.devices)
-            for device in graph.devices
-        }
-        self.beside = [
-            {t for t, other in enumerate(graph.stages) if {*other.devices} & {*stage.devices}} - {s}
-            for s, stage in enumerate(graph.stages)
-        ]
-        self.samples = [
-            [graph.interval(s, i) for i in range(graph.num_microbatches(s))]
-            for s in range(len(graph))
-        ]
+        self.done = [0] * len(self.graph)
+        self.free = dict.fromkeys((x for lanes in passes.lanes for x in lanes), 0.0)
 
     @property
     def end(self) -> float:
         """The end of the step."""
-        return max(end for _, end in self.begun)
+        return max(self.ends)
+
+    @property
+    def actions(self) -> list[Action]:
+        """The passes in their order."""
+        return [self.passes.actions[number] for number in self.order]
 
     @property
     def orders(self) -> dict[int, Order]:
-        """The passes of each device; replicas share one object."""
-        lists: dict[tuple[int, ...], list[Action]] = {x: [] for x in self.stages_of.values()}
-        holders = [[x for x in lists if s in x] for s in range(len(self.graph))]
-        for action, _ in self.begun:
-            for stages in holders[action.stage]:
-                lists[stages].append(action)
-        orders = {stages: Order(actions) for stages, actions in lists.items()}
-        return {device: orders[stages] for device, stages in self.stages_of.items()}
+        """The passes of each device; those with the same stages share one object."""
+        lists: dict[int, list[Action]] = {lane: [] for lane in self.free}
+        for action in self.actions:
+            for lane in self.passes.lanes[action.stage]:
+                lists[lane].append(action)
+        stages_of = self.graph.stages_of
+        orders = {stages_of[lane]: Order(actions) for lane, actions in lists.items()}
+        return {device: orders[stages] for device, stages in stages_of.items()}
 
     @property
     def most(self) -> list[int]:
         """Per stage, micro-batches between forward and backward at most."""
         held, most = [0] * len(self.graph), [0] * len(self.graph)
-        for action, _ in self.begun:
+        for action in self.actions:
             held[action.stage] += (action.kind is Kind.FORWARD) - action.kind.ends_backward
             most[action.stage] = max(most[action.stage], held[action.stage])
         return most
@@ -223,10 +301,7 @@ class _ListScheduler:
         queue: list[Pass] = []
         current: list[Pass | None] = [None] * len(graph)
         changed = set(range(len(graph)))
-        count = sum(
-            len(self.samples[s]) * (3 if graph.predecessors[s] else 2) for s in range(len(graph))
-        )
-        while len(self.begun) < count:
+        while len(self.order) < len(self.ends):
             for s in changed:
                 current[s] = self.next_pass(s)
                 if (waiting := current[s]) is not None:
@@ -240,118 +315,84 @@ class _ListScheduler:
                 )
             start, _, _, s, kind = heappop(queue)
             self.begin(s, kind, start)
-            changed = {s, *self.beside[s], *graph.predecessors[s], *graph.successors[s]}
+            changed = {s, *(graph.successors[s] if kind is Kind.FORWARD else ())}
+            if _kept(kind) is Kind.INPUT_GRADIENT:
+                changed.update(graph.predecessors[s])
+            changed = changed.union(*(self.passes.beside[t] for t in changed))
 
     def next_pass(self, s: int) -> Pass | None:
         """Return start, urgency and kind of the pass that a stage would begin next."""
-        free = max(self.free[device] for device in self.graph.stages[s].devices)
-        entries = list(self.ready(s))
+        free = max([self.free[lane] for lane in self.passes.lanes[s]])
+        entries = self.ready(s)
         passes = [(max(free, entry[0]), *entry[1:]) for entry in entries]
-        if self.done[s] == len(self.ends[s][Kind.INPUT_GRADIENT]):
+        if self.done[s] == len(self.came[s][Kind.INPUT_GRADIENT]):
             return min(passes, default=None)
         # There is a gradient of weights to compute.
         size = self.graph.stages[s].microbatch_size * self.length[s][Kind.WEIGHT_GRADIENT]
-        entries += [entry for t in self.beside[s] for entry in self.ready(t)]
-        if min((entry[0] - free for entry in entries), default=size) < self.gap * size:
+        entries += [entry for t in self.passes.beside[s] for entry in self.ready(t)]
+        if min([entry[0] - free for entry in entries], default=size) < GAP * size:
             return min(passes, default=None)
-        ready = max(free, self.ends[s][Kind.INPUT_GRADIENT][self.done[s]])
-        return ready, *self.key(s, Kind.WEIGHT_GRADIENT, self.done[s])
+        ready = max(free, self.came[s][Kind.INPUT_GRADIENT][self.done[s]])
+        return self.entry(ready, s, Kind.WEIGHT_GRADIENT, self.done[s])
 
-    def ready(self, s: int) -> Iterator[Pass]:
-        """Generate the next forward and the next gradient of inputs whose turn is known, from when
+    def ready(self, s: int) -> list[Pass]:
+        """Return the next forward and the next gradient of inputs whose turn is known, from when
         all is there that they need.
         """
-        graph, ends, samples = self.graph, self.ends[s], self.samples[s]
-        forwards, gradients = ends[Kind.FORWARD], ends[Kind.INPUT_GRADIENT]
+        graph, came, samples = self.graph, self.came[s], self.passes.samples[s]
+        forwards, gradients = came[Kind.FORWARD], came[Kind.INPUT_GRADIENT]
+        entries: list[Pass] = []
         n = len(forwards)
         if n < len(samples) and n - self.done[s] < graph.stages[s].in_flight:
             there = self.when(s, Kind.FORWARD, samples[n][1])
             if there is not None:
-                yield there, *self.key(s, Kind.FORWARD, n)
+                entries.append(self.entry(there, s, Kind.FORWARD, n))
         n = len(gradients)
         if n < len(forwards):
             there = self.when(s, Kind.INPUT_GRADIENT, samples[n][1])
             if there is not None:
                 kind = Kind.INPUT_GRADIENT if graph.predecessors[s] else Kind.BACKWARD
-                yield max(there, forwards[n]), *self.key(s, kind, n)
-
-    def seconds(self, action: Action) -> float:
-        """Return the length of a pass."""
-        first, last = self.samples[action.stage][action.microbatch]
-        return (last - first) * self.length[action.stage][action.kind]
+                entries.append(self.entry(max(there, forwards[n]), s, kind, n))
+        return entries
 
     def when(self, s: int, kind: Kind, samples: int) -> float | None:
         """Return when so many samples have come to a stage; None if that is not known yet."""
-        graph, last = self.graph, 0.0
-        for t in graph.predecessors[s] if kind is Kind.FORWARD else graph.successors[s]:
-            index = -(-samples // graph.stages[t].microbatch_size) - 1
-            if index >= len(self.ends[t][kind]):
+        last = 0.0
+        for t, size, message_s in self.passes.sources[s][kind]:
+            came = self.came[t][kind]
+            index = -(-samples // size) - 1
+            if index >= len(came):
                 return None
-            last = max(last, self.ends[t][kind][index] + self.message(t, s))
+            last = max(last, came[index] + message_s)
         return last
 
-    def message(self, a: int, b: int) -> float:
-        """Return the seconds of a message from one stage to another, forward or back."""
-        stage = self.graph.stages[min(a, b)]
-        if {*stage.devices} == {*self.graph.stages[max(a, b)].devices}:
-            return 0.0
-        return stage.message * stage.microbatch_size * SECONDS
-
-    def key(self, s: int, kind: Kind, microbatch: int) -> tuple[int, int, int, Kind]:
-        """Order of passes that can start together: by kind, then samples, then stage."""
-        return _URGENCY[kind], self.samples[s][microbatch][0], s, kind
+    def entry(self, start: float, s: int, kind: Kind, microbatch: int) -> Pass:
+        """Return a pass; of those that can start together the least is by kind, samples, stage."""
+        return start, _URGENCY[kind], self.passes.samples[s][microbatch][0], s, kind
 
     def begin(self, s: int, kind: Kind, start: float) -> None:
         """Begin the next pass of a kind."""
-        kept = Kind.INPUT_GRADIENT if kind is Kind.BACKWARD else kind
-        microbatch = len(self.ends[s][kept]) if kept in self.ends[s] else self.done[s]
-        action = Action(s, kind, microbatch)
-        end = start + self.seconds(action)
-        if kept in self.ends[s]:
-            self.ends[s][kept].append(end)
+        came = self.came[s].get(_kept(kind))
+        number = self.passes.first[s][kind] + (self.done[s] if came is None else len(came))
+        end = self.ends[number] = start + self.seconds[number]
+        if came is not None:
+            came.append(end)
         self.done[s] += kind.ends_backward
-        self.begun.append((action, end))
-        for device in self.graph.stages[s].devices:
-            self.free[device] = end
+        self.order.append(number)
+        for lane in self.passes.lanes[s]:
+            self.free[lane] = end
 
     def justify(self, length: Lengths) -> None:
         """Give passes these lengths, and move them if the step is shorter then."""
-        self.length, order = length, [action for action, _ in self.begun]
-        number = {(a.stage, a.kind, a.microbatch): n for n, a in enumerate(order)}
-        waits = [
-            [(number[key], self.message(key[0], a.stage)) for key in self.earlier(a)] for a in order
-        ]
-        alike = {stages: device for device, stages in self.stages_of.items()}
-        lanes = [[alike[x] for x in alike if a.stage in x] for a in order]
-        seconds = [self.seconds(action) for action in order]
-        ends, free = list[float](), dict.fromkeys(alike.values(), 0.0)
-        for earlier, used, taken in zip(waits, lanes, seconds, strict=True):
-            start = max([ends[n] + between for n, between in earlier] + [free[x] for x in used])
-            ends.append(start + taken)
-            free |= dict.fromkeys(used, ends[-1])
-        starts = justified(ends, seconds, waits, lanes)
-        self.begun = list(zip(order, ends, strict=True))
+        passes, seconds, ends = self.passes, self.passes.seconds(length), self.ends
+        lanes = [passes.lanes[action.stage] for action in passes.actions]
+        free = dict.fromkeys(self.free, 0.0)
+        for n in self.order:
+            before = [ends[other] + between for other, between in passes.waits[n]]
+            ends[n] = max([*before, *[free[lane] for lane in lanes[n]]]) + seconds[n]
+            for lane in lanes[n]:
+                free[lane] = ends[n]
+        starts = justified(self.order, ends, seconds, passes.waits, passes.after, lanes)
         moved = [start + taken for start, taken in zip(starts, seconds, strict=True)]
         if max(moved) < self.end:
-            by_start = sorted(range(len(order)), key=lambda n: (starts[n], n))
-            self.begun = [(order[n], moved[n]) for n in by_start]
-
-    def earlier(self, action: Action) -> Iterator[tuple[int, Kind, int]]:
-        """Generate stage, kind and micro-batch of passes that one waits for."""
-        graph, s, kind, i = self.graph, action.stage, action.kind, action.microbatch
-        if i:
-            yield s, kind, i - 1
-        if kind is Kind.WEIGHT_GRADIENT:
-            yield s, Kind.INPUT_GRADIENT, i
-            return
-        neighbours = graph.predecessors[s]
-        if kind is not Kind.FORWARD:
-            yield s, Kind.FORWARD, i
-            neighbours = graph.successors[s]
-        elif i >= graph.stages[s].in_flight:
-            last = Kind.WEIGHT_GRADIENT if neighbours else Kind.BACKWARD
-            yield s, last, i - graph.stages[s].in_flight
-        for t in neighbours:
-            gradient = Kind.INPUT_GRADIENT if graph.predecessors[t] else Kind.BACKWARD
-            there = Kind.FORWARD if kind is Kind.FORWARD else gradient
-            yield t, there, -(-self.samples[s][i][1] // graph.stages[t].microbatch_size) - 1
+            self.order, self.ends = sorted(self.order, key=starts.__getitem__), moved

@@ -18,6 +18,7 @@ from anabranch.cost.memory import DeviceMemory
 from anabranch.cost.overheads import agreement_s, message_s
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
+from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.remembered import remembered
 from anabranch.schedule.schedule import Kind
@@ -276,8 +277,24 @@ class ModelCosts(StepCosts):
         return self._stages[stage].flight_bytes(samples)
 
     def peak_bytes(self, in_flight: Iterable[int]) -> float:
-        """Return the peak of the fullest device with so many micro-batches in flight."""
-        return max(float(self.held(s).peak(count)) for s, count in enumerate(in_flight))
+        """Return the peak of the fullest device with so many micro-batches in flight; stages of one
+        device are taken to be at their peaks together.
+        """
+        peaks = [float(self.held(s).peak(count)) for s, count in enumerate(in_flight)]
+        return max(sum(peaks[s] for s in stages) for stages in self.graph.stages_of.values())
+
+    def most_in_flight(self, stage: int, capacity: float) -> int:
+        """Return the micro-batches of a stage that so much memory of its devices holds; stages of
+        one device share what is left when each holds the fewest.
+        """
+        held, most = self.held(stage), self.graph.num_microbatches(stage)
+        together = {t for d in self.graph.stages[stage].devices for t in self.graph.stages_of[d]}
+        if len(together) == 1:
+            return int(held.most_in_flight(capacity, most))
+        least = least_in_flight(self.graph)
+        left = capacity - sum(float(self.held(t).peak(least[t])) for t in together)
+        share = max(left, 0.0) / len(together)
+        return min(most, least[stage] + int(share / (held.flight or share or 1.0)))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import NamedTuple
 
-from anabranch.plans.edges import MessageEdges
+from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import compute_of, needs
 from anabranch.schedule.schedule import Action
@@ -66,8 +66,13 @@ class _PathEvent(NamedTuple):
     action: Action | None = None
 
 
-def critical_path(timeline: Timeline, graph: StageGraph, edges: MessageEdges) -> list[PathSegment]:
-    """Return the critical path of a simulated step, the latest part first, without gaps."""
+def critical_path(
+    timeline: Timeline, graph: StageGraph, edges: MessageEdges = EVERY_EDGE
+) -> list[PathSegment]:
+    """Return the critical path of a step, the latest part first, without gaps.
+
+    Of a measured step, what was waited for longest is taken to be what was waited for.
+    """
     return list(_History(timeline, graph, edges).path())
 
 
@@ -144,7 +149,8 @@ class _History:
         """Computes of other stages that a compute needs values or gradients of."""
         assert event.action is not None
         compute = compute_of(event.action, event.device)
-        return [self._passes[needed] for needed in self._needs.get(compute, ())]
+        needed = self._needs.get(compute, ())
+        return [self._passes[other] for other in needed if other in self._passes]
 
 
 _CAUSES = {"agreement": Cause.AGREEMENT, "update": Cause.UPDATE, "gather": Cause.GATHER}

@@ -133,8 +133,10 @@ class AsynchronousSearch:
         return best
 
     def _objective(self, policy: WeightPolicy, *, in_turns: bool = False) -> ShortestPeriod:
+        weighs = self._name != "pipedream"  # which publishes turns as they are
+        size, last_update = self._batch_size, self._last_update
         return ShortestPeriod(
-            self._cost, policy, self._batch_size, self._last_update, in_turns=in_turns
+            self._cost, policy, size, last_update, in_turns=in_turns, weighs_updates=weighs
         )
 
     def _in_turns(self, policy: WeightPolicy) -> ScheduledProposal | None:

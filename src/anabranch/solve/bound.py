@@ -31,7 +31,9 @@ final after its own last backward, so ``busy`` and the all-reduce follow one ano
 that was left out, plans for the 60 cases of the map in ``benchmarks/planners`` were within 1.74
 times the bound in the median, and now 1.35.) The least T for which all of this holds is the bound.
 It holds for plans with one stage on each device; messages are left out of it, since any two
-operators may share a device.
+operators may share a device. A device with several stages may work at an early one while a late one
+has no inputs, and sum up one while it computes another. For plans with such devices only the first
+sum is left, of ``busy`` alone.
 """
 
 from __future__ import annotations
@@ -52,13 +54,16 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of ``busy`` in a mean with ``summed``; each gives a bound, and the largest holds."""
 
 
-def step_bound(cost: CostModel, batch_size: int) -> float:
-    """Seconds that a step of any plan takes at least, if each device has one stage."""
+def step_bound(cost: CostModel, batch_size: int, *, several: bool = False) -> float:
+    """Seconds that a step of any plan takes at least, if each device has one stage; of any plan at
+    all with ``several``.
+    """
     relaxed = _Relaxation.of(cost, batch_size)
     low, high = 0.0, float(relaxed.least[0].max() + relaxed.busy[0].sum())
     while high - low > SETTINGS.bound_rounding * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if relaxed.fits(middle) else (middle, high)
+        fits = relaxed.fits(middle, several=several)
+        low, high = (low, middle) if fits else (middle, high)
     return low
 
 
@@ -121,8 +126,14 @@ class _Relaxation:
         first_s, last_s, idle_s = forward_s[0], inputs_s[0], before_s + behind_s
         return _Relaxation(busy, returned, summed, least, first_s, last_s, idle_s, before_s)
 
-    def fits(self, step_s: float) -> bool:
-        """Return whether the devices may be enough for a step of this length."""
+    def fits(self, step_s: float, *, several: bool = False) -> bool:
+        """Return whether the devices may be enough for a step of this length; ``several``: where
+        they may have several stages.
+        """
+        if several:
+            replicas = np.arange(1, len(self.busy) + 1)[:, None]
+            used = np.where(self.least <= step_s, replicas * self.busy, np.inf).min(axis=0)
+            return float(used.sum()) <= len(self.busy) * step_s
         return all(self._devices(step_s, share) <= len(self.busy) for share in SHARES)
 
     def _devices(self, step_s: float, share: float) -> float:

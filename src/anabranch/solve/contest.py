@@ -1,11 +1,11 @@
 """A contest of proposals in every way to run them: replicas share the optimizer's state or do not,
-and backwards are whole or split.
+backwards are whole or split, and in the end rows of stages pass the devices several times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from anabranch.cost import CostModel
@@ -17,7 +17,7 @@ from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.simulator.stage_costs import stage_costs
 from anabranch.solve.improvement import SearchBudget, improve
 from anabranch.solve.settings import SETTINGS
-from anabranch.solve.splitting import AUTO, split_backwards
+from anabranch.solve.splitting import AUTO, best_loop, split_backwards
 
 
 class Contest:
@@ -43,7 +43,7 @@ class Contest:
         *,
         may_share: bool,
     ) -> None:
-        self.cost, self.budget = cost, budget
+        self.cost, self.budget, self._schedules = cost, budget, schedules
         self.choice = Runs(may_share, schedules == AUTO)
         self._improving = improving
         costs = [cost, replace(cost, shard_optimizer=True)] if may_share else [cost]
@@ -131,6 +131,28 @@ class Contest:
                 self._improve_split()
             else:
                 self.improve()
+
+    def loop(self, start: StageGraph | None = None) -> None:
+        """Judge rows of stages that pass the devices several times, if that is enough shorter.
+
+        Args:
+            start: stages to begin with whose devices have several: judged in any case.
+        """
+        if start is not None:
+            self._judge_loops([start], self.best_s)
+        if self._improving is not None and self.best_s < math.inf:
+            limit = self.best_s * (1 - SETTINGS.loop_gain)
+            recompute = any(stage.recompute for stage in self.winner("").graph.stages)
+            graphs = [*self._improving.loops(limit, recompute=False)]
+            graphs += self._improving.loops(limit, recompute=True) if recompute else ()
+            self._judge_loops(graphs, limit)
+
+    def _judge_loops(self, graphs: Sequence[StageGraph], limit: float) -> None:
+        for cost in self._costs.values():
+            best = best_loop(cost, graphs, limit, self._schedules, split=self.choice.split)
+            if best is not None:
+                self._split, self.cost = best, cost
+                limit = best[0] * (1 - SETTINGS.worth_sharing)
 
     @property
     def is_misled(self) -> bool:

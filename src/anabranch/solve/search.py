@@ -181,22 +181,24 @@ class _StepSearch:
         Args:
             may_share: whether replicas may share the optimizer's state, where prices have that not.
         """
-        phases, notes = Phases(), [*self.notes]
+        phases, notes, planner = Phases(), [*self.notes], self.planner
         contest, search, count = self._decide(cost, phases, may_share)
-        best, planner = contest.winner(self.name), self.planner
         if self.start is None and contest.is_misled and getattr(planner, "shape", "") == "graph":
             chained = replace(self, planner=replace(cast(Any, planner), shape="chain"))
             other, found, more = chained._decide(cost, phases, may_share)
             if other.best_s < contest.best_s:
-                contest, search, count, best = other, found, more, other.winner(self.name)
-        cost = contest.cost
+                contest, search, count = other, found, more
+        if self.improve and phases.stop is None:
+            looped = self.start if self.start is not None and self.start.shares_devices else None
+            phases.run("improve_s", lambda: contest.loop(looped))
+        best, cost = contest.winner(self.name), contest.cost
         if isinstance(search, Improving) and (origin := search.origin(best.proposal)):
             notes.append(origin)
         notes += phases.notes(count)
 
         def made() -> Plan:
             with phases.timed("simulate_s"):
-                require(best.graph, cost)
+                require(best.graph, cost, shared=True)
                 timeline = checked_run(best.graph, best.schedule, cost, messages=False)
                 figures = figures_of(timeline, best.graph, cost)
             return phases.plan(
@@ -243,8 +245,9 @@ class _StepSearch:
         planner: Any = self.planner  # of planners, only auto takes a start
         start = {}
         if self.start is not None:
-            require(self.start, cost)
-            start = {"start": self.start}
+            require(self.start, cost, shared=True)
+            # One whose devices have several stages is judged in the end.
+            start = {} if self.start.shares_devices else {"start": self.start}
         proposals: Iterable[StageGraph] = planner(
             cost, batch_size=self.batch_size, microbatch_size=self.microbatch_size, **start
         )
@@ -253,7 +256,8 @@ class _StepSearch:
     def _judge(
         self, judge: Judge, improving: Improving | None, proposals: Iterable[StageGraph]
     ) -> None:
-        if self.start is not None:  # before any other, so that every schedule of it is tried
+        if self.start is not None and not self.start.shares_devices:
+            # Before any other, so that every schedule of it is tried.
             judge.consider([self.start], BUDGET.simulation)
         if improving is not None:
             judge.consider(improving.likely(), BUDGET.likely, in_order=True)

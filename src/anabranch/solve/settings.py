@@ -18,6 +18,13 @@ class Settings:
         split_near: proposals whose steps are within this factor of the shortest are tried with
             split backwards, ``split_proposals`` of them. With 1.2 and 8 two of 20 plans for mmt
             were 3 and 13 % longer; on 256 devices it takes 4 s more.
+        list_near: list schedules are tried where the other split backwards are within this factor
+            of the shortest: of 80 stage graphs for mmt they made none quicker by more.
+        loop_gain: share of the step that several stages on each device have to save: messages and
+            passes cost the host some time that is not predicted.
+        most_loops: rows of stages that pass the devices several times and are simulated, the most
+            promising ones.
+        loop_passes: passes of those whose lists are scheduled, together: some seconds.
         split_passes: passes up to which lists are scheduled: it takes 40 us for each.
         most_tried: pairs of a partition and a micro-batch size that are looked at; some
             twenty seconds.
@@ -38,7 +45,7 @@ class Settings:
         most_computes: computes of all changed steps together at most, some two seconds;
             other changes are left out.
         turns_gain: share of the interval that replicas which take mini-batches in turn have to
-            save: they make fewer updates.
+            save: they make fewer updates. Where the whole model does, more.
         as_fast: share of the speed that fewer devices have to reach for a plan to say so.
         fewer_effort: share of a search's evaluations for each smaller number of devices.
         bound_met: share of the bound by which a step may be longer for a search to end.
@@ -51,6 +58,10 @@ class Settings:
     split_gain: float = 0.02
     split_near: float = 1.6
     split_proposals: int = 24
+    list_near: float = 1.2
+    loop_gain: float = 0.02
+    most_loops: int = 24
+    loop_passes: int = 6_000
     split_passes: int = 30_000
     most_tried: int = 150_000
     most_proposed: int = 24

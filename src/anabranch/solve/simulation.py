@@ -22,6 +22,7 @@ from anabranch.plans.prices import prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import (
+    LISTS,
     asynchronous,
     checked_order,
     compute_order,
@@ -32,6 +33,7 @@ from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts, StageTimes
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
+from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.staleness import Staleness, staleness
 from anabranch.solve.bound import step_bound
@@ -131,6 +133,8 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
             _, best = split_backwards(judge, cost) or (0.0, best)
         graph, name = best.graph, best.schedule
     elif schedule is not None and schedule != plan_.schedule:
+        if name in LISTS:
+            graph = with_lengths(ModelCosts(graph, cost))
         graph = rule_named(name).warm_up(graph)
     _require_suits(graph, cost, shared=True)
     return graph, name
@@ -140,8 +144,7 @@ def figures_of(
     timeline: Timeline, graph: StageGraph, cost: CostModel, mode: str = "sync"
 ) -> Prediction:
     """The figures of a plan by its timeline."""
-    lanes = sum(stage.replicas for stage in graph.stages)
-    is_bounded = mode == "sync" and lanes == len(graph.devices)  # one stage on each device
+    several = graph.shares_devices
     return Prediction(
         step_s=timeline.step_s,
         bottleneck_s_per_sample=bottleneck_s_per_sample(graph, cost),
@@ -149,7 +152,7 @@ def figures_of(
         device_peak_bytes=tuple(timeline.peak_bytes[device] for device in timeline.devices),
         period_s=timeline.period_s,
         exposed_sums=timeline.exposed_sums,
-        bound_s=step_bound(cost, graph.batch_size) if is_bounded else None,
+        bound_s=step_bound(cost, graph.batch_size, several=several) if mode == "sync" else None,
     )
 
 

@@ -1,18 +1,19 @@
 """Choice of split backwards for the stages that a search has found.
 
 A search judges hundreds of stage graphs under 1F1B. The most promising ones are simulated under the
-schedules with split backwards as well.
+schedules with split backwards as well: under list schedules, which take longest to make, where
+the others are not far behind, and one of those that take equally long under them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from contextlib import suppress
 
 from anabranch.cost import CostModel
-from anabranch.plans.stages import Stage, StageGraph
-from anabranch.schedule import SPLIT_BACKWARDS, compute_order
-from anabranch.simulator.costs import ModelCosts
+from anabranch.errors import InvalidPlanError, ProfileError
+from anabranch.plans.stages import StageGraph
+from anabranch.schedule import LISTS, SPLIT_BACKWARDS, compute_order
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.simulator.run import run
@@ -40,22 +41,74 @@ def split_backwards(
     near = judge.ranked(SETTINGS.split_near) if graphs is None else graphs
     best_s = judge.best_s if limit is None else limit
     best: ScheduledProposal | None = None
+    alike: set[tuple[float, ...]] = set()
     for proposal in [*near][: SETTINGS.split_proposals]:
-        passes = 3 * sum(map(proposal.num_microbatches, range(len(proposal))))
-        with_passes = with_lengths(proposal, cost)
+        known_s = list[float]()
         for schedule in schedules:
-            if passes > SETTINGS.split_passes and schedule.startswith("zb"):
+            if schedule in LISTS and (
+                _passes(proposal) > SETTINGS.split_passes
+                or min(known_s, default=0.0) > SETTINGS.list_near * best_s
+                or tuple(known_s) in alike
+            ):
                 continue
             own = Judge(ShortestStep(cost, (schedule,)))
             own.best_s = best_s
-            own.consider([with_passes])
+            own.consider([proposal])
+            if schedule not in LISTS:
+                known_s += [float(f"{seconds:.5g}") for seconds in own.seconds().values()]
             if own.best is None or own.best_s >= best_s or not _fits(own.best, cost):
                 continue
             whole = Judge(ShortestStep(cost, AUTO))
             whole.consider([proposal])
             if own.best_s <= (1 - SETTINGS.split_gain) * whole.best_s:
-                best_s, best = own.best_s, replace(own.best, proposal=proposal)
+                best_s, best = own.best_s, own.best
+        if known_s:
+            alike.add(tuple(known_s))
     return None if best is None else (best_s, best)
+
+
+def best_loop(
+    cost: CostModel,
+    graphs: Iterable[StageGraph],
+    limit: float,
+    schedules: tuple[str, ...],
+    *,
+    split: bool,
+) -> tuple[float, ScheduledProposal] | None:
+    """The shortest step of some stage graphs whose devices have several stages, and its seconds;
+    None where it is not below a limit.
+
+    Args:
+        schedules: of whole backwards; with ``split`` those of split ones, too, which have to save
+            enough.
+    """
+    halves = [(name,) for name in ("zb-h1", "zb-h2", "1f1b-split", "1f1b-deep-split") if split]
+    lower, least = ShortestStep(cost, halves[0] if split else schedules), dict[StageGraph, float]()
+    for graph in graphs:
+        with suppress(InvalidPlanError, ProfileError):
+            least[graph] = lower.least_s(lower.prices(graph), limit)
+    near = sorted((graph for graph in least if least[graph] < limit), key=least.__getitem__)
+    near, listed = near[: SETTINGS.most_loops], list[StageGraph]()
+    for graph in near:
+        if sum(map(_passes, [*listed, graph])) <= SETTINGS.loop_passes:
+            listed.append(graph)
+    best: tuple[float, ScheduledProposal] | None = None
+    for names in (schedules, *halves):
+        for graph in listed if names[0].startswith("zb") else near:
+            judge = Judge(ShortestStep(cost, names))
+            judge.best_s = limit
+            judge.consider([graph])
+            if judge.best is not None and judge.best_s < limit and _fits(judge.best, cost):
+                limit = judge.best_s
+                best = limit, judge.best
+        if names == schedules and best is not None:
+            limit *= 1 - SETTINGS.split_gain
+    return best
+
+
+def _passes(graph: StageGraph) -> int:
+    """Passes of a list schedule."""
+    return 3 * sum(map(graph.num_microbatches, range(len(graph))))
 
 
 def _fits(best: ScheduledProposal, cost: CostModel) -> bool:
@@ -64,35 +117,3 @@ def _fits(best: ScheduledProposal, cost: CostModel) -> bool:
     """
     timeline = run(best.graph, compute_order(best.graph, best.schedule), best.costs, messages=False)
     return max(timeline.peak_bytes.values()) <= cost.cluster.memory_bytes
-
-
-def with_lengths(graph: StageGraph, cost: CostModel) -> StageGraph:
-    """The stages with the lengths of their passes and messages, by which lists are scheduled."""
-    costs, stages = ModelCosts(graph, cost), list[Stage]()
-    slices = [max(graph.slice_sizes(s)) for s in range(len(graph))]
-    seconds = [costs.compute_s(s, samples) for s, samples in enumerate(slices)]
-    sizes = [stage.microbatch_size for stage in graph.stages]
-    slowest_s = max(sum(pair) / size for pair, size in zip(seconds, sizes, strict=True)) or 1.0
-    for s, stage in enumerate(graph.stages):
-        forward_s, backward_s = seconds[s]
-        message_s = max((_message_s(graph, costs, s, t) for t in graph.successors[s]), default=0.0)
-        factor = backward_s / forward_s if forward_s else 2.0
-        changed = replace(
-            stage,
-            load=round((forward_s + backward_s) / sizes[s] / slowest_s, 3),
-            backward_factor=round(factor, 3),
-            weight_share=round(costs.weight_share(s, slices[s]), 3),
-            message=round(message_s / sizes[s] / slowest_s, 3),
-        )
-        stages.append(changed)
-    return replace(graph, stages=tuple(stages))
-
-
-def _message_s(graph: StageGraph, costs: ModelCosts, s: int, t: int) -> float:
-    """Seconds of the first message of a stage edge, if nothing else is on its way."""
-    if not costs.message_edges.goes_forward((s, t)):
-        return 0.0
-    samples = min(max(graph.slice_sizes(x)) for x in (s, t))
-    route = costs.route(graph.stages[s].devices[0], graph.stages[t].devices[0])
-    nbytes = costs.message_bytes(s, t, samples)[0]
-    return route.latency_s + nbytes * route.per_byte_s + 2 * costs.message_s(nbytes)

@@ -6,7 +6,7 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.compute.options import PLAIN
 from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.schedule.schedule import Kind
 from anabranch.solve import ideal_step_s
 from anabranch.timeline import Timeline
@@ -65,7 +66,9 @@ def train(
             it is evaluated at the end alone.
         callbacks: called with every event (``training.events``), on the first rank alone.
         looks: whether devices and links are looked at meanwhile; by default they are not.
-        options: of ``Pipeline``, such as ``captured`` and ``accumulate``.
+        options: of ``Pipeline``, such as ``captured``, ``accumulate`` and ``copies``: with these
+            the state is copied every so many steps, and where there is a copy training goes on from
+            it as if nothing had happened since.
 
     Returns:
         What happened, the same on every rank.
@@ -94,9 +97,12 @@ def train(
     pipe, reporter = course.pipe, course.reporter
     accumulate = int(options.get("accumulate", 1))
     loop = StepLoop(pipe, reporter, course.clock, course.batches)
+    course.further = loop.figures
+    loop.go_on_from(pipe.copied)
     # First single steps, whose times and timelines are those of a step alone. What is compiled
     # cannot be looked into.
-    loop.alone(WEIGHED_STEP, weighs=options.get("compute", PLAIN).backend is None)
+    weighs = options.get("compute", PLAIN).backend is None and not loop.peak_bytes
+    loop.alone(WEIGHED_STEP, weighs=weighs)
     adaptation = Adaptation(loop, looks, course.start_s) if looks is not None else None
     if adaptation is not None:
         adaptation.look()
@@ -182,6 +188,7 @@ class _Course(Generic[_Pipe]):
 
     Attributes:
         batches: until the last step, or until training ends early.
+        further: returns figures of the steps so far, which are copied with the state.
         start_s: seconds that the pipeline took to be made.
     """
 
@@ -209,18 +216,29 @@ class _Course(Generic[_Pipe]):
         folder = None if save is None else Path(save)
         began = time.perf_counter()
         make: Callable[..., _Pipe] = kind
-        if resume is not None:
+        copies: SpareCopies | None = options.get("copies")
+        if copies is not None and copies.newest is not None:
+            pass  # it goes on from there
+        elif resume is not None:
             make = partial(kind.resume, resume)
         elif weights is not None:
             make = partial(kind.from_weights, weights)
         self.pipe: _Pipe = make(workload, plan, **options)
         self.start_s, self._first_step = time.perf_counter() - began, self.pipe.step_number
+        copied = self.pipe.copied if isinstance(self.pipe, Pipeline) else None
+        if copied is not None:
+            self._first_step = int(copied["first_step"])
+        done = self.pipe.step_number - self._first_step
         if epochs is not None and self._first_step and not (self.pipe.epoch or self.pipe.position):
             _warn_of_untold_epochs(self.pipe)
-        require_place(folder, self._resume, is_series=save_every is not None)
+        if copied is None:
+            require_place(folder, self._resume, is_series=save_every is not None)
         left = None if epochs is None else self.pipe.batches_left(epochs)
+        left = None if left is None else left + done
         total = min((n for n in (steps, left) if n is not None), default=None)
-        self.reporter, self.clock = Reporter(self.pipe, total, callbacks), TrainingClock()
+        self.reporter = Reporter(self.pipe, total, callbacks, self._first_step, copies)
+        self.clock = TrainingClock()
+        self.further: Callable[[], Mapping[str, Any]] = dict
         self._pauses = Pauses(
             self.pipe,
             self.reporter,
@@ -229,8 +247,11 @@ class _Course(Generic[_Pipe]):
             save_every=save_every,
             evaluate_every=evaluate_every,
             evaluates=workload.eval_data is not None,
+            copies=copies,
+            further=lambda: {"first_step": self._first_step, **self.further()},
         )
-        self.batches = islice(self._pauses.between(self.pipe.batches(epochs=epochs)), steps)
+        batches = self._pauses.between(self.pipe.batches(epochs=epochs))
+        self.batches = islice(batches, None if steps is None else max(steps - done, 0))
 
     def require_steps(self) -> None:
         """Refuse a run that has made none."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from anabranch.checkpoint import MANIFEST, newest
 from anabranch.checkpoint.series import best_evaluation, is_unused, mark_best, step_folder
@@ -22,6 +23,7 @@ from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.guards.save_clock import SAVE_CLOCK
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.training.events import CheckpointEvent, EvaluationEvent
 from anabranch.training.reporter import Reporter, TrainingClock
 from anabranch.workload import Batch
@@ -90,6 +92,8 @@ class Pauses:
         save_every: when there are several.
         evaluate_every: steps between evaluations; None for none during training.
         evaluates: whether there is held-out data.
+        copies: memory for copies of the state, of which training may go on after a failure.
+        further: returns what else is copied.
     """
 
     def __init__(
@@ -102,11 +106,18 @@ class Pauses:
         save_every: SaveEvery | None,
         evaluate_every: int | None,
         evaluates: bool,
+        copies: SpareCopies | None = None,
+        further: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        self._copies, self._further, self._copied_at = copies, further, -1
         self._pipe, self._reporter, self._clock = pipe, reporter, clock
         self._folder, self._save_every = folder, save_every
         self._evaluate_every, self._evaluates = evaluate_every, evaluates
         self._saved_at = self._evaluated_at = pipe.step_number
+        self._goes_on = isinstance(pipe, Pipeline) and pipe.copied is not None
+        if self._goes_on:
+            self._copied_at = pipe.step_number
+            self._saved_at -= 1  # a checkpoint of that step may never have been finished
         self._metrics: dict[str, float] | None = None  # of the last evaluation
         self._best = -math.inf
         self._unfinished: CheckpointEvent | None = None
@@ -139,10 +150,26 @@ class Pauses:
         if not self._pipe.is_between_updates:
             return
         is_best = self._is_crossed(self._evaluate_every, self._evaluated_at) and self._evaluate()
-        if self._folder is None or self._save_every is None:
+        if self._folder is not None and self._save_every is not None:
+            self._look_for_checkpoint(self._save_every, is_best=is_best)
+        self._look_for_copy()
+
+    def _look_for_copy(self) -> None:
+        """Copy the state before the first step, and when it is due; behind the last there is none,
+        so that whoever goes on has a step to do.
+        """
+        pipe, done = self._pipe, self._pipe.step_number
+        if self._copies is None or not isinstance(pipe, Pipeline):
             return
+        if self._copied_at < 0 or done - self._copied_at >= self._copies.every:
+            total = self._reporter.total
+            if total is None or done < self._reporter.first_step + total:
+                self._copied_at = done
+                pipe.copy_state(self._further(), self._reporter.noting())
+
+    def _look_for_checkpoint(self, save_every: SaveEvery, *, is_best: bool) -> None:
         now = self._pipe.step_number
-        by_steps = self._is_crossed(self._save_every.steps, self._saved_at)
+        by_steps = self._is_crossed(save_every.steps, self._saved_at)
         is_due = (by_steps or SAVE_CLOCK.is_due) and now > self._saved_at
         if is_due or is_best:
             self._begin(wait=False)
@@ -175,8 +202,14 @@ class Pauses:
         self._saved_at = self._pipe.step_number
         SAVE_CLOCK.begin()
         folder = step_folder(self._folder, self._saved_at)
+        if self._is_there(folder):
+            return
         self._unfinished = CheckpointEvent(self._saved_at, folder)
         self._pipe.save(folder, wait=wait, keep=self._save_every.keep)
+
+    def _is_there(self, folder: Path) -> bool:
+        """True if a checkpoint was written before the failure after which steps are done again."""
+        return self._goes_on and bool(self._pipe.from_first(float(folder.exists())))
 
     def _finish(self) -> None:
         self._pipe.finish_saving()
@@ -200,7 +233,8 @@ class Pauses:
             Held-out means of the last step, if there are any.
         """
         if self._folder is not None and self._save_every is None:
-            self._pipe.save(self._folder)
+            if not self._is_there(self._folder):
+                self._pipe.save(self._folder)
             self._reporter.tell(CheckpointEvent(self._pipe.step_number, self._folder))
         elif self._folder is not None and self._saved_at < self._pipe.step_number:
             self._begin(wait=True)

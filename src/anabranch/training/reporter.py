@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from anabranch.errors import TrainingError, naming_place
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
+from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.training.events import Callback, Event, StepEvent
 from anabranch.workload import Batch
 
@@ -58,16 +59,29 @@ class Reporter:
         losses: one per step of this run.
         samples: in the batch of each.
         total: steps to do, None if that is not known.
+        first_step: steps that were done before this run.
+
+    Args:
+        copies: where losses are noted, so that whoever goes on after a failure has those of steps
+            that are not done again, and tells no step twice.
     """
 
     def __init__(
-        self, pipe: Pipeline | AsyncPipeline, total: int | None, callbacks: Sequence[Callback]
+        self,
+        pipe: Pipeline | AsyncPipeline,
+        total: int | None,
+        callbacks: Sequence[Callback],
+        first_step: int | None = None,
+        copies: SpareCopies | None = None,
     ) -> None:
-        self.losses: list[float] = []
-        self.samples: list[int] = []
-        self._pipe, self.total = pipe, total
+        first_step = pipe.step_number if first_step is None else first_step
+        noted = [] if copies is None else copies.losses()
+        done = noted[: pipe.step_number - first_step]
+        self.losses: list[float] = [loss for loss, _ in done]
+        self.samples: list[int] = [samples for _, samples in done]
+        self._pipe, self.total, self._copies = pipe, total, copies
         self._callbacks = tuple(callbacks) if pipe.rank == 0 else ()
-        self._begun_at = pipe.step_number
+        self.first_step, self._told = first_step, 0 if copies is None else copies.told
         self._read: deque[_Read] = deque()
         self._waiting: list[Event] = []
 
@@ -88,10 +102,13 @@ class Reporter:
         self.losses.append(loss)
         done, read = len(self.losses), self._read.popleft()
         self.samples.append(read.samples)
+        if self._copies is not None and self._pipe.rank == 0 and done > self._told:
+            self._copies.note_loss(done - 1, loss, read.samples)
+            self._copies.told = done
         if not self._callbacks:
             return
         event = StepEvent(
-            self._begun_at + done,
+            self.first_step + done,
             done,
             self.total,
             read.epoch,
@@ -101,14 +118,28 @@ class Reporter:
             read.samples,
             read.learning_rate,
         )
-        self._call(event)
+        if done > self._told:
+            self._call(event)
         waiting, self._waiting = self._waiting, []
         for late in waiting:
             self.tell(late)
 
+    def noting(self) -> Callable[[float], None]:
+        """Return a function that notes the loss of the step which was made last."""
+        copies, index = self._copies, len(self.losses) + len(self._read) - 1
+        samples = [*self.samples, *(read.samples for read in self._read)][-1:]
+
+        def note(loss: float) -> None:
+            if copies is not None and self._pipe.rank == 0 and samples:
+                copies.note_loss(index, loss, samples[0])
+
+        return note
+
     def tell(self, event: Event) -> None:
-        """Tell an event once the loss of its step is known."""
-        if event.step <= self._begun_at + len(self.losses):
+        """Tell an event once the loss of its step is known, unless a later step was told before."""
+        if event.step < self.first_step + self._told:
+            return
+        if event.step <= self.first_step + len(self.losses):
             self._call(event)
         else:
             self._waiting.append(event)

@@ -13,12 +13,6 @@ from anabranch.graph.slices import in_slices, view_named
 from anabranch.runtime.data_parallel.buckets import dense
 from anabranch.runtime.reference import ROUNDING, Reference, largest_distance
 
-_STEPS = 4
-"""Rounding steps of a gradient's type that micro-batches may be apart."""
-
-_NOISE = 1e-3
-"""Share of the largest gradient that smaller gradients count as when they are compared."""
-
 
 def require_signal(expected: Reference) -> None:
     """Refuse a batch of which every comparison would say that all is well."""
@@ -45,15 +39,17 @@ def sliced_like(result: Reference, names: Iterable[str]) -> dict[str, Tensor]:
 def largest_error(
     gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]
 ) -> tuple[float, str]:
-    """Return the largest difference relative to the others, and its parameter."""
+    """Return the largest difference relative to the others, and its parameter; a gradient counts as
+    a thousandth of the largest one at least.
+    """
     largest = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in others.items()}
-    floor = _NOISE * max(largest.values(), default=0.0)
+    floor = 1e-3 * max(largest.values(), default=0.0)
     return largest_distance(gradients, others, lambda name: max(largest.get(name, 0.0), floor))
 
 
 def tolerance_of(captured: Captured) -> float:
-    """The largest difference that is rounding in the coarsest type of the parameters, some steps of
-    which add up over the micro-batches.
+    """The largest difference that is rounding in the coarsest type of the parameters, four steps of
+    which may add up over the micro-batches.
     """
     types = {p.dtype for p in captured.parameters().values() if p.requires_grad}
-    return max([ROUNDING, *(_STEPS * torch.finfo(t).eps for t in types)])
+    return max([ROUNDING, *(4 * torch.finfo(t).eps for t in types)])

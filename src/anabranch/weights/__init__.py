@@ -9,14 +9,18 @@ from typing import Any
 from anabranch.errors import PolicyError
 from anabranch.schedule.asynchronous import units_in_flight
 from anabranch.weights.base import Reading, Unit, WeightPolicy
+from anabranch.weights.corrections import Correction
 from anabranch.weights.optimizers import OPTIMIZERS, OptimizerFacts
 from anabranch.weights.policies import (
+    AsyncPP,
     Naive,
     PipeOptim,
     PredictStash,
+    Rotation,
     SpecTrain,
     Stash,
     TwoBuffers,
+    TwoBuffersFeedback,
     VerticalSync,
 )
 from anabranch.weights.requirements import (
@@ -36,14 +40,18 @@ from anabranch.weights.version_tracker import (
 __all__ = [
     "OPTIMIZERS",
     "POLICIES",
+    "AsyncPP",
+    "Correction",
     "Naive",
     "OptimizerFacts",
     "PipeOptim",
     "PredictStash",
     "Reading",
+    "Rotation",
     "SpecTrain",
     "Stash",
     "TwoBuffers",
+    "TwoBuffersFeedback",
     "Unit",
     "VersionTracker",
     "VerticalSync",
@@ -68,6 +76,9 @@ POLICIES: Mapping[str, Callable[[], WeightPolicy]] = {
     "spectrain": SpecTrain,
     "pipeoptim": PipeOptim,
     "predict-stash": PredictStash,
+    "asyncpp": AsyncPP,
+    "basis-rotation": Rotation,
+    "2bw-ef": TwoBuffersFeedback,
 }
 """Name -> policy."""
 

@@ -14,6 +14,7 @@ of the unit; whoever trains, simulates or counts memory asks the same object.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,6 +70,8 @@ class WeightPolicy(Protocol):
         name: key in ``weights.POLICIES``.
         microbatches: whether an update takes the gradients of several micro-batches, which all
             stages then run through without a flush.
+        corrections: names of what stages do about stale gradients in their updates, the outermost
+            first, with the copies of the weights that each keeps; see ``Correction``.
     """
 
     @property
@@ -76,6 +79,9 @@ class WeightPolicy(Protocol):
 
     @property
     def microbatches(self) -> bool: ...
+
+    @property
+    def corrections(self) -> Mapping[str, int]: ...
 
     def __hash__(self) -> int:
         """Policies are values: what has been worked out for one holds for its equals."""

@@ -7,7 +7,7 @@ profile names one of ``OPTIMIZERS``, or plans without knowing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Rule = Literal["momentum", "adam", "last update"]
@@ -22,11 +22,13 @@ class OptimizerFacts:
     Attributes:
         momentum: whether it remembers a direction, so that a prediction has something to go by.
         rule: where a prediction comes from.
+        decay: weight of the past in that direction, where it is known.
     """
 
     name: str
     momentum: bool = True
     rule: Rule = "last update"
+    decay: float | None = field(default=None, compare=False)
 
     @property
     def keeps_last_update(self) -> bool:
@@ -39,6 +41,8 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
     "sgd-momentum": OptimizerFacts("SGD", rule="momentum"),
     "adam": OptimizerFacts("Adam", rule="adam"),
     "adamw": OptimizerFacts("AdamW", rule="adam"),
+    "nadam": OptimizerFacts("NAdam"),
+    "muon": OptimizerFacts("Muon"),
     "other": OptimizerFacts("the optimizer"),
 }
 """Name on the command line -> facts."""

@@ -24,6 +24,7 @@ the unit has come back to the source.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,6 +37,7 @@ class Naive:
 
     name: ClassVar[str] = "naive"
     microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen)
@@ -50,6 +52,7 @@ class Stash:
 
     name: ClassVar[str] = "stash"
     microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen)
@@ -64,6 +67,7 @@ class VerticalSync:
 
     name: ClassVar[str] = "vertical-sync"
     microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(max(unit.filled, unit.number - (unit.deepest - 1)))
@@ -78,6 +82,7 @@ class TwoBuffers:
 
     name: ClassVar[str] = "2bw"
     microbatches: ClassVar[bool] = True
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(max(unit.filled, unit.number - 1))
@@ -92,6 +97,7 @@ class SpecTrain:
 
     name: ClassVar[str] = "spectrain"
     microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag + _halfway(unit))
@@ -110,6 +116,7 @@ class PipeOptim:
 
     name: ClassVar[str] = "pipeoptim"
     microbatches: ClassVar[bool] = False
+    corrections: ClassVar[Mapping[str, int]] = {}
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag)
@@ -145,6 +152,11 @@ class PredictStash:
                 f"clip is a multiple of the usual gradient norm, over 1, or 0; not {self.clip}"
             )
 
+    @property
+    def corrections(self) -> Mapping[str, int]:
+        options = {"ramp": self.ramp, "norm-clip": self.clip}
+        return {name: 0 for name, value in options.items() if value}
+
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag)
 
@@ -156,3 +168,65 @@ class PredictStash:
         if updates >= self.ramp or lag <= 1:
             return 1.0
         return math.pow(lag, updates / self.ramp - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncPP(Stash):
+    """Stashing under NAdam with a momentum of .99 (AsyncPP, arXiv 2505.01099).
+
+    The paper's look-ahead along a long momentum is what NAdam's step does, so the optimizer is all
+    of the method: ``requirements`` refuses others, and warns of a shorter momentum.
+    """
+
+    name: ClassVar[str] = "asyncpp"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation(Stash):
+    """Stashing, and steps of Adam in an eigenbasis (basis rotation, arXiv 2602.03515).
+
+    The abstract fixes that the optimizer's coordinates are rotated to the eigenbasis of the
+    Hessian, in which scaling by coordinate keeps old directions useful. Assumed: the Hessian of a
+    matrix is taken for the second moments of its gradients on its shorter side; a new basis comes
+    by one step of the power method and QR; first moments turn along, second ones stay; parameters
+    that are no matrices are not rotated.
+
+    Attributes:
+        every: updates from one basis to the next.
+        memory: weight of the past in the second moments.
+    """
+
+    every: int = 10
+    memory: float = 0.95
+
+    name: ClassVar[str] = "basis-rotation"
+    corrections: ClassVar[Mapping[str, int]] = {"basis-rotation": 2}
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every is a number of updates, at least 1, not {self.every}")
+        if not 0 <= self.memory < 1:
+            raise ValueError(f"memory is at least 0 and less than 1, not {self.memory}")
+
+
+@dataclass(frozen=True, slots=True)
+class TwoBuffersFeedback(TwoBuffers):
+    """PipeDream-2BW with error feedback (arXiv 2606.30634, whose optimizer is Muon).
+
+    The abstract fixes a correction for any optimizer, after the model of error feedback. Assumed:
+    the error of an update is what the newer gradient has changed about it. Update t - 1 should have
+    been ``u_t``, which has come one step late, and was ``u_(t-1)``; so update t makes up for the
+    difference, ``W -= u_t + share * (u_t - u_(t-1))``, also when the pipeline has been drained.
+
+    Attributes:
+        share: of the difference.
+    """
+
+    share: float = 1.0
+
+    name: ClassVar[str] = "2bw-ef"
+    corrections: ClassVar[Mapping[str, int]] = {"error-feedback": 1}
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < math.inf:
+            raise ValueError(f"share is a factor on an update, more than 0, not {self.share}")

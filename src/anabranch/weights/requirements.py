@@ -12,12 +12,15 @@ from anabranch.errors import PolicyError
 from anabranch.plans.stages import StageGraph
 from anabranch.weights.base import WeightPolicy
 from anabranch.weights.optimizers import OptimizerFacts
-from anabranch.weights.policies import SpecTrain, VerticalSync
+from anabranch.weights.policies import VerticalSync
 from anabranch.weights.version_tracker import predicts
 
 SHALLOW = 4
 """Up to this depth PipeOptim comes close to synchronous training; beyond, its backward, which reads
 other weights than its forward, begins to cost."""
+
+LONG_MOMENTUM = 0.99
+"""The momentum of AsyncPP."""
 
 
 def require_fits(
@@ -95,20 +98,38 @@ def _warn_of_statistics(
 
 def require_optimizer(policy: WeightPolicy, optimizer: OptimizerFacts) -> None:
     """Accept an optimizer under a policy, or raise a ``PolicyError``."""
-    by_momentum = optimizer.rule == "momentum"
-    if isinstance(policy, SpecTrain) and not (by_momentum and optimizer.momentum):
-        without = " without momentum" if by_momentum else ""
+    by_momentum, other = optimizer.rule == "momentum", optimizer.name
+    if by_momentum and not optimizer.momentum:
+        other += " without momentum"
+    if policy.name == "spectrain" and not (by_momentum and optimizer.momentum):
         instead = "pipeoptim or predict-stash, which follow the optimizer's own rule"
         if not optimizer.momentum:
             instead = "2bw or stash, which need no prediction"
         raise PolicyError(
-            f"spectrain predicts with the momentum of SGD, and the optimizer is {optimizer.name}"
-            f"{without}; choose {instead}, or give SGD a momentum"
+            f"spectrain predicts with the momentum of SGD, and the optimizer is {other}; choose "
+            f"{instead}, or give SGD a momentum"
+        )
+    if policy.name == "asyncpp" and optimizer.name != "NAdam":
+        raise PolicyError(
+            f"asyncpp is stashing under NAdam, and the optimizer is {other}; take NAdam with "
+            "betas=(0.99, 0.999), or choose stash"
+        )
+    if policy.name == "basis-rotation" and (by_momentum or optimizer.name.startswith("Muon")):
+        raise PolicyError(
+            "basis-rotation turns the coordinates in which Adam scales its step, and a step of "
+            f"{other} is the same in all of them; take Adam, or choose stash or 2bw-ef"
         )
 
 
 def optimizer_remark(policy: WeightPolicy, optimizer: OptimizerFacts) -> str:
-    """Return a warning if predictions from an optimizer are useless, else an empty text."""
+    """Return a warning if predictions from an optimizer are useless or its momentum is short, else
+    an empty text.
+    """
+    if policy.name == "asyncpp" and optimizer.decay is not None and optimizer.decay < LONG_MOMENTUM:
+        return (
+            f"asyncpp counts on a momentum of {LONG_MOMENTUM:g}, and that of {optimizer.name} is "
+            f"{optimizer.decay:g} here; take betas=({LONG_MOMENTUM:g}, 0.999)"
+        )
     if optimizer.momentum or not predicts(policy):
         return ""
     nothing = "the current weights" if optimizer.rule == "momentum" else "one gradient"

@@ -139,8 +139,9 @@ def versions_held(
     """
     units = units_in_flight(in_flight, microbatches)
     tracker = VersionTracker(policy, in_flight=units, deepest=deepest)
-    kept_update = last_update and tracker.predicts
-    peak = 1
+    kept_update = int(last_update and tracker.predicts)
+    kept_update += sum(policy.corrections.values())
+    peak = 1 + kept_update
     # The fill, one round of the steady state for every version there may be, and the drain.
     count = microbatches * (units + 2 * deepest + 2)
     for action in stage_actions(0, in_flight, microbatches, count):

@@ -63,6 +63,27 @@ def test_a_builtin_is_captured_once(document, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "mmt", "--cluster", "local:100000", "--batch-size", "64"),
+        ("compare", "mmt", "--cluster", "local:100000", "--batch-size", "64"),
+        ("rehearse", "mmt", "--cluster", "local:100000", "--batch-size", "64"),
+        ("train", "mmt", "--devices", "100000"),
+    ],
+)
+def test_too_many_devices_are_refused_before_a_capture(run, monkeypatch, command):
+    """Which takes longer than the refusal."""
+
+    def capture(*_, **__):
+        raise AssertionError("captured")
+
+    monkeypatch.setattr(graph_capture, "capture", capture)
+    code, _, err = run(*command)
+    assert code == 1
+    assert "local:100000 has 100000 devices; plans are searched for 8192 at most" in err
+
+
+@pytest.mark.parametrize(
     ("cluster", "order"),
     [("local:2", ["profile", "compile"]), ("summit:1x2", ["compile", "profile"])],
 )
@@ -156,8 +177,8 @@ def test_data_parallelism_is_a_baseline_of_every_plan(run, document, profile):
     better = document(*arguments, "--from", "straight.json")
     assert better["baselines"]["from"]["predicted"] == straight["predicted"]
     assert better["gain"]["from"] >= 1
-    assert "against the plan of --from (" in run(*arguments, "--from", "straight.json")[1]
-    assert "against" not in run(*arguments, "--from", "straight.json", "--no-baselines")[1]
+    assert "as fast as the plan of --from (" in run(*arguments, "--from", "straight.json")[1]
+    assert "as fast as" not in run(*arguments, "--from", "straight.json", "--no-baselines")[1]
 
 
 def test_a_plan_remembers_how_its_model_was_built(document, tmp_path):

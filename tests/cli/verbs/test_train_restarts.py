@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.series import checkpoints
 from anabranch.cli.job import Job
 
@@ -47,6 +50,52 @@ def test_with_fewer_devices_training_is_planned_anew(document, monkeypatch, tmp_
     assert len(found["device_peak_bytes"]) <= 1
 
 
+def test_with_survive_a_failure_costs_a_few_steps(run, tmp_path):
+    """It is said what died and where training goes on; the losses are those of all steps."""
+    options = (*KILLED, "--steps", "10", "--seed", "3", "--json")
+    code, out, err = run(*options, "--survive", "--spare-copies", "2")
+    assert code == 0
+    assert "rank 1 was killed by signal 9 (SIGKILL) reading data" in err
+    assert "; goes on from step 6" in err
+    whole = json.loads(run(*options)[1])
+    survived = json.loads(out)
+    assert survived["restarts"] == 0
+    assert survived["losses"] == whole["losses"]
+    assert survived["metrics"] == whole["metrics"]
+
+
+def test_with_survive_training_goes_on_with_a_device_fewer(document, tmp_path):
+    """Nobody replaces the dead rank; the plan in the run's folder is the one for what is left."""
+    options = (*KILLED, "--steps", "10", "--seed", "3")
+    survived = document(*options, "--survive", "--no-replace", "--save", "run")
+    plan = json.loads((tmp_path / survived["run"] / "plan.json").read_text())
+    assert [stage["devices"] for stage in plan["stages"]] == [[0]] * len(plan["stages"])
+    assert Checkpoint(tmp_path / "run").progress.step == 10
+    (tmp_path / "killed").touch()
+    whole = document(*options)
+    assert survived["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+
+
+def test_under_torchrun_the_first_process_has_all_ranks(run, monkeypatch):
+    """The others end at once; ranks of several hosts are refused."""
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    options = (*KILLED, "--steps", "10", "--seed", "3", "--json", "--survive")
+    assert run(*options)[:2] == (0, "")
+    monkeypatch.setenv("RANK", "0")
+    code, out, err = run(*options)
+    assert code == 0
+    assert len(json.loads(out)["losses"]) == 10
+    assert "rank 1 was killed" in err
+    assert "RANK" not in os.environ
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    code, _, err = run(*options)
+    assert code == 2
+    assert "the ranks are on several hosts" in json.loads(_)["message"]
+
+
 @pytest.mark.parametrize(
     ("environment", "arguments", "said"),
     [
@@ -55,6 +104,9 @@ def test_with_fewer_devices_training_is_planned_anew(document, monkeypatch, tmp_
         ({}, ("--resume", "a", "--weights", "b"), "begin with one of them"),
         ({}, ("--resume", "a", "--seed", "1"), "the checkpoint has that of the run"),
         ({}, ("--replan", "--mode", "async"), "--replan: not with --mode async"),
+        ({}, ("--survive", "--mode", "async"), "--survive: not with --mode async"),
+        ({}, ("--survive", "--replan"), "--survive and --replan: take one of them"),
+        ({}, ("--spare-copies", "5"), "only with --survive"),
     ],
 )
 def test_options_that_do_not_go_together(

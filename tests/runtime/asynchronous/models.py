@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from anabranch.graph.capture import Captured, capture
+from anabranch.runtime.muon import MuonAdam
 from anabranch.workload import Batch, Workload
 from tests.runtime.asynchronous.reference import RefStage
 
@@ -135,9 +136,16 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "amsgrad": partial(Adam, lr=0.02, amsgrad=True),
     "adamw": partial(AdamW, lr=0.02, weight_decay=0.1),
     "nadam": partial(NAdam, lr=0.02),
+    "long nadam": partial(NAdam, lr=0.02, betas=(0.99, 0.999)),
+    "muon": partial(MuonAdam, lr=0.02, weight_decay=0.1, adam=()),
     "rmsprop": partial(RMSprop, lr=0.01, momentum=0.5),
 }
 """Name -> class with its options."""
+
+
+def suited(policy: str) -> str:
+    """An optimizer that a policy takes."""
+    return {"asyncpp": "long nadam", "basis-rotation": "adam"}.get(policy, "momentum")
 
 
 def halving(optimizer: Optimizer) -> LRScheduler:

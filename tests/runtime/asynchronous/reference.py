@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class RefStage:
     distance: int = 0
     versions: list[list[Tensor]] = field(default_factory=list)
     last: list[Tensor] | None = None
+    kept: dict[int, Any] = field(default_factory=dict)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -85,12 +87,12 @@ def weights_for(
     half = (depth - 1 - d) // 2
     if policy == "naive":
         return stage.versions[v], "current"
-    if policy == "stash":
+    if policy in ("stash", "asyncpp", "basis-rotation"):
         return stage.versions[v], stage.versions[v]
     if policy == "vertical-sync":
         old = stage.versions[max(full, n - (depth - 1))]
         return old, old
-    if policy == "2bw":
+    if policy in ("2bw", "2bw-ef"):
         old = stage.versions[max(full, n - 1)]
         return old, old
     if policy == "spectrain":
@@ -107,6 +109,45 @@ def write(stage: RefStage, tensors: Sequence[Tensor]) -> None:
     """Overwrite the weights where they are, without telling autograd."""
     for p, tensor in zip(stage.weights, tensors, strict=True):
         p.data.copy_(tensor)
+
+
+def fed_back(stage: RefStage, before: Sequence[Tensor]) -> None:
+    """Error feedback: after update u_t, W -= u_t - u_(t-1)."""
+    for i, (p, old) in enumerate(zip(stage.weights, before, strict=True)):
+        update = old - p.detach()
+        p.data -= update - stage.kept.get(i, update)
+        stage.kept[i] = update
+
+
+def rotated_step(stage: RefStage, updates: int, every: int = 10, memory: float = 0.95) -> None:
+    """The optimizer's step with every matrix turned to the eigenvectors of G G', or of G' G."""
+    back: list[Callable[[], None]] = []
+    for i, p in enumerate(stage.weights):
+        if p.dim() != 2 or min(p.shape) == 1 or p.grad is None:
+            continue
+        wide, g, w = p.shape[0] <= p.shape[1], p.grad, p.detach().clone()
+        square = g @ g.T if wide else g.T @ g
+        into = (lambda x, q: q.T @ x) if wide else (lambda x, q: x @ q)
+        out = (lambda x, q: q @ x) if wide else (lambda x, q: x @ q.T)
+        if i not in stage.kept:
+            moments, q = square, torch.linalg.eigh(square).eigenvectors.flip(-1)
+        else:
+            moments, q = stage.kept[i]
+            moments, old = torch.lerp(moments, square, 1 - memory), q
+            if updates % every == 0:
+                q = torch.linalg.qr(moments @ q).Q
+                mean = stage.optimizer.state[p]["exp_avg"]
+                mean.copy_(into(out(mean, old), q))
+        stage.kept[i] = moments, q
+        start = into(w, q)
+        p.grad = into(g, q)
+        p.data.copy_(start)
+        back.append(
+            lambda p=p, w=w, q=q, start=start, out=out: p.data.copy_(w + out(p.data - start, q))
+        )
+    stage.optimizer.step()
+    for put_back in back:
+        put_back()
 
 
 def train(
@@ -232,7 +273,12 @@ class _Run:
         stage.last = [w.detach().clone() for w in stage.weights]
         if stage.optimizer is not None:
             versions = [p._version for p in stage.weights]
-            stage.optimizer.step()
+            if self.policy == "basis-rotation":
+                rotated_step(stage, len(stage.versions) - 1)
+            else:
+                stage.optimizer.step()
+            if self.policy == "2bw-ef":
+                fed_back(stage, stage.last)
             if stage.weights:
                 torch._C._autograd._unsafe_set_version_counter(tuple(stage.weights), versions)
             stage.optimizer.zero_grad()

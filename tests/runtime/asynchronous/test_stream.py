@@ -12,7 +12,7 @@ from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.worker import BatchRun
 from anabranch.schedule.schedule import Kind
 from anabranch.weights import POLICIES
-from tests.runtime.asynchronous.models import batches, cut, halving
+from tests.runtime.asynchronous.models import batches, cut, halving, suited
 from tests.runtime.asynchronous.reference import train
 from tests.runtime.asynchronous.running import (
     by_hand,
@@ -117,10 +117,11 @@ def cases(name: str, dtype: torch.dtype) -> list[tuple[str, str]]:
         momentum, others = "nesterov", ["nadam"]
     elif name != "chain 3":
         others = ["adam"]
+    only = {"spectrain": momentum, "asyncpp": "long nadam", "basis-rotation": others[-1]}
     return [
         (policy, optimizer)
         for policy in POLICIES
-        for optimizer in ([momentum] if policy == "spectrain" else others)
+        for optimizer in ([only[policy]] if policy in only else others)
     ]
 
 
@@ -147,7 +148,7 @@ def test_training_is_bitwise_the_reference(name: str, dtype: torch.dtype) -> Non
         results = []
         for (policy, _), each in wanted.items():
             fresh(model, start)
-            plan = chosen[4 if policy == "2bw" else 1]
+            plan = chosen[4 if policy.startswith("2bw") else 1]
             pipe = pipeline(model, plan, policy, workload=each.workload)
             losses = [*pipe.steps(data[:3]), *pipe.steps(data[3:])]
             results.append((losses, held(pipe), pipe.version_difference))
@@ -155,7 +156,7 @@ def test_training_is_bitwise_the_reference(name: str, dtype: torch.dtype) -> Non
 
     results = on_ranks(chosen[1], work)
     for i, ((policy, optimizer), each) in enumerate(wanted.items()):
-        m = 4 if policy == "2bw" else 1
+        m = 4 if policy.startswith("2bw") else 1
         expected = train(each.by_hand, policy, data, fills=(0, 3), microbatches=m)
         mine = [rank[i] for rank in results]
         assert all(losses == expected for losses, _, _ in mine), (policy, optimizer)
@@ -175,12 +176,14 @@ def test_peak_versions_are_those_that_policies_promise() -> None:
     data, start = batches(9), start_of(model)
     chosen = {m: plan_of(model, microbatches=m) for m in (1, 4)}
     heights = chosen[1].stage_graph.height
+    workloads = {policy: cut("two branches", suited(policy)).workload for policy in POLICIES}
 
     def work() -> dict[str, Any]:
         found = {}
         for policy in POLICIES:
             fresh(model, start)
-            pipe = pipeline(model, chosen[4 if policy == "2bw" else 1], policy)
+            plan = chosen[4 if policy.startswith("2bw") else 1]
+            pipe = pipeline(model, plan, policy, workload=workloads[policy])
             list(pipe.steps(data))
             found[policy] = (
                 pipe.peak_versions,
@@ -196,6 +199,8 @@ def test_peak_versions_are_those_that_policies_promise() -> None:
     assert peaks["vertical-sync"] == (depth,) * len(heights)
     assert peaks["2bw"] == peaks["spectrain"] == (2,) * len(heights)
     assert peaks["pipeoptim"] == tuple(min(h + 1, 2) for h in heights)
+    assert peaks["2bw-ef"] == (3,) * len(heights)
+    assert peaks["basis-rotation"] == tuple(h + 3 for h in heights)
     assert all(rank[p][:2] == results[0][p][:2] for rank in results for p in POLICIES)
     assert all(rank[p][2] == peaks[p][r] for r, rank in enumerate(results) for p in POLICIES)
     parts = [sum(p.numel() * 4 for p in stage.module.parameters()) for stage in model.by_hand]

@@ -18,9 +18,11 @@ from anabranch.weights import (
     Naive,
     PipeOptim,
     PredictStash,
+    Rotation,
     SpecTrain,
     Stash,
     TwoBuffers,
+    TwoBuffersFeedback,
     versions_held,
 )
 from benchmarks.replay import Replay
@@ -323,17 +325,27 @@ class Saved:
         return self.entries[key]
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "nadam"])
-def test_a_resumed_run_predicts_as_if_it_had_not_stopped(optimizer):
-    """From the state of the optimizers and the last updates, when drained."""
+@pytest.mark.parametrize(
+    ("optimizer", "policy"),
+    [
+        *((name, PredictStash(ramp=10, clip=1.5)) for name in ("momentum", "adam", "nadam")),
+        ("adam", Rotation(every=4)),
+        ("adam", TwoBuffersFeedback(share=0.5)),
+    ],
+)
+def test_a_resumed_run_predicts_as_if_it_had_not_stopped(optimizer, policy):
+    """From the state of the optimizers and of the corrections, and the last updates, when
+    drained.
+    """
 
     def fresh() -> Replay:
         model = cut("chain 3", optimizer)
         return Replay(
             model.workload,
             model.operators,
-            PredictStash(ramp=10, clip=1.5),
+            policy,
             batch_size=4,
+            microbatches=4 if policy.microbatches else 1,
             captured=model.captured,
         )
 

@@ -100,11 +100,8 @@ def test_what_a_container_leaves(tmp_path: Path) -> None:
     assert _container_free(tmp_path) == 400
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 100\n")
     assert _container_free(tmp_path) == 500
-    first = tmp_path / "v1" / "memory"
-    first.mkdir(parents=True)
-    (first / "memory.limit_in_bytes").write_text("1000")
-    (first / "memory.usage_in_bytes").write_text("1200")
-    assert _container_free(tmp_path / "v1") == 0
+    (tmp_path / "memory.current").write_text("1200\n")
+    assert _container_free(tmp_path) == 0
 
 
 def test_what_a_host_has_free(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from anabranch import measure_workload
-from anabranch.runtime.measurement.workload import measure_reading, reading_s
+from anabranch.runtime.measurement.workload import ReadingSizes, measure_reading, reading_s
 from anabranch.workload import Batch, Workload
 from tests.runtime.small import batch, built, with_options
+
+READING = "anabranch.runtime.measurement.workload.READING"
 
 
 def test_all_that_a_step_takes_is_measured() -> None:
@@ -33,7 +35,7 @@ def test_all_that_a_step_takes_is_measured() -> None:
 def test_the_median_of_what_follows_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that takes 8 s to start, then 2 s, 1 s and 3 s a batch: 2 s."""
     clock = [0.0]
-    monkeypatch.setattr("anabranch.runtime.measurement.workload._BUDGET_S", 100.0)
+    monkeypatch.setattr(READING, ReadingSizes(budget_s=100.0))
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     def batches() -> Iterator[Batch]:
@@ -66,7 +68,7 @@ def test_random_numbers_stay_and_broken_data_is_for_training_to_report() -> None
 
 def test_a_loader_that_blocks_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It held ``plan`` up for ever."""
-    monkeypatch.setattr("anabranch.runtime.measurement.workload._PATIENCE_S", 0.05)
+    monkeypatch.setattr(READING, ReadingSizes(patience_s=0.05))
     over = threading.Event()
 
     def blocked(batch_size: int, epoch: int) -> Iterator[Batch]:

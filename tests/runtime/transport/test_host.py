@@ -224,7 +224,7 @@ def test_a_mesh_of_one_host_has_no_sockets_for_data() -> None:
 
 def test_ranks_of_other_hosts_are_reached_through_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 say they are on one host, rank 2 on another; all pairs deliver."""
-    monkeypatch.setattr(meeting, "_host", lambda: bytes([1 + dist.get_rank() // 2]) * 32)
+    monkeypatch.setattr(meeting, "_host_digest", lambda: bytes([1 + dist.get_rank() // 2]) * 32)
     assert launch.run(_all_to_all, 3, timeout=30.0) == [
         (["HostTransport", "ProcessGroupTransport"], [10, 20]),
         (["HostTransport", "ProcessGroupTransport"], [1, 21]),

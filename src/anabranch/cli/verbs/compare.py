@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.clusters import read_cluster
+from anabranch.cli.clusters import cluster_to_plan_for
 from anabranch.cli.comparison import (
     Contender,
     comparison,
@@ -122,7 +122,7 @@ def compare(
     is_async = planning.mode == "async"
     if policy and not is_async:
         raise typer.BadParameter("--policy is for --mode async; without it weights have no policy")
-    cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
+    cluster = cluster_to_plan_for(planning.cluster, calibrated=not planning.no_calibration)
     source = model.source
     named = required_rewrites(rewrite or "none", source, planning.mode)
     source = replace(source, rewrites=named)
@@ -208,6 +208,7 @@ def _write_page(
     from anabranch.errors import AnabranchError
     from anabranch.report.figure import ReportTable
     from anabranch.report.html import page
+    from anabranch.simulator.critical_path import critical_path
     from anabranch.solve import foreseen
 
     plans = {c: plan for c, plan in results.items() if not isinstance(plan, AnabranchError)}
@@ -225,6 +226,7 @@ def _write_page(
         [(_name(contender), timeline) for contender, timeline in drawn.items()],
         graphs=[plans[contender].stage_graph for contender in drawn],
         tables=[table],
+        paths=[critical_path(t, plans[c].stage_graph) for c, t in drawn.items()],
         notes=remarks(results, costs.origin),
     )
     file.write_text(text, encoding="utf-8")

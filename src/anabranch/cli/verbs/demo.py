@@ -21,7 +21,7 @@ from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.cli.verbs.cluster import calibration_rows
-from anabranch.cli.verbs.plan import against
+from anabranch.cli.verbs.plan import gain
 from anabranch.cluster import Cluster
 from anabranch.plans.plan import time_text
 
@@ -59,7 +59,7 @@ def demo(
         search = partial(job.search, local, max_replicas=1, own_cores=True)
         sequential, job.plan = search(planner="sequential"), search(planner="auto")
         story.say(job.plan.summary())
-        story.say(against("sequential", sequential, job.plan) + " predicted")
+        story.say(gain("sequential", sequential, job.plan) + " predicted")
     with story.chapter("Verify: one step on local ranks against one process"):
         from anabranch.verification import verify
 

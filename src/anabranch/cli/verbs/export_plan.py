@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +10,12 @@ import typer
 
 from anabranch.cli.output import folder_to_write, print_json
 from anabranch.cli.settings import AsJson, PlanFile
-from anabranch.cli.source import ModelSource, Preset, model_in_file
+from anabranch.cli.source import ModelSource, Preset, command_naming, model_in_file
 from anabranch.errors import OutputError
 
 
 def export_plan(
+    context: typer.Context,
     plan_file: PlanFile,
     folder: Annotated[
         Path,
@@ -51,7 +51,7 @@ def export_plan(
     from anabranch.interchange.torchtitan import SCHEDULE_FILE, torchtitan_options
 
     plan = load_plan(plan_file)
-    command = shlex.join(["anabranch", "export-plan", str(plan_file), plan.model])
+    command = command_naming(context, plan.model, plan_file)
     source = ModelSource.of_plan(
         plan, model or model_in_file(plan.model, plan_file, command), preset
     )

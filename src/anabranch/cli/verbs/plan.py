@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anabranch.cli.clusters import note_other_model, read_cluster
+from anabranch.cli.clusters import cluster_to_plan_for, note_other_model
 from anabranch.cli.comparison import (
     interrupted,
     plan_or_error,
@@ -40,6 +40,7 @@ from anabranch.errors import (
     InvalidPlanError,
     SearchStoppedError,
 )
+from anabranch.plans.plan import BASELINES, gain_text, time_text
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -102,7 +103,7 @@ def plan(
     from anabranch.solve import plan as search
 
     start_plan = load_plan(start) if start is not None else None
-    cluster = read_cluster(planning.cluster, calibrated=not planning.no_calibration)
+    cluster = cluster_to_plan_for(planning.cluster, calibrated=not planning.no_calibration)
     device, source = planning.device or cluster.device, model.source
     asked = named_rewrites(rewrite, source, planning.mode)
     fixed = start_plan.rewrites if start_plan is not None and asked is None else asked
@@ -219,8 +220,9 @@ def plan(
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(best, optimizer))
         return
-    gains = [against(name, other, best) for name, other in others.items()]
-    say(best.summary([*gains, *filter(None, [_faster(others, best)])]))
+    say(best.summary([*gains(others, best), *filter(None, [_faster(others, best)])]))
+    for words in glossary(best):
+        say(words)
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
         say(sentence)
     if best.mode == "async":
@@ -236,29 +238,47 @@ def plan(
     say_written(model.file)
 
 
-def against(name: str, other: Plan | AnabranchError, ours: Plan) -> str:
-    """One line that compares a baseline with our plan."""
-    if isinstance(other, AnabranchError):
-        return f"{_TITLES[name]} has no plan: {other}"
+def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[str]:
+    """Generate lines that compare a plan with another start, data parallelism and the best chain.
+
+    The chains are the sequential pipeline, with replicas and without, and what the search finds.
+    """
+    chains = [name for name in others if name not in ("from", "data-parallel")]
+    plans = {name: p for name, p in others.items() if not isinstance(p, AnabranchError)}
+    planned = [name for name in chains if name in plans]
+    best = min(planned, key=lambda name: plans[name].figures.step_s, default="")
+    for name, other in others.items():
+        if name in chains and best not in ("", name):
+            continue
+        if isinstance(other, AnabranchError):
+            yield f"{BASELINES[name]} has no plan: {other}"
+        elif name == best and name != "chain":
+            yield f"{gain(name, other, ours)}, the best chain of stages"
+        else:
+            yield gain(name, other, ours)
+
+
+def gain(name: str, other: Plan, ours: Plan) -> str:
+    """One line that compares a plan with a baseline."""
     step_s, graph = other.figures.step_s, other.stage_graph
     if (graph, other.schedule) == (ours.stage_graph, ours.schedule):
-        return f"{_TITLES[name]} is this plan"
-    gain = ratio(step_s, ours.figures.step_s)
+        return f"{BASELINES[name]} is this plan"
     return (
-        f"{'in no time' if gain is None else f'{gain:.2f}x'} against {_TITLES[name]} "
-        f"({step_s * 1e3:.2f} ms, depth {graph.depth}, "
-        f"micro-batch {graph.stages[0].microbatch_size}, {other.schedule})"
+        f"{gain_text(name, step_s, ours.figures.step_s)} ({time_text(step_s)}, "
+        f"depth {graph.depth}, micro-batch {graph.stages[0].microbatch_size}, {other.schedule})"
     )
 
 
-_TITLES = {
-    "from": "the plan of --from",
-    "data-parallel": "data parallelism",
-    "sequential": "the sequential pipeline",
-    "straight sequential": "the sequential pipeline without replicas",
-    "chain": "the best chain",
-}
-"""Baselines in words."""
+def glossary(plan: Plan) -> Iterator[str]:
+    """Generate the meaning of words in a summary that are not in everybody's."""
+    graph = plan.stage_graph
+    if len(graph) == 1:
+        return
+    k = " (of k at a time)" if any(graph.group_size(s) > 1 for s in range(len(graph))) else ""
+    yield (
+        "depth: stages that a micro-batch passes one after another; in flight: micro-batches "
+        f"between forward{k} and backward in a stage, at most; the schedules are in the docs"
+    )
 
 
 def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
@@ -271,11 +291,11 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
     if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""
-    from anabranch.solve import BASELINES
+    from anabranch.solve import BASELINES as SETTINGS
 
     options = " ".join(
         f"--{key.replace('_', '-')} {value}"
-        for key, value in BASELINES[name].items()
+        for key, value in SETTINGS[name].items()
         if isinstance(value, str | int)
     )
     if ours.mode == "async":
@@ -285,6 +305,6 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
             if depth == own_depth
             else f"at depth {depth} instead of {own_depth}, which decides how stale weights are"
         )
-        return f"{_TITLES[name]} is faster than this plan, {stale}: {options} plans it"
+        return f"{BASELINES[name]} is faster than this plan, {stale}: {options} plans it"
     end = ", or let the search of this planner come to its end" if interrupted(ours) else ""
-    return f"{_TITLES[name]} is faster than this plan: {options} plans it{end}"
+    return f"{BASELINES[name]} is faster than this plan: {options} plans it{end}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from anabranch.cli.clusters import cluster_of, read_cluster
+from anabranch.cli.clusters import cluster_of, cluster_to_plan_for
 from anabranch.cli.output import note, print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.preflight import require_new_run
@@ -107,7 +107,7 @@ def _searched(source: ModelSource, named: str, batch_size: int) -> tuple[Plan, P
     from anabranch.solve import plan as search
 
     # Emulated devices do not compute, and take nothing from their neighbours.
-    cluster = read_cluster(named, calibrated=False)
+    cluster = cluster_to_plan_for(named, calibrated=False)
     profile = source.profile(cluster.device, batch_size)
     plan = usage(search, profile, cluster, batch_size, model=source.model)
     return replace(plan, options=source.recorded()), profile, cluster

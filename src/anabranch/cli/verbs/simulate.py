@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from anabranch.cli.comparison import staleness_table
 from anabranch.cli.output import file_to_write, note, print_json, print_table, say_written
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
-from anabranch.cli.source import model_in_file
+from anabranch.cli.source import command_naming, model_in_file
 from anabranch.cli.spread import spread
 from anabranch.plans.plan import Mode, Plan, headline, time_text
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 @spread
 def simulate(
+    context: typer.Context,
     plan_file: PlanFile,
     other: PlannedModelSettings,
     model: Annotated[
@@ -78,8 +78,9 @@ def simulate(
     cluster = other.cluster_of(plan, plan_file)
     chosen = mode or plan.mode
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
-    command = shlex.join(["anabranch", "simulate", str(plan_file), plan.model])
-    model = model or model_in_file(plan.model, plan_file, command)
+    model = model or model_in_file(
+        plan.model, plan_file, command_naming(context, plan.model, plan_file)
+    )
     source, device = other.source(model, plan), other.device_of(plan, cluster)
     costs, optimizer = source.profile_and_optimizer(device, batch_size, chosen, other.optimizer)
     explanation = None
@@ -113,11 +114,13 @@ def simulate(
     if report is not None:
         from anabranch.report.figure import ReportTable, spent
         from anabranch.report.html import page
+        from anabranch.simulator.critical_path import critical_path
 
         tables = [spent(explanation.parts())] if explanation is not None else []
         if simulated is not None:
             tables = [ReportTable(*staleness_table(shown.policy, simulated.staleness))]
-        text = page(shown, [(title, timeline)], graphs=[graph], tables=tables)
+        paths = [critical_path(timeline, graph)] if simulated is None else []
+        text = page(shown, [(title, timeline)], graphs=[graph], tables=tables, paths=paths)
         report.write_text(text, encoding="utf-8")
     files = {"trace": trace, "report": report}
     note_other_model(plan, costs.graph)
@@ -199,8 +202,13 @@ def _say(
         return
     sums = timeline.exposed_sums if simulated is None else None
     typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode, timeline.period_s, sums))
-    shares = (f"{what} {seconds * 1e3:.2f} ms" for what, seconds in timeline.parts.items())
-    typer.echo(f"of {timeline.step_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")
+    parts, whole_s = timeline.parts, timeline.step_s
+    if simulated is not None:  # of a mini-batch of the full pipeline, as the line above
+        count, whole_s = simulated.graph.batch_size // batch_size, step_s
+        parts = {what: seconds / count for what, seconds in parts.items()}
+        parts["wait"] = max(0.0, step_s - (sum(parts.values()) - parts["wait"]))
+    shares = (f"{what} {seconds * 1e3:.2f} ms" for what, seconds in parts.items())
+    typer.echo(f"of {whole_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")
     typer.echo(f"costs: {plan.profile}")
     if simulated is not None:
         print_table(*staleness_table(plan.policy, simulated.staleness))

@@ -22,7 +22,13 @@ from anabranch.cli.preflight import (
     require_new_run,
     require_trainable,
 )
-from anabranch.cli.restarts import first_step, is_restarted, restarted, train_with_restarts
+from anabranch.cli.restarts import (
+    begin_surviving,
+    first_step,
+    is_restarted,
+    restarted,
+    train_with_restarts,
+)
 from anabranch.cli.run_texts import how_to_go_on, say_run, say_stopped, say_stopping
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
@@ -34,6 +40,7 @@ from anabranch.cli.training_settings import (
     TrainingSettings,
 )
 from anabranch.cli.verbs.rehearse import STEPS, LinkSettings, emulate, planned_in_file
+from anabranch.errors import InvalidPlanError
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -72,7 +79,8 @@ def train(
     torchrun starts on one host or on many.
 
     With --save run --save-every 10m there are checkpoints during training, and --resume run goes on
-    from the newest; --max-restarts 3 does that by itself where a rank fails.
+    from the newest; --max-restarts 3 does that by itself where a rank fails. With --survive the
+    other ranks live on, and a few steps are done again from copies in memory.
 
     `anabranch train run.toml` has all of this from a file: `steps = 50`, `save-every = "10m"`.
 
@@ -84,6 +92,9 @@ def train(
         _rehearse(model, local, [training, compute, flush], training.steps, run, as_json=as_json)
         return
     began = time.time()
+    ranks = begin_surviving() if training.survive else None
+    if ranks is not None and local.plan_file is None:
+        local = replace(local, devices=local.devices or ranks)
     from anabranch.graph.loss_kinds import told
 
     options = compute.options()
@@ -93,6 +104,11 @@ def train(
     is_async = flush.is_async(job.plan)
     refuse_mode(is_async, flush, compute, training)
     shown, policy = _plan(job, local, training, options, flush, compute)
+    if ranks not in (None, len(shown.stage_graph.devices)):
+        raise InvalidPlanError(
+            f"the plan is for {len(shown.stage_graph.devices)} devices, but torchrun has started "
+            f"{ranks} processes; start one per device"
+        )
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and local.plan_file is not None and shown.predicted is not None:
         note_uncalibrated(shown)
@@ -112,21 +128,28 @@ def train(
             "clip_stage_norm": flush.clip_stage_norm,
         }
 
-    def attempt(asked: TrainingSettings) -> Run:
+    def plan_fewer(asked: TrainingSettings, left: int) -> None:
         nonlocal shown, special
         assert job.plan is not None
-        planned, left = len(job.plan.stage_graph.devices), job.devices_left()
-        if (is_restarted() or asked is not training) and left != planned:
-            batch_size = job.plan.stage_graph.batch_size
-            fewer = replace(local, plan_file=None, devices=left, batch_size=batch_size)
-            job.forget_plan()
-            shown, policy = _plan(job, fewer, asked, options, flush, compute)
-            special |= {"policy": policy} if is_async else {}
-            if is_first:
-                note(f"{left} of {planned} devices are left, for which training is planned anew")
+        before = job.plan.stage_graph
+        fewer = replace(local, plan_file=None, devices=left, batch_size=before.batch_size)
+        job.forget_plan()
+        shown, policy = _plan(job, fewer, asked, options, flush, compute)
+        special |= {"policy": policy} if is_async else {}
+        if is_first:
+            planned = len(before.devices)
+            note(f"{left} of {planned} devices are left, for which training is planned anew")
+
+    def attempt(asked: TrainingSettings) -> Run:
+        assert job.plan is not None
+        left = job.devices_left()
+        is_again = is_restarted() or asked is not training
+        if is_again and left != len(job.plan.stage_graph.devices):
+            plan_fewer(asked, left)
         return train_job(
             job,
             asked,
+            fewer=partial(plan_fewer, asked),
             is_async=is_async,
             # Of a run in another way than the plan's its prediction says nothing.
             predicted_s=shown.predicted.step_s if shown.predicted is not None else 0.0,

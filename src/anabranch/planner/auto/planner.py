@@ -89,7 +89,8 @@ class Auto:
             )
         cost = self._shaped(cost)
         problem = Problem(cost, batch_size, microbatch_size, self.max_replicas).checked()
-        space = Space(cost, batch_size, problem.sizes, self.recompute)
+        most = problem.most_replicas
+        space = Space(cost, batch_size, problem.sizes, self.recompute, most_replicas=most)
         evaluate = Evaluator(cost, batch_size, max_replicas=self.max_replicas)
         coarse = coarsen(cost, batch_size, microbatch_size)
         count = min(self._first(cost), SETTINGS.neighbours) if coarse else self._first(cost)

@@ -10,6 +10,7 @@ from random import Random
 
 from anabranch.planner.auto.annealing import AnnealedDraft, Annealing, Evaluate
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of, variants
+from anabranch.planner.auto.loops import loops
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
@@ -69,7 +70,7 @@ class Search:
                     self._likely.append(graph)
                     if graph not in self._origins:
                         moves = annealed.moves
-                        changes = f"{moves} local change{'s' if moves != 1 else ''}"
+                        changes = f"{moves} change{'s' if moves != 1 else ''} to stages or devices"
                         yield self._remember(
                             graph,
                             f"improved by {changes}; started from the plan of "
@@ -106,6 +107,12 @@ class Search:
             (self._remember(graph, f"{origin}, then by {moves} more"), way)
             for (graph, way), moves in proposals.items()
         ]
+
+    def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
+        """Stages in a row that pass the devices several times; see ``planner.base``."""
+        graphs = loops(self._space, limit, recompute=recompute and self._space.recompute)
+        origin = "a row of stages that passes the devices several times"
+        return [self._remember(graph, origin) for graph in graphs]
 
     def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
         """True for a stage graph that takes far longer than its evaluation says."""

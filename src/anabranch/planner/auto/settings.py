@@ -29,6 +29,8 @@ class Settings:
             search is repeated for stages in a row, since messages wait for each other on slow cards
             of nodes in ways that evaluations do not know.
         most: operators and devices of a coarse problem, which is for more (or twice the devices).
+        rounds: how often stages in a row pass all devices where each has several.
+        fewest_each: such rows have at most so many groups of devices for each micro-batch.
         error: how much slower than the plan they may seem: about as wrong as an evaluation can be.
     """
 
@@ -46,6 +48,8 @@ class Settings:
     error: float = 0.05
     misled: float = 0.1
     most: int = 128
+    rounds: tuple[int, ...] = (2, 4)
+    fewest_each: int = 2
 
 
 SETTINGS = Settings()

@@ -26,6 +26,7 @@ class Space:
         shared: replicas may share the optimizer's state, or not.
         split: backwards may be split.
         further: all moves are made, not only those that change stages and devices.
+        most_replicas: of a stage.
     """
 
     cost: CostModel
@@ -36,6 +37,7 @@ class Space:
     shared: bool = False
     split: bool = False
     further: bool = False
+    most_replicas: int = 1
 
     @cached_property
     def edges(self) -> Ints:

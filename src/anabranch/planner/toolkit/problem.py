@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.cost.nested_weights import NestedSets
 from anabranch.errors import InfeasiblePlanError
@@ -18,6 +19,20 @@ MOST_DEVICES = 2**13
 
 MOST_SAMPLES = 2**30
 """Samples of a batch that is planned at most: they are counted in 32 bits."""
+
+
+def require_few_devices(cluster: Cluster) -> None:
+    """Accept a cluster for which plans are searched.
+
+    Raises:
+        InfeasiblePlanError: if it has too many devices.
+    """
+    if cluster.num_devices > MOST_DEVICES:
+        raise InfeasiblePlanError(
+            f"{cluster.name} has {cluster.num_devices} devices; plans are searched for "
+            f"{MOST_DEVICES} at most: plan for a part of the cluster, which several jobs or "
+            "replicas of the whole pipeline can share"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,12 +80,7 @@ class Problem:
                 f"{-(-batch_size // microbatch_size)}; a stage has {MOST_MICROBATCHES} at most: "
                 "name a larger micro-batch or a smaller batch"
             )
-        if total > MOST_DEVICES:
-            raise InfeasiblePlanError(
-                f"{cost.cluster.name} has {total} devices; plans are searched for {MOST_DEVICES} "
-                "at most: plan for a part of the cluster, which several jobs or replicas of the "
-                "whole pipeline can share"
-            )
+        require_few_devices(cost.cluster)
         powers = replace(self, any_degree=False)
         if not any(powers.prices(size).degrees for size in self.sizes):
             raise InfeasiblePlanError(

@@ -16,13 +16,22 @@ from functools import partial
 from torch import Tensor
 
 from anabranch.errors import NonFiniteError
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.asynchronous.divergence import Divergence
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.step_totals import StepTotals
+from anabranch.runtime.worker import BatchRun
+
+Told = tuple[int, StepTotals]
+"""Number of a mini-batch, and its sums, which may be under way."""
 
 
 class MinibatchTotals:
-    """Sums of loss and metrics over all ranks, of mini-batches whose loss has not been read."""
+    """Sums of loss and metrics over all ranks, of mini-batches whose loss has not been read.
+
+    Attributes:
+        listener: called with every mini-batch that this rank has learned from.
+    """
 
     def __init__(
         self,
@@ -34,15 +43,23 @@ class MinibatchTotals:
         self._mesh, self._metrics, self._why, self._settle = mesh, metrics, why, settle
         self._given_out: deque[tuple[int, Mapping[str, Tensor], bytes]] = deque()
         self._learned: dict[int, Outcome] = {}
-        self._told: deque[tuple[int, StepTotals]] = deque()
+        self._told: deque[Told] = deque()
+        self._divergence = Divergence()
+        self.listener: Callable[[BatchRun], None] | None = None
 
     def give_out(self, number: int, leaves: Mapping[str, Tensor], digest: bytes) -> None:
         """Add the next mini-batch."""
         self._given_out.append((number, leaves, digest))
 
-    def note(self, number: int, outcome: Outcome) -> None:
-        """Note that this rank has learned from its part of a mini-batch, or has none."""
-        self._learned[number] = outcome
+    def note(self, run: BatchRun) -> None:
+        """Note that this rank has learned from its part of a mini-batch."""
+        self._learned[run.number] = run.outcome
+        if self.listener is not None:
+            self.listener(run)
+
+    def skip(self, number: int) -> None:
+        """Note that this rank has no part in a mini-batch."""
+        self._learned[number] = Outcome()
 
     def tell(self) -> None:
         """Begin all sums before which no other is missing."""
@@ -63,11 +80,16 @@ class MinibatchTotals:
         for _, tally in self._told:
             tally.read()
 
-    def take(self, before: int) -> Iterator[tuple[int, StepTotals]]:
-        """Generate the sums of mini-batches before a number, each once; they may be under way."""
+    def take(self, before: int) -> Iterator[Told]:
+        """Generate the sums of mini-batches before a number, each once."""
         while self._told and self._told[0][0] < before:
             yield self._told.popleft()
 
-    def last(self) -> tuple[int, StepTotals]:
+    def last(self) -> Told:
         """Remove and return the sums that were begun last."""
         return self._told.pop()
+
+    def loss(self, told: Told) -> tuple[float, str]:
+        """Wait for the loss of a mini-batch; once in a run, also what says that losses climb."""
+        told[1].read()
+        return told[1].loss, self._divergence.note(told[1].loss)

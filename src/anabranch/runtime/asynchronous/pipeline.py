@@ -28,8 +28,7 @@ from anabranch.checkpoint import Checkpoint
 from anabranch.errors import DataError, NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.asynchronous.divergence import Divergence
-from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
+from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals, Told
 from anabranch.runtime.asynchronous.recording import Recording
 from anabranch.runtime.asynchronous.requirements import (
     asynchronous_stages,
@@ -41,15 +40,12 @@ from anabranch.runtime.asynchronous.requirements import (
 from anabranch.runtime.asynchronous.stream import Stream
 from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
-from anabranch.runtime.compute.stage_compute import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import BatchCheck
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.messages import channels
-from anabranch.runtime.step_totals import StepTotals
-from anabranch.runtime.worker import BatchRun
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy
 from anabranch.workload import Batch, Workload
@@ -166,10 +162,9 @@ class AsyncPipeline(BasePipeline):
                 self._stage,
                 self.policy,
                 clip=clip_stage_norm,
-                learned=self._note,
+                learned=self._outcomes.note,
                 tell=self._outcomes.tell,
             )
-        self._divergence = Divergence()
         self._measured_at = -1
         self._number, self._parted, self._loops = next(_NUMBERS), count(), count()
         self._recent_s: deque[float] = deque(maxlen=8)
@@ -241,7 +236,7 @@ class AsyncPipeline(BasePipeline):
         """
         self._put(batch)
         self.drain()
-        return self._read(*self._outcomes.last())
+        return self._read(self._outcomes.last())
 
     def drain(self) -> None:
         """Learn from everything that is in flight; all stages are at one version afterwards."""
@@ -281,30 +276,24 @@ class AsyncPipeline(BasePipeline):
             self._session.prepare(batch, leaves, self._stream.worker_of)
             self._outcomes.give_out(self.step_number, leaves, self._session.batch_digest)
             if not self._stream.put(leaves, self.step_number):
-                self._outcomes.note(self.step_number, Outcome())
+                self._outcomes.skip(self.step_number)
             self._outcomes.tell()
             POSITION.leave()
         self._recent_s.append(time.perf_counter() - started)
         self._session.count()
 
-    def _note(self, run: BatchRun) -> None:
-        """Note what came of a mini-batch that this rank has learned from."""
-        self._outcomes.note(run.number, run.outcome)
-        if self._recording is not None:
-            self._recording.note(run)
-
     def _known(self, first: int, before: int) -> Iterator[float]:
         """Losses from one mini-batch up to another, as far as they have not been told."""
-        for number, tally in self._outcomes.take(before):
-            loss = self._read(number, tally)
-            if number >= first:
+        for told in self._outcomes.take(before):
+            loss = self._read(told)
+            if told[0] >= first:
                 yield loss
 
-    def _read(self, number: int, tally: StepTotals) -> float:
+    def _read(self, told: Told) -> float:
         with self._session.failing(), POSITION.doing(Phase.TOTALS):
-            tally.read()
-        self.metrics, loss = tally.metrics, tally.loss
-        warning = self._divergence.note(loss)
+            loss, warning = self._outcomes.loss(told)
+        number, totals = told
+        self.metrics = totals.metrics
         if warning and self.rank == 0:
             warnings.warn(f"{warning}, at mini-batch {number}: {self._advice()}", stacklevel=4)
         return loss
@@ -345,6 +334,7 @@ class AsyncPipeline(BasePipeline):
         clock = self._session.workers.clock
         clock.begin()
         self._recording = Recording(first, last, size, self._order.per_update, clock)
+        self._outcomes.listener = self._recording.note
 
     def _measure(self) -> None:
         """Tell each other how many versions there were, and what was recorded."""
@@ -362,6 +352,7 @@ class AsyncPipeline(BasePipeline):
         if self._recording is not None and self._recording.last < self.step_number:
             self._session.workers.clock.end()
             self.timeline, self._recording = self._recording.timeline(self._mesh), None
+            self._outcomes.listener = None
 
     def evaluate(self, loader: Iterable[Batch] | None = None) -> dict[str, float]:
         """Drain, then do as ``Pipeline.evaluate``."""

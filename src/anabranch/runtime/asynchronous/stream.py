@@ -34,7 +34,7 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.asynchronous.versions import VersionedWeights
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.gradients import divide, gradients_of

@@ -17,8 +17,9 @@ since that is the policy. A prediction is written over it and the current weight
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +28,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.checkpoint import Checkpoint
+from anabranch.runtime.asynchronous.corrections import CORRECTIONS
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
-from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.optimizer_facts import require_rule
-from anabranch.weights import PredictStash, Reading, VersionTracker, WeightPolicy
+from anabranch.weights import Reading, VersionTracker, WeightPolicy
+from anabranch.weights.corrections import Step
 
 Storage = list[Tensor]
 """One tensor per trainable parameter of the stage."""
 
-_LAST, _MOVED, _NORM = "asynchronous-last", "asynchronous-moved", "asynchronous-norm"
-_VERSION = "asynchronous-version"
-
-_MEMORY = 0.9
-"""Weight of the past in the running norm of gradients."""
+_LAST, _MOVED, _VERSION = "asynchronous-last", "asynchronous-moved", "asynchronous-version"
 
 
 class VersionedWeights:
@@ -65,9 +63,12 @@ class VersionedWeights:
         self._parameters = tuple(parameter for _, parameter in trainable.values())
         if self._parameters and optimizer is None:
             raise ValueError(f"parameter {self._names[0]} is trained by no optimizer")
-        self._optimizer, self._scheduler, self._policy = optimizer, scheduler, policy
+        self._optimizer, self._scheduler = optimizer, scheduler
         self._tracker = VersionTracker(policy, in_flight=in_flight, deepest=deepest)
-        self._lag = in_flight - 1
+        self._corrections = [
+            CORRECTIONS[name](policy, in_flight - 1) for name in policy.corrections
+        ]
+        self._copies = 1 + sum(policy.corrections.values())
         self._current: Storage = [parameter.data for parameter in self._parameters]
         self._pointed = self._current
         self._pool = _WeightPool()
@@ -75,7 +76,6 @@ class VersionedWeights:
         self._predicted: dict[int, Storage] = {}
         self._moved: frozenset[int] | None = None
         self._last: Storage | None = None
-        self._norm: Tensor | None = None
         self._prediction: WeightPrediction | None = None
         if optimizer is not None and self._tracker.predicts:
             require_rule(policy, optimizer)
@@ -88,8 +88,10 @@ class VersionedWeights:
 
     @property
     def peak_versions(self) -> int:
-        """Most copies of the weights alive at once, the current one included."""
-        return 1 + self._pool.made
+        """Most copies of the weights alive at once, the current one and what corrections keep
+        included.
+        """
+        return self._copies + self._pool.made
 
     @property
     def peak_bytes(self) -> int:
@@ -154,15 +156,9 @@ class VersionedWeights:
                 weights,
                 ahead,
                 moved=self._moved,
-                rate=self._rate,
+                rate=math.prod(c.rate(self.version) for c in self._corrections),
                 last=self._last,
             )
-
-    @property
-    def _rate(self) -> float:
-        """Factor on the learning rate of the next update."""
-        policy = self._policy
-        return policy.rate(self._lag, self.version) if isinstance(policy, PredictStash) else 1.0
 
     def update(self, *, skip: bool = False, minibatches: int = 1) -> None:
         """The gradients of the oldest mini-batch in flight are in ``.grad``: make the next version.
@@ -172,7 +168,7 @@ class VersionedWeights:
                 usable gradients, such as one that overflowed in half precision.
             minibatches: that it learns from; the scheduler makes as many steps.
         """
-        rate, old = self._rate, self.version
+        old = self.version
         if self._tracker.finish():
             self._stored[old] = self._current
         self._release()
@@ -182,7 +178,7 @@ class VersionedWeights:
                 _copy(self._stored[old], self._current)
                 self._point(self._current)
             if not skip:
-                self._step(rate)
+                self._step(old)
         if self._optimizer is not None and self._scheduler is not None and not skip:
             for _ in range(minibatches):
                 self._scheduler.step()
@@ -198,40 +194,24 @@ class VersionedWeights:
             self._pool.give(self._stored.pop(version))
 
     @torch.no_grad()
-    def _step(self, rate: float) -> None:
+    def _step(self, updates: int) -> None:
         optimizer = self._optimizer
         assert optimizer is not None
-        grads = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
-        if isinstance(self._policy, PredictStash) and self._policy.clip and grads:
-            self._clip(list(grads.values()), self._policy.clip)
+        moved = frozenset(i for i, p in enumerate(self._parameters) if p.grad is not None)
         keeps_update = self._prediction is not None and self._prediction.rule == "last update"
         if keeps_update:
             self._last = self._last or self._pool.take(self._current)
             _copy(self._current, self._last)
         # What autograd has saved of a parameter either lies in another storage by now, or is to
         # change, by the policy.
-        unnoticed = _unsafe_preserve_version_counter(self._parameters)
-        with unnoticed, _slower(optimizer, rate):
+        with _unsafe_preserve_version_counter(self._parameters), ExitStack() as corrections:
+            for correction in self._corrections:
+                step = Step(self._parameters, optimizer, updates)
+                corrections.enter_context(correction.around(step))
             optimizer.step()
-        self._moved = frozenset(grads)
+        self._moved = moved
         if keeps_update and self._last:
             torch._foreach_sub_(self._last, self._current)
-
-    def _clip(self, grads: list[Tensor], most: float) -> None:
-        """Scale gradients to at most so many times their usual norm, without asking for a number.
-
-        The running norm is over the clipped ones, so one outlier does not raise it.
-        """
-        norms = torch._foreach_norm([entries(gradient) for gradient in grads])
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        if self._norm is None:
-            self._norm = torch.zeros_like(norm)
-        # Zero is no usual norm: a last layer that starts at zero lets no gradient through at first.
-        before = torch.where(self._norm > 0, self._norm, norm)
-        limit = most * before
-        torch._foreach_mul_(grads, torch.where(norm > limit, limit / norm, torch.ones_like(norm)))
-        usual = _MEMORY * before + (1 - _MEMORY) * torch.minimum(norm, limit)
-        self._norm = torch.where(norm.isfinite(), usual, self._norm)
 
     def entries(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint besides the optimizer's state, when drained."""
@@ -242,15 +222,19 @@ class VersionedWeights:
                 tensors[f"{_LAST}/{name}"] = self._last[i].clone()
             if self._moved is not None:
                 tensors[f"{_MOVED}/{name}"] = torch.tensor(i in self._moved)
-            if self._norm is not None:
-                tensors[f"{_NORM}/{name}"] = self._norm
+            for what, rows in self._kept_rows():
+                if i in rows:
+                    tensors[f"{what}/{name}"] = rows[i].clone()
         return tensors
+
+    def _kept_rows(self) -> list[tuple[str, dict[int, Tensor]]]:
+        return [rows for correction in self._corrections for rows in correction.kept.items()]
 
     def load(self, saved: Checkpoint) -> None:
         """Take over ``entries``; a synchronous run leaves nothing but its steps."""
-        last, moved, norms, versions = (
+        last, moved, versions = (
             [f"{what}/{name}" for name in self._names if name in set(saved.keys(what))]
-            for what in (_LAST, _MOVED, _NORM, _VERSION)
+            for what in (_LAST, _MOVED, _VERSION)
         )
         # Stages of another plan may have been at other versions, if they learned from rounds.
         updates = [int(saved.tensor(key)) for key in versions]
@@ -261,7 +245,13 @@ class VersionedWeights:
             self._last = self._last or self._pool.take(self._current)
             for key, tensor in zip(last, self._last, strict=True):
                 tensor.copy_(saved.tensor(key, like=tensor))
-        self._norm = saved.tensor(norms[0]).to(self._current[0].device) if norms else None
+        for what, rows in self._kept_rows():
+            names = set(saved.keys(what))
+            rows |= {
+                i: saved.tensor(f"{what}/{name}").to(self._current[i].device)
+                for i, name in enumerate(self._names)
+                if name in names
+            }
 
 
 class _WeightPool:
@@ -287,19 +277,3 @@ class _WeightPool:
 def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
     if source:
         torch._foreach_copy_(list(target), list(source))
-
-
-@contextmanager
-def _slower(optimizer: Optimizer, rate: float) -> Iterator[None]:
-    """Scale the learning rates of all groups, inside."""
-    if rate == 1:
-        yield
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * rate
-    try:
-        yield
-    finally:
-        for group, before in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = before

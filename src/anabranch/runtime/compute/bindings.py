@@ -55,11 +55,11 @@ BINDINGS: Mapping[Any, tuple[Callable[..., Any], int]] = {
 def fast_call(module: fx.GraphModule) -> Callable[..., Any]:
     """Return a function that does what a graph does."""
     graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
-    found: list[tuple[Mapping[str, Any], str]] = []
+    read: list[tuple[Mapping[str, Any], str]] = []
     for node in module.graph.find_nodes(op="placeholder"):
         copied[node] = graph.node_copy(node)
     for node in module.graph.find_nodes(op="get_attr"):
-        found.append(_where(module, str(node.target)))
+        read.append(_where(module, str(node.target)))
         copied[node] = graph.placeholder(f"{node.name}_")
     for node in module.graph.nodes:
         if node in copied:
@@ -72,9 +72,9 @@ def fast_call(module: fx.GraphModule) -> Callable[..., Any]:
             elif all(isinstance(arg, fx.Node) for arg in node.args[: 1 + _is_binary(node)]):
                 new.target = binding
     call = fx.GraphModule(module, graph).forward
-    if not found:
+    if not read:
         return call
-    return lambda *args: call(*args, *[tensors[name] for tensors, name in found])
+    return lambda *args: call(*args, *[tensors[name] for tensors, name in read])
 
 
 def _is_binary(node: fx.Node) -> bool:

@@ -16,12 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from anabranch.device import accelerator
-
-_WARM_UPS = 3
-"""Passes before a recording, in which libraries set themselves up."""
+from anabranch.runtime.compute.reverted import unchanged
 
 Outputs = tuple[Tensor, ...]
 
@@ -61,20 +58,15 @@ class _RecordedPasses:
         self.inputs = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._call, place = call, self.inputs[0].device
-        buffers = list(module.buffers())
-        before = [buffer.detach().clone() for buffer in buffers]
-        with accelerator.beside(place):
-            for _ in range(_WARM_UPS):
-                self.outputs = self._forward()
-                self.gradients = [torch.zeros_like(o) for o in self.outputs if o.requires_grad]
-                self._backward()
-        self.forward = accelerator.recorded(self._forward, place)
-        self.outputs = self.forward()
-        self.backward = accelerator.recorded(self._backward, place)
-        # Another micro-batch may be in flight, whose backward must not notice.
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+        with unchanged(list(module.buffers())):
+            with accelerator.beside(place):
+                for _ in range(3):  # in which libraries set themselves up
+                    self.outputs = self._forward()
+                    self.gradients = [torch.zeros_like(o) for o in self.outputs if o.requires_grad]
+                    self._backward()
+            self.forward = accelerator.recorded(self._forward, place)
+            self.outputs = self.forward()
+            self.backward = accelerator.recorded(self._backward, place)
 
     def _forward(self) -> Outputs:
         with torch.enable_grad():
@@ -87,12 +79,11 @@ class _RecordedPasses:
         outputs = [output for output in self.outputs if output.requires_grad]
         if not (wanted and outputs):
             return [None] * len(everything)
-        found = iter(
-            torch.autograd.grad(
-                outputs, wanted, self.gradients, retain_graph=True, allow_unused=True
-            )
+        results = torch.autograd.grad(
+            outputs, wanted, self.gradients, retain_graph=True, allow_unused=True
         )
-        return [next(found) if tensor.requires_grad else None for tensor in everything]
+        gradients = iter(results)
+        return [next(gradients) if tensor.requires_grad else None for tensor in everything]
 
 
 class _Replay(torch.autograd.Function):

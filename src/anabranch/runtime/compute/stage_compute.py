@@ -10,154 +10,25 @@ messages. Those of parameters accumulate in ``.grad`` over the micro-batches, in
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from anabranch.device import accelerator
 from anabranch.graph.split import Port, StageProgram
 from anabranch.plans.stages import StageGraph
+from anabranch.runtime.compute.outcome import Key, Outcome
 from anabranch.runtime.compute.programs import StageCall, StagePrograms
 from anabranch.runtime.compute.replay import ReplayedCall
+from anabranch.runtime.compute.reverted import seeded, unchanged_buffers
 from anabranch.runtime.compute.split_backward import CallWithWeights
 from anabranch.runtime.messages import Layout, gradient_ports
-from anabranch.runtime.numerics.gradient_norms import GradientNorms
 from anabranch.runtime.numerics.offload import Offload
 from anabranch.runtime.numerics.precision import LossScale
 from anabranch.runtime.numerics.random_streams import step_key
-from anabranch.runtime.placement import Fetched, fetched
-
-_SEED_MODULUS = 2**63
-
-Key = tuple[int, int]
-"""Stage and micro-batch."""
-
-
-_Noted = tuple[Key, Mapping[str, float], Mapping[str, Tensor]]
-"""A micro-batch, the weights of its loss and metrics in the batch's, and these numbers."""
-
-
-class Outcome:
-    """Losses, metrics and bad numbers of one step on a device.
-
-    Losses and metrics are read when somebody asks: a look at a GPU waits for all before it.
-    So is the largest number of each tensor that left a stage, which outlives it: one pass, and NaN
-    or infinity if there is any. (With the smallest as well a step of ``mmt``, small preset, took
-    3 % longer on a CPU, one of ``transformer`` no longer; the largest alone takes half of that.)
-
-    Attributes:
-        times: start and end of every action, as marks of the worker's clock.
-        tied: exact mode: (parameter, micro-batch, order) -> gradient of one use.
-    """
-
-    def __init__(self) -> None:
-        self.times: list[tuple[Any, Any]] = []
-        self.tied: dict[tuple[str, int, int], Tensor] = {}
-        self._bad_parameters: list[str] = []
-        self._further: list[float] = []
-        self._coming: list[tuple[list[_Noted], GradientNorms | None, Fetched]] = []
-        self._sums: dict[str, float] = {}
-        self._bad: Key | None = None
-        self._unread: list[_Noted] = []
-        self._left: list[tuple[Key, int, bool, Tensor]] = []
-
-    def leaves(self, key: Key, values: Iterable[tuple[int, Tensor]], *, is_gradient: bool) -> None:
-        """Keep the largest numbers of values that leave a stage, or of their gradients."""
-        for value, tensor in values:
-            if tensor.is_floating_point() and tensor.numel():
-                self._left.append((key, value, is_gradient, tensor.detach().amax()))
-
-    @property
-    def bad_values(self) -> list[tuple[Key, int, bool]]:
-        """Stage, value and whether it is a gradient, of each tensor with NaN or infinity that left
-        a stage; minus infinity alone may be a mask and does not count.
-        """
-        largest = fetched([number for *_, number in self._left])
-        return [
-            (key, value, is_gradient)
-            for (key, value, is_gradient, _), number in zip(self._left, largest, strict=True)
-            if not number < math.inf
-        ]
-
-    def note(self, key: Key, weights: Mapping[str, float], numbers: Mapping[str, Tensor]) -> None:
-        """Keep ``loss`` and metrics of a micro-batch, with the weight of each in the batch's."""
-        if numbers:
-            self._unread.append((key, weights, numbers))
-
-    @property
-    def unread_losses(self) -> list[Tensor]:
-        """Losses of this device that nobody has asked for yet."""
-        return [numbers["loss"] for *_, numbers in self._unread if "loss" in numbers]
-
-    def bring(self, norms: GradientNorms | None = None, further: Sequence[Tensor] = ()) -> None:
-        """Start to copy losses and metrics to the host, for who asks for them later.
-
-        Args:
-            norms: of gradients of which bad ones are to be noted.
-            further: numbers for ``further``.
-        """
-        unread, self._unread = self._unread, []
-        own = [tensor for *_, numbers in unread for tensor in numbers.values()]
-        tensors = [*own, *(norms.tensors if norms is not None else ()), *further]
-        if tensors:
-            self._coming.append((unread, norms, Fetched(tensors)))
-
-    def _read(self) -> None:
-        if self._unread:
-            self.bring()
-        coming, self._coming = self._coming, []
-        for unread, norms, fetched_numbers in coming:
-            values = iter(fetched_numbers.read())
-            for key, weights, numbers in unread:
-                for name, value in zip(numbers, values, strict=False):
-                    if name == "loss" and self._bad is None and not math.isfinite(value):
-                        self._bad = key
-                    self._sums[name] = self._sums.get(name, 0.0) + value * weights[name]
-            if norms is not None:
-                self._bad_parameters += norms.bad(list(islice(values, len(norms.names))))
-            self._further += values
-
-    @property
-    def further(self) -> list[float]:
-        """Further numbers that were brought."""
-        self._read()
-        return self._further
-
-    @property
-    def bad_parameters(self) -> list[str]:
-        """Names of parameters whose gradients are not finite."""
-        self._read()
-        return self._bad_parameters
-
-    @property
-    def loss(self) -> float:
-        """This device's share of the step's loss."""
-        self._read()
-        return self._sums.get("loss", 0.0)
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Its shares of the metrics, likewise."""
-        self._read()
-        return {name: total for name, total in self._sums.items() if name != "loss"}
-
-    @property
-    def bad(self) -> Key | None:
-        """Stage and first micro-batch with a loss that is not finite."""
-        self._read()
-        return self._bad
-
-    @property
-    def is_bad(self) -> bool:
-        """True if the optimizer must not see the gradients of this step."""
-        return self.bad is not None or bool(self.bad_parameters)
 
 
 class Compute(Protocol):
@@ -319,7 +190,10 @@ class StageCompute:
                 return tuple(runnable.call(*self._random(start), *inputs, *aliases, *batch))
             if not runnable.is_random:
                 return tuple(runnable.call(*inputs, *aliases, *batch))
-            with seeded(hash((self._seed, self._step, start, key[0])) % _SEED_MODULUS, self._place):
+            seed = (
+                hash((self._seed, self._step, start, key[0])) % 2**63
+            )  # the seeds that torch takes
+            with seeded(seed, self._place):
                 return tuple(runnable.call(*inputs, *aliases, *batch))
 
     def _random(self, start: int) -> tuple[Tensor, Tensor]:
@@ -407,45 +281,3 @@ def _outputs_and_loss(
 def _gradient(leaf: Tensor) -> Tensor:
     """The gradient of a leaf; zero where the loss does not depend on it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-@contextmanager
-def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Put buffers back that change inside, when no autograd graph is alive any more."""
-    # Memory that several elements share cannot be written to inside either.
-    with unchanged(
-        [b for b in module.buffers() if not any(n > 1 and not s for n, s in _strided(b))]
-    ):
-        yield
-
-
-@contextmanager
-def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Put tensors back that change inside, when no autograd graph is alive any more."""
-    before = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        # All of them, without a look at the device: versions do not show every change (not that of
-        # running means), and must not change, because autograd may have saved the buffer.
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
-
-
-def _strided(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    return zip(tensor.shape, tensor.stride(), strict=True)
-
-
-@contextmanager
-def seeded(seed: int, place: torch.device) -> Iterator[None]:
-    """Draw from a generator of its own; data loaders draw from the user's on every rank."""
-    generators = accelerator.generators(place)
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)

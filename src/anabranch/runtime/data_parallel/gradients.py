@@ -153,21 +153,21 @@ def same_start(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     differs = (gathered != gathered[0]).any(0).tolist()
     for tensor, copy in zip(tensors.values(), differs, strict=True):
         if copy:
-            value = tensor.detach().contiguous()
-            mesh.broadcast(value, 0)
-            with torch.no_grad():
-                tensor.copy_(value)
+            _share(tensor, 0, None, mesh)
 
 
 def share_first(tensors: Mapping[str, Tensor], holders: Mapping[str, Ranks], mesh: Mesh) -> None:
     """Give every holder of a tensor the values of its first one."""
     for name in sorted(tensors, key=lambda name: (holders[name], name)):
-        ranks = holders[name]
-        if len(ranks) > 1:
-            value = tensors[name].detach().contiguous()
-            mesh.broadcast(value, ranks[0], ranks)
-            with torch.no_grad():
-                tensors[name].copy_(value)
+        if len(ranks := holders[name]) > 1:
+            _share(tensors[name], ranks[0], ranks, mesh)
+
+
+def _share(tensor: Tensor, source: int, ranks: Ranks | None, mesh: Mesh) -> None:
+    value = tensor.detach().contiguous()
+    mesh.broadcast(value, source, ranks)
+    with torch.no_grad():
+        tensor.copy_(value)
 
 
 def fold_tied(
@@ -214,14 +214,16 @@ def sum_of_squares(
     """Return the squared norm of the gradients that this rank owns, in a list that is empty without
     any; the sum over the ranks counts each gradient once.
     """
-    own = [
-        entries(gradient)
-        for name, gradient in gradients_of(parameters).items()
-        if name in holders.cut or holders.owner(name) == rank
-    ]
-    if not own:
+    gradients = gradients_of(parameters).items()
+    return squares_of([g for n, g in gradients if n in holders.cut or holders.owner(n) == rank])
+
+
+def squares_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the squared norm of some gradients, in a list that is empty without any."""
+    if not gradients:
         return []
-    norms = torch._foreach_norm(own, 2.0, accelerator.wide(own[0].device))
+    place = gradients[0].device
+    norms = torch._foreach_norm([entries(g) for g in gradients], 2.0, accelerator.wide(place))
     return [torch.stack(norms).square().sum()]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anabranch.cost.sparse import rows_pay
 from anabranch.device import accelerator
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_parallel.gradients import (
     clip,
     divide,
@@ -107,7 +107,14 @@ class Updates:
         updates is the mean over its batches.
         """
         if self._exact:
-            self._fold(worker, outcome)
+            fold_tied(
+                outcome.tied,
+                self._parameters,
+                self._folded,
+                worker.graph.num_microbatches(0),
+                self._holders,
+                self._mesh,
+            )
         self._is_open = False
         if self._is_last:
             # In exact mode a stage may hold a parameter without using it in a way that has a
@@ -219,16 +226,6 @@ class Updates:
             for use in self._parts.program(s, stage.microbatch_size).tied:
                 uses.setdefault(use.name, []).append((use.order, rank))
         return uses
-
-    def _fold(self, worker: Worker, outcome: Outcome) -> None:
-        fold_tied(
-            outcome.tied,
-            self._parameters,
-            self._folded,
-            worker.graph.num_microbatches(0),
-            self._holders,
-            self._mesh,
-        )
 
 
 def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:

@@ -67,6 +67,9 @@ def place_text(ints: Sequence[int]) -> str:
 class Watch:
     """Heartbeats of all ranks as they were last read, and since when each rank is where it is.
 
+    Attributes:
+        held_up_by: the rank that is named first in a stall; None if there was none.
+
     Args:
         stall_timeout: seconds without progress that end a run; None for no limit.
         patience: seconds for what may take long, if that is more; by default
@@ -76,6 +79,7 @@ class Watch:
     def __init__(
         self, num_ranks: int, stall_timeout: float | None, patience: float | None = None
     ) -> None:
+        self.held_up_by: int | None = None
         self._timeout_s = stall_timeout or float("inf")
         self._patience_s = max(
             self._timeout_s, TIMEOUTS.patience_s if patience is None else patience
@@ -120,7 +124,7 @@ class Watch:
             positions = [position for position, _ in self._positions.values()]
             if all(phase_of(p) is Phase.OUTSIDE and not waits(p) for p in positions):
                 return ""  # what the user does between steps is nobody's business
-        first = stopped[0] if stopped else min(quiet, key=self._blame)
+        first = self.held_up_by = stopped[0] if stopped else min(quiet, key=self._blame)
         why = "its process is stopped or does not answer, " if first in stopped else ""
         message = (
             f"rank {first} has not gone on for {quiet[first]:.1f} s: {why}{self._where(first)}"

@@ -12,7 +12,6 @@ starts. A prediction is not exact; what is refused exceeds by more than ``MARGIN
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,27 +142,12 @@ def _host_free(path: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _container_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes that a control group (version 2 or 1) leaves, file pages included."""
-    for folder, limit_name, usage_name in (
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        limit, usage = _int(folder / limit_name), _int(folder / usage_name)
-        # Version 1 writes a number beyond any memory for "no limit".
-        if limit is not None and usage is not None and limit < 1 << 60:
-            return max(limit - usage + _inactive_file(folder / "memory.stat"), 0)
-    return None
-
-
-def _int(path: Path) -> int | None:
+    """Return the bytes that a control group leaves, file pages included; None without a limit."""
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
+        limit, usage = (int((root / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # of no limit the file says "max"
         return None
-
-
-def _inactive_file(path: Path) -> int:
-    if not os.access(path, os.R_OK):
-        return 0
-    fields = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
+    stat = root / "memory.stat"
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    pages = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return max(limit - usage + pages, 0)

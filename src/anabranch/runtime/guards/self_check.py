@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.module_state import on_one_device
 from anabranch.graph.slices import in_slices, view_named
-from anabranch.plans.whole_batch import with_whole_batches
-from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.compute.stage_compute import unchanged, unchanged_buffers
+from anabranch.runtime.compute.reverted import frozen_state, unchanged, unchanged_state
 from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
@@ -43,7 +41,6 @@ from anabranch.runtime.reference import (
 )
 from anabranch.runtime.worker import Worker
 from anabranch.runtime.worker_cache import WorkerCache
-from anabranch.schedule import rule_named
 from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 
@@ -95,7 +92,7 @@ def compare_with_eager(
     home = roomy_home(module, home)
     cuts = _cuts(steps, leaves)
     size = cuts[-1][1]
-    worker = _worker(steps, cuts)
+    worker = steps.alone(max(stop - start for start, stop in cuts), size)
     if _any_random(worker, mesh):
         return "not compared: the model draws random numbers besides dropout"
     first = {name: leaf[:size] for name, leaf in leaves.items()}
@@ -104,7 +101,7 @@ def compare_with_eager(
     }
     for parameter in parameters.values():
         parameter.grad = None
-    with unchanged_buffers(module), unchanged(frozen_state(captured)):
+    with unchanged_state(captured):
         outcome = worker.run(first, 0)
     # In exact mode uses of tied parameters come back one by one.
     for (name, _, _), gradient in sorted(outcome.tied.items(), key=lambda use: use[0]):
@@ -170,24 +167,6 @@ def _cuts(steps: WorkerCache, leaves: Mapping[str, Tensor]) -> list[tuple[int, i
     if graph.normalised or graph.stateful or available < 2 * size:
         return [(0, min(available, max(size, 2)))]
     return [(0, size), (size, 2 * size)]
-
-
-def frozen_state(captured: Captured) -> list[Tensor]:
-    """Parameters that the forward changes and whose values are here."""
-    named = dict(captured.module.named_parameters())
-    held = [named[name] for name in captured.graph.stateful if name in named]
-    return [tensor for tensor in held if any(tensor.stride()) or not tensor.dim()]
-
-
-def _worker(steps: WorkerCache, cuts: list[tuple[int, int]]) -> Worker:
-    graph, size = steps.stage_graph, max(stop - start for start, stop in cuts)
-    stages = tuple(
-        replace(stage, devices=stage.devices[:1], microbatch_size=size, k=1, in_flight=0)
-        for stage in graph.stages
-    )
-    sliced = replace(graph, stages=stages, batch_size=cuts[-1][1])
-    whole = with_whole_batches(sliced, steps.captured.graph)
-    return steps.build(rule_named("gpipe").warm_up(whole), ComputeOptions(dropout="off"))
 
 
 def _any_random(worker: Worker, mesh: Mesh) -> bool:

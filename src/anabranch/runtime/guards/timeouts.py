@@ -21,6 +21,8 @@ class Timeouts:
             arrive.
         abort_s: seconds that communicators of GPUs may take to end after a failure before
             the user is told of it; they go on ending meanwhile.
+        regroup_s: seconds that ranks have to leave an interrupted step after another one has died;
+            who is later is ended and replaced as well.
         look_s: seconds between two looks at the ranks: whether they go on, and with the
             same batches.
     """
@@ -31,6 +33,7 @@ class Timeouts:
     loop_end_s: float = 10.0
     cause_s: float = 3.0
     abort_s: float = 2.0
+    regroup_s: float = 5.0
     look_s: float = 0.5
 
 

@@ -19,11 +19,10 @@ from anabranch.device import accelerator
 Mark = torch.Event | float
 """A moment in the compute stream of a GPU, or seconds of ``time.perf_counter``."""
 
-_SIZE, _ACCELERATOR_SIZE = 256, 2048
-"""Rows of square matrices whose product takes a millisecond or so."""
-
-_REPEATS = 15
-"""Products of which the quicker half counts."""
+_SIZE, _ACCELERATOR_SIZE, _REPEATS = 256, 2048, 15
+"""Rows of square matrices whose product takes a millisecond or so, on the CPU and on an
+accelerator, and products of which the quicker half counts.
+"""
 
 
 class Clock:

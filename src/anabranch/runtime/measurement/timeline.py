@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.runtime.compute.stage_compute import Outcome
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.worker import Worker, executed
 from anabranch.timeline import Span, Timeline

@@ -21,8 +21,7 @@ from anabranch.device import accelerator
 from anabranch.errors import naming_place
 from anabranch.profile.profile import UpdateCost
 from anabranch.profile.storages import Storages
-from anabranch.runtime.data_parallel.buckets import entries
-from anabranch.runtime.data_parallel.gradients import clip, gradients_of
+from anabranch.runtime.data_parallel.gradients import clip, gradients_of, squares_of
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.numerics.nonfinite import bad_names
 from anabranch.workload import Workload
@@ -36,17 +35,15 @@ class UpdateSizes:
         parameters: parameters that are updated for a measurement, at most; the largest
             ones stay out.
         cache: more than the caches of a processor core hold.
+        least_share: temporaries per byte of parameters below which an update is said to take none.
     """
 
     parameters: int = 2**28
     cache: int = 2**25
+    least_share: float = 0.01
 
 
 _SIZES = UpdateSizes()
-
-
-_LEAST_SHARE = 0.01
-"""Temporaries per byte of parameters below which an update is said to take none."""
 
 _REPEATS, _BUDGET_S = 9, 2.0
 """Updates that are timed, and the seconds after which fewer are."""
@@ -108,7 +105,7 @@ def _temporary(
 
 def _noted(share: float) -> float:
     """A share without what norms and counts of steps take."""
-    return share if share >= _LEAST_SHARE else 0.0
+    return share if share >= _SIZES.least_share else 0.0
 
 
 def _temporary_bytes(
@@ -177,11 +174,9 @@ def _update(
     if clip_norm is None:
         bad_names(gradients)
     else:
-        norms = [
-            torch.linalg.vector_norm(entries(g), dtype=torch.float64) for g in gradients.values()
-        ]
+        (squares,) = squares_of([*gradients.values()])
         # As if the norm were too large, which is when clipping costs something.
-        clip(parameters, float(torch.stack(norms).square().sum()), 1e-12)
+        clip(parameters, float(squares), 1e-12)
     with naming_place("the optimizer of the Workload raised in an update,"):
         optimizer.step()
 

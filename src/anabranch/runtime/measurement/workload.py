@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -23,13 +23,24 @@ from anabranch.profile.profile import Profile
 from anabranch.runtime.measurement.update import measure_update
 from anabranch.workload import Batch, Workload
 
-_BATCHES, _BUDGET_S = 8, 1.0
-"""Batches that are read for a measurement, and the seconds after which fewer do."""
 
-_PATIENCE_S = 20.0
-"""Seconds that reading may take in all; a loader may need some of them to start. One that blocks
-must not hold up a plan for ever.
-"""
+@dataclass(frozen=True, slots=True)
+class ReadingSizes:
+    """Sizes of a measurement of reading.
+
+    Attributes:
+        batches: batches that are read.
+        budget_s: seconds after which fewer do.
+        patience_s: seconds that reading may take in all; a loader may need some of them to start.
+            One that blocks must not hold up a plan for ever.
+    """
+
+    batches: int = 8
+    budget_s: float = 1.0
+    patience_s: float = 20.0
+
+
+READING = ReadingSizes()
 
 
 def measure_workload(
@@ -81,11 +92,12 @@ def measure_reading(workload: Workload, samples: int) -> float:
     reader = threading.Thread(target=read, name="anabranch reading", daemon=True)
     with torch.random.fork_rng([]):
         reader.start()
-        reader.join(_PATIENCE_S)
+        reader.join(READING.patience_s)
     if not seconds:
         warnings.warn(
-            f"the workload's data has not yielded {_BATCHES} batches within {_PATIENCE_S:g} s: "
-            "predictions leave reading it out, and training would wait for it",
+            f"the workload's data has not yielded {READING.batches} batches within "
+            f"{READING.patience_s:g} s: predictions leave reading it out, and training would wait "
+            "for it",
             stacklevel=2,
         )
     return seconds[0] if seconds else 0.0
@@ -95,10 +107,10 @@ def reading_s(batches: Iterable[Batch]) -> float:
     """The median of some batches behind the first, with which a loader starts."""
     taken: list[float] = []
     begun = start = time.perf_counter()
-    for _ in islice(batches, _BATCHES):
+    for _ in islice(batches, READING.batches):
         now = time.perf_counter()
         taken.append(now - begun)
-        if now - start > _BUDGET_S:
+        if now - start > READING.budget_s:
             break
         begun = time.perf_counter()
     return statistics.median(taken[1:] or taken or [0.0])

@@ -11,11 +11,19 @@ base             what every transport does
 host             through shared memory, between ranks of one host: memory, log, meeting
 process_group    through torch.distributed (Gloo)
 packing          a message as one piece of memory
-nccl             between ranks with a GPU each
+nccl             between ranks with a GPU each: handshake, notices, buffers, streams
 router           several transports as one
 """
 
-from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded, lost
+from anabranch.runtime.transport.base import (
+    POLLS,
+    Channel,
+    Receipt,
+    Spec,
+    Transport,
+    guarded,
+    lost,
+)
 from anabranch.runtime.transport.host import HostTransport
 from anabranch.runtime.transport.meeting import Meeting, meet
 from anabranch.runtime.transport.nccl import NcclTransport
@@ -23,6 +31,7 @@ from anabranch.runtime.transport.process_group import ProcessGroupTransport
 from anabranch.runtime.transport.router import Router
 
 __all__ = [
+    "POLLS",
     "Channel",
     "HostTransport",
     "Meeting",

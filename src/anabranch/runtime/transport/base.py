@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -15,6 +16,24 @@ T = TypeVar("T")
 
 Spec = tuple[torch.Size, torch.dtype]
 """Shape and element type of one tensor of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Polls:
+    """Seconds between two looks of a host that waits for several things at once.
+
+    Attributes:
+        sends_s: at sends of a GPU that have to be done.
+        notices_s: at notices that come in two ways.
+        collective_s: at a collective of the host, beside notices.
+    """
+
+    sends_s: float = 1e-4
+    notices_s: float = 1e-3
+    collective_s: float = 2e-4
+
+
+POLLS = Polls()
 
 
 class Channel(NamedTuple):

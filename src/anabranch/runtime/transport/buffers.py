@@ -23,9 +23,6 @@ from torch import Tensor
 from anabranch.errors import TrainingError
 from anabranch.runtime.transport.base import Spec
 
-_OWN_USES = 1
-"""References to a storage that only the pool holds."""
-
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
@@ -90,7 +87,7 @@ class Buffers:
         fence = None
         for pool in self._pools.values():
             for buffer in pool:
-                if buffer.is_lent and _uses(buffer.storage) == _OWN_USES:
+                if buffer.is_lent and _uses(buffer.storage) == 1:  # the pool's own
                     fence = fence or self._fence()
                     buffer.is_lent, buffer.fence = False, fence
 

@@ -39,7 +39,7 @@ from anabranch.runtime.transport.base import Channel
 
 
 class Word(IntEnum):
-    """What a notice says."""
+    """Meaning of a notice."""
 
     AVAILABLE = 0
     BEGUN = 1
@@ -237,8 +237,8 @@ class Handshake:
         """Wait until no other rank waits for this host: the device has all sends, and others know
         what is closed.
         """
-        mine = self._rank
-        self.wait_for(lambda: self._peers(lambda c, line: c.sender == mine and line.halves))
+        own = self._rank
+        self.wait_for(lambda: self._peers(lambda c, line: c.sender == own and line.halves))
 
     def _peers(self, waits: Callable[[Channel, _Line], object]) -> set[int]:
         """Return the other ends of channels that wait, and of halves that are not closed."""

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
 
+from anabranch.device.host import host
 from anabranch.runtime.transport.log import Reader, Writer
 from anabranch.runtime.transport.memory import BlockAddress, Segment, Window
 
@@ -91,10 +91,10 @@ def meet(rank: int, exchange: Exchange) -> Meeting:
     """Connect this rank to the others of its host; all ranks of the run call it."""
     name = secrets.token_bytes(_NAME_BYTES)
     segment, listener = _opened(name)
-    host = bytes(_HOST_BYTES) if segment is None else _host()
-    cards = exchange(host + name)
-    lower = [card[_HOST_BYTES:] for card in cards[:rank] if card[:_HOST_BYTES] == host]
-    ends = _connected(lower) if any(host) else []
+    own = bytes(_HOST_BYTES) if segment is None else _host_digest()
+    cards = exchange(own + name)
+    lower = [card[_HOST_BYTES:] for card in cards[:rank] if card[:_HOST_BYTES] == own]
+    ends = _connected(lower) if any(own) else []
     exchange(b"-")
     if listener is not None:
         ends += _accepted(listener)
@@ -145,14 +145,13 @@ def _opened(name: bytes) -> tuple[Segment | None, socket.socket | None]:
     return segment, listener
 
 
-def _host() -> bytes:
-    """Boot, network namespace and user of ranks that can share memory; zeros if not known."""
+def _host_digest() -> bytes:
+    """Host, network namespace and user of ranks that can share memory; zeros if not known."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespace = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         return bytes(_HOST_BYTES)
-    return hashlib.sha256(f"{boot} {namespace} {os.getuid()}".encode()).digest()
+    return hashlib.sha256(f"{host()} {namespace} {os.getuid()}".encode()).digest()
 
 
 def _address(name: bytes) -> bytes:

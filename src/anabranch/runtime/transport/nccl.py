@@ -37,9 +37,10 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
+from anabranch.runtime.transport.base import POLLS, Channel, Receipt, Spec, Transport, guarded
 from anabranch.runtime.transport.buffers import Buffers
 from anabranch.runtime.transport.handshake import Half, Handshake
+from anabranch.runtime.transport.streams import DeviceStreams
 
 Pair = tuple[int, int]
 """A sender and a receiver."""
@@ -47,15 +48,12 @@ Pair = tuple[int, int]
 _SENDS_AHEAD = 2
 """Sends of a channel that the compute stream lets run on, with the memory of their tensors."""
 
-_POLL_S = 1e-4
-"""Seconds between two looks at sends that have to be done."""
-
 
 class Wire(Protocol):
     """Communicators of one rank with a GPU, and its compute stream."""
 
     def start(self, pair: Pair, tensors: Sequence[Tensor], after: Any) -> list[Any]:
-        """Start to send or to receive tensors behind a fence; None for at once."""
+        """Start to send or to receive tensors behind a fence."""
         ...
 
     def join(self, works: Sequence[Any]) -> None:
@@ -74,8 +72,7 @@ class GpuWire:
         self, groups: Mapping[Pair, dist.ProcessGroup], rank: int, place: torch.device
     ) -> None:
         self._groups, self._rank, self._place = groups, rank, place
-        # NCCL's stream waits for the stream that is current, which must wait for nothing else.
-        self._streams = {pair: accelerator.new_stream(place) for pair in sorted(groups)}
+        self._streams = DeviceStreams(place)
 
     def connect(self) -> None:
         """Use each pair once, in one order everywhere, so that no two ranks can deadlock."""
@@ -86,19 +83,16 @@ class GpuWire:
     def start(self, pair: Pair, tensors: Sequence[Tensor], after: Any) -> list[dist.Work]:
         sends = pair[0] == self._rank
         operation: Any = dist.isend if sends else dist.irecv
-        group, stream = self._groups[pair], self._streams[pair]
+        group = self._groups[pair]
         operations = [dist.P2POp(operation, tensor, pair[sends], group) for tensor in tensors]
-        if after is not None:
-            stream.wait_event(after)
-        with stream:
-            return guarded(lambda: dist.batch_isend_irecv(operations))
+        return self._streams.start(pair, after, lambda: dist.batch_isend_irecv(operations))
 
     def join(self, works: Sequence[dist.Work]) -> None:
         for work in works:
             guarded(work.wait)
 
     def fence(self) -> torch.Event:
-        return accelerator.mark(self._place)
+        return self._streams.fence()
 
 
 class NcclTransport:
@@ -184,7 +178,7 @@ class NcclTransport:
             while not all(s.is_done for sends in self._sent.values() for s in sends):
                 if time.monotonic() >= deadline:
                     raise PeerLostError(f"a message was not received within {self._timeout:g} s")
-                self._handshake.progress(_POLL_S)
+                self._handshake.progress(POLLS.sends_s)
         self._sent.clear()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.runtime.guards.failure import PeerLostError
-from anabranch.runtime.transport.base import lost
+from anabranch.runtime.transport.base import POLLS, lost
 from anabranch.runtime.transport.handshake import Notice, Word
 from anabranch.runtime.transport.host import HostTransport
 from anabranch.runtime.transport.process_group import ProcessGroupTransport
@@ -25,9 +25,6 @@ _TAG = 1 << 30
 """Of notices, beside other messages of a transport."""
 
 _RECORD = struct.Struct("<qqq")
-
-_LOOK_S = 1e-3
-"""Seconds between two looks where notices come in both ways."""
 
 
 class HostNotices:
@@ -64,7 +61,7 @@ class HostNotices:
         while True:
             notices = self._heard_far(0.0 if self._near is not None else wait_s)
             if self._near is not None:
-                near_s = wait_s if self._far is None else min(wait_s, _LOOK_S)
+                near_s = wait_s if self._far is None else min(wait_s, POLLS.notices_s)
                 arrived = self._near.arrivals(_TAG, 0.0 if notices else near_s, ranks)
                 notices += [_notice(rank, bytes(data)) for rank, data in arrived]
             if notices or time.monotonic() >= deadline:

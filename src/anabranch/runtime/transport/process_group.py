@@ -1,6 +1,6 @@
 """Messages through a process group of torch.distributed (Gloo), for ranks of different hosts.
 
-An operation of Gloo costs some 100 us, so small tensors of a message travel side by side, as one.
+An operation of Gloo costs some 100 us, so the tensors of a message travel side by side, as one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,27 +26,6 @@ from anabranch.runtime.transport.packing import (
     specs_of,
     unpack,
 )
-
-_JOINED_BYTES = 1 << 19
-"""A tensor of this size travels alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """Tensors of a message that travel as one."""
-
-    indices: tuple[int, ...]
-    packing: Packing
-
-
-@lru_cache(maxsize=4096)
-def _parcels(specs: tuple[Spec, ...]) -> tuple[_Parcel, ...]:
-    """The parcels of a message, without the tensors that have no elements."""
-    sizes = packing_of(specs).sizes
-    small = tuple(i for i, size in enumerate(sizes) if 0 < size < _JOINED_BYTES)
-    alone = [(i,) for i, size in enumerate(sizes) if size >= _JOINED_BYTES]
-    groups = [small, *alone] if small else alone
-    return tuple(_Parcel(group, packing_of(tuple(specs[i] for i in group))) for group in groups)
 
 
 class ProcessGroupTransport:
@@ -65,36 +44,26 @@ class ProcessGroupTransport:
         if self._reaper is None:
             self._reaper = _Reaper(self._timeout)
         self._reaper.check()
-        for parcel in _parcels(specs_of(tensors)):
-            data = self._bytes([tensors[i] for i in parcel.indices], parcel.packing)
-            work = guarded(partial(dist.isend, data, rank, group=self.group, tag=tag))
-            assert work is not None
-            self._reaper.watch(work, data)
-
-    def _bytes(self, tensors: list[Tensor], packing: Packing) -> Tensor:
+        packing = packing_of(specs_of(tensors))
+        if not packing.nbytes:
+            return
         if len(tensors) == 1 and is_plain(tensors[0]):
-            return tensors[0].detach().view(-1).view(torch.uint8)
-        data = torch.empty(packing.nbytes, dtype=torch.uint8)
-        pack(tensors, packing, data.numpy().data, data.data_ptr())
-        return data
+            data = tensors[0].detach().view(-1).view(torch.uint8)
+        else:
+            data = torch.empty(packing.nbytes, dtype=torch.uint8)
+            pack(tensors, packing, data.numpy().data, data.data_ptr())
+        work = guarded(partial(dist.isend, data, rank, group=self.group, tag=tag))
+        assert work is not None
+        self._reaper.watch(work, data)
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        specs = tuple(specs)
-        tensors = [torch.empty(0)] * len(specs)
-        works = []
-        for i, (shape, dtype) in enumerate(specs):
-            if not shape.numel():
-                tensors[i] = torch.empty(shape, dtype=dtype)
-        for parcel in _parcels(specs):
-            data = torch.empty(parcel.packing.nbytes, dtype=torch.uint8)
+        packing = packing_of(tuple(specs))
+        data = torch.empty(packing.nbytes, dtype=torch.uint8)
+        work = None
+        if packing.nbytes:  # what has no elements does not travel
             work = guarded(partial(dist.irecv, data, rank, group=self.group, tag=tag))
             assert work is not None
-            works.append((work, data))
-            for i, tensor in zip(
-                parcel.indices, unpack(parcel.packing, data.numpy().data), strict=True
-            ):
-                tensors[i] = tensor
-        return _Posted(works, tensors, device, self._timeout)
+        return _Posted(work, data, packing, device, self._timeout)
 
     def settle(self) -> None:
         """See ``Transport``; Gloo's threads send."""
@@ -157,22 +126,19 @@ class _Reaper:
             del entry
 
 
+@dataclass(frozen=True, slots=True)
 class _Posted:
-    __slots__ = ("_device", "_tensors", "_timeout", "_works")
+    """A receive into one piece of memory; no work where nothing travels."""
 
-    def __init__(
-        self,
-        works: Sequence[tuple[dist.Work, Tensor]],
-        tensors: list[Tensor],
-        device: torch.device,
-        timeout: timedelta,
-    ) -> None:
-        self._works, self._tensors = works, tensors
-        self._device, self._timeout = device, timeout
+    work: dist.Work | None
+    data: Tensor
+    packing: Packing
+    device: torch.device
+    timeout: timedelta
 
     def wait(self) -> list[Tensor]:
-        with POSITION.waiting():
-            for work, _ in self._works:
-                guarded(partial(work.wait, self._timeout))
-        self._works = ()
-        return [tensor.to(self._device) for tensor in self._tensors]
+        if self.work is not None:
+            with POSITION.waiting():
+                guarded(partial(self.work.wait, self.timeout))
+        tensors = unpack(self.packing, self.data.numpy().data)
+        return [tensor.to(self.device) for tensor in tensors]

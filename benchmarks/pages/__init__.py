@@ -1,0 +1,1 @@
+"""Size, opening and zoom of pages of large plans."""

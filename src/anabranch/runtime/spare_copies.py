@@ -1,0 +1,226 @@
+"""Copies of the state of a run in memory that outlives the processes which fill it.
+
+The parent of local ranks opens two files in memory for each rank, and a table, before it forks
+them. Every so many steps each rank copies what it would write into a checkpoint::
+
+    rank 0    file 0  step 20    file 1  step 30                    table:  0 at 20, 30
+    rank 1    file 0  step 20    file 1  (step 30, being written)           1 at 20
+
+Step 20 is the newest of which all ranks have a copy, so it is kept until all have step 30. Any
+number of ranks may die at any time: whoever goes on, under any plan, reads all that it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.checkpoint import Progress, RankPart
+from anabranch.checkpoint.manifest import OptimizerState, dtype_name
+from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.writing import joined
+from anabranch.errors import TrainingError
+from anabranch.runtime.transport.memory import fence
+
+_ALIGNED = 64
+_SIZE = struct.Struct("<q")
+_LOSS = struct.Struct("<dq")
+_STEP_BITS, _RANK_BITS = 36, 16
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Moment:
+    """Step of a copy, the attempt that made it, and the ranks of that attempt."""
+
+    step: int
+    attempt: int
+    size: int
+
+    @property
+    def packed(self) -> int:
+        """One integer, which is written at once."""
+        return ((self.attempt << _RANK_BITS | self.size) << _STEP_BITS | self.step) + 1
+
+    @staticmethod
+    def unpacked(number: int) -> Moment | None:
+        """None for 0, the place of a copy that is being written."""
+        if number == 0:
+            return None
+        high, step = divmod(number - 1, 1 << _STEP_BITS)
+        return Moment(step, *divmod(high, 1 << _RANK_BITS))
+
+
+class SpareCopies:
+    """Copies of all ranks; made by the parent of local ranks, and inherited by them.
+
+    Attributes:
+        every: steps between two copies.
+
+    Raises:
+        TrainingError: where the system has no files in memory.
+    """
+
+    def __init__(self, num_ranks: int, every: int) -> None:
+        if sys.platform != "linux":
+            raise TrainingError(
+                "copies that outlive a rank are kept in files in memory, which only Linux has; "
+                "train without --survive, with --save-every and --max-restarts"
+            )
+        self.every = every
+        self._files = [
+            [os.memfd_create(f"anabranch-copy-{rank}") for _ in range(2)]
+            for rank in range(num_ranks)
+        ]
+        self._log = os.memfd_create("anabranch-losses")
+        table = memoryview(mmap.mmap(-1, 8 * (2 * num_ranks + 2))).cast("q")
+        self._table, self._attempt, self._told = table[:-2], table[-2:-1], table[-1:]
+        self._memory: dict[int, Tensor] = {}  # of this process, by file
+
+    def close(self) -> None:
+        """Give the memory back, once no rank is left."""
+        self._memory.clear()
+        for file in (self._log, *(file for pair in self._files for file in pair)):
+            os.close(file)
+
+    @property
+    def attempt(self) -> int:
+        """How often ranks have come together again; the parent counts."""
+        return self._attempt[0]
+
+    @attempt.setter
+    def attempt(self, number: int) -> None:
+        self._attempt[0] = number
+
+    @property
+    def newest(self) -> Moment | None:
+        """The newest moment of which all ranks have a copy."""
+        return max(filter(self._is_complete, self._moments(0)), default=None)
+
+    def _moments(self, rank: int) -> list[Moment]:
+        moments = map(Moment.unpacked, self._table[2 * rank : 2 * rank + 2].tolist())
+        return [moment for moment in moments if moment is not None]
+
+    def _is_complete(self, moment: Moment) -> bool:
+        return all(moment in self._moments(rank) for rank in range(moment.size))
+
+    def keep(
+        self, rank: int, size: int, part: RankPart, progress: Progress, further: Mapping[str, Any]
+    ) -> Callable[[], None]:
+        """Copy a rank's part, over its older copy.
+
+        Args:
+            further: what else is to be known, as JSON.
+
+        Returns:
+            What is to be called once the step is known to be a good one: the copy counts then.
+
+        Raises:
+            TrainingError: if there is no memory for it.
+        """
+        kept = self.newest
+        place = int(kept is not None and self._moment(rank, 0) == kept)
+        self._table[2 * rank + place] = 0
+        fence()
+        places: dict[str, tuple[int, Tensor]] = {}
+        end = _ALIGNED
+        for key, tensor in part.tensors.items():
+            places[key] = end, tensor.detach()
+            end += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        tensors = {
+            key: [start, list(tensor.shape), dtype_name(tensor.dtype)]
+            for key, (start, tensor) in places.items()
+        }
+        described = {**part.described(), "tensors": tensors}
+        text = json.dumps(
+            {"part": described, "progress": asdict(progress), "further": dict(further)}
+        ).encode()
+        memory = self._opened(self._files[rank][place], end + len(text))
+        for start, tensor in places.values():
+            _view(memory, start, tensor.shape, tensor.dtype).copy_(tensor)
+        raw = memory.numpy().data
+        raw[end : end + len(text)] = text
+        raw[: 2 * _SIZE.size] = _SIZE.pack(end) + _SIZE.pack(len(text))
+        moment = Moment(progress.step, self.attempt, size)
+
+        def confirm() -> None:
+            fence()
+            self._table[2 * rank + place] = moment.packed
+
+        return confirm
+
+    def _moment(self, rank: int, place: int) -> Moment | None:
+        return Moment.unpacked(self._table[2 * rank + place])
+
+    def _opened(self, file: int, nbytes: int = 0) -> Tensor:
+        """All bytes of a file, at least so many."""
+        memory, size = self._memory.get(file), max(nbytes, os.fstat(file).st_size)
+        if memory is None or len(memory) < size:
+            try:
+                os.posix_fallocate(file, 0, size)
+                memory = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+            except OSError as error:
+                raise TrainingError(
+                    f"there is no memory for a copy of {nbytes:,} bytes of the state of a rank "
+                    f"({error.strerror}); train without --survive, or on more ranks"
+                ) from error
+            self._memory[file] = memory
+        return memory
+
+    def read(self) -> tuple[SavedState, dict[str, Any]] | None:
+        """Return the state of the newest moment, and what else was to be known of it on rank 0."""
+        moment = self.newest
+        if moment is None:
+            return None
+        documents, tensors = [], {}
+        for rank in range(moment.size):
+            memory = self._opened(self._files[rank][self._moment(rank, 1) == moment])
+            raw = memory.numpy().data
+            (end,), (length,) = _SIZE.unpack(raw[:8]), _SIZE.unpack(raw[8:16])
+            document = json.loads(bytes(raw[end : end + length]))
+            documents.append(document)
+            for key, (start, shape, dtype) in document["part"]["tensors"].items():
+                tensors[key] = _view(memory, start, torch.Size(shape), getattr(torch, dtype))
+        first, whole = documents[0], joined([document["part"] for document in documents])
+        optimizer = whole["optimizer"]
+        saved = SavedState(
+            "the copy of the state in memory",
+            tensors,
+            lambda key: tensors[key].clone(),
+            optimizer=None if optimizer is None else OptimizerState.model_validate(optimizer),
+            scheduler=whole["scheduler"],
+            progress=Progress(**first["progress"]),
+        )
+        return saved, first["further"]
+
+    # Losses
+
+    @property
+    def told(self) -> int:
+        """Steps of which the first rank has told callbacks."""
+        return self._told[0]
+
+    @told.setter
+    def told(self, number: int) -> None:
+        self._told[0] = number
+
+    def note_loss(self, index: int, loss: float, samples: int) -> None:
+        """Note the loss of the run's step ``index``, from 0, and the samples of its batch."""
+        os.pwrite(self._log, _LOSS.pack(loss, samples), index * _LOSS.size)
+
+    def losses(self) -> list[tuple[float, int]]:
+        """Return all losses that were noted, with the samples."""
+        size = os.fstat(self._log).st_size // _LOSS.size * _LOSS.size
+        return list(_LOSS.iter_unpack(os.pread(self._log, size, 0)))
+
+
+def _view(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,134 @@
+"""Stages that share devices, found by planner auto: rows that pass the devices several times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from anabranch.cost import CostModel
+from anabranch.files.plans import load_plan, save_plan
+from anabranch.plans.plan import Plan
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.schedule import SCHEDULES
+from anabranch.simulator.judge import Judge
+from anabranch.simulator.objective import ShortestStep
+from anabranch.solve import check_plan, plan, simulate
+from anabranch.solve.bound import step_bound
+from anabranch.solve.splitting import best_loop
+from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
+
+
+def row(count: int, devices: int, **options) -> CostModel:
+    """Equal operators in a row, 1 s forward and 2 s backward; sums of replicas take for ever."""
+    machines = cluster(devices, bandwidth=1e3, **options)
+    return cost_model(
+        chain(count),
+        [1.0] * count,
+        [2.0] * count,
+        machines,
+        parameter_bytes=1 << 20,
+        kept_bytes=1 << 20,
+    )
+
+
+def planned(cost: CostModel, batch_size: int, **options) -> Plan:
+    return plan(cost.profile, cost.cluster, batch_size, **{"microbatch_size": 1, **options})
+
+
+def rows_on_devices(cost: CostModel, batch_size: int) -> Iterator[StageGraph]:
+    """Every partition of a row into stages, and every device for each."""
+    count, devices = len(cost.graph), range(cost.cluster.num_devices)
+    names = [op.name for op in cost.graph.ops]
+    for cuts in product((False, True), repeat=count - 1):
+        ends = [i + 1 for i, cut in enumerate(cuts) if cut]
+        parts = [names[a:b] for a, b in zip([0, *ends], [*ends, count], strict=True)]
+        for places in product(devices, repeat=len(parts)):
+            if len({*places}) == len(devices):
+                stages = (Stage(tuple(p), (d,), 1) for p, d in zip(parts, places, strict=True))
+                yield StageGraph(tuple(stages), tuple(chain(len(parts))), batch_size)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_no_placement_is_shorter(schedule: str, batch_size: int):
+    """Of a row of equal operators on two devices."""
+    cost = row(4, 2)
+    judge = Judge(ShortestStep(cost, (schedule,)))
+    judge.consider(rows_on_devices(cost, batch_size))
+    best = planned(cost, batch_size, schedule=schedule)
+    assert best.stage_graph.shares_devices
+    assert best.predicted.step_s == pytest.approx(judge.best_s, rel=0.01)
+
+
+def test_the_last_device_begins_sooner():
+    """Two devices, two micro-batches, four operators. With two stages a device works 12 s, and the
+    second one waits 2 s for the first forward; with a second round 1 s.
+    """
+    cost = row(4, 2)
+    apart = planned(cost, 2, improve=False)
+    best = planned(cost, 2)
+    assert not apart.stage_graph.shares_devices
+    assert best.predicted.step_s <= 13 < apart.predicted.step_s
+    assert best.schedule in SCHEDULES
+
+
+def test_the_plan_is_valid_and_simulated_alike(tmp_path: Path):
+    """Also when it was written and read again."""
+    cost = row(8, 4)
+    best = planned(cost, 4)
+    assert best.stage_graph.shares_devices
+    assert check_plan(best, cost.profile, cost.cluster) == []
+    save_plan(best, tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again == best
+    step_s = simulate(again, cost.profile, cost.cluster).step_s
+    assert step_s == pytest.approx(best.predicted.step_s)
+
+
+def test_with_many_micro_batches_stages_stay_apart():
+    """A second round saves 1 s of 6 x 64."""
+    assert not planned(row(4, 2), 64).stage_graph.shares_devices
+
+
+def test_no_placement_is_shorter_than_the_bound_of_any_plan():
+    """The bound of plans with one stage on each device may be longer."""
+    cost = row(4, 2)
+    judge = Judge(ShortestStep(cost, ("zb-h1",)))
+    judge.consider(rows_on_devices(cost, 2))
+    assert step_bound(cost, 2, several=True) <= judge.best_s < step_bound(cost, 2) * 1.1
+    best = planned(cost, 2)
+    assert best.predicted.bound_s == step_bound(cost, 2, several=True)
+    assert "no plan of this model takes less" in best.summary()
+    assert "on 2 devices with up to" in best.summary()
+
+
+def test_a_search_begins_with_such_a_plan():
+    """What it finds is no slower."""
+    cost = row(8, 4)
+    best = planned(cost, 4)
+    again = planned(cost, 4, start=best, planner_options={"evaluations": 0})
+    assert again.predicted.step_s <= best.predicted.step_s * (1 + 1e-9)
+
+
+def test_memory_is_that_of_all_stages_of_a_device():
+    """A device has less memory than two stages with their micro-batches need."""
+    cost = row(4, 2)
+    needed = max(planned(cost, 2).predicted.device_peak_bytes)
+    less = replace(cost.cluster, memory_bytes=needed - 1)
+    best = planned(replace(cost, cluster=less), 2)
+    assert max(best.predicted.device_peak_bytes) < needed
+
+
+def test_a_loop_has_to_be_below_the_limit():
+    cost = row(4, 2)
+    graph = stage_graph(chain(4), [(0,), (1,), (1,), (0,)], 2)
+    found = best_loop(cost, [graph], math.inf, ("1f1b",), split=True)
+    assert found is not None
+    seconds, best = found
+    assert best.proposal == graph
+    assert best_loop(cost, [graph], seconds, ("1f1b",), split=True) is None
