@@ -20,7 +20,8 @@ from anabranch.files import (
     save_cluster,
     save_plan,
 )
-from anabranch.plans.plan import CHANGED, ModelSize, Plan, Prediction
+from anabranch.graph.opgraph import ModelSize
+from anabranch.plans.plan import CHANGED, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from tests.files.documents import (
     CLUSTER,

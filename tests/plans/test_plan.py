@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.graph.opgraph import Op, OpGraph, Parameter, Value
-from anabranch.plans.plan import ModelSize, headline, ranges
+from anabranch.graph.opgraph import ModelSize, Op, OpGraph, Parameter, Value
+from anabranch.plans.plan import headline, ranges
 from anabranch.plans.stages import Stage
 from tests.cli.examples import a_plan
 

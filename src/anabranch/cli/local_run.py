@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from anabranch.cli.job import Job
-from anabranch.cli.output import note
 from anabranch.cli.progress import TrainingProgress
-from anabranch.cli.training_settings import SPARE_COPIES, TrainingSettings
-from anabranch.errors import AnabranchError
+from anabranch.cli.restarts import surviving
+from anabranch.cli.training_settings import TrainingSettings
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
-    from anabranch.runtime.survival import Survival
     from anabranch.training import Looks
-
-
-def on_first(make: Callable[[], Plan]) -> Plan:
-    """Call a function here or, under torchrun, on the first rank alone."""
-    return agreed(make) if "RANK" in os.environ else make()
-
-
-def agreed(search: Callable[[], Plan]) -> Plan:
-    """Under torchrun: the first rank plans, the others take its plan (measurements differ)."""
-    import torch.distributed as dist
-
-    from anabranch.files import plan_from_dict, plan_to_dict
-    from anabranch.runtime import texts
-    from anabranch.runtime.process_groups import join
-
-    join()
-    plan, failure = None, None
-    if dist.get_rank() == 0:
-        try:
-            plan = search()
-        except AnabranchError as error:
-            failure = error
-    document = {} if plan is None else plan_to_dict(plan)
-    received = json.loads(texts.from_first(json.dumps(document)))
-    if failure is not None:
-        raise failure
-    if not received:
-        raise typer.Exit(1)  # the first rank says why; the others just end
-    return plan or plan_from_dict(received, "the plan of rank 0")
 
 
 def train_job(
@@ -139,26 +105,6 @@ def train_job(
         if survival is not None:
             survival.copies.close()
     return replace(run, others_share=load.share())
-
-
-def surviving(
-    job: Job, training: TrainingSettings, devices: int, fewer: Callable[[int], None]
-) -> Survival:
-    """How a run goes on where ranks die, under the job's plan, or another one for fewer devices."""
-    from anabranch.runtime.plan_parts import prepare
-    from anabranch.runtime.spare_copies import Moment, SpareCopies
-    from anabranch.runtime.survival import Survival
-
-    def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan]:
-        assert job.plan is not None
-        note(f"{failure}; goes on from step {0 if moment is None else moment.step:,}")
-        if ranks != len(job.plan.stage_graph.devices):
-            fewer(ranks)
-            prepare(job.captured, job.plan.stage_graph, job.workload)
-        return (job.plan,)
-
-    copies = SpareCopies(devices, training.spare_copies or SPARE_COPIES)
-    return Survival(copies, begin, replaces=training.replace)
 
 
 def looks_of(job: Job, *, replans: bool) -> Looks | None:

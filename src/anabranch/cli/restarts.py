@@ -1,4 +1,4 @@
-"""Training that goes on by itself after a failure, from its last checkpoint.
+"""Training that goes on by itself after a failure, from its last checkpoint or copies in memory.
 
 Local ranks are started again by the command, ranks of torchrun by torchrun, which says how often.
 Either way an attempt does what is left of what was asked for.
@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.training_settings import TrainingSettings
+from anabranch.cli.job import Job
+from anabranch.cli.output import note
+from anabranch.cli.training_settings import SPARE_COPIES, TrainingSettings
 from anabranch.errors import StageFailedError, TrainingError
 
 if TYPE_CHECKING:
+    from anabranch.plans.plan import Plan
     from anabranch.record import Run
+    from anabranch.runtime.survival import Survival
 
 
 def is_restarted() -> bool:
@@ -54,6 +58,26 @@ def begin_surviving() -> int | None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(name, None)
     return int(size)
+
+
+def surviving(
+    job: Job, training: TrainingSettings, devices: int, fewer: Callable[[int], None]
+) -> Survival:
+    """The way on where ranks die: under the job's plan, or another one for fewer devices."""
+    from anabranch.runtime.plan_parts import prepare
+    from anabranch.runtime.spare_copies import Moment, SpareCopies
+    from anabranch.runtime.survival import Survival
+
+    def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan]:
+        assert job.plan is not None
+        note(f"{failure}; goes on from step {0 if moment is None else moment.step:,}")
+        if ranks != len(job.plan.stage_graph.devices):
+            fewer(ranks)
+            prepare(job.captured, job.plan.stage_graph, job.workload)
+        return (job.plan,)
+
+    copies = SpareCopies(devices, training.spare_copies or SPARE_COPIES)
+    return Survival(copies, begin, replaces=training.replace)
 
 
 def first_step(training: TrainingSettings) -> int:

@@ -13,7 +13,7 @@ Number = Any
 """A float, or a NumPy array of them."""
 
 
-class Passes(Protocol):
+class PassBytes(Protocol):
     """Bytes that a pass of a stage takes besides all that is kept, see ``StagePasses``."""
 
     def at(self, samples: Number) -> Number:
@@ -139,7 +139,7 @@ class StageWeights:
     largest_gradient: Number = 0.0
     tables: Number = 0.0
     rows: Number = 0.0
-    passes: Passes = Traffic(0.0, 0.0)
+    passes: PassBytes = Traffic(0.0, 0.0)
 
     @property
     def summed(self) -> Number:

@@ -30,8 +30,8 @@ from anabranch.files.jsonfile import (
     save,
     validate,
 )
-from anabranch.graph.opgraph import Granularity
-from anabranch.plans.plan import CHANGED, Mode, ModelSize, Plan, Prediction
+from anabranch.graph.opgraph import Granularity, ModelSize
+from anabranch.plans.plan import CHANGED, Mode, Plan, Prediction
 from anabranch.plans.stages import MOST_MICROBATCHES, Stage, StageGraph
 from anabranch.schedule import asynchronous, rule_named
 from anabranch.weights import POLICIES

@@ -264,3 +264,25 @@ def bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Bytes of a model's parameters and values, which differ where another model has operators of
+    the same names.
+
+    Attributes:
+        parameter_bytes: bytes of all parameters, tied ones counted once.
+        value_bytes: bytes of the batch and of all operator outputs, for one sample.
+    """
+
+    parameter_bytes: int
+    value_bytes: int
+
+    @staticmethod
+    def of(graph: OpGraph) -> ModelSize:
+        """Compute the size of a model from its graph."""
+        return ModelSize(
+            sum(graph.parameter_bytes.values()),
+            sum(value.nbytes for value in graph.values),
+        )

@@ -141,7 +141,7 @@ class StageGraph:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether a device has several stages."""
+        """True if a device has several stages."""
         return sum(stage.replicas for stage in self.stages) > len(self.devices)
 
     @cached_property

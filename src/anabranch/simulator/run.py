@@ -37,7 +37,7 @@ from anabranch.schedule.lower import lower
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import ModelCosts, StepCosts
 from anabranch.simulator.program import Program, compile_schedule, in_a_row
-from anabranch.simulator.step import Step
+from anabranch.simulator.step import StepRun
 from anabranch.timeline import Timeline
 
 
@@ -107,7 +107,7 @@ def run(
 
 
 def timeline_of(
-    step: Step, schedule: Schedule, graph: StageGraph, costs: StepCosts, *, messages: bool = True
+    step: StepRun, schedule: Schedule, graph: StageGraph, costs: StepCosts, *, messages: bool = True
 ) -> Timeline:
     """Convert a finished step to a timeline; ``messages`` as for ``run``."""
     schedule = schedule.computes
@@ -125,7 +125,7 @@ def timeline_of(
 
 
 def memory_of(
-    step: Step, graph: StageGraph, costs: StepCosts
+    step: StepRun, graph: StageGraph, costs: StepCosts
 ) -> dict[int, tuple[tuple[float, int], ...]]:
     """Device -> ascending (time, bytes in use from then on)."""
     base: dict[int, float] = defaultdict(float)
@@ -156,7 +156,7 @@ def _period_s(program: Program, costs: StepCosts) -> float | None:
     """
     if REPETITIONS.steps_in_a_row * len(program.entries) > REPETITIONS.most_in_a_row:
         return None
-    step = Step(in_a_row(program, REPETITIONS.steps_in_a_row, costs.overheads.read_s), costs)
+    step = StepRun(in_a_row(program, REPETITIONS.steps_in_a_row, costs.overheads.read_s), costs)
     step.run()
     # Steps alone were executed before; in a row they wait for nothing more.
     assert step.is_done
@@ -170,7 +170,7 @@ def simulate(
     *,
     updates: int = 1,
     per_update: tuple[int, ...] = (),
-) -> Step:
+) -> StepRun:
     """Run one step and keep when everything happened, as numbers.
 
     Args:
@@ -181,7 +181,7 @@ def simulate(
     """
     prices = _prices(graph, costs)
     program = compile_schedule(schedule, graph, prices, updates=updates, per_update=per_update)
-    step = Step(program, prices)
+    step = StepRun(program, prices)
     step.run()
     if not step.is_done:
         check_deadlock(lower(schedule.computes, graph, prices.message_edges), graph)

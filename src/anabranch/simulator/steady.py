@@ -27,7 +27,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule.schedule import Schedule
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.run import REPETITIONS, collector_paused, simulate
-from anabranch.simulator.step import Step
+from anabranch.simulator.step import StepRun
 
 OrderFor = Callable[[StageGraph], Schedule]
 
@@ -43,12 +43,14 @@ class Paced(NamedTuple):
     """
 
     repetitions: int
-    longest: Step
+    longest: StepRun
     more: float
     is_common: bool
 
 
-def paced(run: Callable[[int], Step], repetitions: Iterable[int], difference: int) -> Paced | None:
+def paced(
+    run: Callable[[int], StepRun], repetitions: Iterable[int], difference: int
+) -> Paced | None:
     """Run the same stages with more and more repetitions until all devices have one pace.
 
     Args:
@@ -104,7 +106,7 @@ def estimate_step_s(
             yield units
             units *= 2
 
-    def run(units: int) -> Step:
+    def run(units: int) -> StepRun:
         short = replace(graph, batch_size=units * unit + left)
         return simulate(short, order_for(short), costs)
 

@@ -158,7 +158,7 @@ _WHAT = {
 }
 
 
-class Step:
+class StepRun:
     """One simulated step; several in a row are one as well."""
 
     def __init__(self, program: Program, costs: StepCosts) -> None:

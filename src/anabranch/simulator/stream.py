@@ -43,7 +43,7 @@ from anabranch.simulator.run import (
     timeline_of,
 )
 from anabranch.simulator.steady import paced
-from anabranch.simulator.step import Step
+from anabranch.simulator.step import StepRun
 from anabranch.simulator.sums import least_sum_s
 from anabranch.timeline import Timeline
 from anabranch.weights import units_in_flight
@@ -88,7 +88,7 @@ def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None 
     require_untied(costs)
     simulated = list[int]()
 
-    def run(count: int) -> Step:
+    def run(count: int) -> StepRun:
         simulated.append(count * len(graph.devices))
         return _run(graph, costs, count, turns)
 
@@ -112,7 +112,7 @@ def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None 
 
 def _run(
     graph: StageGraph, costs: StepCosts, batches: int, turns: AsynchronousOrder | None = None
-) -> Step:
+) -> StepRun:
     """Simulate so many batches in a row."""
     if turns is None:
         whole = repeated(graph, batches)

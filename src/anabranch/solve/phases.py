@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from anabranch.cost import CostModel
 from anabranch.errors import BudgetError
-from anabranch.plans.plan import ModelSize, Plan
+from anabranch.graph.opgraph import ModelSize
+from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 
 Phase = Literal["search_s", "simulate_s", "improve_s"]

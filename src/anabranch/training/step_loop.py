@@ -46,7 +46,7 @@ class StepLoop:
         self._in_a_row: list[list[float]] = []
 
     def figures(self) -> dict[str, Any]:
-        """What of the figures goes on after a failure, as JSON; see ``go_on_from``."""
+        """Figures that go on after a failure, as JSON; see ``go_on_from``."""
         return {"step_s": self.step_s[-1:], "peak_bytes": self.peak_bytes}
 
     def go_on_from(self, figures: Mapping[str, Any] | None) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from anabranch.cli.clusters import note_crowded, note_uncalibrated
+from anabranch.cli.first_rank import on_first
 from anabranch.cli.job import Job
-from anabranch.cli.local_run import keep_run, on_first, train_job
+from anabranch.cli.local_run import keep_run, train_job
 from anabranch.cli.output import INTERRUPTED, note, say
 from anabranch.cli.preflight import (
     executed_plan,
