@@ -139,7 +139,7 @@ class StageGraph:
                 result[device].append(s)
         return {device: tuple(stages) for device, stages in result.items()}
 
-    @property
+    @cached_property
     def shares_devices(self) -> bool:
         """True if a device has several stages."""
         return sum(stage.replicas for stage in self.stages) > len(self.devices)

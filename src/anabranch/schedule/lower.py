@@ -114,6 +114,8 @@ def message_table(
 ) -> Ints:
     """Return ``messages`` as an array with one row per field of ``Message``."""
     table = _transfer_table(graph, source, target, forward=forward)
+    if not (inside_devices or graph.shares_devices):
+        return table
     _, sender, _, receiver, *_ = table
     return table[:, (sender == receiver) == inside_devices]
 
@@ -155,6 +157,7 @@ def _transfer_table(graph: StageGraph, source: int, target: int, *, forward: boo
     return np.array([i, senders, j, receivers, start, stop])
 
 
+@lru_cache(maxsize=64)
 def _overlap_table(batch_size: int, b_x: int, d_x: int, b_y: int, d_y: int) -> Ints:
     """Return the samples [start, stop) that a replica of a stage x computes and one of a stage y
     needs, ascending: rows of micro-batch and replica of x, those of y, start and stop.
