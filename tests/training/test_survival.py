@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch import launch
+from anabranch.checkpoint import saving
 from anabranch.checkpoint.series import checkpoints
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.plans.plan import Plan
@@ -293,6 +294,57 @@ def test_checkpoints_and_evaluations_are_those_of_a_run_without(tmp_path: Path):
         made[len(kills)] = run, [step for step, _ in checkpoints(folder / "run")], told
     require_same(made[2][0], made[0][0])
     assert made[2][1:] == made[0][1:]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_gradients_are_compared_although_a_rank_dies_at_first(case: Case, step: int):
+    """A rank dies before the comparison, or behind it and before a copy knows its result."""
+    case.options["check_gradients"] = True
+    whole = case.undisturbed()
+    case.kills = ((1, step),)
+    run = case.go()[0][0]
+    require_same(run, whole)
+    assert whole.gradients.startswith("right: ")
+    assert run.gradients == whole.gradients
+
+
+def test_evaluations_and_the_end_are_told_once(tmp_path: Path):
+    """A rank dies when the evaluation of step 4 was told, and no later step, and at the end."""
+    case = Case(tmp_path, evaluate_every=4)
+    case.undisturbed()
+    expected = case.told()
+    (tmp_path / "told").unlink()
+    case.kills, rank = ((1, 4),), case.rank
+
+    def killed(plan: Plan) -> Any:
+        result = rank(plan)
+        if dist.get_rank() == 1:
+            case.marks.kill_once(40)
+        return result
+
+    case.rank = killed  # type: ignore[method-assign]
+    case.go()
+    assert case.told() == expected
+    assert len(case.begun) == 2
+
+
+def test_the_best_checkpoint_is_written_although_a_rank_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of step 4 there is a copy, and its checkpoint, of the best evaluation, is not finished."""
+    best = SaveEvery(100, keep=9, best="loss")
+    case = Case(tmp_path, save=tmp_path / "run", save_every=best, evaluate_every=4)
+    case.kills, finish = ((0, 6),), saving.finish
+
+    def late(*args: Any) -> None:
+        if case.marks.once(40):
+            time.sleep(3600)
+        finish(*args)
+
+    monkeypatch.setattr(saving, "finish", late)
+    case.go()
+    assert case.begun
+    assert (tmp_path / "run" / "step-4").exists()
 
 
 def test_with_a_device_fewer_training_goes_on_under_another_plan(case: Case):

@@ -70,7 +70,8 @@ def surviving(
 
     def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan]:
         assert job.plan is not None
-        note(f"{failure}; goes on from step {0 if moment is None else moment.step:,}")
+        step = first_step(training) if moment is None else moment.step
+        note(f"{failure}; goes on from step {step:,}")
         if ranks != len(job.plan.stage_graph.devices):
             fewer(ranks)
             prepare(job.captured, job.plan.stage_graph, job.workload)

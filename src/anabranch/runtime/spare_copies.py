@@ -80,8 +80,9 @@ class SpareCopies:
             for rank in range(num_ranks)
         ]
         self._log = os.memfd_create("anabranch-losses")
-        table = memoryview(mmap.mmap(-1, 8 * (2 * num_ranks + 2))).cast("q")
-        self._table, self._attempt, self._told = table[:-2], table[-2:-1], table[-1:]
+        table = memoryview(mmap.mmap(-1, 8 * (2 * num_ranks + 3))).cast("q")
+        self._table, self._attempt = table[:-3], table[-3:-2]
+        self._told, self._told_besides = table[-2:-1], table[-1:]
         self._memory: dict[int, Tensor] = {}  # of this process, by file
 
     def close(self) -> None:
@@ -215,6 +216,15 @@ class SpareCopies:
     @told.setter
     def told(self, number: int) -> None:
         self._told[0] = number
+
+    @property
+    def told_besides(self) -> int:
+        """Number of the last event besides that the first rank has told callbacks."""
+        return self._told_besides[0]
+
+    @told_besides.setter
+    def told_besides(self, number: int) -> None:
+        self._told_besides[0] = number
 
     def note_loss(self, index: int, loss: float, samples: int) -> None:
         """Note the loss of the run's step ``index``, from 0, and the samples of its batch."""

@@ -114,10 +114,12 @@ class Pauses:
         self._folder, self._save_every = folder, save_every
         self._evaluate_every, self._evaluates = evaluate_every, evaluates
         self._saved_at = self._evaluated_at = pipe.step_number
-        self._goes_on = isinstance(pipe, Pipeline) and pipe.copied is not None
-        if self._goes_on:
+        self._goes_on = copies is not None and copies.told > 0
+        if isinstance(pipe, Pipeline) and pipe.copied is not None:
             self._copied_at = pipe.step_number
             self._saved_at -= 1  # a checkpoint of that step may never have been finished
+            if save_every is not None and save_every.best:
+                self._evaluated_at -= 1  # nor one that its evaluation asked for
         self._metrics: dict[str, float] | None = None  # of the last evaluation
         self._best = -math.inf
         self._unfinished: CheckpointEvent | None = None
@@ -155,17 +157,20 @@ class Pauses:
         self._look_for_copy()
 
     def _look_for_copy(self) -> None:
-        """Copy the state before the first step, and when it is due; behind the last there is none,
-        so that whoever goes on has a step to do.
+        """Copy the state behind the first step, and when it is due; behind the last there is none,
+        so that whoever goes on has a step to do. Nor is there one before the first: whoever begins
+        anew compares gradients anew.
         """
         pipe, done = self._pipe, self._pipe.step_number
         if self._copies is None or not isinstance(pipe, Pipeline):
             return
-        if self._copied_at < 0 or done - self._copied_at >= self._copies.every:
-            total = self._reporter.total
-            if total is None or done < self._reporter.first_step + total:
-                self._copied_at = done
-                pipe.copy_state(self._further(), self._reporter.noting())
+        first, total = self._reporter.first_step, self._reporter.total
+        is_first = self._copied_at < 0
+        is_due = is_first or done - self._copied_at >= self._copies.every
+        if is_due and done > first and (total is None or done < first + total):
+            # That of the first step counts at once, so the next one may come earlier.
+            self._copied_at = first if is_first else done
+            pipe.copy_state(self._further(), self._reporter.noting())
 
     def _look_for_checkpoint(self, save_every: SaveEvery, *, is_best: bool) -> None:
         now = self._pipe.step_number

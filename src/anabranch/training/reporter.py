@@ -19,7 +19,7 @@ from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import num_samples
 from anabranch.runtime.spare_copies import SpareCopies
-from anabranch.training.events import Callback, Event, StepEvent
+from anabranch.training.events import Callback, EndEvent, EvaluationEvent, Event, StepEvent
 from anabranch.workload import Batch
 
 
@@ -136,10 +136,17 @@ class Reporter:
         return note
 
     def tell(self, event: Event) -> None:
-        """Tell an event once the loss of its step is known, unless a later step was told before."""
-        if event.step < self.first_step + self._told:
+        """Tell an event once the loss of its step is known, unless it, or a later step, was told
+        before.
+        """
+        copies = self._copies if isinstance(event, EvaluationEvent | EndEvent) else None
+        number = 2 * event.step + isinstance(event, EndEvent)
+        is_told = copies is not None and number <= copies.told_besides
+        if is_told or event.step < self.first_step + self._told:
             return
         if event.step <= self.first_step + len(self.losses):
+            if copies is not None and self._pipe.rank == 0:
+                copies.told_besides = number
             self._call(event)
         else:
             self._waiting.append(event)
