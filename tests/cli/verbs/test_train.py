@@ -320,9 +320,10 @@ def test_more_ranks_than_cores_are_told_to_say_nothing_of_time(run, monkeypatch)
 
 def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan_on):
     """What it decides is refused beside it, not ignored."""
+    plan = plan_on(0, 1)
     for verb in ("train", "verify"):
         for option in (("--batch-size", "8"), ("--devices", "2")):
-            code, _, err = run(verb, TOWERS, "--plan", plan_on(0, 1), *option)
+            code, _, err = run(verb, TOWERS, "--plan", plan, *option)
             assert code == 2
             assert f"decides what {option[0]} would" in " ".join(err.replace("│", "").split())
 
