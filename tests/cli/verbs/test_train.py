@@ -241,15 +241,20 @@ def test_the_whole_traceback_on_request(run, monkeypatch):
     assert isinstance(caught.value.__cause__, TypeError)
 
 
+_PLANS: list[str] = []
+
+
 @pytest.fixture
 def plan_on(run, tmp_path):
-    """A plan for local:4 whose stages are on other devices."""
+    """A plan for local:4, made once for all tests, whose stages are on other devices."""
 
     def make(*devices: int) -> str:
-        options = ("--cluster", "local:4", "--batch-size", "8", "--max-replicas", "1")
-        code, _, err = run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")
-        assert code == 0, err
-        plan = json.loads((tmp_path / "plan.json").read_text())
+        if not _PLANS:
+            options = ("--cluster", "local:4", "--batch-size", "8", "--max-replicas", "1")
+            code, _, err = run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")
+            assert code == 0, err
+            _PLANS.append((tmp_path / "plan.json").read_text())
+        plan = json.loads(_PLANS[0])
         for stage, device in zip(plan["stages"], devices, strict=False):
             stage["devices"] = [device]
         (tmp_path / "plan.json").write_text(json.dumps(plan))
