@@ -35,6 +35,11 @@ from tests.runtime.training import LIMIT_S, on_one_device
 
 COUPLED = [name for name, (_, kind) in MODELS.items() if kind == "coupled"]
 
+REPLICATED = ("mean", "sum", "masked", "fraction", "contrastive", "normed together", "captioned")
+"""Of every kind some, to be cut and added up over replicas; that a model can be sliced at all, and
+where its coefficients come from, is what the tests in one process ask of each of them.
+"""
+
 
 @cache
 def built(name: str) -> Built:
@@ -65,7 +70,7 @@ def test_every_micro_batch_size_has_the_gradients_of_the_whole_batch(name: str) 
     """
     model, given = built(name), batch(9, 3)
     expected = reference(model.module, given, [(0, 9)])
-    for size in (1, 2, 4, 9):
+    for size in (1, 4, 9):
         cut = plan(model, 2, batch_size=9, microbatch_size=size)
         alone = on_devices(cut, [(0,), (0,)])
         pipeline = Pipeline(model.workload, alone, captured=model.captured, check_gradients=False)
@@ -101,7 +106,7 @@ def test_replicas_have_the_gradients_of_the_whole_batch(stages: int) -> None:
     """Two or four ranks, where the first stage has two replicas of unequal slices, and batches of
     other sizes than planned follow.
     """
-    names = [name for name in MODELS if stages > 1 or name not in COUPLED]
+    names = [name for name in REPLICATED if stages > 1 or name not in COUPLED]
     models = {name: with_programs(built(name), 1, 2, 3, 5, 9, 12) for name in names}
     replicas = [2, 1, 1][:stages]
     plans = {

@@ -22,6 +22,8 @@ from anabranch.training import Looks, train
 from benchmarks.faults.checkpoints import RANKS
 
 BATCH, STEPS = 64, 120
+OTHERS = (0, 1)
+"""Processes that share the core of rank 1, in runs one after the other."""
 
 
 def _spin(core: int) -> None:
@@ -69,7 +71,7 @@ def unequal(count: int) -> dict[str, Any]:
         )
 
     found: dict[str, Any] = {}
-    for others in (0, 1):
+    for others in OTHERS:
         with _others(others, cores[1]):
             for replans in (False, True):
                 run: Run = launch.run(rank, RANKS, replans)[0]

@@ -42,6 +42,7 @@ def test_a_part_counts(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(survival, "STEPS", 20)
     monkeypatch.setattr(unequal, "STEPS", 2)
     monkeypatch.setattr(unequal, "BATCH", 16)
+    monkeypatch.setattr(unequal, "OTHERS", (1,))
     for module in (blame, checkpoints, unequal):
         monkeypatch.setattr(module, "build", small_two_branch)
     count, expected = EXPECTED[name]

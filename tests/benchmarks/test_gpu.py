@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import case
+from benchmarks.gpu import case, subject, transformer
 from benchmarks.gpu.case import Case
 from tests.benchmarks import forked
 
@@ -48,10 +49,18 @@ def test_unknown_sections_are_refused(name: str, monkeypatch, capsys):
     ],
 )
 def test_a_section_is_rehearsed(name: str, tmp_path: Path, monkeypatch, capsys):
-    """The sections that run on a CPU; that of shared GPUs is rehearsed below, by interpreters of
-    their own.
+    """The sections that run on a CPU, with one layer, and one plan by hand beside PyTorch's; that
+    of shared GPUs is rehearsed below, by interpreters of their own.
     """
     monkeypatch.setattr(case, "subprocess", forked)
+    monkeypatch.setitem(subject.SIZES, "cpu", subject.SIZES["cpu"] | {"layers": "1"})
+    monkeypatch.setattr(subject, "TIMED", 1)
+    by_hand = transformer.plans_by_hand
+    monkeypatch.setattr(
+        transformer, "plans_by_hand", lambda model: dict(list(by_hand(model).items())[:1])
+    )
+    once = partial(transformer.rank_times, turns=1, steps=1, warm=1)
+    monkeypatch.setattr(transformer, "rank_times", once)
     command = ["gpu", "--rehearse", "--only", name, "--out", str(tmp_path / "found.json")]
     monkeypatch.setattr(sys, "argv", command)
     gpu.main()

@@ -241,15 +241,20 @@ def test_the_whole_traceback_on_request(run, monkeypatch):
     assert isinstance(caught.value.__cause__, TypeError)
 
 
+_PLANS: list[str] = []
+
+
 @pytest.fixture
 def plan_on(run, tmp_path):
-    """A plan for local:4 whose stages are on other devices."""
+    """A plan for local:4, made once for all tests, whose stages are on other devices."""
 
     def make(*devices: int) -> str:
-        options = ("--cluster", "local:4", "--batch-size", "8", "--max-replicas", "1")
-        code, _, err = run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")
-        assert code == 0, err
-        plan = json.loads((tmp_path / "plan.json").read_text())
+        if not _PLANS:
+            options = ("--cluster", "local:4", "--batch-size", "8", "--max-replicas", "1")
+            code, _, err = run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")
+            assert code == 0, err
+            _PLANS.append((tmp_path / "plan.json").read_text())
+        plan = json.loads(_PLANS[0])
         for stage, device in zip(plan["stages"], devices, strict=False):
             stage["devices"] = [device]
         (tmp_path / "plan.json").write_text(json.dumps(plan))
@@ -320,9 +325,10 @@ def test_more_ranks_than_cores_are_told_to_say_nothing_of_time(run, monkeypatch)
 
 def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan_on):
     """What it decides is refused beside it, not ignored."""
+    plan = plan_on(0, 1)
     for verb in ("train", "verify"):
         for option in (("--batch-size", "8"), ("--devices", "2")):
-            code, _, err = run(verb, TOWERS, "--plan", plan_on(0, 1), *option)
+            code, _, err = run(verb, TOWERS, "--plan", plan, *option)
             assert code == 2
             assert f"decides what {option[0]} would" in " ".join(err.replace("│", "").split())
 

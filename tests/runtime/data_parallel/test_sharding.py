@@ -218,8 +218,10 @@ def resumed(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize(("name", "optimizer"), [("TwoBranch", adam), ("Tied", adagrad)])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "before"),
+    [("TwoBranch", adam, False), ("TwoBranch", adam, True), ("Tied", adagrad, True)],
+)
 def test_checkpoints_know_nothing_of_it(
     name: str, optimizer: Any, before: bool, tmp_path: Path
 ) -> None:
