@@ -65,3 +65,11 @@ def test_replicas_of_nothing_but_the_comparison_go_to_what_it_reads() -> None:
     alone = OpGraph((Op("compare", whole_batch=True),), ())
     with pytest.raises(InvalidPlanError, match="cannot share a batch among 2 replicas"):
         fitted(StageGraph((Stage(("compare",), (0, 1), 8),), (), 8), alone)
+
+
+def test_devices_with_another_stage_are_not_given_away() -> None:
+    """Both towers have them already; the comparison keeps one of them."""
+    stages = (Stage(("left", "right"), (0, 1), 2), Stage(("compare", "head"), (0, 1), 8))
+    found = fitted(StageGraph(stages, ((0, 1),), 8), TOWERS)
+    assert [s.devices for s in found.stages] == [(0, 1), (1,)]
+    assert [s.microbatch_size for s in found.stages] == [2, 8]
