@@ -98,7 +98,7 @@ class StepSearch:
     ) -> tuple[Contest, Iterable[StageGraph], int]:
         """The contest at its end, the search, and the number of its proposals."""
         with phases.timed("search_s"):
-            search = self._propose(cost)
+            search = self._propose(cost, may_share=may_share)
             improving = search if isinstance(search, Improving) else None
             proposals, phases.stop = collect(search)
         contest = Contest(cost, self.schedules, improving, BUDGET, may_share=may_share)
@@ -119,13 +119,13 @@ class StepSearch:
                 break
         return contest, search, len(proposals)
 
-    def _propose(self, cost: CostModel) -> Iterable[StageGraph]:
+    def _propose(self, cost: CostModel, *, may_share: bool) -> Iterable[StageGraph]:
         planner: Any = self.planner  # of planners, only auto takes a start
         start = {}
         if self.start is not None:
-            require(self.start, cost, shared=True)
-            # One whose devices have several stages is judged in the end.
-            start = {} if self.start.shares_devices else {"start": self.start}
+            sharing = replace(cost, shard_optimizer=cost.shard_optimizer or may_share)
+            require(self.start, sharing, shared=True)
+            start = {"start": self.start}
         proposals: Iterable[StageGraph] = planner(
             cost, batch_size=self.batch_size, microbatch_size=self.microbatch_size, **start
         )
