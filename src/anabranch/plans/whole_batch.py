@@ -112,6 +112,11 @@ def _given_away(
         )
     taker = max(takers, key=lambda x: len(graph.stages[x].operators) / graph.stages[x].replicas)
     held = (*stages[taker].devices, *idle)
+    if len(held) > graph.batch_size:
+        raise InvalidPlanError(
+            f"stage {taker} would have {len(held)} devices, the batch only {graph.batch_size} "
+            "samples"
+        )
     size = max(stages[taker].microbatch_size, len(held))
     stages[taker] = replace(stages[taker], devices=held, microbatch_size=size)
     return replace(graph, stages=tuple(stages))
