@@ -431,3 +431,20 @@ def test_a_plan_knows_its_cluster(propose):
     cost, graph = two_stages(8)
     propose(graph)
     assert found(cost, 8).machines == cost.cluster
+
+
+def test_a_plan_whose_simulated_step_needs_more_memory_is_refused(propose, monkeypatch):
+    """Gradients of weights that wait keep what they need, more than the formula has."""
+    cost, graph = two_stages(8)
+    propose(graph)
+    checked_run = step_search.checked_run
+
+    def fuller(*args, **options):
+        timeline = checked_run(*args, **options)
+        return replace(timeline, peak_bytes=dict.fromkeys(timeline.peak_bytes, 2**60))
+
+    monkeypatch.setattr(step_search, "checked_run", fuller)
+    with pytest.raises(
+        InfeasiblePlanError, match=r"under schedule zb-h2 .* holds 1073741824.00 GiB"
+    ):
+        found(cost, 8, schedule="zb-h2")
