@@ -65,3 +65,18 @@ def test_replicas_of_nothing_but_the_comparison_go_to_what_it_reads() -> None:
     alone = OpGraph((Op("compare", whole_batch=True),), ())
     with pytest.raises(InvalidPlanError, match="cannot share a batch among 2 replicas"):
         fitted(StageGraph((Stage(("compare",), (0, 1), 8),), (), 8), alone)
+
+
+def test_devices_with_another_stage_are_not_given_away() -> None:
+    """Both towers have them already; the comparison keeps one of them."""
+    stages = (Stage(("left", "right"), (0, 1), 2), Stage(("compare", "head"), (0, 1), 8))
+    found = fitted(StageGraph(stages, ((0, 1),), 8), TOWERS)
+    assert [s.devices for s in found.stages] == [(0, 1), (1,)]
+    assert [s.microbatch_size for s in found.stages] == [2, 8]
+
+
+def test_devices_are_not_given_away_for_less_than_a_sample_each() -> None:
+    """Three devices for a batch of two samples."""
+    stages = (Stage(("left", "right"), (0, 1), 2), Stage(("compare", "head"), (2, 3), 2))
+    with pytest.raises(InvalidPlanError, match="would have 3 devices, the batch only 2"):
+        fitted(StageGraph(stages, ((0, 1),), 2), TOWERS)

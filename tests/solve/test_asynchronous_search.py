@@ -382,6 +382,17 @@ def test_pipedream_takes_turns_as_published():
     assert plans[0].predicted.step_s == pytest.approx(plans[1].predicted.step_s)
 
 
+def test_what_compares_samples_takes_no_turns():
+    """Where replicas of the first stage would, if the second did not need the whole mini-batch."""
+    cost = three_devices()
+    model = cost.profile.graph
+    across = replace(model, ops=(model.ops[0], replace(model.ops[1], whole_batch=True)))
+    cost = replace(cost, profile=replace(cost.profile, graph=across))
+    best = asynchronous(cost, 4, policy="stash", optimizer_factor=0.0)
+    assert not best.round_robin
+    assert solve.check_plan(best, cost.profile, cost.cluster) == []
+
+
 def test_a_simulation_of_another_policy_splits(propose):
     """Of a plan whose replicas take turns."""
     cost = three_devices()

@@ -50,3 +50,16 @@ def test_an_interrupt_leaves_out_the_rest(problem, monkeypatch, seen, left):
     with pytest.raises(KeyboardInterrupt):
         others.update(baselines(found, *problem, optimizer_factor=0.0))
     assert list(others) == list(BASELINES)[:left]
+
+
+def test_a_chain_may_have_several_stages_on_a_device_as_the_plan_has():
+    """Of a row of operators every plan is a chain, so that none is quicker than the best one; sums
+    of replicas take for ever.
+    """
+    machines = cluster(2, bandwidth=1e3)
+    cost = cost_model(chain(4), [1.0] * 4, [2.0] * 4, machines, parameter_bytes=1 << 20)
+    found = plan(cost.profile, machines, 2, microbatch_size=1)
+    assert found.stage_graph.shares_devices
+    others = dict(baselines(found, cost.profile, machines, microbatch_size=1))
+    assert others["chain"].figures.step_s == pytest.approx(found.figures.step_s)
+    assert others["sequential"].figures.step_s > found.figures.step_s

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.cost import CostModel
+from anabranch.errors import InvalidPlanError
 from anabranch.files.plans import load_plan, save_plan
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
@@ -132,3 +133,16 @@ def test_a_loop_has_to_be_below_the_limit():
     seconds, best = found
     assert best.proposal == graph
     assert best_loop(cost, [graph], seconds, LOOP_SCHEDULES) is None
+
+
+@pytest.mark.parametrize("option", [{"shape": "chain"}, {"several": False}])
+def test_a_search_for_other_stages_does_not_begin_with_such_a_plan(option: dict[str, object]):
+    """Two branches, each with a stage on both devices: neither in a row, nor one on each."""
+    cost = cost_model(
+        ((0, 1), (0, 2), (1, 3), (2, 3)), [1.0] * 4, [2.0] * 4, cluster(2), value_bytes=1
+    )
+    graph = stage_graph(((0, 1), (0, 2), (1, 3), (2, 3)), [(0,), (1,), (0,), (1,)], 4)
+    start = Plan(graph, "1f1b", "", "", "", "", 0.0, 0.0, None)
+    assert planned(cost, 4, start=start, planner_options={"evaluations": 0})
+    with pytest.raises(InvalidPlanError, match="the stages to begin with are"):
+        planned(cost, 4, start=start, planner_options={"evaluations": 0, **option})

@@ -12,6 +12,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import (
     BudgetError,
     InfeasiblePlanError,
+    InvalidPlanError,
     SearchStoppedError,
 )
 from anabranch.plans.plan import Plan
@@ -131,6 +132,18 @@ def test_auto_finds_data_parallelism_that_fits_only_with_shared_state():
     assert len(apart.stage_graph) == 2
     assert together.shard_optimizer
     assert together.predicted.step_s == replicated.predicted.step_s < apart.predicted.step_s
+
+
+def test_a_search_begins_with_a_plan_that_fits_only_with_shared_state():
+    """It is no worse than that plan, which does not fit without."""
+    machines = cluster(2, memory_bytes=8 * GB, bandwidth=GB)
+    cost = cost_model(chain(2), [1, 4], [1, 4], machines, parameter_bytes=GB)
+    together = plan(cost.profile, machines, 4)
+    again = plan(cost.profile, machines, 4, start=together)
+    assert again.shard_optimizer
+    assert again.predicted.step_s <= together.predicted.step_s
+    with pytest.raises(InvalidPlanError, match="try a smaller micro-batch"):
+        plan(cost.profile, machines, 4, start=together, shard_optimizer=False)
 
 
 def test_replicas_share_the_state_of_the_optimizer_where_updates_take_long(propose):
@@ -418,3 +431,20 @@ def test_a_plan_knows_its_cluster(propose):
     cost, graph = two_stages(8)
     propose(graph)
     assert found(cost, 8).machines == cost.cluster
+
+
+def test_a_plan_whose_simulated_step_needs_more_memory_is_refused(propose, monkeypatch):
+    """Gradients of weights that wait keep what they need, more than the formula has."""
+    cost, graph = two_stages(8)
+    propose(graph)
+    checked_run = step_search.checked_run
+
+    def fuller(*args, **options):
+        timeline = checked_run(*args, **options)
+        return replace(timeline, peak_bytes=dict.fromkeys(timeline.peak_bytes, 2**60))
+
+    monkeypatch.setattr(step_search, "checked_run", fuller)
+    with pytest.raises(
+        InfeasiblePlanError, match=r"under schedule zb-h2 .* holds 1073741824.00 GiB"
+    ):
+        found(cost, 8, schedule="zb-h2")

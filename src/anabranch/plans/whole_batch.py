@@ -59,7 +59,7 @@ def fitted(graph: StageGraph, model: OpGraph) -> StageGraph:
 
     If their stage has replicas, these operators and their descendants in the stage become a new
     stage on its last devices, and the other devices keep the operators before them. If the stage
-    has only such operators, its other devices go to a predecessor.
+    has only such operators, its other devices go to a predecessor, unless they have other stages.
 
     Raises:
         InvalidPlanError: if the stage would leave devices without work.
@@ -98,7 +98,12 @@ def _parted(graph: StageGraph, model: OpGraph, s: int, chosen: Collection[int]) 
 def _given_away(
     graph: StageGraph, s: int, devices: tuple[int, ...], chosen: Collection[int]
 ) -> StageGraph:
-    """Move devices of stage s to one of its predecessors."""
+    """Take devices from stage s; those without another stage go to one of its predecessors."""
+    stages = list(graph.stages)
+    stages[s] = replace(stages[s], devices=stages[s].devices[len(devices) :])
+    idle = [device for device in devices if graph.stages_of[device] == (s,)]
+    if not idle:
+        return replace(graph, stages=tuple(stages))
     takers = [x for x in graph.predecessors[s] if x not in chosen]
     if not takers:
         raise InvalidPlanError(
@@ -106,9 +111,12 @@ def _given_away(
             f"share a batch among {graph.stages[s].replicas} replicas"
         )
     taker = max(takers, key=lambda x: len(graph.stages[x].operators) / graph.stages[x].replicas)
-    stages = list(graph.stages)
-    stages[s] = replace(stages[s], devices=stages[s].devices[len(devices) :])
-    held = (*stages[taker].devices, *devices)
+    held = (*stages[taker].devices, *idle)
+    if len(held) > graph.batch_size:
+        raise InvalidPlanError(
+            f"stage {taker} would have {len(held)} devices, the batch only {graph.batch_size} "
+            "samples"
+        )
     size = max(stages[taker].microbatch_size, len(held))
     stages[taker] = replace(stages[taker], devices=held, microbatch_size=size)
     return replace(graph, stages=tuple(stages))

@@ -141,8 +141,11 @@ class AsynchronousSearch:
 
     def _in_turns(self, policy: WeightPolicy) -> ScheduledProposal | None:
         """The best plan whose replicas take mini-batches in turn, if its interval is shorter; for
-        planner ``pipedream``, which publishes them, if it is as short.
+        planner ``pipedream``, which publishes them, if it is as short. None where operators need a
+        whole mini-batch, as turns are simulated as slices of a larger one.
         """
+        if self._cost.graph.whole_batch:
+            return None
         judge, judged = self._judges[policy.name], Judge(self._objective(policy, in_turns=True))
         gain = -ShortestPeriod.equal if self._name == "pipedream" else SETTINGS.turns_gain
         limit_s = judged.best_s = judge.best_s * (1 - gain)

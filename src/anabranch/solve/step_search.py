@@ -11,7 +11,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import Improving, Planner
 from anabranch.plans.check import require
-from anabranch.plans.plan import Plan
+from anabranch.plans.plan import Plan, memory_text
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
@@ -79,6 +79,15 @@ class StepSearch:
                 require(best.graph, cost, shared=True)
                 timeline = checked_run(best.graph, best.schedule, cost, messages=False)
                 figures = figures_of(timeline, best.graph, cost)
+            # Passes whose weights wait hold more than the formula of memory knows.
+            most, room = max(figures.device_peak_bytes), cost.cluster.memory_bytes
+            if most > room:
+                raise InfeasiblePlanError(
+                    f"under schedule {best.schedule} the best plan of planner {self.name} holds "
+                    f"{memory_text(most)} on a device of {cost.cluster.name}, which has "
+                    f"{memory_text(room)}: gradients of weights that wait keep what they need; "
+                    "take schedule 1f1b or 1f1b-split, or auto, which looks whether they fit"
+                )
             return phases.plan(
                 cost,
                 self.model,
@@ -98,7 +107,7 @@ class StepSearch:
     ) -> tuple[Contest, Iterable[StageGraph], int]:
         """The contest at its end, the search, and the number of its proposals."""
         with phases.timed("search_s"):
-            search = self._propose(cost)
+            search = self._propose(cost, may_share=may_share)
             improving = search if isinstance(search, Improving) else None
             proposals, phases.stop = collect(search)
         contest = Contest(cost, self.schedules, improving, BUDGET, may_share=may_share)
@@ -119,13 +128,13 @@ class StepSearch:
                 break
         return contest, search, len(proposals)
 
-    def _propose(self, cost: CostModel) -> Iterable[StageGraph]:
+    def _propose(self, cost: CostModel, *, may_share: bool) -> Iterable[StageGraph]:
         planner: Any = self.planner  # of planners, only auto takes a start
         start = {}
         if self.start is not None:
-            require(self.start, cost, shared=True)
-            # One whose devices have several stages is judged in the end.
-            start = {} if self.start.shares_devices else {"start": self.start}
+            sharing = replace(cost, shard_optimizer=cost.shard_optimizer or may_share)
+            require(self.start, sharing, shared=True)
+            start = {"start": self.start}
         proposals: Iterable[StageGraph] = planner(
             cost, batch_size=self.batch_size, microbatch_size=self.microbatch_size, **start
         )

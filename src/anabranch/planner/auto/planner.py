@@ -79,18 +79,26 @@ class Auto:
         ``planner.base``. An interrupted search proposes the best that it has found.
 
         Args:
-            start: begin with this one alone.
+            start: begin with this one alone; one with several stages on a device is left to the
+                caller to judge, and the search begins as it does without.
 
         Raises:
             InfeasiblePlanError: if nothing fits.
-            InvalidPlanError: if ``start`` leaves devices out, has several stages on one, or is
-                another shape than the one asked for.
+            InvalidPlanError: if ``start`` leaves devices out, or is another shape than the one
+                asked for, or has several stages on a device where that is not wanted.
         """
         if start is not None and self.shape == "chain" != start.shape:
             raise InvalidPlanError(
                 "the stages to begin with are no chain; begin with a plan in one row, or leave out "
                 "the shape"
             )
+        if start is not None and start.shares_devices:
+            if not self.several:
+                raise InvalidPlanError(
+                    "the stages to begin with are several on a device; begin with a plan with one "
+                    "stage on each, or leave out several=false"
+                )
+            start = None
         cost = self._shaped(cost)
         problem = Problem(cost, batch_size, microbatch_size, self.max_replicas).checked()
         space = Space(
