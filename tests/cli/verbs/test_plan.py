@@ -406,15 +406,16 @@ def test_an_asynchronous_plan_is_compared_with_and_without_a_flush(run, four_fil
     assert code == 0, err
     assert "as fast as data parallelism without a flush (12000.00 ms, depth 1" in out
     assert (
-        "\nwith a flush, data parallelism 12000.00 ms and the sequential pipeline 15000.00 ms per "
-        "batch: the same command without --mode async plans steps with a flush\n"
+        "\nwith a flush, data parallelism takes 12000.00 ms and the sequential pipeline takes "
+        "15000.00 ms per batch: the same command without --mode async plans steps with a flush\n"
     ) in out
     ours = load_plan(Path("p.json"))
     quicker = replace(ours, predicted=replace(ours.figures, step_s=6.0))
     others = {"data-parallel": quicker, "sequential": InfeasiblePlanError("too large")}
     assert plan_verb.flush_text(others, ours) == (
-        "with a flush, data parallelism 6000.00 ms per batch; data parallelism is then quicker per "
-        "batch than this plan: the same command without --mode async plans steps with a flush"
+        "with a flush, data parallelism takes 6000.00 ms per batch; data parallelism is then "
+        "quicker per batch than this plan: the same command without --mode async plans steps with "
+        "a flush"
     )
 
 

@@ -294,7 +294,7 @@ def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     how = "the same command without --mode async plans steps with a flush"
     if not seconds:
         return how
-    steps = " and ".join(f"{name} {time_text(step_s)}" for name, step_s in seconds.items())
+    steps = " and ".join(f"{name} takes {time_text(step_s)}" for name, step_s in seconds.items())
     name = min(seconds, key=lambda name: seconds[name])
     is_quicker = seconds[name] < ours.figures.step_s * (1 - 1e-9)
     verdict = f"; {name} is then quicker per batch than this plan" if is_quicker else ""
