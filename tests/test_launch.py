@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from anabranch import launch
 from anabranch.errors import DataError, StageFailedError
 from anabranch.runtime.guards.interrupt import INTERRUPT
+from anabranch.runtime.guards.position import POSITION
 
 pytestmark = pytest.mark.dist
 
@@ -106,6 +108,19 @@ def test_a_killed_rank_is_named() -> None:
 
     with pytest.raises(StageFailedError, match=r"rank 2 was killed by signal 9 \(SIGKILL\)"):
         launch.run(work, 3, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_memory_is_named_only_where_it_may_be_the_cause(is_waiting: bool) -> None:
+    """Not where a rank only waits for another one."""
+
+    def work() -> None:
+        with POSITION.waiting() if is_waiting else nullcontext():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(StageFailedError, match="rank 0 was killed by signal 9") as caught:
+        launch.run(work, 1, timeout=LIMIT_S)
+    assert ("memory" in str(caught.value)) != is_waiting
 
 
 def test_a_rank_that_exits_without_a_result_is_named() -> None:

@@ -39,6 +39,7 @@ from anabranch.runtime.guards.agreement import version
 from anabranch.runtime.guards.failure import Failure
 from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch, place_text
 from anabranch.runtime.guards.interrupt import handling
+from anabranch.runtime.guards.position import waits
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.local_rank import Order, run_rank
 from anabranch.runtime.survival import Recoveries, Survival
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
 Result = TypeVar("Result")
+
+_OUT_OF_MEMORY = {-signal.SIGKILL, -signal.SIGBUS, -signal.SIGABRT}
+"""Exit codes of processes for which there may have been no memory."""
 
 
 def run(
@@ -308,10 +312,9 @@ class _Ranks:
             if code is not None and code < 0
             else f"ended with exit code {code} without a word"
         )
-        message = (
-            f"rank {rank} {how} {place_text(self._page(rank))}; if memory ran out, use a smaller "
-            "micro-batch or more devices"
-        )
+        message = f"rank {rank} {how} {place_text(self._page(rank))}"
+        if code in _OUT_OF_MEMORY and not waits(self._page(rank)):
+            message += "; if memory ran out, use a smaller micro-batch or more devices"
         return Failure(rank, StageFailedError.__name__, message, "", is_consequence=False)
 
     def _cause(self, pending: set[int]) -> AnabranchError:

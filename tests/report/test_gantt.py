@@ -198,6 +198,17 @@ def test_several_stages_on_one_device_share_its_row():
     assert "device 0 \u00b7 stages 0,2" in written
 
 
+def test_stages_of_one_device_are_told_apart():
+    """The second stage is paler, also where boxes are joined; the note says so."""
+    step = timeline("0: 0F0 0-1 | 2F0 1-2\n1: 1F0 0-1")
+    svg = timeline_svg([("interleaved", step)], chain(3))
+    boxes = [b for b in of_class(parse(svg), "rect", "f") if b.get("data-n")]
+    assert [b.get("class") for b in boxes] == ["f", "f p1", "f"]
+    assert "paler: later stages of a device" in svg
+    assert [path.split('"')[1] for path in gantt.joined([rect("f p1", 0, 0, 1, 1)])] == ["f p1"]
+    assert "paler" not in timeline_svg([("predicted", PREDICTED)], TWO_TOWERS)
+
+
 def test_two_plans_can_be_compared():
     """Every timeline with its own stage graph."""
     step = timeline("0: 0F0 0-1 | 0B0 1-3", step_ms=3)

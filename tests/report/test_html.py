@@ -155,6 +155,18 @@ def test_the_table_lists_every_stage():
     assert "<li>text.1</li>" in rows[0]
 
 
+def test_stages_of_one_device_have_shares_of_their_own():
+    """Device 0 computes all 8 ms, 2 of them for stage 0 and 6 for stage 2."""
+    stages = tuple(Stage((f"op{s}",), (s % 2,), 1, in_flight=1) for s in range(3))
+    graph = StageGraph(stages, ((0, 1), (1, 2)), batch_size=1)
+    step = "0: 0F0 0-2 | 2F0 2-4 | 2B0 4-8\n1: 1F0 0-4"
+    html = page(plan(graph), [("predicted", timeline(step, step_ms=8.0))])
+    assert "busy 100%" not in html
+    for s, share in enumerate(("25%", "50%", "75%")):
+        assert f"stage {s} on device {s % 2}, busy {share}" in html
+        assert f"<td>{share}</td>" in html
+
+
 def test_the_table_sets_measured_times_against_predicted_ones():
     """Only of timelines that executed this plan."""
     html = page(

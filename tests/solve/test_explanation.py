@@ -61,6 +61,7 @@ def test_a_pipeline_of_two_stages_in_words():
         "  work                          3000.00 ms  over 2 devices",
         "  largest operator              4000.00 ms  op1, over 1",
         "  longest path, there and back  5000.00 ms  of 1 sample",
+        "messages and all-reduces alone take at least",
         "  this plan, by busiest link    1000.00 ms  out of device 0",
         "the critical path of its step is",
         "  stage 1 computes              4000.00 ms  50.0%  op1",

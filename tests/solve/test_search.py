@@ -375,6 +375,32 @@ def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch)
     assert best.interrupted
 
 
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        ("started from the plan of hand", "started from the plan of hand"),
+        (
+            "improved by 1064 changes to stages or devices; started from the plan of planner "
+            "graphpipe, then by 1 more, then by merge and move",
+            "improved by 1067 changes to stages or devices; started from the plan of planner "
+            "graphpipe",
+        ),
+        (
+            "started from the plan of hand, then by 1 more",
+            "improved by 1 change to stages or devices; started from the plan of hand",
+        ),
+        (
+            "a row of stages that passes the devices again and again, then by merge",
+            "improved by 1 change to stages or devices; started from a row of stages that passes "
+            "the devices again and again",
+        ),
+    ],
+)
+def test_the_origin_of_a_plan_has_one_count_of_changes(origin, said):
+    """Of the first search and of all that came after it."""
+    assert step_search.origin_text(origin) == said
+
+
 @pytest.mark.parametrize(("where", "name"), [(step_search, "require"), (simulation, "run")])
 def test_an_interrupt_at_the_last_moment_keeps_the_plan(propose, monkeypatch, where, name):
     """The search is over, the winner checked and simulated once more: one interrupt is too late to

@@ -49,15 +49,16 @@ class Prediction:
     chain_s: float | None = None
     limit: str = ""
 
-    def headline(self, what: str, measured_s: float | None = None) -> str:
+    def headline(self, mode: str = "sync", measured_s: float | None = None) -> str:
         """Return one sentence on the step, what it gains, its bound and what limits it.
 
         Args:
-            what: takes so long, such as ``A step``.
-            measured_s: seconds that it took in a run.
+            mode: of the plan.
+            measured_s: seconds that the step took in a run.
         """
+        what = "A mini-batch" if mode == "async" else "A step"
         others = (("data-parallel", self.data_parallel_s), ("chain", self.chain_s))
-        said = [gain_text(name, seconds, self.step_s) for name, seconds in others if seconds]
+        said = [gain_text(name, seconds, self.step_s, mode) for name, seconds in others if seconds]
         if self.bound_s:
             said.append(f"within {self.step_s / self.bound_s:.2f}x of the best possible")
         limit = f". Most of it: {self.limit}" if self.limit else ""
@@ -77,10 +78,16 @@ BASELINES = {
 """What plans are compared with -> its name in words."""
 
 
-def gain_text(baseline: str, other_s: float, step_s: float) -> str:
-    """Return how a step compares with that of a baseline, such as ``1.81x as fast as ...``."""
+def gain_text(baseline: str, other_s: float, step_s: float, mode: str = "sync") -> str:
+    """Return how a step compares with that of a baseline, such as ``1.81x as fast as ...``.
+
+    Args:
+        mode: of both plans; baselines of an asynchronous plan have no flush either.
+    """
     times = f"{other_s / step_s:.2f}x as fast as" if step_s else "in no time, unlike"
-    return f"{times} {BASELINES[baseline]}"
+    if times.startswith("1.00x"):
+        times = "as fast as"
+    return f"{times} {BASELINES[baseline]}{' without a flush' if mode == 'async' else ''}"
 
 
 NOT_PREDICTED = "not predicted"
@@ -156,10 +163,10 @@ def headline(
     return f"{text}; {time_text(period_s)} each for steps in a row, {why}"
 
 
-def time_text(seconds: float) -> str:
+def time_text(seconds: float, decimals: int = 2) -> str:
     """Format seconds as milliseconds, such as ``12.34 ms``."""
     ms = seconds * 1e3
-    return f"{ms:.2f} ms" if ms >= 0.1 or ms == 0 else f"{ms:.3g} ms"
+    return f"{ms:.{decimals}f} ms" if ms >= 0.1 or ms == 0 else f"{ms:.3g} ms"
 
 
 def memory_text(nbytes: float) -> str:
@@ -305,7 +312,7 @@ class Plan:
         if len(graph) == 1:
             shape = "plain data parallelism" if count > 1 else "one stage"
         most = max(map(len, graph.stages_of.values()))
-        each = f" with up to {most} each" if graph.shares_devices else ""
+        each = f" with up to {most} stages each" if graph.shares_devices else ""
         is_async = self.mode == "async"
         is_shared = self.shard_optimizer and any(stage.replicas > 1 for stage in graph.stages)
         how = f"asynchronous {self.schedule}, {self.policy}" if is_async else self.schedule

@@ -90,7 +90,7 @@ def paint(layout: TimelineLayout) -> Drawing:
         sizes = _number_sizes(layout, panel)
         for row, top in zip(panel.rows, panel.tops, strict=True):
             for run in lanes.runs(row.computes, layout.pixel_s):
-                pieces += _box(layout, panel, run, top, sizes)
+                pieces += _box(layout, panel, row, run, top, sizes)
                 total += len(run)
                 merged += len(run) if len(run) > 1 else 0
             pieces += _strip(layout, "update", row.updates, top, panel.box_height)
@@ -163,7 +163,9 @@ def legend(layout: TimelineLayout) -> list[tuple[str, str]]:
 
 def legend_note(layout: TimelineLayout) -> str:
     """Return what the numbers are."""
-    return f"numbers: {layout.counted}es \u00b7 bubble: share of time without compute"
+    has_several = any(len(row.stages) > 1 for panel in layout.panels for row in panel.rows)
+    paler = "paler: later stages of a device \u00b7 " if has_several else ""
+    return f"numbers: {layout.counted}es \u00b7 {paler}bubble: share of time without compute"
 
 
 def _paint_legend(drawing: Drawing, layout: TimelineLayout) -> None:
@@ -262,21 +264,28 @@ def _tail(layout: TimelineLayout, panel: Panel) -> float:
 
 
 def _box(
-    layout: TimelineLayout, panel: Panel, run: Sequence[Span], top: float, sizes: dict[Kind, float]
+    layout: TimelineLayout,
+    panel: Panel,
+    row: lanes.DeviceRow,
+    run: Sequence[Span],
+    top: float,
+    sizes: dict[Kind, float],
 ) -> list[str]:
     """Draw a box for an action, or for several narrow ones."""
     x, width, gap = _extent(layout, run)
     count = f' data-n="{len(run)}"'
     if len(run) == 1:
         action = run[0].action
-        css = CSS[action.kind]
+        css, tone = CSS[action.kind], row.tone(action.stage)
         corner = 2.0 if width > 6 else 0.0
-        pieces = [rect(css, x, top, width - gap, panel.box_height, radius=corner, extra=count)]
+        shade = f"{css} p{tone}" if tone else css
+        pieces = [rect(shade, x, top, width - gap, panel.box_height, radius=corner, extra=count)]
         label = str(action.microbatch)
         size = sizes[action.kind]
         if size and text_width(label, size) + 3 <= width:
             baseline = top + panel.box_height / 2 + size * 0.36
-            pieces.append(text(f"num t{css}", x + (width - gap) / 2, baseline, size, label))
+            ink = "num" if tone else f"num t{css}"
+            pieces.append(text(ink, x + (width - gap) / 2, baseline, size, label))
         return pieces
     # Without smoothing, or hundreds of such boxes side by side show a pattern of seams.
     pieces, sharp = [], ' shape-rendering="crispEdges"'

@@ -220,7 +220,7 @@ def _header(plan: Plan, title: str, weights: WeightVersions, first: str) -> str:
         f"batch of {graph.batch_size:,} samples; {plan.costs}"
     )
     if not first and plan.predicted is not None:
-        first = plan.predicted.headline("A step" if plan.mode == "sync" else "A mini-batch")
+        first = plan.predicted.headline(plan.mode)
     headline = f'<p class="headline">{escape(first)}</p>' if first else ""
     return f"<header><h1>{escape(title)}</h1>{headline}<p>{escape(said)}</p></header>"
 
@@ -286,12 +286,13 @@ def _stages(graph: StageGraph, timeline: Timeline | None, number: int) -> str:
 
 
 def _busy(graph: StageGraph, timeline: Timeline) -> list[float]:
-    """Share of the time that the devices of each stage compute."""
-    shares = []
-    for stage in graph.stages:
-        total = sum(timeline.busy_s.get(device, 0.0) for device in stage.devices)
-        shares.append(total / (stage.replicas * timeline.step_s) if timeline.step_s else 0.0)
-    return shares
+    """Share of the time that each stage computes on its devices, without their other stages."""
+    seconds = [0.0] * len(graph)
+    for span in timeline.spans:
+        if span.action.kind.is_compute and span.action.stage < len(graph):
+            seconds[span.action.stage] += span.end - span.start
+    whole = [stage.replicas * timeline.step_s for stage in graph.stages]
+    return [s / w if w else 0.0 for s, w in zip(seconds, whole, strict=True)]
 
 
 def _text_table(table: ReportTable) -> str:

@@ -53,6 +53,10 @@ class DeviceRow:
     sums: Sequence[SumSpan]
     updates: Sequence[OverheadSpan]
 
+    def tone(self, stage: int) -> int:
+        """How pale a stage is drawn: 0 for the first one of the device, to 3."""
+        return min(self.stages.index(stage), 3)
+
     @property
     def label(self) -> str:
         """Device and stages as text."""

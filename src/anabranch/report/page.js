@@ -162,8 +162,9 @@ function pen({ canvas }, height) {
     text: (...text) => texts.push(text), // colour, x, y, size, text, alignment, colour around it
     draw() {
       for (const [name, list] of boxes) {
-        context.fillStyle = colour(name.replace("on path ", ""));
-        context.globalAlpha = isDim && !/lane|rule|on path/.test(name) ? 0.3 : 1;
+        const [hue, tone = 0] = name.replace("on path ", "").split(" p");
+        context.fillStyle = colour(hue);
+        context.globalAlpha = (isDim && !/lane|rule|on path/.test(name) ? 0.3 : 1) * 0.6 ** tone;
         const isFew = list.length < 2000;
         for (const [bx, y, w, h] of list) {
           if (isFew && w > 6) {
@@ -303,12 +304,14 @@ function drawRow(p, panel, row) {
   for (const run of runs(panel.rows[i])) {
     const [a, wide] = extent(run[0][0], run.at(-1)[1]);
     if (run.length === 1) {
-      const [, , kind, , microbatch] = run[0];
+      const [, , kind, stage, microbatch] = run[0];
       const size = panel.numberSize[kind];
       const colour = data.kinds[kind][0];
-      p.box(isOnPath(panel, row, run[0]) ? `on path ${colour}` : colour, a, top, wide, panel.boxHeight);
+      const tone = Math.min(row.lane.stages.indexOf(stage), 3); // of later stages of a device
+      const shade = tone > 0 ? `${colour} p${tone}` : colour;
+      p.box(isOnPath(panel, row, run[0]) ? `on path ${shade}` : shade, a, top, wide, panel.boxHeight);
       if (size && String(microbatch).length * size * 0.635 + 3 <= wide)
-        p.text(`${colour}-ink`, a + wide / 2, top + panel.boxHeight / 2 + size * 0.36, size, microbatch, "center");
+        p.text(tone > 0 ? "ink" : `${colour}-ink`, a + wide / 2, top + panel.boxHeight / 2 + size * 0.36, size, microbatch, "center");
       continue;
     }
     // Every kind fills its share of the height, so that areas stay true.

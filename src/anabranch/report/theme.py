@@ -79,6 +79,9 @@ _RULES = """\
 .ab .f{{fill:{forward}}}
 .ab .b{{fill:{backward}}}
 .ab .w{{fill:{weight}}}
+.ab .p1{{fill-opacity:.6}}
+.ab .p2{{fill-opacity:.36}}
+.ab .p3{{fill-opacity:.22}}
 .ab text.tf{{fill:{forward-ink}}}
 .ab text.tb{{fill:{backward-ink}}}
 .ab text.tw{{fill:{weight-ink}}}
@@ -93,7 +96,9 @@ _RULES = """\
 .ab .bold{{font-weight:600}}
 .ab .right{{text-anchor:end}}
 .ab .num{{text-anchor:middle;font-variant-numeric:tabular-nums}}"""
-"""Classes: f forward, b backward, w weight gradient; before them t for text, w wire, h its head."""
+"""Classes: f forward, b backward, w weight gradient; before them t for text, w wire, h its head;
+p1 to p3 for boxes of the second and later stages of a device.
+"""
 
 
 def style() -> str:

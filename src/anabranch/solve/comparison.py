@@ -148,6 +148,7 @@ def baselines(
     profile: Profile,
     cluster: Cluster,
     *,
+    names: Iterable[str] = BASELINES,
     optimizer: OptimizerFacts | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Plan | AnabranchError]]:
@@ -157,15 +158,16 @@ def baselines(
 
     Args:
         best: what they are compared with.
+        names: keys of ``BASELINES``.
         optimizer: see ``plan``, as for all other options.
 
     Yields:
         Name, and the plan or why there is none.
     """
     same = {"model": best.model, "mode": best.mode, "policy": best.policy, "optimizer": optimizer}
-    for name, changed in BASELINES.items():
+    for name in names:
         is_improved = name == "chain" and best.stage_graph.shares_devices
-        asked = {**options, **same, **changed, "improve": is_improved}
+        asked = {**options, **same, **BASELINES[name], "improve": is_improved}
         try:
             other = plan(profile, cluster, best.stage_graph.batch_size, **asked)
         except AnabranchError as error:

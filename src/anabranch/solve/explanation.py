@@ -173,8 +173,12 @@ class Explanation:
         return "\n".join(line.rstrip() for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
+        has_others = False
         yield "why this plan: no step can be shorter than"
-        for floor in self.floors:
+        for floor in sorted(self.floors, key=lambda floor: not floor.any_plan):
+            if not (floor.any_plan or has_others):
+                has_others = True
+                yield "messages and all-reduces alone take at least"
             label, ms = f"{_FLOORS[floor.kind]:{_LABEL}s}", _ms(floor.seconds)
             yield f"  {label}{ms}  {shorten(floor.what, _WIDTH - _LABEL - 16)}"
         yield "the critical path of its step is"

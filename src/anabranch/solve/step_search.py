@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,6 +24,20 @@ from anabranch.solve.settings import SETTINGS
 from anabranch.solve.simulation import checked_run, figures_of
 
 BUDGET = SearchBudget()
+
+
+def origin_text(origin: str) -> str:
+    """Return how a plan was found, with one count of all changes, from ``Improving.origin``."""
+    first, *later = origin.split(", then by ")
+    changes, _, start = first.rpartition("; ")
+    # The first search counts its changes, as does each one after it; a neighbour names its own.
+    counted = re.compile(r"(?:improved by )?(\d+) (?:changes? to|more)")
+    numbers = [(text, counted.match(text)) for text in (changes, *later) if text]
+    count = sum(int(n[1]) if n else 1 + text.count(" and ") for text, n in numbers)
+    if not count:
+        return origin
+    start = start if start.startswith("started from ") else f"started from {start}"
+    return f"improved by {count} change{'s' if count > 1 else ''} to stages or devices; {start}"
 
 
 @dataclass(frozen=True)
@@ -69,9 +84,7 @@ class StepSearch:
             phases.run("improve_s", lambda: contest.loop(looped))
         best, cost = contest.winner(self.name), contest.cost
         if isinstance(search, Improving) and (origin := search.origin(best.proposal)):
-            start, *later = origin.split(", then by ")
-            times = f", and changed {len(later)} more time{'s' if len(later) > 1 else ''}"
-            notes.append(f"{start}{times if later else ''}")
+            notes.append(origin_text(origin))
         notes += phases.notes(count)
 
         def made() -> Plan:

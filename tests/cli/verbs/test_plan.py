@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from anabranch import planner as planners
 from anabranch.cli.source import ModelSource
 from anabranch.cli.verbs import plan as plan_verb
+from anabranch.errors import InfeasiblePlanError
+from anabranch.files import load_plan
 from anabranch.graph import capture as graph_capture
 from anabranch.weights import POLICIES
 from tests.cli.examples import TOWERS, Interrupted, four
@@ -394,3 +397,43 @@ def test_all_chains_are_one_line(run, document, profile):
     assert f"({min(chains) * 1e3:.2f} ms" in named[0] or "is this plan" in named[0]
     several = run(*arguments, "--max-replicas", "1")[1]
     assert "in flight: micro-batches between forward" in several
+
+
+def test_an_asynchronous_plan_is_compared_with_and_without_a_flush(run, four_files):
+    """Its baselines have no flush, which the words say; what a flush would take stands below."""
+    arguments = ("plan", *four_files, "--mode", "async", "--policy", "stash", "-o", "p.json")
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    assert "as fast as data parallelism without a flush (12000.00 ms, depth 1" in out
+    assert (
+        "\nwith a flush, data parallelism takes 12000.00 ms and the sequential pipeline takes "
+        "15000.00 ms per batch: the same command without --mode async plans steps with a flush\n"
+    ) in out
+    ours = load_plan(Path("p.json"))
+    quicker = replace(ours, predicted=replace(ours.figures, step_s=6.0))
+    others = {"data-parallel": quicker, "sequential": InfeasiblePlanError("too large")}
+    assert plan_verb.flush_text(others, ours) == (
+        "with a flush, data parallelism takes 6000.00 ms per batch; data parallelism is then "
+        "quicker per batch than this plan: the same command without --mode async plans steps with "
+        "a flush"
+    )
+
+
+def test_a_gain_that_rounds_to_equal_figures_has_another_digit(run, four_files):
+    """1.01x between 0.66 ms and 0.66 ms is no comparison; what is equal is as fast."""
+    assert run("plan", *four_files, "-o", "p.json", "--no-baselines")[0] == 0
+    ours = load_plan(Path("p.json"))
+    graph = replace(ours.stage_graph, batch_size=8)
+
+    def said(step_s: float) -> str:
+        figures = replace(ours.figures, step_s=step_s)
+        other = replace(ours, stage_graph=graph, predicted=figures)
+        return plan_verb.gain(
+            "sequential", other, replace(ours, predicted=replace(figures, step_s=0.657e-3))
+        )
+
+    assert said(0.664e-3).startswith(
+        "1.01x as fast as the sequential pipeline (0.664 ms against 0.657 ms, depth "
+    )
+    assert said(0.658e-3).startswith("as fast as the sequential pipeline (0.66 ms, depth ")
+    assert said(0.8e-3).startswith("1.22x as fast as the sequential pipeline (0.80 ms, depth ")

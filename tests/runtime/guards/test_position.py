@@ -88,6 +88,9 @@ def test_a_rank_waits_whatever_else_it_is_at() -> None:
         assert waits(position.numbers)
         assert str(position).endswith("micro-batch 2, waiting for other ranks, step 5")
     assert str(position) == "in the forward of stage 1, micro-batch 2, step 5"
+    position.enter(5, Action(1, Kind.RECEIVE_BACKWARD, 0, 2, 2, 0, 4))
+    with position.waiting():
+        assert str(position) == "waiting for gradients of stage 1, micro-batch 0, step 5"
 
 
 def test_an_action_of_an_evaluation_says_so() -> None:

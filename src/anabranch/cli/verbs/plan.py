@@ -184,6 +184,14 @@ def plan(
             )
         with suppress(KeyboardInterrupt):
             others.update(compared(best, costs, cluster, optimizer=optimizer, **planning.search))
+    flushed = ""
+    if best.mode == "async" and not as_json:
+        sync = replace(best, mode="sync", policy="")
+        names = ("data-parallel", "sequential") if others and planner == "auto" else ()
+        with suppress(KeyboardInterrupt):
+            flushed = flush_text(
+                dict(compared(sync, costs, cluster, names=names, **planning.search)), best
+            )
     why = None
     if best.mode == "sync":
         with suppress(KeyboardInterrupt):  # the plan is what counts
@@ -221,7 +229,8 @@ def plan(
             document["optimizer"] = optimizer.name if optimizer is not None else None
         print_json(document | staleness_document(best, optimizer))
         return
-    say(best.summary([*gains(others, best), *filter(None, [_faster(others, best)])]))
+    lines = [*gains(others, best), _faster(others, best), flushed]
+    say(best.summary([line for line in lines if line]))
     say(best.glossary)
     for sentence in told(costs.graph.loss_kind, costs.graph.normalised, costs.graph.stateful):
         say(sentence)
@@ -261,13 +270,35 @@ def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[s
 
 def gain(name: str, other: Plan, ours: Plan) -> str:
     """One line that compares a plan with a baseline."""
-    step_s, graph = other.figures.step_s, other.stage_graph
+    step_s, graph, own_s = other.figures.step_s, other.stage_graph, ours.figures.step_s
     if (graph, other.schedule) == (ours.stage_graph, ours.schedule):
         return f"{BASELINES[name]} is this plan"
+    times, taken = gain_text(name, step_s, own_s, ours.mode), time_text(step_s)
+    if taken == time_text(own_s) and not times.startswith("as fast as"):
+        taken = f"{time_text(step_s, 3)} against {time_text(own_s, 3)}"
     return (
-        f"{gain_text(name, step_s, ours.figures.step_s)} ({time_text(step_s)}, "
+        f"{times} ({taken}, "
         f"depth {graph.depth}, micro-batch {graph.stages[0].microbatch_size}, {other.schedule})"
     )
+
+
+def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
+    """A sentence that compares an asynchronous plan with synchronous baselines, and says how to
+    plan steps with a flush.
+    """
+    seconds = {
+        BASELINES[name]: other.figures.step_s
+        for name, other in flushed.items()
+        if not isinstance(other, AnabranchError)
+    }
+    how = "the same command without --mode async plans steps with a flush"
+    if not seconds:
+        return how
+    steps = " and ".join(f"{name} takes {time_text(step_s)}" for name, step_s in seconds.items())
+    name = min(seconds, key=lambda name: seconds[name])
+    is_quicker = seconds[name] < ours.figures.step_s * (1 - 1e-9)
+    verdict = f"; {name} is then quicker per batch than this plan" if is_quicker else ""
+    return f"with a flush, {steps} per batch{verdict}: {how}"
 
 
 def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
@@ -294,6 +325,7 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
             if depth == own_depth
             else f"at depth {depth} instead of {own_depth}, which decides how stale weights are"
         )
-        return f"{BASELINES[name]} is faster than this plan, {stale}: {options} plans it"
+        name = f"{BASELINES[name]} without a flush"
+        return f"{name} is faster than this plan, {stale}: {options} plans it"
     end = ", or let the search of this planner come to its end" if interrupted(ours) else ""
     return f"{BASELINES[name]} is faster than this plan: {options} plans it{end}"

@@ -10,7 +10,7 @@ from random import Random
 
 from anabranch.planner.auto.annealing import AnnealedDraft, Annealing, Evaluate
 from anabranch.planner.auto.draft import Draft, draft_of, stage_graph_of, variants
-from anabranch.planner.auto.loops import loops, near_loops
+from anabranch.planner.auto.loops import loops, near_loops, turns_back
 from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import SETTINGS
 from anabranch.planner.auto.space import Space
@@ -113,8 +113,13 @@ class Search:
         if not self._space.several:
             return []
         graphs = loops(self._space, limit, recompute=recompute and self._space.recompute)
-        origin = "a row of stages that passes the devices several times"
-        return [self._remember(graph, origin) for graph in graphs]
+        ways = {True: "there and back", False: "again and again"}
+        return [
+            self._remember(
+                graph, f"a row of stages that passes the devices {ways[turns_back(graph)]}"
+            )
+            for graph in graphs
+        ]
 
     def near_loops(self, graph: StageGraph) -> list[StageGraph]:
         """Stage graphs that differ little from one whose devices have several stages."""

@@ -160,7 +160,7 @@ def describe_position(ints: Sequence[int]) -> str:
         action = f"{_ACTIONS[_KINDS[number]]} of stage {stage}"
         parts = [action, f"micro-batch {microbatch}"]
         parts += [_PHASES[phase]] if phase is Phase.EVALUATION else []
-    if ints[_PHASE] >= _WAITING:
+    if ints[_PHASE] >= _WAITING and not (stage >= 0 and number in _WAITS):
         parts.append("waiting for other ranks")
     if step >= 0:
         when = f"{'mini-batch' if is_minibatch else 'step'} {step}"
