@@ -179,7 +179,8 @@ def _positions(
         starts = is_image[:, :1].sum(1) + (is_image[:, 1:] & ~is_image[:, :-1]).sum(1)
         pairs = enumerate(zip(images or [0] * len(tokens), starts.tolist(), strict=True))
         others = (
-            f": sample {sample} has {count} images, and {runs} run{'s' * (runs != 1)} of image tokens"
+            f": sample {sample} has {count} images, and {runs} run{'s' * (runs != 1)} of image "
+            "tokens"
             for sample, (count, runs) in pairs
             if count != runs
         )
