@@ -66,9 +66,9 @@ def test_replicas_are_explained(run, tmp_path: Path):
     code, _, err = run("export-plan", file, BLOCKS, "-o", "one")
     said = " ".join(err.split())
     assert (code, Path("one/schedule.csv").read_text().count("\n")) == (0, 1)
-    assert "2 replicas, and the schedule a line for the one rank of one" in said
+    assert "2 replicas, and the schedule one line: every replica runs it on 2 samples" in said
     file = written(chain("blocks"), tmp_path, 2, replicas=[2, 2])
-    assert "a line for each of the 2 ranks of one" in " ".join(
+    assert "the schedule a line for each of the 2 ranks of one: every replica" in " ".join(
         run("export-plan", file, BLOCKS, "-o", "two")[2].split()
     )
 

@@ -72,11 +72,12 @@ def export_plan(
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     if chain.replicas > 1:
-        lines = "the one rank" if chain.num_ranks == 1 else f"each of the {chain.num_ranks} ranks"
+        ranks, size = chain.num_ranks, chain.microbatch_size
+        lines = "one line" if ranks == 1 else f"a line for each of the {ranks} ranks of one"
         note(
-            f"the plan has {chain.replicas} replicas, and the schedule a line for {lines} of one: "
-            f"each replica runs it on its {chain.microbatch_size} samples of every micro-batch, "
-            "and gradients are to be averaged over replicas, as DistributedDataParallel does"
+            f"the plan has {chain.replicas} replicas, and the schedule {lines}: every replica runs "
+            f"it on {size} samples of each micro-batch, and their gradients have to be averaged, "
+            "as DistributedDataParallel does"
         )
     files = [str(folder / name) for name in texts]
     if as_json:
