@@ -59,7 +59,12 @@ def test_reasons(name: str, options: dict[str, object], reason: str):
 def test_the_way_on_is_one_that_works():
     """One stage can be read, of any model; a row of stages cannot where values pass over one."""
     model = built("Shared")
-    assert "--planner data-parallel has one stage" in refused(model, plan(model, 3))
+    said = refused(model, plan(model, 3))
+    assert "--planner data-parallel --rewrite none has one stage" in said
+    assert "sends to the next stage only" in said
+    assert "--planner sequential" not in said  # it is a row already
+    branched = built("TwoBranch")
+    assert "--planner sequential" in refused(branched, plan(branched, 3))
     whole = chain_of(plan(model, 1, replicas=[2]), model.captured.graph)
     assert (whole.num_ranks, whole.replicas) == (1, 2)
 

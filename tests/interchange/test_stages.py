@@ -156,8 +156,9 @@ def test_recompute_is_part_of_the_module():
 def test_torchtitan_takes_children_and_list_entries(name: str, reason: str):
     """Everything else is refused, with the name of what is cut."""
     model = chain(name) if name in MODELS else built(name)
+    chosen = plan(model, 3)
     with pytest.raises(NotExpressibleError) as caught:
-        torchtitan_options(plan(model, 3), model.captured)
+        torchtitan_options(chosen, model.captured, chain_of(chosen, model.captured.graph))
     assert reason in str(caught.value)
 
 
@@ -175,7 +176,8 @@ def test_a_wrapper_with_the_loss_is_not_torchtitans_model():
     module, example = Wrapper(), batch("blocks", 4)
     captured = capture(module, example, granularity="block")
     model = Built(captured, Workload(module, example))
-    options, _ = torchtitan_options(plan(model, 2, recompute=True), captured)
+    chosen = plan(model, 2, recompute=True)
+    options = torchtitan_options(chosen, captured, chain_of(chosen, captured.graph))
     assert options["model_part"] == "model"
     names = options["parallelism"]["module_fqns_per_model_part"]
     assert names[0][:2] == ["words", "blocks.0"]

@@ -15,7 +15,7 @@ from anabranch.data.packed import call_module
 from anabranch.errors import DataError
 from anabranch.graph.tracing import library_rules
 from anabranch.multimodal import multimodal_batch
-from benchmarks.architectures.multimodal import IMAGE, NAMES, ragged, small
+from benchmarks.architectures.multimodal import END, IMAGE, NAMES, START, ragged, small
 
 
 def model(name: str) -> nn.Module:
@@ -103,6 +103,31 @@ def test_an_image_that_is_interpolated_is_refused() -> None:
     own = ragged("LlavaOnevision", (1, 1), mixed=True, seed=3)
     own["image_sizes"][:] = torch.tensor([32, 32])
     with pytest.raises(DataError, match=r"image 0 of \[32, 32\] pixels has more tiles"):
+        multimodal_batch(module, own)
+
+
+def test_patches_without_the_sizes_of_their_images_are_refused() -> None:
+    """By name and shape, as are sizes that do not count the patches."""
+    module, own = model("Qwen2VL"), ragged("Qwen2VL", (1, 1))
+    grids = own.pop("image_grid_thw")
+    with pytest.raises(DataError, match=r"pixel_values \[32, 96\] without image_grid_thw"):
+        multimodal_batch(module, own)
+    with pytest.raises(DataError, match=r"image_grid_thw \[3\]; image_grid_thw is \[images, 3\]"):
+        multimodal_batch(module, {**own, "image_grid_thw": grids[0]})
+    with pytest.raises(DataError, match=r"image_grid_thw \[1, 3\], which is 16 patches"):
+        multimodal_batch(module, {**own, "image_grid_thw": grids[:1]})
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen3VL"])
+def test_images_side_by_side_are_refused_with_their_sample(name: str) -> None:
+    """Their tokens are one run, of which the library's positions are those of the first image."""
+    module, own = model(name), ragged(name, (1, 2))
+    own.pop("mm_token_type_ids")
+    ids = own["input_ids"][1]
+    ids[:11] = torch.tensor([START, *[IMAGE] * 8, END, 9])
+    ids[11:][ids[11:] == IMAGE] = 9
+    says = "sample 1 has 2 images, and 1 run of image tokens; .* between its start and end tokens"
+    with pytest.raises(DataError, match=says):
         multimodal_batch(module, own)
 
 

@@ -285,6 +285,15 @@ def test_spectrain_is_refused_when_planning():
     assert asynchronous(on_chain(), 4, policy="spectrain").policy == "spectrain"
 
 
+def test_an_optimizer_may_be_named():
+    """As on the command line; refused where the policy is for another one, or nobody knows it."""
+    with pytest.raises(PolicyError, match=r"asyncpp is stashing under NAdam, .* is AdamW"):
+        asynchronous(on_chain(), 4, policy="asyncpp", optimizer="adamw")
+    assert asynchronous(on_chain(), 4, policy="asyncpp", optimizer="nadam").policy == "asyncpp"
+    with pytest.raises(ValueError, match=r"unknown optimizer 'lion'; name one of sgd, .*nadam"):
+        asynchronous(on_chain(), 4, policy="asyncpp", optimizer="lion")
+
+
 def test_an_optimizer_without_a_rule_takes_one_more_copy():
     """100 bytes of weights at each of four stages; the last predicts nothing."""
     one = asynchronous(on_chain(), 1, policy="pipeoptim", optimizer=OPTIMIZERS["adamw"])

@@ -201,7 +201,9 @@ def test_the_limit_on_replicas_reaches_the_planner(propose):
     assert found(cost, 4).stage_graph.stages[0].replicas == 4
     assert found(cost, 4, max_replicas=2).stage_graph.stages[0].replicas == 2
     propose(stage_graph((), [(0, 1), (2, 3)], 4, [4, 4]))
-    assert any("2 is ignored" in note for note in found(cost, 4, max_replicas=2).notes)
+    assert any(
+        "--max-replicas 2 is ignored" in note for note in found(cost, 4, max_replicas=2).notes
+    )
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,19 @@ def test_what_check_refuses_is_not_simulated(change, error, message):
     assert solve.check_plan(plan) == [str(refused.value)]
 
 
+def test_a_device_with_several_stages_needs_the_flush():
+    """Said with the way on, also of a synchronous plan; check says so of an asynchronous one."""
+    cost = on_chain()
+    plan = asynchronous(cost, 4, policy="stash", max_replicas=1)
+    plan = _first(plan, devices=plan.stage_graph.stages[1].devices)
+    says = r"device 1 has stages 0 and 1; without a flush .* --planner-option several=false"
+    for chosen in (plan, replace(plan, mode="sync", policy="", schedule="1f1b")):
+        with pytest.raises(InvalidPlanError, match=says) as refused:
+            solve.simulate_async(chosen, cost.profile, cost.cluster, policy="stash")
+        assert "C3" not in str(refused.value)
+    assert solve.check_plan(plan, cost.profile, cost.cluster) == [str(refused.value)]
+
+
 def test_a_plan_in_pieces_is_simulated_whole_only_where_that_is_asked():
     """stash by the plan itself is refused, as by ``check``; another one gets new pieces."""
     cost = on_chain()

@@ -48,6 +48,18 @@ class StageChain:
         return max(self.ranks) + 1
 
 
+_BRANCHES = (
+    "a model with branches cannot be cut between them, because PyTorch's pipelining sends to the "
+    "next stage only; anabranch plan with --planner data-parallel --rewrite none has one stage, "
+    "which PyTorch can read"
+)
+_ROW = (
+    "anabranch plan with --planner sequential --max-replicas 1 --rewrite none makes stages in a "
+    "row that are alike in size; where a value passes over a stage in that row too, as between "
+    "branches, --planner data-parallel has one stage, which PyTorch can read"
+)
+
+
 def chain_of(plan: Plan, model: OpGraph) -> StageChain:
     """Return a plan as a pipeline of PyTorch's.
 
@@ -56,11 +68,7 @@ def chain_of(plan: Plan, model: OpGraph) -> StageChain:
     """
     graph = plan.stage_graph
     if reasons := [*_reasons(plan, model)]:
-        way = (
-            "anabranch plan with --planner sequential --max-replicas 1 --rewrite none makes stages "
-            "in a row that are alike in size; where a value passes over a stage in that row too, "
-            "as between branches, --planner data-parallel has one stage, which PyTorch can read"
-        )
+        way = _BRANCHES if any(_skipped(graph, model)) else _ROW
         raise not_expressible("PyTorch's pipelining", reasons, way)
     rows = list(dict.fromkeys(frozenset(stage.devices) for stage in graph.stages))
     lists = compute_order(graph, plan.schedule).actions
@@ -113,10 +121,16 @@ def _edge_reasons(graph: StageGraph, model: OpGraph) -> Iterator[str]:
             if graph.shape == "graph":
                 yield f"its stages form a graph, in which stage {s} {waits}, and PyTorch's a chain"
                 return
-    for source, target in edge_values(graph, model):
-        if target > source + 1:
-            reads = f"stage {target} reads a value of stage {source}"
-            yield f"{reads}, and PyTorch sends to the next only"
+    for source, target in _skipped(graph, model):
+        reads = f"stage {target} reads a value of stage {source}"
+        yield f"{reads}, and PyTorch sends to the next only"
+
+
+def _skipped(graph: StageGraph, model: OpGraph) -> list[tuple[int, int]]:
+    """Edges whose values pass over a stage of a row; none of stages that form a graph."""
+    if graph.shape == "graph":
+        return []
+    return [(x, y) for x, y in edge_values(graph, model) if y > x + 1]
 
 
 def _size_reasons(graph: StageGraph) -> Iterator[str]:

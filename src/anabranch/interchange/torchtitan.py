@@ -8,15 +8,15 @@ from torch import nn
 
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import split
-from anabranch.interchange.chain import chain_of, not_expressible
+from anabranch.interchange.chain import StageChain, not_expressible
 from anabranch.interchange.stages import StageModules, stage_modules
 from anabranch.plans.plan import Plan
 
 SCHEDULE_FILE = "schedule.csv"
 
 
-def torchtitan_options(plan: Plan, captured: Captured) -> tuple[dict[str, Any], str]:
-    """Return sections of torchtitan's configuration, and the text of the schedule's file.
+def torchtitan_options(plan: Plan, captured: Captured, chain: StageChain) -> dict[str, Any]:
+    """Return sections of torchtitan's configuration.
 
     ``model_part`` is the submodule that is torchtitan's model, of which names are given; empty if
     that is the whole module.
@@ -24,7 +24,6 @@ def torchtitan_options(plan: Plan, captured: Captured) -> tuple[dict[str, Any], 
     Raises:
         NotExpressibleError: with every reason why torchtitan has no form for the plan.
     """
-    chain = chain_of(plan, captured.graph)
     stages = plan.stage_graph.stages
     modules = stage_modules(split(captured, [stage.operators for stage in stages]))
     root = _model_part(captured.module, modules)
@@ -60,7 +59,7 @@ def torchtitan_options(plan: Plan, captured: Captured) -> tuple[dict[str, Any], 
         },
         "training": {"local_batch_size": chain.microbatch_size * chain.num_microbatches},
         "activation_checkpoint": {"mode": "full" if True in recomputed else "none"},
-    }, chain.csv
+    }
 
 
 def _model_part(module: nn.Module, modules: StageModules) -> str:

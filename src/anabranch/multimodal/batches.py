@@ -104,7 +104,7 @@ def multimodal_batch(
     counts: dict[str, list[int]] = {}
     for part, encoder in encoders.items():
         if encoder.names[0] in given:
-            inputs_of[part] = encoder.inputs(model, given, sizes[part][1])
+            inputs_of[part] = _inputs(encoder, model, given, sizes[part][1])
         elif sizes[part][0] is not None:
             inputs_of[part] = encoder.inputs(model, encoder.one(config), sizes[part][1]).none()
         else:
@@ -114,7 +114,7 @@ def multimodal_batch(
     has_positions = any(isinstance(encoder, PackedPatches) for encoder in encoders.values())
     made = has_positions and "position_ids" not in own
     if made:
-        own["position_ids"] = _positions(model, own, given)
+        own["position_ids"] = _positions(model, own, given, counts.get("image"))
     if has_positions:
         own["position_ids"] = own["position_ids"].movedim(1, 0)
     if costs := [sum(numbers) for numbers in zip(*counts.values(), strict=True)]:
@@ -140,7 +140,25 @@ def multimodal_batch(
     return PackedBatch(own | tensors, packing)
 
 
-def _positions(model: Any, own: dict[str, Tensor], given: Mapping[str, Tensor]) -> Tensor:
+def _inputs(encoder: Encoder, model: Any, given: Mapping[str, Tensor], size: Sizes) -> Inputs:
+    try:
+        return encoder.inputs(model, given, size)
+    except KeyError as error:
+        first, missing = encoder.names[0], error.args[0]
+        if missing not in encoder.names:
+            raise
+        raise DataError(
+            f"{type(model).__name__} was given {first} {[*given[first].shape]} without {missing}; "
+            f"its processor gives both, so keep {missing} in the batch"
+        ) from None
+
+
+def _positions(
+    model: Any,
+    own: dict[str, Tensor],
+    given: Mapping[str, Tensor],
+    images: list[int] | None,
+) -> Tensor:
     """Positions of the tokens, of which those of an image have three, by the library's function."""
     tokens = own["input_ids"]
     options: dict[str, Any] = {"image_grid_thw": given.get("image_grid_thw")}
@@ -152,9 +170,25 @@ def _positions(model: Any, own: dict[str, Tensor], given: Mapping[str, Tensor]) 
         is_image = (tokens == model.config.image_token_id).long()
         options["mm_token_type_ids"] = own.setdefault("mm_token_type_ids", is_image)
     positions: Tensor
-    positions, _ = model.model.get_rope_index(
-        tokens, attention_mask=own["attention_mask"], **options
-    )
+    try:
+        positions, _ = model.model.get_rope_index(
+            tokens, attention_mask=own["attention_mask"], **options
+        )
+    except (RuntimeError, TypeError, ValueError, IndexError, StopIteration) as error:
+        is_image = tokens == model.config.image_token_id
+        starts = is_image[:, :1].sum(1) + (is_image[:, 1:] & ~is_image[:, :-1]).sum(1)
+        pairs = enumerate(zip(images or [0] * len(tokens), starts.tolist(), strict=True))
+        others = (
+            f": sample {sample} has {count} images, and {runs} run{'s' * (runs != 1)} of image "
+            "tokens"
+            for sample, (count, runs) in pairs
+            if count != runs
+        )
+        raise DataError(
+            f"{type(model).__name__} has no positions for these tokens{next(others, '')}; the "
+            "tokens of an image are in one run, between its start and end tokens, which part it "
+            f"from an image beside it (transformers says: {error})"
+        ) from error
     return positions
 
 

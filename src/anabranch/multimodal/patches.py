@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anabranch.errors import DataError
 from anabranch.graph.module_state import with_attributes
 from anabranch.multimodal.slots import Inputs, Sizes, Slots, most
 
@@ -46,15 +47,15 @@ class PackedPatches:
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
         """The images, each with positions and segments of its patches."""
-        grids, visual = batch[_SIZES], model.model.visual
-        unit = visual.spatial_merge_size**2
+        visual, pixels = model.model.visual, batch["pixel_values"]
+        grids, unit = self._grids(model, batch), visual.spatial_merge_size**2
         lengths = grids.prod(-1).tolist()
         needed = most(max(lengths, default=0), size, "patches in an image", "patches")
         length = needed + -needed % unit
         parts = [self._image(visual, grid[None]) for grid in grids]
         rows = [part.pop("rows") for part in parts]
         entries = {
-            "pixel_values": torch.split(batch["pixel_values"], lengths),
+            "pixel_values": torch.split(pixels, lengths),
             **{name: [part[name] for part in parts] for name in (parts[0] if parts else ())},
         }
         tensors = {_SIZES: grids}
@@ -62,6 +63,19 @@ class PackedPatches:
             entries_each = length // unit if name == "image_window_index" else length
             tensors[name] = torch.stack([_padded(name, v, entries_each) for v in values])
         return Inputs(tensors, rows, length // unit)
+
+    def _grids(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Frames, height and width of each image, in patches."""
+        patches, grids = batch["pixel_values"], batch[_SIZES]
+        is_table = grids.dim() == 2 and grids.shape[1] == 3
+        if is_table and int(grids.prod(-1).sum()) == len(patches):
+            return grids
+        count = f", which is {int(grids.prod(-1).sum())} patches" if is_table else ""
+        raise DataError(
+            f"{type(model).__name__} was given pixel_values {[*patches.shape]} with {_SIZES} "
+            f"{[*grids.shape]}{count}; {_SIZES} is [images, 3], frames, height and width of each "
+            "image in patches, and pixel_values the patches of all images, one after the other"
+        )
 
     def _image(self, visual: Any, grid: Tensor) -> dict[str, Tensor]:
         from transformers import vision_utils

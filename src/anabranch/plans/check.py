@@ -102,6 +102,20 @@ def require_few(graph: StageGraph) -> None:
         raise InvalidPlanError("; ".join(problems))
 
 
+def require_one_stage_each(graph: StageGraph) -> None:
+    """Refuse, for training without a flush, a device with several stages."""
+    device, held = max(graph.stages_of.items(), key=lambda item: len(item[1]))
+    if len(held) > 1:
+        *most, last = map(str, held)
+        raise InvalidPlanError(
+            f"device {device} has stages {', '.join(most)} and {last}; without a flush a device "
+            "alternates forwards and backwards of one stage, and there is no rule for several that "
+            "keeps each of them as stale as its policy takes it to be: plan with --mode async, or "
+            "with --planner-option several=false for both modes; in a plan made by hand give each "
+            "stage devices of its own, or gather these in one stage"
+        )
+
+
 def _operators(graph: StageGraph, cost: CostModel) -> list[str]:
     known = cost.graph.index
     count = Counter(name for stage in graph.stages for name in stage.operators)

@@ -9,7 +9,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import (
     InvalidPlanError,
 )
-from anabranch.plans.check import require_few, require_suits
+from anabranch.plans.check import require_few, require_one_stage_each, require_suits
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import bottleneck_s_per_sample
 from anabranch.plans.stages import StageGraph
@@ -141,13 +141,14 @@ def ages_of(
 
 
 def require_asynchronous(plan_: Plan, policy: str = "") -> None:
-    """Accept a plan by itself; of a synchronous one, which is converted, nothing is asked.
+    """Accept a plan by itself; of a synchronous one, which is converted, one stage per device.
 
     Raises:
-        InvalidPlanError: if an asynchronous plan has another schedule, micro-batches of several
-            sizes, or groups of them.
+        InvalidPlanError: if a device has several stages, or an asynchronous plan has another
+            schedule, micro-batches of several sizes, or groups of them.
         PolicyError: if its own policy does not exist or go with its micro-batches.
     """
+    require_one_stage_each(plan_.stage_graph)
     if plan_.mode == "sync":
         return
     try:

@@ -23,7 +23,7 @@ from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.rewriting import rewrite_notes
 from anabranch.solve.schedule_choice import AUTO
 from anabranch.solve.step_search import StepSearch
-from anabranch.weights import OptimizerFacts
+from anabranch.weights import OptimizerFacts, facts_named
 
 
 def plan(
@@ -41,7 +41,7 @@ def plan(
     improve: bool = True,
     mode: str = "sync",
     policy: str = "",
-    optimizer: OptimizerFacts | None = None,
+    optimizer: OptimizerFacts | str | None = None,
     shard_optimizer: bool | None = None,
     sparse_embeddings: bool = False,
     start: Plan | None = None,
@@ -72,8 +72,9 @@ def plan(
         mode: ``sync`` or ``async``.
         policy: for ``async`` a key of ``weights.POLICIES``, or ``auto`` (the same as none) for the
             one that ``weights.recommend`` names.
-        optimizer: for ``async`` what policies have to know of it, if anything is known: it decides
-            what ``auto`` chooses, and how many copies of the weights a policy that predicts holds.
+        optimizer: for ``async`` what policies have to know of it, if anything is known, or its key
+            of ``weights.OPTIMIZERS``, like ``nadam``: it decides what ``auto`` chooses, and how
+            many copies of the weights a policy that predicts holds.
         shard_optimizer: whether replicas of a stage share its optimizer state, see ``Pipeline``; by
             default where nothing fits without, or a proposal takes less time with it. Not for
             ``async``.
@@ -91,10 +92,13 @@ def plan(
     """
     check_arguments(batch_size, planner, microbatch_size, schedule, max_replicas)
     check_mode(mode, policy, schedule)
+    facts = facts_named(optimizer)
     search, ignored = planner_with(planner, max_replicas, planner_options or {})
     notes = notes_on(profile)
     if ignored:
-        notes.append(f"planner {planner} has no limit on replicas; {max_replicas} is ignored")
+        notes.append(
+            f"planner {planner} has no limit on replicas: --max-replicas {max_replicas} is ignored"
+        )
     cost = CostModel(
         profile,
         cluster,
@@ -112,7 +116,7 @@ def plan(
         if shard_optimizer:
             raise ValueError("shard_optimizer is for mode sync; without a flush, leave it out")
         asynchronous = AsynchronousSearch(
-            cost, batch_size, microbatch_size, planner, search, improve, optimizer
+            cost, batch_size, microbatch_size, planner, search, improve, facts
         )
         return asynchronous.plan(policy or "auto", model, notes)
     schedules: tuple[str, ...] = (schedule,)

@@ -9,7 +9,7 @@ from typing import Any
 from anabranch.errors import PolicyError
 from anabranch.schedule.asynchronous import units_in_flight
 from anabranch.weights.base import Reading, Unit, WeightPolicy
-from anabranch.weights.optimizers import OPTIMIZERS, OptimizerFacts
+from anabranch.weights.optimizers import OPTIMIZERS, OptimizerFacts, facts_named
 from anabranch.weights.policies import (
     AsyncPP,
     Naive,
@@ -54,6 +54,7 @@ __all__ = [
     "VersionTracker",
     "VerticalSync",
     "WeightPolicy",
+    "facts_named",
     "keeps",
     "may_take_turns",
     "optimizer_remark",

@@ -46,3 +46,12 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
     "other": OptimizerFacts("the optimizer"),
 }
 """Name on the command line -> facts."""
+
+
+def facts_named(optimizer: OptimizerFacts | str | None) -> OptimizerFacts | None:
+    """Facts, of which a name on the command line will do."""
+    if optimizer is None or isinstance(optimizer, OptimizerFacts):
+        return optimizer
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {optimizer!r}; name one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer]

@@ -60,6 +60,19 @@ def test_options_of_torchtitan_and_the_schedule(document, run, tmp_path: Path):
     assert (code, "no file makes anabranch import code" in err) == (2, True)
 
 
+def test_replicas_are_explained(run, tmp_path: Path):
+    """The schedule has the ranks of one pipeline, and says nothing of the others."""
+    file = written(chain("blocks"), tmp_path, 1, replicas=[2])
+    code, _, err = run("export-plan", file, BLOCKS, "-o", "one")
+    said = " ".join(err.split())
+    assert (code, Path("one/schedule.csv").read_text().count("\n")) == (0, 1)
+    assert "2 replicas, and the schedule one line: every replica runs it on 2 samples" in said
+    file = written(chain("blocks"), tmp_path, 2, replicas=[2, 2])
+    assert "the schedule a line for each of the 2 ranks of one: every replica" in " ".join(
+        run("export-plan", file, BLOCKS, "-o", "two")[2].split()
+    )
+
+
 def test_a_graph_is_refused_with_every_reason(run, tmp_path: Path):
     """Stages that wait for two others, and sizes and replicas that differ."""
     model = built("TwoBranch")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import folder_to_write, print_json
+from anabranch.cli.output import folder_to_write, note, print_json
 from anabranch.cli.settings import AsJson, PlanFile
 from anabranch.cli.source import ModelSource, Preset, command_naming, model_in_file
 from anabranch.errors import OutputError
@@ -56,12 +56,10 @@ def export_plan(
         plan, model or model_in_file(plan.model, plan_file, command), preset
     )
     captured = source.capture(source.workload(meta=True))
-    options = None
+    options, chain = None, chain_of(plan, captured.graph)
     if torchtitan:
-        options, csv = torchtitan_options(plan, captured)
-    else:
-        csv = chain_of(plan, captured.graph).csv
-    texts = {SCHEDULE_FILE: csv}
+        options = torchtitan_options(plan, captured, chain)
+    texts = {SCHEDULE_FILE: chain.csv}
     if options is not None:
         options["parallelism"]["pipeline_parallel_schedule_csv"] = str(folder / SCHEDULE_FILE)
         texts["torchtitan.json"] = json.dumps(options, indent=2) + "\n"
@@ -73,6 +71,14 @@ def export_plan(
             )
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
+    if chain.replicas > 1:
+        ranks, size = chain.num_ranks, chain.microbatch_size
+        lines = "one line" if ranks == 1 else f"a line for each of the {ranks} ranks of one"
+        note(
+            f"the plan has {chain.replicas} replicas, and the schedule {lines}: every replica runs "
+            f"it on {size} samples of each micro-batch, and their gradients have to be averaged, "
+            "as DistributedDataParallel does"
+        )
     files = [str(folder / name) for name in texts]
     if as_json:
         print_json({"files": files, **(options or {})})

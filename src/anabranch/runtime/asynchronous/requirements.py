@@ -21,7 +21,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import Split
-from anabranch.plans.check import stage_bytes
+from anabranch.plans.check import require_one_stage_each, stage_bytes
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
@@ -158,7 +158,7 @@ def require_asynchronous(
         PolicyError: if the policy is not defined for such a plan, or the workload wants what only
             all ranks together know.
     """
-    _require_one_stage_each(graph)
+    require_one_stage_each(graph)
     if parts.captured.cut:
         raise InvalidPlanError(
             f"the plan cuts {min(parts.captured.cut)}; without a flush its slices would be of "
@@ -221,21 +221,6 @@ def require_recipes(
         )
     if policy is not None:
         _fitting(policy, _optimizer_of(workload), quiet=True)  # told where training begins
-
-
-def _require_one_stage_each(graph: StageGraph) -> None:
-    stages_of: dict[int, list[int]] = {}
-    for s, stage in enumerate(graph.stages):
-        for device in stage.devices:
-            stages_of.setdefault(device, []).append(s)
-    device, held = max(stages_of.items(), key=lambda item: len(item[1]))
-    if len(held) > 1:
-        raise InvalidPlanError(
-            f"device {device} has stages {_listed(held)}; without a flush a device alternates "
-            "forwards and backwards of one stage, and there is no rule for several that keeps each "
-            "of them as stale as its policy takes it to be: give each stage devices of its own, or "
-            "gather these in one stage"
-        )
 
 
 def require_untied(parts: Split, module: nn.Module) -> None:
