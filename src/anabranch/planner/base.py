@@ -47,7 +47,7 @@ class Planner(Protocol):
 
 
 class Runs(NamedTuple):
-    """How a stage graph runs, beside its schedule.
+    """Way to run a stage graph, beside its schedule.
 
     Attributes:
         shared: whether replicas share the optimizer's state.

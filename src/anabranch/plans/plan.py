@@ -49,18 +49,20 @@ class Prediction:
     chain_s: float | None = None
     limit: str = ""
 
-    def headline(self, mode: str = "sync", measured_s: float | None = None) -> str:
+    def headline(
+        self, graph: StageGraph, mode: str = "sync", measured_s: float | None = None
+    ) -> str:
         """Return one sentence on the step, what it gains, its bound and what limits it.
 
         Args:
-            mode: of the plan.
+            graph: stages of the plan, and ``mode`` of it.
             measured_s: seconds that the step took in a run.
         """
         what = "A mini-batch" if mode == "async" else "A step"
         others = (("data-parallel", self.data_parallel_s), ("chain", self.chain_s))
         said = [gain_text(name, seconds, self.step_s, mode) for name, seconds in others if seconds]
         if self.bound_s:
-            said.append(f"within {self.step_s / self.bound_s:.2f}x of the best possible")
+            said.append(_within_text(self.step_s / self.bound_s, graph))
         limit = f". Most of it: {self.limit}" if self.limit else ""
         takes = f"takes {time_text(self.step_s)}"
         if measured_s is not None:
@@ -75,7 +77,7 @@ BASELINES = {
     "straight sequential": "the sequential pipeline without replicas",
     "chain": "the best chain",
 }
-"""What plans are compared with -> its name in words."""
+"""Baselines of plans by their names in files, each with its name in words."""
 
 
 def gain_text(baseline: str, other_s: float, step_s: float, mode: str = "sync") -> str:
@@ -109,12 +111,14 @@ def bound_text(predicted: Prediction, graph: StageGraph) -> tuple[str, ...]:
     """Return a line that compares a step with the bound of any plan, if that is known."""
     if not predicted.bound_s:
         return ()
-    factor = predicted.step_s / predicted.bound_s
+    within = _within_text(predicted.step_s / predicted.bound_s, graph)
+    return (f"{within}: no such plan takes less than {time_text(predicted.bound_s)}",)
+
+
+def _within_text(factor: float, graph: StageGraph) -> str:
+    """Return a step over its bound, with the plans that the bound is for."""
     those = "" if graph.shares_devices else " with one stage on each device"
-    return (
-        f"within {factor:.2f}x of the best possible: no plan of this model{those} takes less than "
-        f"{time_text(predicted.bound_s)}",
-    )
+    return f"within {factor:.2f}x of the best possible{those}"
 
 
 def enough_text(predicted: Prediction) -> tuple[str, ...]:
@@ -312,7 +316,7 @@ class Plan:
         if len(graph) == 1:
             shape = "plain data parallelism" if count > 1 else "one stage"
         most = max(map(len, graph.stages_of.values()))
-        each = f" with up to {most} stages each" if graph.shares_devices else ""
+        shared = f" with up to {most} stages each" if graph.shares_devices else ""
         is_async = self.mode == "async"
         is_shared = self.shard_optimizer and any(stage.replicas > 1 for stage in graph.stages)
         how = f"asynchronous {self.schedule}, {self.policy}" if is_async else self.schedule
@@ -320,7 +324,7 @@ class Plan:
             said,
             *gains,
             *(bound_text(predicted, graph) + enough_text(predicted) if predicted else ()),
-            f"{shape}, on {count} device{'s' if count > 1 else ''}{each}, {how}, "
+            f"{shape}, on {count} device{'s' if count > 1 else ''}{shared}, {how}, "
             f"batch {graph.batch_size}",
             *_stage_lines(graph),
             self.costs,

@@ -94,7 +94,7 @@ def _flops(float64: float, float32: float, **others: float) -> Mapping[str, floa
 
 _AMPERE = _flops(9.7, 19.5, tf32=156, float16=312, bfloat16=312)
 _HOPPER = _flops(34, 67, tf32=494.5, float16=989.5, bfloat16=989.5)
-"""Of H100 and H200; the sheet's tensor core figures are with sparsity, twice these."""
+"""Operations per second of H100 and H200; of tensor cores without sparsity, half of the sheet's."""
 
 DATA_SHEETS: Mapping[str, DataSheet] = {
     sheet.name: sheet

@@ -151,7 +151,7 @@ def _headline(run: Run) -> str:
     is_async = run.mode == "async"
     what, seconds = ("A mini-batch", run.period_s) if is_async else ("A step", run.median_step_s)
     if run.predicted is not None:
-        return run.predicted.headline(run.mode, seconds or None)
+        return run.predicted.headline(run.plan.stage_graph, run.mode, seconds or None)
     return f"{what} took {time_text(seconds)}; {NOT_PREDICTED} for this run." if seconds else ""
 
 

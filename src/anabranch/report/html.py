@@ -220,7 +220,7 @@ def _header(plan: Plan, title: str, weights: WeightVersions, first: str) -> str:
         f"batch of {graph.batch_size:,} samples; {plan.costs}"
     )
     if not first and plan.predicted is not None:
-        first = plan.predicted.headline(plan.mode)
+        first = plan.predicted.headline(graph, plan.mode)
     headline = f'<p class="headline">{escape(first)}</p>' if first else ""
     return f"<header><h1>{escape(title)}</h1>{headline}<p>{escape(said)}</p></header>"
 

@@ -54,7 +54,7 @@ class DeviceRow:
     updates: Sequence[OverheadSpan]
 
     def tone(self, stage: int) -> int:
-        """How pale a stage is drawn: 0 for the first one of the device, to 3."""
+        """Return the tone of a stage, from 0 for the first one of the device to 3, the palest."""
         return min(self.stages.index(stage), 3)
 
     @property

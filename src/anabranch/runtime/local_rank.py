@@ -30,7 +30,7 @@ from anabranch.runtime.transport import guarded
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a rank is to do: to be this one of so many, in an attempt, with these arguments."""
+    """Place of a rank among ``size`` in an attempt, and the arguments of its function."""
 
     rank: int
     size: int
@@ -50,7 +50,7 @@ def run_rank(
     function: Callable[..., Any],
     survives: bool,
 ) -> None:
-    """One rank, from its first instruction to its last word."""
+    """Run a rank from its first instruction to its last word."""
     gc.freeze()  # to look for garbage in what is inherited would copy all of it
     _die_with(parent)
     # Ctrl-C reaches the whole process group, SIGTERM may; the parent hears it too, and tells or

@@ -58,15 +58,33 @@ class Moment:
         return Moment(step, *divmod(high, 1 << _RANK_BITS))
 
 
+class _Count:
+    """A number that all processes see, at a place of ``SpareCopies.counts``."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, copies: SpareCopies, owner: type) -> int:
+        return copies.counts[self._place]
+
+    def __set__(self, copies: SpareCopies, number: int) -> None:
+        copies.counts[self._place] = number
+
+
 class SpareCopies:
     """Copies of all ranks; made by the parent of local ranks, and inherited by them.
 
     Attributes:
         every: steps between two copies.
+        attempt: number of times that ranks have come together again; the parent counts.
+        reported_steps: steps of which the first rank has called callbacks.
+        reported_events: number of the last event between steps, likewise.
 
     Raises:
         TrainingError: where the system has no files in memory.
     """
+
+    attempt, reported_steps, reported_events = _Count(0), _Count(1), _Count(2)
 
     def __init__(self, num_ranks: int, every: int) -> None:
         if sys.platform != "linux":
@@ -81,8 +99,7 @@ class SpareCopies:
         ]
         self._log = os.memfd_create("anabranch-losses")
         table = memoryview(mmap.mmap(-1, 8 * (2 * num_ranks + 3))).cast("q")
-        self._table, self._attempt = table[:-3], table[-3:-2]
-        self._told, self._told_besides = table[-2:-1], table[-1:]
+        self._table, self.counts = table[:-3], table[-3:]
         self._memory: dict[int, Tensor] = {}  # of this process, by file
 
     def close(self) -> None:
@@ -90,15 +107,6 @@ class SpareCopies:
         self._memory.clear()
         for file in (self._log, *(file for pair in self._files for file in pair)):
             os.close(file)
-
-    @property
-    def attempt(self) -> int:
-        """Number of times that ranks have come together again; the parent counts."""
-        return self._attempt[0]
-
-    @attempt.setter
-    def attempt(self, number: int) -> None:
-        self._attempt[0] = number
 
     @property
     def is_dense(self) -> bool:
@@ -207,24 +215,6 @@ class SpareCopies:
         return saved, first["further"]
 
     # Losses
-
-    @property
-    def told(self) -> int:
-        """Steps of which the first rank has told callbacks."""
-        return self._told[0]
-
-    @told.setter
-    def told(self, number: int) -> None:
-        self._told[0] = number
-
-    @property
-    def told_besides(self) -> int:
-        """Number of the last event besides that the first rank has told callbacks."""
-        return self._told_besides[0]
-
-    @told_besides.setter
-    def told_besides(self, number: int) -> None:
-        self._told_besides[0] = number
 
     def note_loss(self, index: int, loss: float, samples: int) -> None:
         """Note the loss of the run's step ``index``, from 0, and the samples of its batch."""

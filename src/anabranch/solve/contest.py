@@ -165,7 +165,7 @@ class Contest:
 
     @property
     def is_misled(self) -> bool:
-        """Whether the search thinks the best far quicker than it is."""
+        """True if the search thinks the best far quicker than it is."""
         if self._improving is None or not self.is_over or self.best_s == math.inf:
             return False
         best = self.winner("").proposal

@@ -35,8 +35,8 @@ def parts(cluster: Cluster) -> Iterator[Cluster]:
 def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: SearchOn) -> Plan:
     """The best plan of all numbers of devices, with the fewest that are nearly as fast.
 
-    A quick search on part of the cluster is begun where the bound there does not exclude that, and
-    a whole one where it finds such a plan.
+    A quick search on part of the cluster is begun where the bound of plans with one stage on each
+    device does not exclude that, and a whole one where it finds such a plan.
 
     Args:
         plan: the best that uses all devices.
@@ -49,19 +49,21 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
         limit_s = best.figures.step_s / SETTINGS.as_fast
         if step_bound(fewer, plan.stage_graph.batch_size) > limit_s:
             break
-        found: Plan | None = None
+        smaller: Plan | None = None
         try:
             with suppress(InfeasiblePlanError):
-                found = _on(quick(fewer), cost)
-            if found is None or found.figures.step_s > limit_s:
+                smaller = _on(quick(fewer), cost)
+            if smaller is None or smaller.figures.step_s > limit_s:
                 break
-            if not found.interrupted:
-                found = min(found, _on(search(fewer), cost), key=lambda plan: plan.figures.step_s)
-            stopped = found.interrupted
+            if not smaller.interrupted:
+                smaller = min(
+                    smaller, _on(search(fewer), cost), key=lambda plan: plan.figures.step_s
+                )
+            stopped = smaller.interrupted
         except KeyboardInterrupt:  # the plan for all devices is what counts
             stopped = True
-        if found is not None:
-            enough = found
+        if smaller is not None:
+            enough = smaller
             best = min(best, enough, key=lambda plan: plan.figures.step_s)
         if stopped:
             note = "interrupted while fewer devices were tried"

@@ -151,8 +151,8 @@ def _passes(graph: StageGraph) -> int:
 
 
 def _fits(best: ScheduledProposal, cost: CostModel) -> bool:
-    """Whether the simulated step fits memory: passes whose weights wait hold more than the formula
-    of memory knows.
+    """Return True if the simulated step fits memory: passes whose weights wait hold more than the
+    formula of memory knows.
     """
     timeline = run(best.graph, compute_order(best.graph, best.schedule), best.costs, messages=False)
     return max(timeline.peak_bytes.values()) <= cost.cluster.memory_bytes

@@ -231,7 +231,7 @@ class _Course(Generic[_Pipe]):
         done = self.pipe.step_number - self._first_step
         if epochs is not None and self._first_step and not (self.pipe.epoch or self.pipe.position):
             _warn_of_untold_epochs(self.pipe)
-        if copies is None or not copies.told:  # steps were done in that place
+        if copies is None or not copies.reported_steps:  # steps were done in that place
             require_place(folder, self._resume, is_series=save_every is not None)
         left = None if epochs is None else self.pipe.batches_left(epochs)
         left = None if left is None else left + done

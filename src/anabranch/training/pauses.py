@@ -114,7 +114,7 @@ class Pauses:
         self._folder, self._save_every = folder, save_every
         self._evaluate_every, self._evaluates = evaluate_every, evaluates
         self._saved_at = self._evaluated_at = pipe.step_number
-        self._goes_on = copies is not None and copies.told > 0
+        self._goes_on = copies is not None and copies.reported_steps > 0
         if isinstance(pipe, Pipeline) and pipe.copied is not None:
             self._copied_at = pipe.step_number
             self._saved_at -= 1  # a checkpoint of that step may never have been finished

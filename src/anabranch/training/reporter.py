@@ -81,7 +81,7 @@ class Reporter:
         self.samples: list[int] = [samples for _, samples in done]
         self._pipe, self.total, self._copies = pipe, total, copies
         self._callbacks = tuple(callbacks) if pipe.rank == 0 else ()
-        self.first_step, self._told = first_step, 0 if copies is None else copies.told
+        self.first_step, self._told = first_step, 0 if copies is None else copies.reported_steps
         self._read: deque[_Read] = deque()
         self._waiting: list[Event] = []
 
@@ -104,7 +104,7 @@ class Reporter:
         self.samples.append(read.samples)
         if self._copies is not None and self._pipe.rank == 0 and done > self._told:
             self._copies.note_loss(done - 1, loss, read.samples)
-            self._copies.told = done
+            self._copies.reported_steps = done
         if not self._callbacks:
             return
         event = StepEvent(
@@ -141,12 +141,12 @@ class Reporter:
         """
         copies = self._copies if isinstance(event, EvaluationEvent | EndEvent) else None
         number = 2 * event.step + isinstance(event, EndEvent)
-        is_told = copies is not None and number <= copies.told_besides
+        is_told = copies is not None and number <= copies.reported_events
         if is_told or event.step < self.first_step + self._told:
             return
         if event.step <= self.first_step + len(self.losses):
             if copies is not None and self._pipe.rank == 0:
-                copies.told_besides = number
+                copies.reported_events = number
             self._call(event)
         else:
             self._waiting.append(event)

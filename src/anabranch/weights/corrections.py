@@ -27,7 +27,7 @@ class Step:
 
 
 class Correction(Protocol):
-    """What a stage changes about its updates because its gradients are stale.
+    """Change of a stage's updates that makes up for stale gradients.
 
     A policy names its corrections; ``runtime.asynchronous.corrections`` has them.
     """

@@ -311,11 +311,11 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
     if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""
-    from anabranch.solve import BASELINES as SETTINGS
+    from anabranch.solve import BASELINES as BASELINE_OPTIONS
 
     options = " ".join(
         f"--{key.replace('_', '-')} {value}"
-        for key, value in SETTINGS[name].items()
+        for key, value in BASELINE_OPTIONS[name].items()
         if isinstance(value, str | int)
     )
     if ours.mode == "async":

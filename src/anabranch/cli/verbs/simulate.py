@@ -149,7 +149,7 @@ def _compared(shown: Plan, file: Plan | None, limit: str) -> Plan:
 
 
 def _slowest(simulated: Simulated) -> str:
-    """What decides the pace of a pipeline without a flush: the stage that computes most."""
+    """Describe the stage that computes most, which sets the pace of a pipeline without a flush."""
     stages, timeline = simulated.graph.stages, simulated.timeline
     count = simulated.graph.batch_size // simulated.plan.stage_graph.batch_size
     whole_s = simulated.steady.period_s * count

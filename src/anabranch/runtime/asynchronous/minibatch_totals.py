@@ -22,7 +22,7 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.step_totals import StepTotals
 from anabranch.runtime.worker import BatchRun
 
-Told = tuple[int, StepTotals]
+NumberedTotals = tuple[int, StepTotals]
 """Number of a mini-batch, and its sums, which may be under way."""
 
 
@@ -43,7 +43,7 @@ class MinibatchTotals:
         self._mesh, self._metrics, self._why, self._settle = mesh, metrics, why, settle
         self._given_out: deque[tuple[int, Mapping[str, Tensor], bytes]] = deque()
         self._learned: dict[int, Outcome] = {}
-        self._told: deque[Told] = deque()
+        self._begun: deque[NumberedTotals] = deque()
         self._divergence = Divergence()
         self.listener: Callable[[BatchRun], None] | None = None
 
@@ -73,23 +73,23 @@ class MinibatchTotals:
                 digest=digest,
                 settle=self._settle,
             )
-            self._told.append((number, tally))
+            self._begun.append((number, tally))
 
     def settle(self) -> None:
         """Wait for all sums that have begun; they are still to be taken."""
-        for _, tally in self._told:
+        for _, tally in self._begun:
             tally.read()
 
-    def take(self, before: int) -> Iterator[Told]:
+    def take(self, before: int) -> Iterator[NumberedTotals]:
         """Generate the sums of mini-batches before a number, each once."""
-        while self._told and self._told[0][0] < before:
-            yield self._told.popleft()
+        while self._begun and self._begun[0][0] < before:
+            yield self._begun.popleft()
 
-    def last(self) -> Told:
+    def last(self) -> NumberedTotals:
         """Remove and return the sums that were begun last."""
-        return self._told.pop()
+        return self._begun.pop()
 
-    def loss(self, told: Told) -> tuple[float, str]:
+    def loss(self, totals: NumberedTotals) -> tuple[float, str]:
         """Wait for the loss of a mini-batch; once in a run, also what says that losses climb."""
-        told[1].read()
-        return told[1].loss, self._divergence.note(told[1].loss)
+        totals[1].read()
+        return totals[1].loss, self._divergence.note(totals[1].loss)

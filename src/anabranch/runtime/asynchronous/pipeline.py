@@ -28,7 +28,7 @@ from anabranch.checkpoint import Checkpoint
 from anabranch.errors import DataError, NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals, Told
+from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals, NumberedTotals
 from anabranch.runtime.asynchronous.recording import Recording
 from anabranch.runtime.asynchronous.requirements import (
     asynchronous_stages,
@@ -286,15 +286,15 @@ class AsyncPipeline(BasePipeline):
 
     def _known(self, first: int, before: int) -> Iterator[float]:
         """Losses from one mini-batch up to another, as far as they have not been told."""
-        for told in self._outcomes.take(before):
-            loss = self._read(told)
-            if told[0] >= first:
+        for numbered in self._outcomes.take(before):
+            loss = self._read(numbered)
+            if numbered[0] >= first:
                 yield loss
 
-    def _read(self, told: Told) -> float:
+    def _read(self, numbered: NumberedTotals) -> float:
         with self._session.failing(), POSITION.doing(Phase.TOTALS):
-            loss, warning = self._outcomes.loss(told)
-        number, totals = told
+            loss, warning = self._outcomes.loss(numbered)
+        number, totals = numbered
         self.metrics = totals.metrics
         if warning and self.rank == 0:
             warnings.warn(f"{warning}, at mini-batch {number}: {self._advice()}", stacklevel=4)
