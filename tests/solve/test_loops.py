@@ -104,7 +104,7 @@ def test_no_placement_is_shorter_than_the_bound_of_any_plan():
     assert step_bound(cost, 2, several=True) <= judge.best_s
     best = planned(cost, 2)
     assert best.predicted.bound_s == step_bound(cost, 2, several=True)
-    assert "no plan of this model takes less" in best.summary()
+    assert "no such plan takes less" in best.summary()
     assert "on 2 devices with up to" in best.summary()
 
 
