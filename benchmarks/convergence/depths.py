@@ -1,4 +1,4 @@
-"""What asynchronous methods cost at 4, 8, 16 and 32 stages, with all seeds in one tensor program.
+"""What asynchronous methods cost at 2 to 32 stages, with all seeds in one tensor program.
 
 Which weights a pass reads is decided by the policy and by the lag of its stage. So a mini-batch is
 computed in one go, while the pipeline is full: the forward with what each stage read then, the
@@ -352,19 +352,16 @@ def seeds_of(text: str) -> range:
 def show(rows: Sequence[Row]) -> str:
     """Per task and depth, points above or below synchronous training with Adam, and p."""
     lines = []
-    base = {
-        (row["task"], row["updates"]): row["accuracy"]
-        for row in rows
-        if row["method"] == "synchronous"
-    }
-    for row in sorted(rows, key=lambda row: (row["task"], row["updates"], row["depth"])):
-        if (row["task"], row["updates"]) not in base:
+    base = {_case(row): row["accuracy"] for row in rows if row["method"] == "synchronous"}
+    for row in sorted(rows, key=lambda row: (*_case(row), row["depth"])):
+        if _case(row) not in base:
             continue
-        far = difference(row["accuracy"], base[row["task"], row["updates"]])
+        far = difference(row["accuracy"], base[_case(row)])
         lines.append(
             (
                 row["task"],
                 str(row["updates"]),
+                f"{row['seeds'][0]}-{row['seeds'][-1]}",
                 row["method"],
                 str(row["depth"] or "any"),
                 f"{statistics.fmean(row['accuracy']):.2f}",
@@ -372,7 +369,12 @@ def show(rows: Sequence[Row]) -> str:
                 f"{far.p:.4f}",
             )
         )
-    return table(("task", "updates", "method", "stages", "accuracy", "to synchronous", "p"), lines)
+    heads = ("task", "updates", "seeds", "method", "stages", "accuracy", "to synchronous", "p")
+    return table(heads, lines)
+
+
+def _case(row: Row) -> tuple[str, int, tuple[int, ...]]:
+    return row["task"], row["updates"], tuple(row["seeds"])
 
 
 def main() -> None:
@@ -380,7 +382,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, required=True, help="keep runs, and go on from them")
     parser.add_argument("--tasks", nargs="*", default=["charlm", "rows"], choices=TRIALS)
-    parser.add_argument("--depths", nargs="*", type=int, default=DEPTHS, choices=DEPTHS)
+    parser.add_argument("--depths", nargs="*", type=int, default=DEPTHS, choices=(2, *DEPTHS))
     parser.add_argument("--methods", nargs="*", default=[*METHODS], choices=METHODS)
     parser.add_argument("--seeds", type=seeds_of, default=range(10))
     parser.add_argument("--updates", type=int, help="of a run, in place of the task's own number")
