@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from anabranch.errors import InfeasiblePlanError
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.pass_lengths import with_lengths
@@ -73,6 +74,26 @@ def test_memory_is_that_of_the_simulated_step(propose):
     _, step_s, peak = scheduled(800)
     assert step_s > 58.0
     assert peak <= 800
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_gradients_of_weights_that_wait_are_in_memory(propose, fits):
+    """Four stages that recompute keep all that their operators need from the gradient of the inputs
+    to that of the weights: 105 bytes at most where both are one, and 405 where four wait under H1.
+    """
+    graph = stage_graph(chain(4), [(i,) for i in range(4)], 16)
+    graph = replace(graph, stages=tuple(replace(s, recompute=True) for s in graph.stages))
+    machines = cluster(4, memory_bytes=405 - (not fits))
+    cost = cost_model(chain(4), [1] * 4, [2] * 4, machines, kept_bytes=100, value_bytes=1)
+    propose(graph)
+    whole = found(cost, 16, optimizer_factor=0.0, schedule="1f1b")
+    assert max(whole.predicted.device_peak_bytes) == 105
+    if fits:
+        best = found(cost, 16, optimizer_factor=0.0, schedule="zb-h1")
+        assert max(best.predicted.device_peak_bytes) == 405
+    else:
+        with pytest.raises(InfeasiblePlanError, match="weights that wait under zb-h1"):
+            found(cost, 16, optimizer_factor=0.0, schedule="zb-h1")
 
 
 def test_lists_know_how_long_passes_and_messages_take():

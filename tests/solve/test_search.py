@@ -459,17 +459,3 @@ def test_a_plan_knows_its_cluster(propose):
     cost, graph = two_stages(8)
     propose(graph)
     assert found(cost, 8).machines == cost.cluster
-
-
-def test_a_plan_whose_simulated_step_needs_more_memory_is_refused(propose, monkeypatch):
-    """Gradients of weights that wait keep what they need, more than the formula has."""
-    cost, graph = two_stages(8)
-    propose(graph)
-    figures_of = step_search.figures_of
-
-    def fuller(*args):
-        return replace(figures_of(*args), device_peak_bytes=(1, 2**40))
-
-    monkeypatch.setattr(step_search, "figures_of", fuller)
-    with pytest.raises(InfeasiblePlanError, match=r"under schedule zb-h2 .* holds 1024\.00 GiB"):
-        found(cost, 8, schedule="zb-h2")

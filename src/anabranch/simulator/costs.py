@@ -21,7 +21,7 @@ from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message
 from anabranch.plans.in_flight import least_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.remembered import remembered
-from anabranch.schedule.schedule import Kind
+from anabranch.schedule.schedule import Kind, Order
 from anabranch.simulator.all_reduces import AllReduce, all_reduce_of
 from anabranch.simulator.stage_costs import StageCosts, stage_costs
 
@@ -44,6 +44,14 @@ class Overheads:
     read_s: float = 0.0
     agreement_s: float = 0.0
     agreement_latency_s: float = 0.0
+
+
+def bytes_changed(kind: Kind, held: float, inside: float) -> tuple[float, float]:
+    """Bytes that a pass takes when it starts and releases when it ends; arguments as
+    ``StepCosts.flight_bytes`` gives them. A backward ends with the gradients of weights.
+    """
+    taken = held if kind is Kind.FORWARD else inside * (kind is not Kind.WEIGHT_GRADIENT)
+    return taken, (inside + held) * kind.ends_backward
 
 
 class StepCosts(Protocol):
@@ -276,12 +284,33 @@ class ModelCosts(StepCosts):
     def flight_bytes(self, stage: int, samples: int) -> tuple[float, float]:
         return self._stages[stage].flight_bytes(samples)
 
-    def peak_bytes(self, in_flight: Iterable[int]) -> float:
+    def peak_bytes(self, in_flight: Iterable[int], *, waiting: bool = False) -> float:
         """Return the peak of the fullest device with so many micro-batches in flight; stages of one
         device are taken to be at their peaks together.
+
+        Args:
+            waiting: gradients of weights of all of them wait, which is the most that a list
+                schedule may hold.
         """
-        peaks = [float(self.held(s).peak(count)) for s, count in enumerate(in_flight)]
+        peaks = list[float]()
+        for s, count in enumerate(in_flight):
+            held = self.held(s)
+            peaks.append(float(held.peak(count) + waiting * (count - 1) * held.backward))
         return max(sum(peaks[s] for s in stages) for stages in self.graph.stages_of.values())
+
+    def peak_along(self, order: Order) -> float:
+        """Return the peak of a device that computes in this order. Gradients of weights that wait
+        keep what their backward takes on top.
+        """
+        held = {s: self.held(s) for s in order.stages}
+        now = peak = sum(float(stage.resident) for stage in held.values())
+        for action in order:
+            stage = held[action.stage]
+            taken, released = bytes_changed(action.kind, float(stage.flight), float(stage.backward))
+            now += taken
+            peak = max(peak, now)
+            now -= released
+        return peak
 
     def most_in_flight(self, stage: int, capacity: float) -> int:
         """Return the micro-batches of a stage that so much memory of its devices holds; stages of

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, PolicyError, ProfileError
 from anabranch.plans.plan import memory_text
 from anabranch.plans.stages import StageGraph
-from anabranch.simulator.objective import Objective, ScheduledProposal
+from anabranch.simulator.objective import Objective, ScheduledProposal, peak_bytes
 
 
 class Judge:
@@ -156,7 +156,7 @@ class Judge:
                 if graph in self._ran:
                     continue
                 self._ran.add(graph)
-                peak = costs.peak_bytes(stage.in_flight for stage in graph.stages)
+                peak = peak_bytes(costs, graph, schedule)
                 if peak > memory_bytes:
                     self.too_big.append(peak)
                     self.unfit.append(proposal)

@@ -52,6 +52,7 @@ class ScheduledProposal:
     Attributes:
         graph: see ``Run``, as for the schedule.
         least_s: a lower bound of its seconds.
+        peak_bytes: see ``peak_bytes``.
     """
 
     proposal: StageGraph
@@ -95,11 +96,17 @@ class ShortestStep:
 
     equal: ClassVar[float] = 1e-9
     suits: ClassVar[str] = "can be priced"
-    held: ClassVar[str] = ""
     remedy: ClassVar[str] = (
         "use devices with that much memory, more devices, a smaller micro-batch or an optimizer "
         "with less state"
     )
+
+    @property
+    def held(self) -> str:
+        if not LISTS.issuperset(self.schedules):
+            return ""
+        names = " and ".join(self.schedules)
+        return f" with gradients of weights that wait under {names} (1f1b needs less)"
 
     def prices(self, proposal: StageGraph) -> ModelCosts:
         """Prices of the stages as they run; an error if they cannot."""
@@ -248,6 +255,18 @@ class ShortestPeriod:
 
 
 Objective = ShortestStep | ShortestPeriod
+
+
+def peak_bytes(costs: ModelCosts, graph: StageGraph, schedule: str) -> float:
+    """Most bytes on the fullest device; of a list schedule more, if that fits as well and is
+    quicker to tell.
+    """
+    in_flight = [stage.in_flight for stage in graph.stages]
+    peak = costs.peak_bytes(in_flight, waiting=schedule in LISTS)
+    if schedule not in LISTS or peak <= costs.cost.cluster.memory_bytes:
+        return peak
+    orders = {id(order): order for order in compute_order(graph, schedule).orders.values()}
+    return max(costs.peak_bytes(in_flight), *map(costs.peak_along, orders.values()))
 
 
 def _work(graph: StageGraph) -> int:

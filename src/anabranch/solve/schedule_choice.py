@@ -18,12 +18,11 @@ from anabranch.planner.auto import settings as auto
 from anabranch.plans.check import require_few, require_suits
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule import LISTS, SPLIT_BACKWARDS, compute_order, rule_named
+from anabranch.schedule import LISTS, SPLIT_BACKWARDS, rule_named
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.simulator.pass_lengths import with_lengths
-from anabranch.simulator.run import run
 from anabranch.solve.settings import SETTINGS
 
 AUTO = ("1f1b", "1f1b-deep")
@@ -68,7 +67,7 @@ def split_backwards(
     limit: float | None = None,
     schedules: Sequence[str] = tuple(sorted(SPLIT_BACKWARDS)),
 ) -> tuple[float, ScheduledProposal] | None:
-    """The shortest step of some proposals with split backwards that fits memory, and its seconds;
+    """The shortest step of some proposals with split backwards, and its seconds;
     None where it is not below a limit. Each has to save enough of the proposal's own step.
 
     Args:
@@ -94,7 +93,7 @@ def split_backwards(
             own.consider([proposal])
             if schedule not in LISTS:
                 known_s += [float(f"{seconds:.5g}") for seconds in own.seconds().values()]
-            if own.best is None or own.best_s >= best_s or not _fits(own.best, cost):
+            if own.best is None or own.best_s >= best_s:
                 continue
             whole = Judge(ShortestStep(cost, AUTO))
             whole.consider([proposal])
@@ -137,7 +136,7 @@ def best_loop(
             judge.best_s = limit
             judge.consider([graph])
             quick[graph] = min([*judge.seconds().values(), quick.get(graph, math.inf)])
-            if judge.best is not None and judge.best_s < limit and _fits(judge.best, cost):
+            if judge.best is not None and judge.best_s < limit:
                 limit = judge.best_s
                 best = limit, judge.best
         if best is not None and not split and len(ways) > 1:
@@ -148,11 +147,3 @@ def best_loop(
 def _passes(graph: StageGraph) -> int:
     """Passes of a list schedule."""
     return 3 * sum(map(graph.num_microbatches, range(len(graph))))
-
-
-def _fits(best: ScheduledProposal, cost: CostModel) -> bool:
-    """Return True if the simulated step fits memory: passes whose weights wait hold more than the
-    formula of memory knows.
-    """
-    timeline = run(best.graph, compute_order(best.graph, best.schedule), best.costs, messages=False)
-    return max(timeline.peak_bytes.values()) <= cost.cluster.memory_bytes

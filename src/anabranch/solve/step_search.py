@@ -12,7 +12,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.base import Improving, Planner
 from anabranch.plans.check import require
-from anabranch.plans.plan import Plan, memory_text
+from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ShortestStep
@@ -92,15 +92,6 @@ class StepSearch:
                 require(best.graph, cost, shared=True)
                 timeline = checked_run(best.graph, best.schedule, cost, messages=False)
                 figures = figures_of(timeline, best.graph, cost)
-            # Passes whose weights wait hold more than the formula of memory knows.
-            most, room = max(figures.device_peak_bytes), cost.cluster.memory_bytes
-            if most > room:
-                raise InfeasiblePlanError(
-                    f"under schedule {best.schedule} the best plan of planner {self.name} holds "
-                    f"{memory_text(most)} on a device of {cost.cluster.name}, which has "
-                    f"{memory_text(room)}: gradients of weights that wait keep what they need; "
-                    "take schedule 1f1b or 1f1b-split, or auto, which looks whether they fit"
-                )
             return phases.plan(
                 cost,
                 self.model,
