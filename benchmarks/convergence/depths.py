@@ -35,7 +35,7 @@ from torch.optim import Adam, NAdam, Optimizer
 from anabranch.runtime.asynchronous.corrections import CORRECTIONS
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.weights import Naive, Reading, Unit, WeightPolicy, policy_named
-from anabranch.weights.corrections import Step
+from anabranch.weights.base import Step
 from benchmarks.convergence.tables import difference
 from benchmarks.convergence.tasks import LAYERS, TASKS, Block, Characters, Task, charlm
 from benchmarks.datasets.digits import load_small_digits

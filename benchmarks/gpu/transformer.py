@@ -5,7 +5,6 @@ on one GPU through the host, where PyTorch's pipelines cannot run.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from functools import partial
 
@@ -70,7 +69,7 @@ def measure(case: str, place: torch.device) -> Iterator[Row]:
         dist.barrier(group=host)
 
     waiting = {name: partial(_waiting, side, place) for name, side in sides.items()}
-    times = [json.loads(told) for told in texts.gather(json.dumps(rank_times(waiting, meet=meet)))]
+    times = texts.gather(rank_times(waiting, meet=meet))
     if dist.get_rank() > 0:
         return
     found = medians(slowest(times))

@@ -42,7 +42,7 @@ from anabranch.runtime.guards.interrupt import handling
 from anabranch.runtime.guards.position import waits
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.local_rank import Order, run_rank
-from anabranch.runtime.survival import Recoveries, Survival
+from anabranch.runtime.spare_copies import Recoveries, Survival
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess

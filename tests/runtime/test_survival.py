@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anabranch.runtime.survival import Recoveries
+from anabranch.runtime.spare_copies import Recoveries
 
 
 def test_a_device_whose_ranks_alone_die_is_left_out():

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.stage_compute import StageCompute
+from anabranch.runtime.first_batch import warm_up
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.warm_up import warm_up
 from tests.runtime.small import batch, built, plan
 
 

@@ -24,8 +24,7 @@ from anabranch.record import Run
 from anabranch.runtime import local_rank
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.spare_copies import Moment, SpareCopies
-from anabranch.runtime.survival import Survival
+from anabranch.runtime.spare_copies import Moment, SpareCopies, Survival
 from anabranch.training import Event, SaveEvery, train
 from tests.runtime.small import (
     Batch,

@@ -38,9 +38,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from anabranch.checkpoint.manifest import Group, OptimizerState, Progress
+from anabranch.checkpoint.manifest import Group, OptimizerState, Pretrained, Progress
 from anabranch.checkpoint.optimizer import option
-from anabranch.checkpoint.pretrained import Pretrained
 from anabranch.checkpoint.reading import Checkpoint, load_state_dict
 from anabranch.checkpoint.writing import RankPart, Target, abandon, begin, finish, write_part
 from anabranch.errors import FileFormatError, TrainingError

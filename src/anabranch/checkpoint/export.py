@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from anabranch.checkpoint.pretrained import Pretrained
+from anabranch.checkpoint.manifest import Pretrained
 from anabranch.checkpoint.reading import Checkpoint
 from anabranch.errors import TrainingError
 from anabranch.graph.slices import whole_name

@@ -31,12 +31,12 @@ from anabranch.checkpoint.manifest import (
     SCHEMA,
     Manifest,
     OptimizerState,
+    Pretrained,
     Progress,
     dtype_name,
     file_checksum,
     sealed,
 )
-from anabranch.checkpoint.pretrained import Pretrained
 from anabranch.errors import TrainingError
 from anabranch.files.jsonfile import explain, write_document
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -36,7 +35,7 @@ def agreed(search: Callable[[], Plan]) -> Plan:
         except AnabranchError as error:
             failure = error
     document = {} if plan is None else plan_to_dict(plan)
-    received = json.loads(texts.from_first(json.dumps(document)))
+    received = texts.from_first(document)
     if failure is not None:
         raise failure
     if not received:

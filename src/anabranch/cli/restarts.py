@@ -22,7 +22,7 @@ from anabranch.errors import StageFailedError, TrainingError
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
     from anabranch.record import Run
-    from anabranch.runtime.survival import Survival
+    from anabranch.runtime.spare_copies import Survival
 
 
 def is_restarted() -> bool:
@@ -65,8 +65,7 @@ def surviving(
 ) -> Survival:
     """The way on where ranks die: under the job's plan, or another one for fewer devices."""
     from anabranch.runtime.plan_parts import prepare
-    from anabranch.runtime.spare_copies import Moment, SpareCopies
-    from anabranch.runtime.survival import Survival
+    from anabranch.runtime.spare_copies import Moment, SpareCopies, Survival
 
     def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan]:
         assert job.plan is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport import Receipt, Transport, guarded
-from anabranch.runtime.transport.streams import DeviceStreams
+from anabranch.runtime.transport.nccl import DeviceStreams
 
 _CPU = torch.device("cpu")
 

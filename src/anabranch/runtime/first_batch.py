@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,15 +19,19 @@ from torch import Tensor
 from anabranch.graph.capture import Captured
 from anabranch.graph.loss_kinds import told_stateful
 from anabranch.runtime.assignment import Assignment
+from anabranch.runtime.compute.outcome import Key
+from anabranch.runtime.compute.reverted import unchanged_state, without_gradients
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.guards.same_batch import require_same_batch
 from anabranch.runtime.guards.self_check import compare_with_eager
 from anabranch.runtime.initialisation import meta_names
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.messages import gradient_ports
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.optimizer_facts import unlike_torchs
-from anabranch.runtime.warm_up import warm_up
+from anabranch.runtime.worker import Worker
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
+from anabranch.schedule.schedule import Kind
 from anabranch.workload import Batch
 
 Leaves = dict[str, Tensor]
@@ -151,3 +156,53 @@ class FirstBatch:
             return
         if self._mesh.rank == min(r for name in holders.parameters for r in holders.updaters(name)):
             warnings.warn(unlike, stacklevel=7)
+
+
+def warm_up(
+    worker: Worker, captured: Captured, leaves: Mapping[str, Tensor], *, train: bool = True
+) -> int:
+    """Compute one micro-batch of each stage and size of a worker, forward and backward, before
+    anything travels.
+
+    What a GPU does when it first meets a program takes seconds and waits for the whole device:
+    kernels are loaded, compiled, chosen by trial, and memory is allocated. Ranks that do so one
+    after the other, each when its first micro-batch arrives, wait for each other; here all do it at
+    once. Inputs are zeros of the right shapes, and nothing is kept: not gradients, not buffers that
+    change, not random numbers. The first update needs no such step: it comes when all ranks have
+    told each other their totals, so nothing is under way then.
+
+    Args:
+        captured: what the worker computes.
+        leaves: the tensors of a batch of the worker's size.
+        train: with backwards.
+
+    Returns:
+        The number of programs.
+    """
+    keys: dict[tuple[int, int], Key] = {}
+    for action in worker.actions:
+        if action.kind is Kind.FORWARD:
+            key = action.stage, action.microbatch
+            start, stop = worker.layout.slice(*key)
+            keys.setdefault((action.stage, stop - start), key)
+    parameters = captured.parameters().values()
+    with without_gradients(parameters), unchanged_state(captured):
+        worker.compute.begin(leaves, 0, train=train)
+        for key in keys.values():
+            _compute(worker, key, train=train)
+        worker.compute.begin({}, 0, train=train)  # which lets go of the leaves
+    return len(keys)
+
+
+def _compute(worker: Worker, key: Key, *, train: bool) -> None:
+    program, place = worker.layout.program(*key), worker.place
+
+    def zeros(value: int) -> Tensor:
+        shape, dtype = program.shapes[value]
+        return torch.zeros(shape, dtype=dtype, device=place)
+
+    worker.compute.forward(key, {port.value: zeros(port.value) for port in program.inputs})
+    if train:
+        outputs = gradient_ports(program.outputs)
+        worker.compute.backward(key, {port: zeros(port.value) for port in outputs})
+        worker.compute.weight_gradients(key)

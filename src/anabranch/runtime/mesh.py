@@ -47,9 +47,8 @@ from anabranch.runtime.transport import (
     meet,
 )
 from anabranch.runtime.transport.handshake import Handshake
-from anabranch.runtime.transport.nccl import GpuWire
+from anabranch.runtime.transport.nccl import DeviceStreams, GpuWire
 from anabranch.runtime.transport.notices import HostNotices
-from anabranch.runtime.transport.streams import DeviceStreams
 
 _CPU = torch.device("cpu")
 _ALL: tuple[int, ...] = ()

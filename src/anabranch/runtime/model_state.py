@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.checkpoint import RankPart
-from anabranch.checkpoint.manifest import fingerprint
+from anabranch.checkpoint.manifest import fingerprint, pretrained_in
 from anabranch.checkpoint.optimizer import optimizer_part, restore_optimizer, restore_scheduler
 from anabranch.checkpoint.plain import PlainWeights
-from anabranch.checkpoint.pretrained import pretrained_in
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.device import accelerator
 from anabranch.errors import TrainingError

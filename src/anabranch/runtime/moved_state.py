@@ -10,7 +10,6 @@ What a rank has, and what it needs, is what it would write into a checkpoint and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,7 +40,7 @@ def move(
         progress: where training is, the same on every rank.
     """
     described = {**part.described(), "tensors": _listed(part, readers)}
-    documents = [json.loads(text) for text in texts.gather(json.dumps(described))]
+    documents = texts.gather(described)
     everything = sorted(
         (key, owner, *entry)
         for owner, document in enumerate(documents)

@@ -23,7 +23,7 @@ from anabranch.errors import TrainingError
 from anabranch.graph.export import scalars
 from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.compute.reverted import unchanged_buffers
+from anabranch.runtime.compute.reverted import unchanged_buffers, without_gradients
 from anabranch.runtime.guards.same_batch import copies_digest
 from anabranch.runtime.numerics.no_dropout import without_dropout
 from anabranch.runtime.placement import start_of
@@ -77,28 +77,22 @@ def reference(
 ) -> Reference:
     """Run the module, where it is, in training mode over slices [start, stop) that tile a batch."""
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    kept = {name: p.grad for name, p in parameters.items()}
     size, place = num_samples(batch), start_of(module)
     loss, metrics = 0.0, dict[str, float]()
-    with unchanged_buffers(module), in_mode(module, training=True):
-        try:
-            for parameter in parameters.values():
-                parameter.grad = None
-            for start, stop in slices:
-                share = (stop - start) / size
-                counts = {} if weights is None else weights(stop - start, size)
-                weight = counts.get("loss", share)
-                results = call(module, _moved(take(batch, start, stop), place))
-                value = results.pop("loss")
-                torch.autograd.backward(value, torch.full_like(value, weight))
-                loss += value.item() * weight
-                for name, metric in results.items():
-                    counted = metric.item() * counts.get(name, share)
-                    metrics[name] = metrics.get(name, 0.0) + counted
-            gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        finally:
-            for name, parameter in parameters.items():
-                parameter.grad = kept[name]
+    apart = without_gradients(parameters.values())
+    with unchanged_buffers(module), in_mode(module, training=True), apart:
+        for start, stop in slices:
+            share = (stop - start) / size
+            counts = {} if weights is None else weights(stop - start, size)
+            weight = counts.get("loss", share)
+            results = call(module, _moved(take(batch, start, stop), place))
+            value = results.pop("loss")
+            torch.autograd.backward(value, torch.full_like(value, weight))
+            loss += value.item() * weight
+            for name, metric in results.items():
+                counted = metric.item() * counts.get(name, share)
+                metrics[name] = metrics.get(name, 0.0) + counted
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     return Reference(loss, metrics, gradients)
 
 

@@ -15,9 +15,8 @@ import torch
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.compute.outcome import Outcome
-from anabranch.runtime.guards.interrupt import INTERRUPT
+from anabranch.runtime.guards.interrupt import INTERRUPT, SAVE_CLOCK
 from anabranch.runtime.guards.same_batch import all_alike, small_digest, unequal_batches
-from anabranch.runtime.guards.save_clock import SAVE_CLOCK
 from anabranch.runtime.mesh import Mesh
 
 

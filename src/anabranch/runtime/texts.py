@@ -1,10 +1,13 @@
-"""Texts, such as JSON documents, between the ranks of the user's process group.
+"""JSON documents between the ranks of the user's process group.
 
 They travel as tensors of bytes. torch's own collectives for objects pickle them, and a pickle runs
 what it names on whoever reads it.
 """
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,20 +17,20 @@ from anabranch.runtime.collectives import Pending
 from anabranch.runtime.transport import guarded
 
 
-def gather(text: str) -> list[str]:
-    """Return the texts of all ranks; all ranks call it."""
+def gather(document: Any) -> list[Any]:
+    """Return the documents of all ranks; all ranks call it."""
     if not dist.is_initialized():
-        return [text]
-    data = text.encode()
+        return [document]
+    data = json.dumps(document).encode()
     sizes = [int.from_bytes(size, "big") for size in gather_bytes(len(data).to_bytes(8, "big"))]
-    gathered = gather_bytes(data.ljust(max(1, *sizes)))
-    return [padded[:size].decode() for padded, size in zip(gathered, sizes, strict=True)]
+    gathered = gather_bytes(data.ljust(max(sizes)))
+    return [json.loads(padded[:size]) for padded, size in zip(gathered, sizes, strict=True)]
 
 
-def from_first(text: str) -> str:
-    """Return the text of the first rank, on every rank."""
+def from_first(document: Any) -> Any:
+    """Return the document of the first rank, on every rank."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    return gather(text if is_first else "")[0]
+    return gather(document if is_first else None)[0]
 
 
 def gather_bytes(data: bytes) -> list[bytes]:

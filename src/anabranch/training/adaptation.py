@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 import warnings
@@ -91,8 +90,8 @@ class Adaptation:
                 with suppress(AnabranchError):
                     chosen, why = self._decide(replanner, measured)
             document = None if chosen is None else plan_to_dict(chosen)
-            decision = json.dumps([document, why, self._is_over])
-            document, why, self._is_over = json.loads(texts.from_first(decision))
+            decision = [document, why, self._is_over]
+            document, why, self._is_over = texts.from_first(decision)
         if document is not None:
             self._change(chosen or plan_from_dict(document, "the plan of rank 0"), why)
 

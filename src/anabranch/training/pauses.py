@@ -20,8 +20,7 @@ from anabranch.checkpoint import MANIFEST, newest
 from anabranch.checkpoint.series import best_evaluation, is_unused, mark_best, step_folder
 from anabranch.errors import TrainingError
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
-from anabranch.runtime.guards.interrupt import INTERRUPT
-from anabranch.runtime.guards.save_clock import SAVE_CLOCK
+from anabranch.runtime.guards.interrupt import INTERRUPT, SAVE_CLOCK
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.training.events import CheckpointEvent, EvaluationEvent

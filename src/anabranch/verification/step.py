@@ -43,13 +43,6 @@ from anabranch.runtime.reference import (
     reference,
     require_repeatable,
 )
-from anabranch.verification.comparison import (
-    largest_error,
-    merged,
-    require_signal,
-    sliced_like,
-    tolerance_of,
-)
 from anabranch.verification.even import (
     even_plan,
     in_several,
@@ -57,7 +50,18 @@ from anabranch.verification.even import (
     one_after_the_other,
     workable,
 )
-from anabranch.verification.result import CAPTURED, SAME_STAGES, SLICES, WHOLE, VerifyResult
+from anabranch.verification.result import (
+    CAPTURED,
+    SAME_STAGES,
+    SLICES,
+    WHOLE,
+    VerifyResult,
+    largest_error,
+    merged,
+    require_signal,
+    sliced_like,
+    tolerance_of,
+)
 from anabranch.workload import Batch, Workload
 
 

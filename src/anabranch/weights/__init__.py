@@ -9,7 +9,6 @@ from typing import Any
 from anabranch.errors import PolicyError
 from anabranch.schedule.asynchronous import units_in_flight
 from anabranch.weights.base import Reading, Unit, WeightPolicy
-from anabranch.weights.optimizers import OPTIMIZERS, OptimizerFacts, facts_named
 from anabranch.weights.policies import (
     AsyncPP,
     Naive,
@@ -23,6 +22,9 @@ from anabranch.weights.policies import (
     VerticalSync,
 )
 from anabranch.weights.requirements import (
+    OPTIMIZERS,
+    OptimizerFacts,
+    facts_named,
     may_take_turns,
     optimizer_remark,
     recommend,

@@ -5,6 +5,6 @@ stream                execution of the asynchronous schedule: passes and updates
 versions              versions of a stage's weights, and its optimizer
 requirements          plans and policies that can be trained so, and the policy to take
 prediction            weights as they will be
-minibatch_totals      loss and metrics of mini-batches, begun in one order on all ranks
-divergence, recording a loss that climbs; a measured timeline
+minibatch_totals      loss and metrics of mini-batches, begun in one order on all ranks, and a
+                      loss that climbs
 """

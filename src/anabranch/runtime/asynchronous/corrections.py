@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.runtime.data_parallel.buckets import entries
-from anabranch.weights.corrections import Correction, Step
+from anabranch.weights.base import Correction, Step
 
 _MEMORY = 0.9
 """Weight of the past in the running norm of gradients."""

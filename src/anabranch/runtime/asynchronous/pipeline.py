@@ -29,7 +29,6 @@ from anabranch.errors import DataError, NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals, NumberedTotals
-from anabranch.runtime.asynchronous.recording import Recording
 from anabranch.runtime.asynchronous.requirements import (
     asynchronous_stages,
     budgeted,
@@ -45,6 +44,7 @@ from anabranch.runtime.guards.loop_ends import await_all, begin_unit, end_loop
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import BatchCheck
 from anabranch.runtime.guards.timeouts import TIMEOUTS
+from anabranch.runtime.measurement.timeline import Recording
 from anabranch.runtime.messages import channels
 from anabranch.timeline import Timeline
 from anabranch.weights import WeightPolicy

@@ -34,13 +34,12 @@ from torch import Tensor
 from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError
 from anabranch.runtime.asynchronous.versions import VersionedWeights
-from anabranch.runtime.compute.outcome import Outcome
+from anabranch.runtime.compute.outcome import GradientNorms, Outcome
 from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.numerics.gradient_norms import GradientNorms
 from anabranch.runtime.numerics.nonfinite import Finding
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import BatchRun, Worker

@@ -31,7 +31,7 @@ from anabranch.runtime.asynchronous.corrections import CORRECTIONS, rate_of
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.runtime.optimizer_facts import require_rule
 from anabranch.weights import Reading, VersionTracker, WeightPolicy
-from anabranch.weights.corrections import Step
+from anabranch.weights.base import Step
 
 Storage = list[Tensor]
 """One tensor per trainable parameter of the stage."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -49,6 +49,19 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
+
+
+@contextmanager
+def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters begin without gradients; afterwards they have those of before."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def _strided(tensor: Tensor) -> Iterator[tuple[int, int]]:

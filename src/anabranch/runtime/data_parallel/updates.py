@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anabranch.cost.sparse import rows_pay
 from anabranch.device import accelerator
-from anabranch.runtime.compute.outcome import Outcome
+from anabranch.runtime.compute.outcome import GradientNorms, Outcome
 from anabranch.runtime.data_parallel.gradients import (
     clip,
     divide,
@@ -34,7 +34,6 @@ from anabranch.runtime.data_parallel.gradients import (
 )
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.data_parallel.sparse_gradients import SharedTable
-from anabranch.runtime.numerics.gradient_norms import GradientNorms
 from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import Worker

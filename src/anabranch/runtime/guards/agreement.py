@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
@@ -45,7 +44,7 @@ def require_agreement(facts: Mapping[str, str]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    gathered = [json.loads(text) for text in texts.gather(json.dumps(dict(facts)))]
+    gathered = texts.gather(dict(facts))
     if all(other == gathered[0] for other in gathered):
         return
     # Whoever leaves while others still read from it would look like a failure of its own.

@@ -1,8 +1,8 @@
-"""An early end of training, at one step on all ranks.
+"""An early end of training, and checkpoints by the clock, at one step on all ranks.
 
 Ctrl-C comes to one process or to several, while ranks are at different steps. Whoever hears it only
 notes it; the note travels with the totals of every step (``step_totals``), which all ranks read
-between the same steps::
+between the same steps. So does the wish of the first rank for a checkpoint::
 
     rank 0    step 7    step 8    step 9 | read totals of 8: someone has heard, stop
     rank 1    step 7    step 8    step 9 | read totals of 8: someone has heard, stop
@@ -86,3 +86,41 @@ def listening() -> Iterator[None]:
 
     with handling(hear) as before:
         yield
+
+
+class SaveClock:
+    """Checkpoints every so many seconds by the first rank's clock, which all ranks know of, by
+    number from 1.
+    """
+
+    def __init__(self) -> None:
+        self.start(None, rank=0)
+
+    def start(self, interval_s: float | None, *, rank: int) -> None:
+        """Count the seconds from now on; None for no such checkpoints."""
+        self.wanted = self._agreed = self._begun = 0
+        decides = rank == 0 and interval_s is not None
+        self._interval_s = interval_s if decides and interval_s is not None else float("inf")
+        self._since = time.monotonic()
+
+    def look(self) -> None:
+        """Want another checkpoint, on the first rank, if it is time."""
+        if self.wanted == self._begun and time.monotonic() - self._since >= self._interval_s:
+            self.wanted += 1
+
+    def agree(self, wanted: int) -> None:
+        """Note what the first rank wants, once all ranks know it."""
+        self._agreed = max(self._agreed, wanted)
+
+    @property
+    def is_due(self) -> bool:
+        """True if a checkpoint is due now, the same on every rank."""
+        return self._agreed > self._begun
+
+    def begin(self) -> None:
+        """Note that a checkpoint is being written, for whatever reason."""
+        self._begun, self._since = self._agreed, time.monotonic()
+
+
+SAVE_CLOCK = SaveClock()
+"""Of this process. A rank is a process, so there is one."""

@@ -1,20 +1,33 @@
-"""A measured timeline: when the actions of all ranks began and ended, gathered after the step.
+"""Measured timelines: when the actions of all ranks began and ended, gathered afterwards.
 
-All ranks know all actions, so only times travel. Each rank's clock starts at a barrier, so clocks
-of several machines need not agree.
+Of a step, each rank's clock starts at a barrier, so clocks of several machines need not agree.
+
+Without a flush nothing may stand still for it, so there is no barrier. Every rank notes some
+mini-batches, and the figures are gathered with the next drain. It has all that it did from the
+first backward of them to their last forward; shown is the time for which all ranks have that::
+
+    2 to 7 noted    rank 0    F2    F3    F4  | B2 F5 B3 F6 B4 F7 |  B5    B6    B7
+                    rank 1          F2 B2 F3  | B3 F4 B4 F5 B5 F6 |  B6 F7 B7
+                                              `----- shown -------'
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
-import torch
-
+from anabranch.runtime import texts
 from anabranch.runtime.compute.outcome import Outcome
-from anabranch.runtime.measurement.clocks import Clock
+from anabranch.runtime.measurement.clocks import Clock, Mark
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.worker import Worker, executed
+from anabranch.runtime.worker import BatchRun, Worker
+from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import Span, Timeline
+
+_Timed = tuple[Action, tuple[Mark, Mark]]
+"""An action, and the marks of its begin and end."""
 
 
 class StepRecording:
@@ -47,19 +60,98 @@ def gather_timeline(
         lead: seconds of the step before the barrier, in which this rank read its batch; the longest
             of all ranks counts.
     """
-    actions = {device: executed(worker.schedule, worker.graph, device) for device in mesh.devices}
-    rows = max(map(len, actions.values())) + 1
-    times = torch.zeros((rows, 2), dtype=torch.float64)
-    seconds = worker.clock.seconds([mark for pair in outcome.times for mark in pair])
-    for i, (begun, done) in enumerate(zip(seconds[::2], seconds[1::2], strict=True)):
-        times[i, 0], times[i, 1] = begun - start, done - start
-    times[-1, 0], times[-1, 1] = end - start, lead
-    gathered = mesh.all_gather(times)
-    lead = max(float(times[-1, 1]) for times in gathered)
-    spans = tuple(
-        Span(device, lead + float(times[i, 0]), lead + float(times[i, 1]), action)
-        for device, times in zip(mesh.devices, gathered, strict=True)
-        for i, action in enumerate(actions[device])
-    )
-    step_s = lead + max(float(times[-1, 0]) for times in gathered)
-    return Timeline(spans, mesh.devices, "measured", step_s, {})
+    timed = zip(worker.actions, outcome.times, strict=True)
+    figures, spans = _gathered(mesh, worker.clock, timed, [start, end - start, lead])
+    starts, seconds, leads = zip(*figures, strict=True)
+    lead = max(leads)
+    moved = _moved(spans, mesh, [start - lead for start in starts])
+    return Timeline(tuple(moved), mesh.devices, "measured", lead + max(seconds), {})
+
+
+def _gathered(
+    mesh: Mesh, clock: Clock, timed: Iterable[_Timed], figures: list[float]
+) -> tuple[list[list[float]], list[Span]]:
+    """Return some figures of each rank, and the spans of all of them, each by its rank's clock."""
+    rows = [(str(action), *clock.seconds(marks)) for action, marks in timed]
+    everybody: list[Any] = texts.gather([figures, rows])
+    spans = [
+        Span(device, begun, ended, Action.parse(action))
+        for device, (_, rows) in zip(mesh.devices, everybody, strict=True)
+        for action, begun, ended in rows
+    ]
+    return [own for own, _ in everybody], spans
+
+
+def _moved(spans: Iterable[Span], mesh: Mesh, zeros: Iterable[float]) -> list[Span]:
+    """Return spans with each rank's zero at 0."""
+    zero = dict(zip(mesh.devices, zeros, strict=True))
+    return [
+        replace(span, start=span.start - zero[span.device], end=span.end - zero[span.device])
+        for span in spans
+    ]
+
+
+_ONE_CLOCK_S = 0.1
+"""Clocks that show the same time at the same moment, but for so much, are one: those of other
+machines began when these did.
+"""
+
+
+@dataclass
+class Recording:
+    """Actions of one rank for the mini-batches from ``first`` to ``last``."""
+
+    first: int
+    last: int
+    batch_size: int
+    microbatches: int
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._done: list[_Timed] = []
+
+    def note(self, run: BatchRun) -> None:
+        """Note the actions of a mini-batch after its update."""
+        if not self.first <= run.number <= self.last:
+            return
+        past = run.number - self.first
+        for action, marks in zip(run.actions, run.outcome.times, strict=True):
+            samples = past * self.batch_size if not action.kind.is_compute else 0
+            shifted = replace(
+                action,
+                microbatch=action.microbatch + past * self.microbatches,
+                start=action.start + samples,
+                stop=action.stop + samples,
+            )
+            self._done.append((shifted, marks))
+
+    def timeline(self, mesh: Mesh) -> Timeline | None:
+        """Gather the timeline of all ranks; None without a time that all have recorded."""
+        figures, spans = _gathered(mesh, self.clock, self._done, [perf_counter()])
+        now = [own[0] for own in figures]
+        if max(now) - min(now) > _ONE_CLOCK_S:
+            spans = _moved(spans, mesh, now)
+        return _cut(spans, mesh.devices)
+
+
+def _cut(spans: list[Span], devices: tuple[int, ...]) -> Timeline | None:
+    """Cut spans to the time that all devices have in common, which then begins at 0."""
+    begun: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    for span in spans:
+        if span.action.kind is Kind.BACKWARD:
+            begun[span.device] = min(begun.get(span.device, span.start), span.start)
+        if span.action.kind is Kind.FORWARD:
+            ended[span.device] = max(ended.get(span.device, span.end), span.end)
+    if len(begun) < len(devices) or len(ended) < len(devices):
+        return None
+    start, end = max(begun.values()), min(ended.values())
+    kept = [
+        replace(span, start=span.start - start, end=span.end - start)
+        for span in spans
+        if start <= span.start and span.end <= end
+    ]
+    if not kept:
+        return None
+    kept.sort(key=lambda span: (span.device, span.start, span.end))
+    return Timeline(tuple(kept), devices, "measured", end - start, {})

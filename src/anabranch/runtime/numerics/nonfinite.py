@@ -24,10 +24,9 @@ from anabranch.errors import NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.graph.opgraph import BATCH
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.compute.outcome import Outcome
+from anabranch.runtime.compute.outcome import GradientNorms, Outcome
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.numerics.gradient_norms import GradientNorms
 from anabranch.runtime.placement import fetched
 
 _ACTIVATION, _LOSS, _GRADIENT, _PARAMETER = range(4)

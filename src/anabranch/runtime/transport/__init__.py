@@ -15,12 +15,19 @@ nccl             between ranks with a GPU each: handshake, notices, buffers, str
 router           several transports as one
 """
 
-from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded, lost
+from anabranch.runtime.transport.base import (
+    Channel,
+    Receipt,
+    Router,
+    Spec,
+    Transport,
+    guarded,
+    lost,
+)
 from anabranch.runtime.transport.host import HostTransport
 from anabranch.runtime.transport.meeting import Meeting, meet
 from anabranch.runtime.transport.nccl import NcclTransport
 from anabranch.runtime.transport.process_group import ProcessGroupTransport
-from anabranch.runtime.transport.router import Router
 
 __all__ = [
     "Channel",

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,13 +40,36 @@ from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import Channel, Receipt, Spec, Transport, guarded
 from anabranch.runtime.transport.buffers import Buffers
 from anabranch.runtime.transport.handshake import Half, Handshake
-from anabranch.runtime.transport.streams import DeviceStreams
 
 Pair = tuple[int, int]
 """A sender and a receiver."""
 
 _SENDS_AHEAD = 2
 """Sends of a channel that the compute stream lets run on, with the memory of their tensors."""
+
+
+T = TypeVar("T")
+
+
+class DeviceStreams:
+    """Streams of an accelerator, from torch's pool in the order of their first use."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._streams: dict[Hashable, torch.Stream] = {}
+
+    def fence(self) -> torch.Event:
+        """Mark the place behind all that the compute stream has been given so far."""
+        return accelerator.mark(self._place)
+
+    def start(self, key: Hashable, after: Any, call: Callable[[], T]) -> T:
+        """Start an operation of a communicator behind a fence."""
+        if key not in self._streams:
+            self._streams[key] = accelerator.new_stream(self._place)
+        stream = self._streams[key]
+        stream.wait_event(after)
+        with stream:  # NCCL's own stream waits for the one that is current
+            return guarded(call)
 
 
 class GpuWire:
