@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch import solve
 from anabranch.cost import CostModel
+from anabranch.planner.auto.search import Search
+from anabranch.planner.base import WHOLE, Runs
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
@@ -51,6 +54,33 @@ def a_plan(graph: StageGraph, schedule: str = "1f1b") -> Plan:
     predicted = Prediction(1.0, 1.0, 0.0, (0,) * len(graph.devices))
     warm = SCHEDULES[schedule]().warm_up(graph)
     return Plan(warm, schedule, "test", "m", "test", "p", 0.0, 0.0, predicted)
+
+
+class Scripted(Search):
+    """A planner and its search in one, which knows nothing near its proposals."""
+
+    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
+        return self
+
+    def likely(self) -> list[StageGraph]:
+        return []
+
+    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
+        return []
+
+    def promising(
+        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
+    ) -> list[StageGraph]:
+        return []
+
+    def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
+        return []
+
+    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+        return False
+
+    def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
+        return []
 
 
 @dataclass(frozen=True)

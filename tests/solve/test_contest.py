@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
-from anabranch.cost import CostModel
-from anabranch.planner.base import WHOLE, Runs
+from anabranch.planner.base import Runs
 from anabranch.plans.stages import StageGraph
-from tests.solve.helpers import found, two_stages, with_size
+from tests.solve.helpers import Scripted, found, two_stages, with_size
 
 
 @dataclass(frozen=True)
-class Rounds:
+class Rounds(Scripted):
     """Proposes micro-batches of one size, then of others in each round; in a row, of ``row``.
 
     Attributes:
@@ -28,22 +26,8 @@ class Rounds:
     shape: str = "graph"
     asked: list[int] = field(default_factory=list)
 
-    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
-        return self
-
     def __iter__(self) -> Iterator[StageGraph]:
         yield with_size(self.graph, 4 if self.shape == "graph" else self.row)
-
-    def likely(self) -> list[StageGraph]:
-        return []
-
-    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
-        return []
-
-    def promising(
-        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
-    ) -> list[StageGraph]:
-        return []
 
     def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
         self.asked.append(best.stages[0].microbatch_size)

@@ -6,29 +6,22 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from anabranch.cost import CostModel
 from anabranch.planner.base import WHOLE, Runs
 from anabranch.plans.stages import StageGraph
 from anabranch.solve import step_search
 from anabranch.solve.improvement import SearchBudget
-from tests.solve.helpers import found, two_stages, with_size
+from tests.solve.helpers import Scripted, found, two_stages, with_size
 
 
 @dataclass(frozen=True)
-class Halving:
+class Halving(Scripted):
     """Proposes large micro-batches; half of what is best is near, at every other try."""
 
     graph: StageGraph
     asked: list[int]
 
-    def __call__(self, cost: CostModel, *, batch_size: int, microbatch_size: int | None = None):
-        return self
-
     def __iter__(self) -> Iterator[StageGraph]:
         yield with_size(self.graph, 8)
-
-    def likely(self) -> list[StageGraph]:
-        return []
 
     def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
         self.asked.append(graph.stages[0].microbatch_size)
@@ -40,15 +33,6 @@ class Halving:
         self, graphs: Iterable[StageGraph], runs: Runs, limit: float = math.inf
     ) -> list[StageGraph]:
         return [*graphs]
-
-    def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
-        return []
-
-    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
-        return False
-
-    def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
-        return []
 
     def origin(self, graph: StageGraph) -> str:
         return f"with {graph.stages[0].microbatch_size} samples"

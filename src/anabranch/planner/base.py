@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple, Protocol
 
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph
@@ -60,90 +60,6 @@ class Runs(NamedTuple):
 
 WHOLE = Runs()
 """Every replica holds its optimizer's state, and backwards are whole."""
-
-
-@runtime_checkable
-class Improving(Protocol):
-    """Proposals that can be improved once the best of them is known."""
-
-    def __iter__(self) -> Iterator[StageGraph]: ...
-
-    def likely(self) -> Iterable[StageGraph]:
-        """Return the proposals that are taken for the best, promising ones first."""
-        ...
-
-    def near(self, graph: StageGraph, runs: Runs = WHOLE) -> Iterable[StageGraph]:
-        """Return stage graphs that differ little from a proposal, promising ones first."""
-        ...
-
-    def promising(
-        self, graphs: Iterable[StageGraph], runs: Runs, limit: float = ...
-    ) -> Iterable[StageGraph]:
-        """Return the stage graphs among some that may take less than so many seconds if they run
-        so, promising ones first.
-        """
-        ...
-
-    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
-        """Return True if a proposal takes far longer than the search thinks, which may have missed
-        what is quicker then.
-        """
-        ...
-
-    def again(
-        self, best: StageGraph, runs: Runs, choice: Runs
-    ) -> Iterable[tuple[StageGraph, Runs]]:
-        """Return more proposals with how they run, found from the best plan on; none where the
-        search has done what it was given.
-
-        Args:
-            runs: how the best plan runs.
-            choice: what of it may be chosen.
-        """
-        ...
-
-    def origin(self, graph: StageGraph) -> str:
-        """Say for people how a proposal was found; empty if unknown."""
-        ...
-
-
-@runtime_checkable
-class Looping(Protocol):
-    """Proposals of stages in a row that pass the devices several times."""
-
-    def loops(self, limit: float, *, recompute: bool) -> Iterable[StageGraph]:
-        """Return stages in a row, several on each device, that may take less than so many seconds,
-        promising ones first.
-
-        Args:
-            recompute: whether they recompute.
-        """
-        ...
-
-    def near_loops(self, graph: StageGraph) -> Iterable[StageGraph]:
-        """Return stage graphs that differ little from one whose devices have several stages."""
-        ...
-
-
-@runtime_checkable
-class AsynchronousPlanner(Protocol):
-    """A planner that can search for the shortest time between mini-batches without a flush."""
-
-    def without_flush(
-        self,
-        cost: CostModel,
-        sizes: Sequence[int],
-        starts: Iterable[StageGraph],
-        versions: tuple[float, float],
-    ) -> Improving:
-        """Proposals from some starts.
-
-        Args:
-            sizes: of micro-batches to choose from.
-            starts: stage graphs for one mini-batch.
-            versions: of the weights that a stage holds, for each micro-batch in flight and besides.
-        """
-        ...
 
 
 def require_options(planner: str, found: object, **least: int | float) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import AsynchronousPlanner, Planner
+from anabranch.planner.auto.planner import Auto
+from anabranch.planner.base import Planner
 from anabranch.plans.check import require
 from anabranch.plans.edges import edge_values
 from anabranch.plans.plan import Plan
@@ -243,7 +244,7 @@ class AsynchronousSearch:
     def _improve(self, judge: Judge, policy: WeightPolicy) -> None:
         """Search from what has been judged, for planners that can."""
         planner = self._proposals.planner
-        if not isinstance(planner, AsynchronousPlanner):
+        if not isinstance(planner, Auto):
             return
         starts = [replace(graph, batch_size=self._batch_size) for graph in judge.ranked()]
         held = versions_of_flight(policy, last_update=self._last_update)

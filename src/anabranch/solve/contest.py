@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from anabranch.cost import CostModel
-from anabranch.planner.base import Improving, Looping, Runs
+from anabranch.planner.auto.search import Search
+from anabranch.planner.base import Runs
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.simulator.judge import Judge
@@ -31,14 +32,14 @@ class Contest:
     Args:
         schedules: of whole backwards; where they are those of ``auto``, backwards may be split.
         may_share: whether replicas may share the optimizer's state, where ``cost`` has that not.
-        improving: the search that proposes, if it knows what lies near its proposals.
+        improving: the search that proposes, if it can be asked for what lies near its proposals.
     """
 
     def __init__(
         self,
         cost: CostModel,
         schedules: tuple[str, ...],
-        improving: Improving | None,
+        improving: Search | None,
         budget: SearchBudget,
         *,
         may_share: bool,
@@ -140,7 +141,7 @@ class Contest:
         """
         if start is not None:
             self._judge_loops([start], self.best_s)
-        if isinstance(self._improving, Looping) and self.best_s < math.inf:
+        if self._improving is not None and self.best_s < math.inf:
             limit = self.best_s * (1 - SETTINGS.loop_gain)
             recompute = any(stage.recompute for stage in self.winner("").graph.stages)
             graphs = [*self._improving.loops(limit, recompute=False)]
@@ -157,7 +158,7 @@ class Contest:
                 if (better := best_loop(cost, graphs, limit, ways, passes)) is not None:
                     best = self._split = better
                     self.cost, limit = cost, best[0] * (1 - SETTINGS.worth_sharing * (not turn))
-            if best is None or best is before or not isinstance(self._improving, Looping):
+            if best is None or best is before or self._improving is None:
                 break
             costs, ways, limit = [self.cost], [(best[1].schedule,)], best[0]
             graphs = [*self._improving.near_loops(best[1].proposal)]

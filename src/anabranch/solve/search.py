@@ -13,7 +13,7 @@ from functools import partial
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.planner.base import AsynchronousPlanner
+from anabranch.planner.auto.planner import Auto
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
 from anabranch.solve.asynchronous_search import AsynchronousSearch
@@ -131,7 +131,7 @@ def plan(
         if begin is not None and (best := on_its_part(begin.devices, cost, search_on)):
             return best
         best = search_on(cost)
-        may_idle = isinstance(search, AsynchronousPlanner) and improve and begin is None
+        may_idle = isinstance(search, Auto) and improve and begin is None
         # Processes on one machine are as many as the user wants.
         if not may_idle or cluster.cores or best.interrupted:
             return best

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import Improving, Planner
+from anabranch.planner.auto.search import Search
+from anabranch.planner.base import Planner
 from anabranch.plans.check import require
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -27,7 +28,7 @@ BUDGET = SearchBudget()
 
 
 def origin_text(origin: str) -> str:
-    """Return how a plan was found, with one count of all changes, from ``Improving.origin``."""
+    """Return how a plan was found, with one count of all changes, from ``Search.origin``."""
     first, *later = origin.split(", then by ")
     changes, _, start = first.rpartition("; ")
     # The first search counts its changes, as does each one after it; a neighbour names its own.
@@ -83,7 +84,7 @@ class StepSearch:
             looped = self.start if self.start is not None and self.start.shares_devices else None
             phases.run("improve_s", lambda: contest.loop(looped))
         best, cost = contest.winner(self.name), contest.cost
-        if isinstance(search, Improving) and (origin := search.origin(best.proposal)):
+        if isinstance(search, Search) and (origin := search.origin(best.proposal)):
             notes.append(origin_text(origin))
         notes += phases.notes(count)
 
@@ -112,7 +113,7 @@ class StepSearch:
         """The contest at its end, the search, and the number of its proposals."""
         with phases.timed("search_s"):
             search = self._propose(cost, may_share=may_share)
-            improving = search if isinstance(search, Improving) else None
+            improving = search if isinstance(search, Search) else None
             proposals, phases.stop = collect(search)
         contest = Contest(cost, self.schedules, improving, BUDGET, may_share=may_share)
         judged = phases.run("simulate_s", lambda: self._judge(contest.judge, improving, proposals))
@@ -145,7 +146,7 @@ class StepSearch:
         return proposals
 
     def _judge(
-        self, judge: Judge, improving: Improving | None, proposals: Iterable[StageGraph]
+        self, judge: Judge, improving: Search | None, proposals: Iterable[StageGraph]
     ) -> None:
         if self.start is not None and not self.start.shares_devices:
             # Before any other, so that every schedule of it is tried.

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, cast
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.planner.base import AsynchronousPlanner, Planner
+from anabranch.planner.auto.planner import Auto
+from anabranch.planner.base import Planner
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import versions_of
@@ -132,9 +133,9 @@ class Proposals:
 
     def _planner(self, demand: Demand) -> Planner:
         planner: Any = self.planner
-        if isinstance(planner, AsynchronousPlanner):
+        if isinstance(planner, Auto):
             # It searches once these are judged.
-            planner = replace(cast(Any, planner), evaluations=0)
+            planner = replace(planner, evaluations=0)
         if getattr(planner, "recompute", None) is True and not demand.recompute:
             planner = replace(planner, recompute=False)
         return cast(Planner, planner)

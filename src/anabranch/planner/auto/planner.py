@@ -122,7 +122,13 @@ class Auto:
         starts: Iterable[StageGraph],
         versions: tuple[float, float],
     ) -> Search:
-        """Propose stage graphs with short periods; see ``planner.base``."""
+        """Propose stage graphs with short periods, without a flush.
+
+        Args:
+            sizes: of micro-batches to choose from.
+            starts: stage graphs for one mini-batch.
+            versions: of the weights that a stage holds, for each micro-batch in flight and besides.
+        """
         graphs, cost = list(starts), self._shaped(cost)
         batch_size = graphs[0].batch_size
         return Search(

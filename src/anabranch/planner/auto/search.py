@@ -82,9 +82,14 @@ class Search:
         return self._likely
 
     def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
-        """Anneal once more, from the best plan on, with every move; see ``planner.base``.
+        """Anneal once more, from the best plan on, with every move: more proposals and how they
+        run; none where the search has done what it was given.
 
         What a round finds does not depend on how many come after it.
+
+        Args:
+            runs: how the best plan runs.
+            choice: what of it may be chosen.
         """
         if not self._rounds:
             return []
@@ -109,7 +114,9 @@ class Search:
         ]
 
     def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
-        """Stages in a row that pass the devices several times; see ``planner.base``."""
+        """Stages in a row that pass the devices several times and may take less than a limit;
+        ``recompute``: whether they recompute.
+        """
         if not self._space.several:
             return []
         graphs = loops(self._space, limit, recompute=recompute and self._space.recompute)
