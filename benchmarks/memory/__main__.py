@@ -24,6 +24,7 @@ import anabranch
 from anabranch import launch
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
+from anabranch.graph.capture import Captured
 from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
@@ -58,7 +59,7 @@ def _model(name: str, ranks: int) -> list[Row]:
     result = []
     for way in WAYS:
         plan = _plan(profile, way, ranks)
-        measured = _measured(name, plan, ranks, shard_optimizer=WAYS[way][2])
+        measured = _measured(workload, captured, plan, shard_optimizer=WAYS[way][2])
         predicted = _predicted(plan, profile, shard_optimizer=WAYS[way][2])
         result.append(
             {
@@ -100,10 +101,11 @@ def _predicted(plan: Plan, profile: Profile, *, shard_optimizer: bool) -> list[i
     ]
 
 
-def _measured(name: str, plan: Plan, ranks: int, **options: bool) -> list[int]:
+def _measured(workload: Workload, captured: Captured, plan: Plan, **options: bool) -> list[int]:
     def rank() -> tuple[int, ...]:
-        workload: Workload = build(name, preset="small")
-        pipe = Pipeline(workload, plan, check_gradients=False, timeout=120.0, **options)
+        pipe = Pipeline(
+            workload, plan, captured=captured, check_gradients=False, timeout=120.0, **options
+        )
         first, second, third = islice(pipe.batches(), 3)
         pipe.step(first)
         pipe.step(second)
@@ -111,7 +113,7 @@ def _measured(name: str, plan: Plan, ranks: int, **options: bool) -> list[int]:
         assert pipe.peak_bytes is not None
         return pipe.peak_bytes
 
-    return list(launch.run(rank, ranks, timeout=600.0)[0])
+    return list(launch.run(rank, len(plan.stage_graph.devices), timeout=600.0)[0])
 
 
 def is_within(ratio: float) -> bool:

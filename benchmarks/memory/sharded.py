@@ -30,9 +30,11 @@ import anabranch
 from anabranch import launch
 from anabranch.calibration.measure import calibrate
 from anabranch.cluster import Cluster
+from anabranch.graph.capture import Captured
 from anabranch.models import MODELS, build
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
+from anabranch.workload import Workload
 from benchmarks.planners.common import Row, table
 from benchmarks.prediction.__main__ import BATCH, local
 
@@ -54,8 +56,7 @@ class Trained:
 
 def rows(model: str, counts: list[int], machine: Cluster) -> list[Row]:
     """One row per number of ranks."""
-    workload = build(model, preset="small")
-    captured = anabranch.capture(workload.module, workload.example)
+    workload, captured = captured_model(model)
     sizes = tuple(1 << i for i in range(BATCH.bit_length()))
     profile = anabranch.measure_workload(workload, sizes, captured=captured)
     found = []
@@ -64,7 +65,8 @@ def rows(model: str, counts: list[int], machine: Cluster) -> list[Row]:
             anabranch.plan, profile, local(machine, count), BATCH, planner="data-parallel"
         )
         whole, shared = (make(shard_optimizer=shares) for shares in (False, True))
-        copies = list(zip(*launch.run(trained, count, model, whole, timeout=200.0), strict=True))
+        made = [captured_model(model) for _ in WAYS]
+        copies = list(zip(*launch.run(trained, count, made, whole, timeout=200.0), strict=True))
         found.append(
             {
                 "model": model,
@@ -99,13 +101,19 @@ def compared(seconds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     }
 
 
-def trained(model: str, plan: Plan) -> list[Trained]:
+def captured_model(model: str) -> tuple[Workload, Captured]:
+    """A copy of a model, here rather than in every rank."""
+    workload = build(model, preset="small")
+    return workload, anabranch.capture(workload.module, workload.example)
+
+
+def trained(made: Sequence[tuple[Workload, Captured]], plan: Plan) -> list[Trained]:
     """On one rank, of each copy."""
     found = [Trained() for _ in WAYS]
     ways = []
-    for shares, one in zip(WAYS, found, strict=True):
-        workload = build(model, preset="small")
-        pipe = Pipeline(workload, plan, check_gradients=False, shard_optimizer=shares)
+    for shares, one, (workload, captured) in zip(WAYS, found, made, strict=True):
+        options = {"captured": captured, "shard_optimizer": shares}
+        pipe = Pipeline(workload, plan, check_gradients=False, **options)
         ways.append((one, pipe, list(islice(pipe.batches(), STEPS))))
     for turn in range(1 + TURNS):
         for one, pipe, batches in ways if turn % 2 else reversed(ways):

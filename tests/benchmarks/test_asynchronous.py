@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.asynchronous import __main__, prediction, sleeps
+from benchmarks.asynchronous import __main__, flow, prediction, sleeps
 
 
 @pytest.mark.dist
@@ -17,6 +17,7 @@ def test_a_section_measures_and_shows(
     """With ``--quick``, small stages, and one optimizer."""
     monkeypatch.setattr(sleeps, "POLICIES", ("stash", "2bw"))
     monkeypatch.setattr(sleeps, "STAGES", 2)
+    monkeypatch.setattr(flow, "SETTLE", 4)
     monkeypatch.setattr(sleeps, "FORWARD_S", 1e-4)
     monkeypatch.setattr(sleeps, "BACKWARD_S", 2e-4)
     monkeypatch.setattr(prediction, "CASES", prediction.CASES[:1])

@@ -49,9 +49,7 @@ def test_unknown_sections_are_refused(name: str, monkeypatch, capsys):
     ],
 )
 def test_a_section_is_rehearsed(name: str, tmp_path: Path, monkeypatch, capsys):
-    """The sections that run on a CPU, with one layer, and one plan by hand beside PyTorch's; that
-    of shared GPUs is rehearsed below, by interpreters of their own.
-    """
+    """The sections that run on a CPU, with one layer, and one plan by hand beside PyTorch's."""
     monkeypatch.setattr(case, "subprocess", forked)
     monkeypatch.setitem(subject.SIZES, "cpu", subject.SIZES["cpu"] | {"layers": "1"})
     monkeypatch.setattr(subject, "TIMED", 1)
@@ -73,6 +71,7 @@ def test_a_section_is_rehearsed(name: str, tmp_path: Path, monkeypatch, capsys):
 @pytest.mark.dist
 def test_a_rehearsal_writes_a_document_and_a_table(tmp_path: Path, monkeypatch, capsys):
     """Two ranks with stages on the CPU equal one process, and each says so in a row."""
+    monkeypatch.setattr(case, "subprocess", forked)
     out = tmp_path / "found.json"
     command = ["gpu", "--rehearse", "--only", "shared-gpu/stages", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
