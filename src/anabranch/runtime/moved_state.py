@@ -40,7 +40,7 @@ def move(
         progress: where training is, the same on every rank.
     """
     described = {**part.described(), "tensors": _listed(part, readers)}
-    documents = texts.gather(described)
+    documents = texts.gather(described, mesh.all_gather_bytes)
     everything = sorted(
         (key, owner, *entry)
         for owner, document in enumerate(documents)

@@ -349,7 +349,7 @@ class Pipeline(BasePipeline):
             return self._steps.gradients(leaves)
 
     def _settle(self) -> None:
-        self._steps.pause(wait=True)
+        self._steps.settle()
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Write a checkpoint: parameters, buffers, optimizer, scheduler, position in the data.
@@ -367,7 +367,7 @@ class Pipeline(BasePipeline):
             TrainingError: if the folder exists, or cannot be written, or an update is still to come
                 for the last batches (``accumulate``).
         """
-        self._steps.pause(wait=wait)
+        self._steps.settle(reads=wait)
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
         self._steps.then(lambda _: saving.confirm(), saving.give_up)
@@ -380,7 +380,7 @@ class Pipeline(BasePipeline):
             note: called with the loss of the last step before the copy counts.
         """
         assert self._copies is not None
-        self._steps.pause(wait=self._copies.is_dense)
+        self._steps.settle(reads=self._copies.is_dense)
         kept = {**further, "gradients": self.gradient_verdict}
         confirm = self._session.checkpoints.copy_to(self._copies, kept)
 

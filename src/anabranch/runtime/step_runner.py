@@ -181,7 +181,7 @@ class StepRunner:
         else:
             self.updates.apply(totals.squares, self._clip_norm)
             self.updates.start_all_gather()
-            self.updates.finish_all_gather()
+            self.updates.reducer.finish_all_gather()
         return totals.loss
 
     def _update_alone(self, outcome: Outcome) -> None:
@@ -244,29 +244,19 @@ class StepRunner:
         self.metrics, self.loss = totals.metrics, totals.loss
         return totals.loss
 
-    def settle(self) -> None:
-        """Find out whether the last step was a good one, and have its parameters."""
-        self._session.refuse_spoilt()
-        self.finish_all_gather()
-        with self._session.failing():
-            self.resolve()
-        unread, self.unread = self.unread, None
-        if unread is not None:
-            self.read(unread)
-
-    def pause(self, *, wait: bool) -> None:
-        """Have all parameters of the last step here, and its totals read, or left to be read later.
+    def settle(self, *, reads: bool = True) -> None:
+        """Have all parameters of the last step here, and find out whether it was a good one.
 
         Args:
-            wait: for the totals.
+            reads: the totals; otherwise they are left to be read later.
         """
         with self._session.failing():
-            if wait:
-                self.settle()
-            else:
-                self._session.refuse_spoilt()
-                self.finish_all_gather()
-                self.resolve()  # the scheduler may be behind
+            self._session.refuse_spoilt()
+            self.finish_all_gather()
+            self.resolve()  # the scheduler may be behind
+            if reads and (unread := self.unread) is not None:
+                self.unread = None
+                self.read(unread)
 
     def then(self, good: Callable[[float | None], None], bad: Callable[[], None]) -> None:
         """Call one of two when it is known whether the last step was a good one; the first with its
@@ -280,7 +270,7 @@ class StepRunner:
     def finish_all_gather(self) -> None:
         """Wait for the parameters that other ranks have updated."""
         with self._session.failing():
-            self.updates.finish_all_gather()
+            self.updates.reducer.finish_all_gather()
 
     def leave(self) -> None:
         """End a loop; the others need this rank's messages and its share of the last totals."""

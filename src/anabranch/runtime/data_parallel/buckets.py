@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from anabranch.remembered import remembered
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.shards import Shards
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.mesh import Mesh, Ranks
 
-Ranks = tuple[int, ...]
 Named = tuple[str, nn.Parameter]
 
 

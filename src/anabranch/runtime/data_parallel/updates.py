@@ -170,10 +170,6 @@ class Updates:
             for shard in self._state.shards.values():
                 shard.grad = None  # it was where parameters are now
 
-    def finish_all_gather(self) -> None:
-        """Wait for the all-gather of all parameters of this rank."""
-        self.reducer.finish_all_gather()
-
     @property
     def may_guard(self) -> bool:
         """True if an update is due from an optimizer that the device can tell to do nothing, as

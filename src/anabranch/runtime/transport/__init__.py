@@ -15,31 +15,15 @@ nccl             between ranks with a GPU each: handshake, notices, buffers, str
 router           several transports as one
 """
 
-from anabranch.runtime.transport.base import (
-    Channel,
-    Receipt,
-    Router,
-    Spec,
-    Transport,
-    guarded,
-    lost,
-)
-from anabranch.runtime.transport.host import HostTransport
-from anabranch.runtime.transport.meeting import Meeting, meet
-from anabranch.runtime.transport.nccl import NcclTransport
-from anabranch.runtime.transport.process_group import ProcessGroupTransport
-
-__all__ = [
-    "Channel",
-    "HostTransport",
-    "Meeting",
-    "NcclTransport",
-    "ProcessGroupTransport",
-    "Receipt",
-    "Router",
-    "Spec",
-    "Transport",
-    "guarded",
-    "lost",
-    "meet",
-]
+from anabranch.runtime.transport.base import Channel as Channel
+from anabranch.runtime.transport.base import Receipt as Receipt
+from anabranch.runtime.transport.base import Router as Router
+from anabranch.runtime.transport.base import Spec as Spec
+from anabranch.runtime.transport.base import Transport as Transport
+from anabranch.runtime.transport.base import guarded as guarded
+from anabranch.runtime.transport.base import lost as lost
+from anabranch.runtime.transport.host import HostTransport as HostTransport
+from anabranch.runtime.transport.meeting import Meeting as Meeting
+from anabranch.runtime.transport.meeting import meet as meet
+from anabranch.runtime.transport.nccl import NcclTransport as NcclTransport
+from anabranch.runtime.transport.process_group import ProcessGroupTransport as ProcessGroupTransport
