@@ -111,11 +111,11 @@ def require_new(output: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def written_whole(path: Path, *errors: type[BaseException]) -> Iterator[Path]:
+def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
     """Yield a path beside another one, which takes its name once all is written.
 
     Raises:
-        TrainingError: for an OSError inside, or another of some ``errors``.
+        TrainingError: for an OSError inside, or an error of another kind.
     """
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -123,7 +123,7 @@ def written_whole(path: Path, *errors: type[BaseException]) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         partial.rename(path)
-    except (OSError, *errors) as error:
+    except (OSError, kind) as error:
         raise TrainingError(f"{path} cannot be written: {error}") from error
 
 

@@ -271,11 +271,9 @@ class Pipeline(BasePipeline):
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Train on batches without a barrier between them, as long as there are any.
 
-        A rank updates each stage as soon as its own gradients are there and goes on to the next
-        batch; what all ranks have to tell each other is read one step later, and parameters that
-        another rank updates (``shard_optimizer``) are there by the next forward of their stage, or
-        when the loop is left. Where something global decides about the update (``clip_norm``), and
-        in the first step, ranks agree as in ``step``.
+        A rank updates its stages as soon as their gradients are there and goes on to the next
+        batch; what all ranks have to tell each other is read one step later. Where something global
+        decides about the update (``clip_norm``), and in the first step, ranks agree as in ``step``.
 
         Args:
             batches: see ``step``; a batch must not be changed once it has been given.
@@ -307,7 +305,6 @@ class Pipeline(BasePipeline):
                 if before is not None:
                     yield self._steps.read(before)
                 before = totals
-            self._steps.finish_all_gather()
             if before is not None:
                 yield self._steps.read(before)
         except (GeneratorExit, DataError):
@@ -318,7 +315,6 @@ class Pipeline(BasePipeline):
         self._session.count()
         every = self._check_copies
         if every and self.step_number % every == 0 and self.is_between_updates:
-            self._steps.finish_all_gather()
             self._session.require_same_copies()
 
     def update(self) -> None:

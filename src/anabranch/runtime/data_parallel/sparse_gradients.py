@@ -23,9 +23,9 @@ from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import LookupTable
 from anabranch.runtime.collectives import Pending
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks
+from anabranch.runtime.data_parallel.buckets import Bucket, Named
 from anabranch.runtime.data_parallel.shards import Shards
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.mesh import Mesh, Ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,11 @@
 A message is a few tensors. Messages between two ranks with one tag arrive in the order they were
 sent. Both ends know shapes and element types beforehand, so nothing but the numbers travels.
 
-base             what every transport does
-host             through shared memory, between ranks of one host: memory, log, meeting
+base             what every transport does, and several of them as one
+host             through shared memory, between ranks of one host: memory, meeting
 process_group    through torch.distributed (Gloo)
 packing          a message as one piece of memory
-nccl             between ranks with a GPU each: handshake, notices, buffers, streams
-router           several transports as one
+nccl             between ranks with a GPU each: handshake, notices, buffers
 """
 
 from anabranch.runtime.transport.base import Channel as Channel
