@@ -168,9 +168,10 @@ call is not seen.
 
 
 class NoDropout(TorchFunctionMode):
-    """Inside, dropout returns what it is given, in a module that runs as it is: whoever compares two
-    runs of a model that drops things out either lets both draw the same numbers or lets neither
-    draw. Other random numbers, such as noise, are left alone.
+    """Inside, dropout returns what it is given, in a module that runs as it is.
+
+    Whoever compares two runs of a model that drops things out either lets both draw the same
+    numbers or lets neither draw. Other random numbers, such as noise, are left alone.
     """
 
     def __torch_function__(

@@ -15,9 +15,9 @@ memoryview tells of its end.
 Fresh pages cost several times as much to write as used ones, so memory is never given back, and the
 lowest free block comes first.
 
-A log has the messages of one rank to another, in order. Each message lies in a block of its own, and
-its record says where. The log is a chain of blocks, which the reader frees behind it, so writing
-never waits for the reader. A number that only the writer changes counts the records::
+A log has the messages of one rank to another, in order. Each message lies in a block of its own,
+and its record says where. The log is a chain of blocks, which the reader frees behind it, so
+writing never waits for the reader. A number that only the writer changes counts the records::
 
     written: 5      reader has read 2
 
