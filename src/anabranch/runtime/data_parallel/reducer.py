@@ -208,12 +208,11 @@ class Reducer:
         stage, which reads what is gathered last, and by less than 1 % where it has several.
         """
         queues = sorted(self._queues, key=lambda queue: queue.buckets[0].ranks)
-        sharded = [bucket for queue in queues for bucket in queue.buckets[::-1] if bucket.shards]
-        for bucket in sharded:
-            bucket.start_all_gather()
+        buckets = [bucket for queue in queues for bucket in reversed(queue.buckets)]
+        finishes = [bucket.start_all_gather() for bucket in buckets if bucket.shards]
         self._mesh.begin_sums()
-        for bucket in sharded:
-            bucket.finish_all_gather()
+        for finish in finishes:
+            finish()
 
     def take_all(self) -> None:
         """Wait for all sums and make them the gradients; one device read if a bucket needs it."""
