@@ -64,8 +64,8 @@ class Holders:
         shards: dict[str, Shards] = {}
         for ranks, names in groups.items():
             dealt = deal([trainable[name].nbytes for name in names], len(ranks), cut=cut)
-            for name, given in zip(names, dealt, strict=True):
-                on_ranks = [(ranks[replica], nbytes) for replica, nbytes in given]
+            for name, shares in zip(names, dealt, strict=True):
+                on_ranks = [(ranks[replica], nbytes) for replica, nbytes in shares]
                 shards[name] = shards_of(trainable[name], on_ranks)
         return replace(self, shards=shards)
 
