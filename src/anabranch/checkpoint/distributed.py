@@ -18,7 +18,6 @@ import os
 import pickle
 import re
 import secrets
-import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -38,6 +37,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from anabranch.checkpoint.export import require_new, written_whole
 from anabranch.checkpoint.manifest import Group, OptimizerState, Pretrained, Progress
 from anabranch.checkpoint.optimizer import option
 from anabranch.checkpoint.reading import Checkpoint, load_state_dict
@@ -71,9 +71,7 @@ def to_distributed(checkpoint: str | os.PathLike[str], output: str | os.PathLike
         FileFormatError: if the checkpoint is incomplete or damaged.
         TrainingError: if the folder exists or cannot be written.
     """
-    saved, path = Checkpoint(checkpoint), Path(output)
-    if os.path.lexists(path):
-        raise TrainingError(f"{path} exists, and an export never replaces anything; name another")
+    saved, path = Checkpoint(checkpoint), require_new(output)
     model, manifest = load_state_dict(saved.folder), saved.manifest
     state: dict[str, Any] = {}
     for key in saved.keys("optimizer"):
@@ -98,15 +96,9 @@ def to_distributed(checkpoint: str | os.PathLike[str], output: str | os.PathLike
     buffers = {name: saved.tensor(f"model/{name}") for name in first}
     own = {"rest": json.dumps(rest), **{f"buffers.{n}": b for n, b in buffers.items()}}
     document = {"model": model, "optimizer": state, "anabranch": own}
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save(document, checkpoint_id=partial, no_dist=True)
-        partial.rename(path)
-    except (OSError, CheckpointException) as error:
-        raise TrainingError(f"{path} cannot be written: {error}") from error
+    with written_whole(path, CheckpointException) as partial, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(document, checkpoint_id=partial, no_dist=True)
     return Converted(path, len(model), count)
 
 

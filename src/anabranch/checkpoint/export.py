@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,9 +67,7 @@ def export(
         FileFormatError: if the checkpoint is incomplete or damaged.
         TrainingError: if the output exists or cannot be written, or no name begins with the prefix.
     """
-    saved, path = Checkpoint(checkpoint), Path(output)
-    if os.path.lexists(path):
-        raise TrainingError(f"{path} exists, and an export never replaces anything; name another")
+    saved, path = Checkpoint(checkpoint), require_new(output)
     parts = {part.prefix: part for part in saved.manifest.pretrained}
     names = saved.names()
     if trained:
@@ -84,22 +83,16 @@ def export(
     tensors = {name: saved.tensor(f"model/{first}") for first, name in files.items()}
     # Adapters alone are no model that ``from_pretrained`` could make.
     part = None if trained or saved.frozen else parts.get(chosen)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
+    with written_whole(path, SafetensorError) as partial:
         if path.suffix == ".safetensors":
             save_file(tensors, partial, {"format": "pt"})
         else:
-            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             save_file(tensors, partial / WEIGHTS, {"format": "pt"})
             if part is not None:
                 (partial / "config.json").write_text(part.config)
             if part is not None and part.generation_config is not None:
                 (partial / "generation_config.json").write_text(part.generation_config)
-        partial.rename(path)
-    except (OSError, SafetensorError) as error:
-        raise TrainingError(f"{path} cannot be written: {error}") from error
     return Exported(
         path,
         len(tensors),
@@ -108,6 +101,30 @@ def export(
         len(names) - len(files),
         part.architecture if part is not None else "",
     )
+
+
+def require_new(output: str | os.PathLike[str]) -> Path:
+    """Return the path of what is to be written; raises TrainingError if it exists."""
+    if os.path.lexists(output):
+        raise TrainingError(f"{output} exists, and an export never replaces anything; name another")
+    return Path(output)
+
+
+@contextmanager
+def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
+    """Yield a path beside another one, which takes its name once all is written.
+
+    Raises:
+        TrainingError: for an OSError inside, or an error of another kind.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.rename(path)
+    except (OSError, kind) as error:
+        raise TrainingError(f"{path} cannot be written: {error}") from error
 
 
 def _exported_names(names: Mapping[str, Sequence[str]], prefix: str) -> dict[str, str]:

@@ -39,9 +39,6 @@ class EmulatedSums:
         self._last = -1
         self._final: tuple[int, ...] = ()
 
-    def before_forward(self, stage: int) -> None:
-        """See ``Watcher``."""
-
     def before_last(self, stage: int) -> None:
         """See ``Watcher``."""
         self._last = stage

@@ -1,16 +1,11 @@
 """Runs: what happened, the figures that are told of it, and the folder that it leaves."""
 
-from anabranch.record.folder import load_run, new_folder, save_run, write_report
-from anabranch.record.run import RECORDED_STEPS, WEIGHED_STEP, Origin, Run, StepPart
-
-__all__ = [
-    "RECORDED_STEPS",
-    "WEIGHED_STEP",
-    "Origin",
-    "Run",
-    "StepPart",
-    "load_run",
-    "new_folder",
-    "save_run",
-    "write_report",
-]
+from anabranch.record.folder import load_run as load_run
+from anabranch.record.folder import new_folder as new_folder
+from anabranch.record.folder import save_run as save_run
+from anabranch.record.folder import write_report as write_report
+from anabranch.record.run import RECORDED_STEPS as RECORDED_STEPS
+from anabranch.record.run import WEIGHED_STEP as WEIGHED_STEP
+from anabranch.record.run import Origin as Origin
+from anabranch.record.run import Run as Run
+from anabranch.record.run import StepPart as StepPart

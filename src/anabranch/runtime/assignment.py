@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from anabranch.device.accelerator import claim, prepare
+from anabranch.device.accelerator import claim, prepare, usual
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import changed_by_samples
@@ -21,10 +21,11 @@ from anabranch.runtime.guards.agreement import facts_of, require_agreement
 from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.initialisation import meta_names, require_constants
 from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.messages import channels
 from anabranch.runtime.optimizer_facts import updates_by_element
 from anabranch.runtime.placement import own_device, start_of
 from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
-from anabranch.runtime.process_groups import join
+from anabranch.runtime.process_groups import join, told_connections
 from anabranch.workload import Workload
 
 
@@ -121,6 +122,14 @@ def assign(
         }
         holders = holders.sharded(like, cut=cut)
     return Assignment(job, plan, captured, parts, holders, compute, home, place)
+
+
+def told_connections_of(captured: Captured, plan: Plan) -> list[str]:
+    """Tell of the connections that a plan has between GPUs, if any."""
+    graph = plan.stage_graph
+    pairs = {channel[:2] for channel in channels(graph)}
+    sets = Holders.of(parts_of(captured, plan, exact=False), graph).sets
+    return [told_connections([*pairs, *sets], usual())] if pairs or sets else []
 
 
 def _require_single(captured: Captured, holders: Holders) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
+from anabranch.runtime import texts
 from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
@@ -116,8 +117,8 @@ class BasePipeline:
         self._settle()
         with self.failing():
             self._mesh.barrier()
-            seconds = torch.tensor([yardstick_s(self._session.place)], dtype=torch.float64)
-            return tuple(map(float, self._mesh.all_gather(seconds)))
+            own = yardstick_s(self._session.place)
+            return tuple(texts.gather(own, self._mesh.all_gather_bytes))
 
     def failing(self) -> AbstractContextManager[None]:
         """Inside, a failure here reaches the other ranks, and one of theirs is explained."""

@@ -1,29 +1,40 @@
-"""State of a run to the disk and back, and from one plan to the next."""
+"""State of a run to the disk and back, and from one plan to the next in memory.
+
+Under another plan ranks send each other what they would write into a checkpoint and read from it::
+
+    plan A   rank 0  embed, blocks.0        rank 1  blocks.1, head
+                |          \\                  |         |
+    plan B   rank 0  embed   `-------> rank 1  blocks.0  |  blocks.1
+                                       rank 2                head
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from anabranch.checkpoint import Checkpoint, Progress
+from anabranch.checkpoint import Checkpoint, Progress, RankPart
+from anabranch.checkpoint.manifest import dtype_name
 from anabranch.checkpoint.plain import PlainWeights
-from anabranch.checkpoint.saved_state import SavedState
+from anabranch.checkpoint.saved_state import SavedState, saved_in_parts
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target
 from anabranch.device import accelerator
+from anabranch.runtime import texts
 from anabranch.runtime.data_feed import DataFeed
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.position import POSITION, Phase
+from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.model_state import ModelState
-from anabranch.runtime.moved_state import move
 from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.runtime.worker_cache import WorkerCache
 
@@ -201,3 +212,60 @@ class Checkpointing:
             "on as before",
             stacklevel=5,
         )
+
+
+_BUNDLE_BYTES = 1 << 28
+"""Bytes that are on their way at once, at most (or one tensor); more would take less waiting and
+more memory.
+"""
+_CPU = torch.device("cpu")
+
+
+def move(
+    part: RankPart, readers: Mapping[str, Sequence[int]], progress: Progress, mesh: Mesh
+) -> SavedState:
+    """Send what this rank has to the ranks that need it, and take what it needs; all ranks call it.
+
+    Args:
+        part: what this rank would write into a checkpoint; together the ranks have everything once.
+        readers: ranks that need each tensor of the part.
+        progress: where training is, the same on every rank.
+    """
+    listed = {
+        key: [list(tensor.shape), dtype_name(tensor.dtype), list(readers[key])]
+        for key, tensor in part.tensors.items()
+    }
+    described = {**part.described(), "tensors": listed}
+    documents = texts.gather(described, mesh.all_gather_bytes)
+    everything = sorted(
+        (key, owner, *entry)
+        for owner, document in enumerate(documents)
+        for key, entry in document["tensors"].items()
+    )
+    tensors: dict[str, Tensor] = {}
+    transport = mesh.transport(_CPU)
+    flying = 0
+    for key, owner, size, dtype, ranks in everything:
+        if owner == mesh.rank:
+            tensor = part.tensors[key].detach()
+            if mesh.rank in ranks:
+                tensors[key] = tensor
+            if others := [rank for rank in ranks if rank != owner]:
+                plain = tensor.cpu().contiguous()
+                for rank in others:
+                    assert transport is not None
+                    transport.send([plain], rank, tag=0)
+        elif mesh.rank in ranks:
+            assert transport is not None
+            spec = torch.Size(size), getattr(torch, dtype)
+            # A copy: what has arrived lies in the sender's memory, which is about to end.
+            tensors[key] = transport.receive([spec], _CPU, owner, tag=0).wait()[0].clone()
+        flying += torch.Size(size).numel() * getattr(torch, dtype).itemsize * len(ranks)
+        if flying > _BUNDLE_BYTES:
+            mesh.barrier()  # what was sent has been taken
+            flying = 0
+    mesh.barrier()
+    if transport is not None:
+        transport.close()
+    where = "the state that the ranks have sent each other"
+    return saved_in_parts(where, documents, tensors, tensors.__getitem__, progress)

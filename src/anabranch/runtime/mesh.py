@@ -50,8 +50,10 @@ from anabranch.runtime.transport.handshake import Handshake
 from anabranch.runtime.transport.nccl import DeviceStreams, GpuWire
 from anabranch.runtime.transport.notices import HostNotices
 
+Ranks = tuple[int, ...]
+
 _CPU = torch.device("cpu")
-_ALL: tuple[int, ...] = ()
+_ALL: Ranks = ()
 """Key of the group of all ranks for what the run itself needs. A parameter that all ranks share has
 a group of its own, whose sums begin in another order.
 """
@@ -77,7 +79,7 @@ class Mesh:
     def __init__(
         self,
         devices: Sequence[int],
-        sets: Collection[tuple[int, ...]] = (),
+        sets: Collection[Ranks] = (),
         *,
         place: torch.device = _CPU,
         timeout: float = 600.0,
@@ -97,7 +99,7 @@ class Mesh:
         self.failure = SharedFailure(self.rank, self.size)
         self._near: MessageCollectives | None = None  # where all ranks share a host
         self._everyone = tuple(range(self.size))
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
         self._made: list[dist.ProcessGroup] = []
         self._on_gpus: list[dist.ProcessGroup] = []
         self._handshake: Handshake | None = None  # where ranks have a GPU each
@@ -124,7 +126,7 @@ class Mesh:
     # A barrier follows whatever makes connections: a rank that fails, and leaves, as soon as its
     # own are made would disturb those who are still connecting to each other.
     def _new_group(
-        self, ranks: tuple[int, ...], backend: str, *, prior: bool = False, blocks: int = 0
+        self, ranks: Ranks, backend: str, *, prior: bool = False, blocks: int = 0
     ) -> dist.ProcessGroup | None:
         group = new_group(ranks, self._timeout, backend, prior=prior, blocks=blocks)
         if group is not None:
@@ -192,7 +194,7 @@ class Mesh:
         self._notices = HostNotices(host, ranks, remote)
         self._handshake = Handshake(self.rank, self._notices, self._timeout)
 
-    def _meeting(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
+    def _meeting(self, ranks: Ranks) -> AbstractContextManager[None]:
         assert self._handshake is not None
         return self._handshake.meeting(ranks, self._sets.index(ranks))
 
@@ -201,15 +203,6 @@ class Mesh:
         if self._sums is not None:
             self._sums.begin()
 
-    def _begun(
-        self, key: tuple[int, ...], tensor: Tensor, call: Callable[[], Any], result: Tensor
-    ) -> Pending:
-        """Begin a collective of a process group, or keep it until all hosts have come to it."""
-        if self._sums is not None and key and accelerator.is_on_accelerator(tensor.device):
-            return self._sums.add(key, result, call)
-        progress = None if self._handshake is None else self._handshake.progress
-        return Pending(result, guarded(call), progress=progress)
-
     def connection_bytes(self, channels: Collection[Channel]) -> int:
         """Return the bytes that this rank's GPU will need for connections to other ranks."""
         pairs = {channel[:2] for channel in channels}
@@ -217,79 +210,81 @@ class Mesh:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather bytes, on all ranks of one length."""
-        gathered = self.all_gather(torch.tensor(list(data), dtype=torch.uint8))
-        return [bytes(tensor.tolist()) for tensor in gathered]
+        gathered = self.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [tensor.numpy().tobytes() for tensor in gathered]
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
+    def all_reduce(self, tensor: Tensor, ranks: Ranks | None = None) -> Tensor:
         """Sum over the ranks of a set (by default all), in place."""
         return self.start_all_reduce(tensor, ranks).wait()
 
     @staged
-    def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
+    def start_all_reduce(self, tensor: Tensor, ranks: Ranks | None = None) -> Pending:
         """Start ``all_reduce`` in the background. Ranks of one set start their collectives in one
         order.
         """
-        chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
-        if len(chosen) == 1:
-            return Pending(tensor)
-        if (near := self._near_for(tensor, chosen)) is not None:
-            return near.all_reduce(tensor, chosen, self._tag(key))
-        call = partial(dist.all_reduce, tensor, group=self._groups[key], async_op=True)
-        return self._begun(key, tensor, call, tensor)
+        near = partial(MessageCollectives.all_reduce, tensor=tensor)
+        return self._start(ranks, tensor, near, partial(dist.all_reduce, tensor))
 
     @staged
-    def start_reduce(self, tensor: Tensor, ranks: tuple[int, ...], target: int) -> Pending:
+    def start_reduce(self, tensor: Tensor, ranks: Ranks, target: int) -> Pending:
         """Start to sum for one rank of a set, in place; others are left with anything."""
-        if len(ranks) == 1:
-            return Pending(tensor)
-        if (near := self._near_for(tensor, ranks)) is not None:
-            return near.reduce(tensor, ranks, target, self._tag(ranks))
-        call = partial(dist.reduce, tensor, target, group=self._groups[ranks], async_op=True)
-        return self._begun(ranks, tensor, call, tensor)
+        near = partial(MessageCollectives.reduce, tensor=tensor, target=target)
+        return self._start(ranks, tensor, near, partial(dist.reduce, tensor, target))
 
     @staged
-    def start_all_gather(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
+    def start_all_gather(self, tensor: Tensor, ranks: Ranks | None = None) -> Pending:
         """Stack the tensors of a set, which have one shape, in the background: the result has a row
         for each rank.
         """
-        chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
+        chosen = self._everyone if ranks is None else ranks
         rows = tensor.new_empty((len(chosen), *tensor.shape))
         rows[chosen.index(self.rank)] = tensor
-        if len(chosen) == 1:
-            return Pending(rows)
-        if (near := self._near_for(tensor, chosen)) is not None:
-            return near.all_gather(rows, chosen, self._tag(key))
-        group, parts = self._groups[key], list(rows.unbind(0))
-        call = partial(dist.all_gather, parts, tensor, group=group, async_op=True)
-        return self._begun(key, tensor, call, rows)
+        near = partial(MessageCollectives.all_gather, rows=rows)
+        call = partial(dist.all_gather, list(rows.unbind(0)), tensor)
+        return self._start(ranks, tensor, near, call, rows)
 
     @staged
-    def start_broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> Pending:
+    def start_broadcast(self, tensor: Tensor, source: int, ranks: Ranks) -> Pending:
         """Start ``broadcast`` in the background."""
-        if len(ranks) == 1:
-            return Pending(tensor)
-        if (near := self._near_for(tensor, ranks)) is not None:
-            return near.broadcast(tensor, source, ranks, self._tag(ranks))
-        call = partial(dist.broadcast, tensor, source, group=self._groups[ranks], async_op=True)
-        return self._begun(ranks, tensor, call, tensor)
+        near = partial(MessageCollectives.broadcast, tensor=tensor, source=source)
+        return self._start(ranks, tensor, near, partial(dist.broadcast, tensor, source))
 
-    def _near_for(self, tensor: Tensor, ranks: tuple[int, ...]) -> MessageCollectives | None:
-        """Return collectives by messages, where they are faster for a tensor and these ranks."""
-        return self._near if MessageCollectives.are_faster(tensor, len(ranks)) else None
-
-    def _tag(self, key: tuple[int, ...]) -> int:
-        # Collectives of one set start in one order, those of different sets do not.
-        return -1 - sorted(self._groups).index(key)
-
-    def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> None:
+    def broadcast(self, tensor: Tensor, source: int, ranks: Ranks | None = None) -> None:
         """Copy a tensor from one rank of a set to the others, in place."""
-        if self.size > 1 and (ranks is None or len(ranks) > 1):
-            key = _ALL if ranks is None else ranks
-            sent = tensor if accelerator.has_collectives(tensor.device) else tensor.cpu()
-            call = partial(dist.broadcast, sent, source, group=self._groups[key], async_op=True)
-            self._begun(key, sent, call, sent).wait()
-            if sent is not tensor:
-                tensor.copy_(sent)
+        sent = tensor if accelerator.has_collectives(tensor.device) else tensor.cpu()
+        # Whole models travel so, for which shared memory would be kept for good.
+        self._start(ranks, sent, None, partial(dist.broadcast, sent, source)).wait()
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+    def _start(
+        self,
+        ranks: Ranks | None,
+        tensor: Tensor,
+        near: Callable[..., Pending] | None,
+        call: Callable[..., dist.Work | None],
+        result: Tensor | None = None,
+    ) -> Pending:
+        """Start a collective of a set of ranks, by default of all.
+
+        Args:
+            near: the same by messages, where that may be faster; see ``MessageCollectives``.
+            call: begins it in a process group.
+            result: by default the tensor.
+        """
+        chosen, key = (self._everyone, _ALL) if ranks is None else (ranks, ranks)
+        result = tensor if result is None else result
+        if len(chosen) == 1:
+            return Pending(result)
+        if near and self._near and MessageCollectives.are_faster(tensor, len(chosen)):
+            # Collectives of one set start in one order, those of different sets do not.
+            tag = -1 - sorted(self._groups).index(key)
+            return near(self._near, ranks=chosen, tag=tag)
+        begin: Any = partial(call, group=self._groups[key], async_op=True)
+        if self._sums is not None and key and accelerator.is_on_accelerator(tensor.device):
+            return self._sums.add(key, result, begin)
+        progress = None if self._handshake is None else self._handshake.progress
+        return Pending(result, guarded(begin), progress=progress)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have one shape."""

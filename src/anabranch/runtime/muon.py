@@ -44,7 +44,7 @@ class MuonAdam(Optimizer):
             False: both | {"betas": betas, "decoupled_weight_decay": True},
         }
         kinds: dict[bool, Callable[..., Optimizer]] = {True: Muon, False: Adam}
-        self._parts = [kinds[k](found, **options[k]) for k, found in groups.items() if found]
+        self._parts = [kinds[k](part, **options[k]) for k, part in groups.items() if part]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     @torch.no_grad()

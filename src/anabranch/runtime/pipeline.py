@@ -271,11 +271,9 @@ class Pipeline(BasePipeline):
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Train on batches without a barrier between them, as long as there are any.
 
-        A rank updates each stage as soon as its own gradients are there and goes on to the next
-        batch; what all ranks have to tell each other is read one step later, and parameters that
-        another rank updates (``shard_optimizer``) are there by the next forward of their stage, or
-        when the loop is left. Where something global decides about the update (``clip_norm``), and
-        in the first step, ranks agree as in ``step``.
+        A rank updates its stages as soon as their gradients are there and goes on to the next
+        batch; what all ranks have to tell each other is read one step later. Where something global
+        decides about the update (``clip_norm``), and in the first step, ranks agree as in ``step``.
 
         Args:
             batches: see ``step``; a batch must not be changed once it has been given.
@@ -307,7 +305,6 @@ class Pipeline(BasePipeline):
                 if before is not None:
                     yield self._steps.read(before)
                 before = totals
-            self._steps.finish_all_gather()
             if before is not None:
                 yield self._steps.read(before)
         except (GeneratorExit, DataError):
@@ -318,7 +315,6 @@ class Pipeline(BasePipeline):
         self._session.count()
         every = self._check_copies
         if every and self.step_number % every == 0 and self.is_between_updates:
-            self._steps.finish_all_gather()
             self._session.require_same_copies()
 
     def update(self) -> None:
@@ -349,7 +345,7 @@ class Pipeline(BasePipeline):
             return self._steps.gradients(leaves)
 
     def _settle(self) -> None:
-        self._steps.pause(wait=True)
+        self._steps.settle()
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
         """Write a checkpoint: parameters, buffers, optimizer, scheduler, position in the data.
@@ -367,7 +363,7 @@ class Pipeline(BasePipeline):
             TrainingError: if the folder exists, or cannot be written, or an update is still to come
                 for the last batches (``accumulate``).
         """
-        self._steps.pause(wait=wait)
+        self._steps.settle(reads=wait)
         self._steps.refuse_between("checkpoint")
         saving = self._session.checkpoints.save(folder, wait=wait, keep=keep)
         self._steps.then(lambda _: saving.confirm(), saving.give_up)
@@ -380,7 +376,7 @@ class Pipeline(BasePipeline):
             note: called with the loss of the last step before the copy counts.
         """
         assert self._copies is not None
-        self._steps.pause(wait=self._copies.is_dense)
+        self._steps.settle(reads=self._copies.is_dense)
         kept = {**further, "gradients": self.gradient_verdict}
         confirm = self._session.checkpoints.copy_to(self._copies, kept)
 

@@ -25,7 +25,7 @@ from anabranch.graph.module_state import in_mode, in_one_process
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.compute.reverted import unchanged_buffers, without_gradients
 from anabranch.runtime.guards.same_batch import copies_digest
-from anabranch.runtime.numerics.no_dropout import without_dropout
+from anabranch.runtime.numerics.dropout import without_dropout
 from anabranch.runtime.placement import start_of
 from anabranch.workload import Batch
 

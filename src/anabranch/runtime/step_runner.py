@@ -87,7 +87,7 @@ class StepRunner:
         POSITION.begin(self._number, Phase.UPDATE)
         self.resolve()
         self._update_alone(outcome)
-        self.updates.start_all_gather()
+        self.updates.all_gather()
         self.unread = self._totals(outcome, is_first=False, starts=not self._is_late)
         POSITION.leave()
         return self.unread
@@ -180,26 +180,20 @@ class StepRunner:
             self.updates.drop()
         else:
             self.updates.apply(totals.squares, self._clip_norm)
-            self.updates.start_all_gather()
-            self.updates.finish_all_gather()
+            self.updates.all_gather()
         return totals.loss
 
     def _update_alone(self, outcome: Outcome) -> None:
         """Let the optimizer have the gradients, if what this rank knows is finite."""
-        is_update, may_guard = self.updates.is_last, self.updates.may_guard and not self._is_bad
-        norms = None
-        if may_guard:
-            norms = self.updates.apply_guarded(outcome)
-        else:
-            self.updates.check(outcome)
-        if self._is_late and not self._is_bad and (may_guard or not is_update):
+        is_update = self.updates.is_last
+        if self._is_late and not self._is_bad and (self.updates.may_guard or not is_update):
+            (self.updates.apply_guarded if is_update else self.updates.check)(outcome)
             self._unresolved = outcome, is_update
             return
+        self.updates.check(outcome)
         self._is_bad |= outcome.is_bad
         if self._is_bad:
             self.updates.drop()
-        elif norms is not None and not norms.overflowed:
-            self.updates.advance()
         else:
             self.updates.apply()
 
@@ -244,29 +238,18 @@ class StepRunner:
         self.metrics, self.loss = totals.metrics, totals.loss
         return totals.loss
 
-    def settle(self) -> None:
-        """Find out whether the last step was a good one, and have its parameters."""
-        self._session.refuse_spoilt()
-        self.finish_all_gather()
-        with self._session.failing():
-            self.resolve()
-        unread, self.unread = self.unread, None
-        if unread is not None:
-            self.read(unread)
-
-    def pause(self, *, wait: bool) -> None:
-        """Have all parameters of the last step here, and its totals read, or left to be read later.
+    def settle(self, *, reads: bool = True) -> None:
+        """Make all of the last step, and find out whether it was a good one.
 
         Args:
-            wait: for the totals.
+            reads: the totals; otherwise they are left to be read later.
         """
         with self._session.failing():
-            if wait:
-                self.settle()
-            else:
-                self._session.refuse_spoilt()
-                self.finish_all_gather()
-                self.resolve()  # the scheduler may be behind
+            self._session.refuse_spoilt()
+            self.resolve()  # the scheduler may be behind
+            if reads and (unread := self.unread) is not None:
+                self.unread = None
+                self.read(unread)
 
     def then(self, good: Callable[[float | None], None], bad: Callable[[], None]) -> None:
         """Call one of two when it is known whether the last step was a good one; the first with its
@@ -277,17 +260,11 @@ class StepRunner:
         else:
             unread.then(lambda: good(unread.loss), bad)
 
-    def finish_all_gather(self) -> None:
-        """Wait for the parameters that other ranks have updated."""
-        with self._session.failing():
-            self.updates.finish_all_gather()
-
     def leave(self) -> None:
         """End a loop; the others need this rank's messages and its share of the last totals."""
         if self._session.transport is not None:
             self._session.transport.flush()
         with suppress(TrainingError):  # whoever goes on hears of it
-            self.finish_all_gather()
             self.resolve()
             if self.unread is not None:
                 self.unread.read()

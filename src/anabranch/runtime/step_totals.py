@@ -23,6 +23,11 @@ from anabranch.runtime.mesh import Mesh
 class StepTotals:
     """Sums over the ranks, of one step.
 
+    Attributes:
+        loss, metrics: means over the batch, once they have been read.
+        squares: squared norm of all gradients.
+        overflow: whether a gradient of some rank is not finite.
+
     Args:
         squares: this rank's share of the gradients' squared norm.
         overflow: under a scaled loss, whether a gradient of this rank is not finite.
@@ -31,6 +36,11 @@ class StepTotals:
         settle: called before ranks ask each other what is wrong, which they do in one order: has to
             finish what this rank does on its own.
     """
+
+    loss: float
+    squares: float
+    overflow: bool
+    metrics: dict[str, float]
 
     def __init__(
         self,
@@ -48,7 +58,7 @@ class StepTotals:
         self._names, self._why, self._mesh, self._digest = names, why, mesh, digest
         self._settle, self._outcome, self._own = settle, outcome, (squares, float(overflow))
         self._pending: Pending | None = None
-        self._sums: list[float] = []
+        self._is_read = False
         self._error: NonFiniteError | None = None
         self._listeners: list[tuple[Callable[[], None], Callable[[], None]]] = []
         if starts:
@@ -73,15 +83,17 @@ class StepTotals:
             NonFiniteError: on every rank, naming stage, micro-batch and step.
             DataError: on every rank, if they have trained on different batches.
         """
-        if not self._sums:
-            self._sums = self.start().wait().tolist()
-            if self._sums[4]:
-                INTERRUPT.agreed = True
-            SAVE_CLOCK.agree(int(self._sums[5]))
-            if not all_alike(self._mesh.size, self._sums[6], self._sums[7]):
+        if not self._is_read:
+            sums = self.start().wait().tolist()
+            self.loss, bad, self.squares, overflow, heard, wanted, digests, squared, *metrics = sums
+            self.metrics = dict(zip(self._names, metrics, strict=True))
+            self._is_read, self.overflow = True, overflow > 0
+            INTERRUPT.agreed |= heard > 0
+            SAVE_CLOCK.agree(int(wanted))
+            if not all_alike(self._mesh.size, digests, squared):
                 self._settle()
                 raise unequal_batches(self._mesh, self._digest)
-            if self._sums[1] or not math.isfinite(self._sums[2]):
+            if bad or not math.isfinite(self.squares):
                 self._settle()
                 self._error = self._why()
             self._tell()
@@ -91,30 +103,10 @@ class StepTotals:
     def then(self, good: Callable[[], None], bad: Callable[[], None]) -> None:
         """Call one of two when it is known whether the step was a good one."""
         self._listeners.append((good, bad))
-        if self._sums:
+        if self._is_read:
             self._tell()
 
     def _tell(self) -> None:
         for good, bad in self._listeners:
             (good if self._error is None else bad)()
         self._listeners.clear()
-
-    @property
-    def loss(self) -> float:
-        """Mean over the batch."""
-        return self._sums[0]
-
-    @property
-    def squares(self) -> float:
-        """Squared norm of all gradients."""
-        return self._sums[2]
-
-    @property
-    def overflow(self) -> bool:
-        """Return True if a gradient of some rank is not finite."""
-        return self._sums[3] > 0
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Means over the batch."""
-        return dict(zip(self._names, self._sums[8:], strict=True))

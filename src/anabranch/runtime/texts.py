@@ -7,6 +7,7 @@ what it names on whoever reads it.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ from anabranch.runtime.collectives import Pending
 from anabranch.runtime.transport import guarded
 
 
-def gather(document: Any) -> list[Any]:
-    """Return the documents of all ranks; all ranks call it."""
+def gather(document: Any, by: Callable[[bytes], list[bytes]] | None = None) -> list[Any]:
+    """Return the documents of all ranks; all ranks call it.
+
+    Args:
+        by: gathers bytes of one length, as ``Mesh.all_gather_bytes`` where there is a mesh.
+    """
     if not dist.is_initialized():
         return [document]
-    data = json.dumps(document).encode()
-    sizes = [int.from_bytes(size, "big") for size in gather_bytes(len(data).to_bytes(8, "big"))]
-    gathered = gather_bytes(data.ljust(max(sizes)))
+    data, by = json.dumps(document).encode(), by or gather_bytes
+    sizes = [int.from_bytes(size, "big") for size in by(len(data).to_bytes(8, "big"))]
+    gathered = by(data.ljust(max(sizes)))
     return [json.loads(padded[:size]) for padded, size in zip(gathered, sizes, strict=True)]
 
 

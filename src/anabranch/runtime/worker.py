@@ -51,9 +51,6 @@ def executed(schedule: Schedule, graph: StageGraph, device: int) -> tuple[Action
 class Watcher(Protocol):
     """Callbacks on the progress of a training step."""
 
-    def before_forward(self, stage: int) -> None:
-        """Called before a forward, which reads the parameters of its stage."""
-
     def before_last(self, stage: int) -> None:
         """Called before the last backward of a stage here, in which gradients become final."""
 
@@ -341,8 +338,7 @@ class BatchRun:
     def forward(self, task: _Task) -> None:
         arrived = self.values.pop(task.key, None) or {}
         values = {value: assemble(parts) for value, parts in arrived.items()}
-        if self.watcher is not None:
-            self.watcher.before_forward(task.action.stage)
+
         self.made.pop(task.action.stage, None)  # of the micro-batch before: it has been sent
         self.made[task.action.stage] = self.compute.forward(task.key, values)
         self.hand_over(task)

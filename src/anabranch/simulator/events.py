@@ -2,8 +2,8 @@
 
 ``simulator.run`` says what it stands for. A message is an event only for a device that waits for
 it: its arrival is known as soon as it starts to move. Events are those of devices (a message that
-one waits for has arrived, a part of its unit has ended), then of queues of sums, of groups (what
-they have updated is shared), of hosts whose devices share cores (a job has ended).
+one waits for has arrived, a part of its unit has ended), then of queues of sums, of hosts whose
+devices share cores (a job has ended).
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class Role(IntEnum):
     ``UPDATE`` of a stage waits for the sums of its gradients. ``AGREEMENT`` waits for those of all
     stages of the device, and then for all devices. ``OVERHEAD`` is a device's time that no action
     takes: of messages, or of the step. In ``GATHER`` devices that share an optimizer's state send
-    each other what they have updated. Between steps in a row nobody is held up there: ``SHARE``
-    begins it, and ``SHARED`` waits for it before the first forward of a stage. ``BEGIN`` is where a
-    step begins behind another one.
+    each other what they have updated. ``BEGIN`` is where a step begins behind another one.
     """
 
     ACTION = 0
@@ -39,32 +37,27 @@ class Role(IntEnum):
     AGREEMENT = 2
     UPDATE = 3
     GATHER = 4
-    SHARE = 5
-    SHARED = 6
-    BEGIN = 7
+    BEGIN = 5
 
 
-AGREEMENT, UPDATE, GATHER = int(Role.AGREEMENT), int(Role.UPDATE), int(Role.GATHER)
-SHARE, SHARED, BEGIN = int(Role.SHARE), int(Role.SHARED), int(Role.BEGIN)
+AGREEMENT, UPDATE = int(Role.AGREEMENT), int(Role.UPDATE)
+GATHER, BEGIN = int(Role.GATHER), int(Role.BEGIN)
 
 
 @compiled
 def play(step: Tables) -> None:
     """Start every device and go on until nothing happens."""
     clock = step.clock[0]
-    devices, queues, barriers = len(step.devices), len(step.queues), len(step.barriers)
+    devices, queues = len(step.devices), len(step.queues)
     for d in range(devices):
         _advance(d, clock, step)
     while True:
         slot = next_event(clock, step.nodes)
         if slot < 0:
             break
-        if slot >= devices + queues + barriers:
-            host = step.hosts[slot - devices - queues - barriers]
-            slot = end_job(host, slot, clock, step)
         if slot >= devices + queues:
-            _end_share(slot - devices - queues, clock, step)
-        elif slot >= devices:
+            slot = end_job(step.hosts[slot - devices - queues], slot, clock, step)
+        if slot >= devices:
             _end_sum(slot - devices, clock, step)
         elif step.devices[slot].unit < 0:
             _receive(step.devices[slot], clock, step)
@@ -96,15 +89,7 @@ def _advance(d: int, clock: ClockRecord, step: Tables) -> None:
             role = unit.role
             if role == BEGIN:
                 clock.begun = clock.now
-                device.begun += 1
                 _post(unit.first, unit.stop, clock, step)
-            elif role == SHARE:
-                _share(unit, clock, step)
-            elif role == SHARED:
-                # What is left of gathers falls from 0, by one for each step.
-                if -step.barriers[unit.group].left < device.begun:
-                    _wait(d, step.barriers[unit.group], step.devices)
-                    return
             else:
                 device.unit = u
                 if role == UPDATE:
@@ -158,45 +143,18 @@ def _receive(device: DeviceRecord, clock: ClockRecord, step: Tables) -> None:
     device.at += 1
 
 
-def _is_last(barrier: BarrierRecord) -> bool:
-    """Return True if a device is the last of its group to arrive, and reset the barrier."""
-    barrier.missing -= 1
-    if barrier.missing > 0:
-        return False
-    barrier.missing = barrier.stop - barrier.first
-    return True
-
-
 def _gather(unit: UnitRecord, clock: ClockRecord, step: Tables) -> None:
     """The last device of a group to come starts their all-gather, on the ports of their sums."""
     group = step.barriers[unit.group]
-    if _is_last(group):
-        start = _occupy(unit.first, unit.stop, unit.seconds, clock, step)
-        for i in range(group.first, group.stop):
-            d = step.lists[i]
-            step.runs[step.devices[d].run].start = start
-            expect_at(d, start + unit.seconds, clock, step.nodes)
-
-
-def _share(unit: UnitRecord, clock: ClockRecord, step: Tables) -> None:
-    """As a gather, but nobody waits for it here."""
-    if _is_last(step.barriers[unit.group]):
-        start = _occupy(unit.first, unit.stop, unit.seconds, clock, step)
-        slot = len(step.devices) + len(step.queues) + unit.group
-        expect_at(slot, start + unit.seconds, clock, step.nodes)
-
-
-def _end_share(b: int, clock: ClockRecord, step: Tables) -> None:
-    """End an all-gather: updated parameters have arrived at all devices of the group."""
-    barrier = step.barriers[b]
-    barrier.left -= 1
-    d, barrier.head = barrier.head, -1
-    while d >= 0:
-        device = step.devices[d]
-        after = device.behind
-        device.at += 1
-        _advance(d, clock, step)
-        d = after
+    group.missing -= 1
+    if group.missing > 0:
+        return
+    group.missing = group.stop - group.first
+    start = _occupy(unit.first, unit.stop, unit.seconds, clock, step)
+    for i in range(group.first, group.stop):
+        d = step.lists[i]
+        step.runs[step.devices[d].run].start = start
+        expect_at(d, start + unit.seconds, clock, step.nodes)
 
 
 def _wait(d: int, barrier: BarrierRecord, devices: Table[DeviceRecord]) -> None:
@@ -224,7 +182,7 @@ def _compute(d: int, clock: ClockRecord, step: Tables) -> None:
     if device.host < 0:
         expect_at(d, clock.now + seconds, clock, step.nodes)
     else:
-        slot = len(step.devices) + len(step.queues) + len(step.barriers) + device.host
+        slot = len(step.devices) + len(step.queues) + device.host
         begin_job(step.hosts[device.host], slot, d, seconds, clock, step)
 
 

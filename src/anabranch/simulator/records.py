@@ -46,7 +46,6 @@ class DeviceRecord:
     unit: int  # the current one
     part: int  # of the current unit
     message: int  # that it waits for
-    begun: int  # steps behind the first one
     behind: int  # the device that waits behind it for the same thing
     host: int  # if that has a clock of its own
     next_job: int  # the device there whose job ends next
@@ -151,7 +150,7 @@ class Tables(NamedTuple):
 
     Attributes:
         lists: those of the devices, one behind the other, then others.
-        barriers: per update and stage, its all-reduces; then per group, its gathers of all steps.
+        barriers: per update and stage, its all-reduces; then per group, its gather.
         pieces: per update and piece.
         free: per port, when it is.
         speeds: of each of 0, 1, 2, ... jobs of a host.

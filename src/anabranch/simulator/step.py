@@ -94,7 +94,7 @@ def tables_of(program: Program, costs: StepCosts) -> Tables:
     listed_before = len(program.entries) + len(lists.entries)
     devices["updates"] = listed_before + stages * np.arange(len(hosts))
     counts = np.zeros(stages * len(hosts), np.int64)
-    nodes = tournament(len(hosts) + len(queues) + len(barriers) + len(shared))
+    nodes = tournament(len(hosts) + len(queues) + len(shared))
     return Tables(
         clock=records(ClockRecord, [(0, 0, 0, 0, stages, 0.0, 0.0, 0.0, lost.agreement_latency_s)]),
         lists=np.concatenate([program.entries, np.array(lists.entries, np.int64), counts]),
@@ -140,7 +140,7 @@ def _units(
     parts: list[tuple[float, ...]] = []
     for unit in program.units:
         group = unit.group + first_group if unit.group >= 0 else -1
-        if unit.role in (Role.GATHER, Role.SHARE, Role.BEGIN):
+        if unit.role in (Role.GATHER, Role.BEGIN):
             inside = lists.add(unit.posts or unit.ports)
         else:
             marks = unit.marks or (Mark(unit.seconds, ()),)

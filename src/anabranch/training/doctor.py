@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from anabranch.cluster import Cluster
-from anabranch.device import accelerator
 from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError, some
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised, told_stateful
@@ -24,12 +23,9 @@ from anabranch.plans.prices import prices_of
 from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile
 from anabranch.record.run import versions
+from anabranch.runtime.assignment import told_connections_of
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import refuse_unsupported
-from anabranch.runtime.plan_parts import parts_of
-from anabranch.runtime.process_groups import told_connections
 from anabranch.solve import plan
 from anabranch.workload import Workload
 
@@ -115,7 +111,7 @@ def examine(
         width = branches(profile)
         first = plan(profile, cluster, batch_size, model=name, improve=False)
         peaks = _peaks(first, profile, cluster)
-        findings += _of_gpus(captured, first)
+        findings += told_connections_of(captured, first)
     except AnabranchError as error:
         findings.append(f"no plan: {error}")
     return Examination(
@@ -220,14 +216,6 @@ def _of_graph(captured: Captured) -> list[str]:
             "requires_grad to False if that is meant"
         )
     return findings
-
-
-def _of_gpus(captured: Captured, plan: Plan) -> list[str]:
-    """Tell of the connections that a plan has between GPUs."""
-    graph = plan.stage_graph
-    pairs = {channel[:2] for channel in channels(graph)}
-    sets = Holders.of(parts_of(captured, plan, exact=False), graph).sets
-    return [told_connections([*pairs, *sets], accelerator.usual())] if pairs or sets else []
 
 
 def _peaks(plan: Plan, profile: Profile, cluster: Cluster) -> list[tuple[int, int, int, int]]:

@@ -33,7 +33,7 @@ from anabranch.plans.whole_batch import with_whole_batches
 from anabranch.runtime import plan_parts as steps
 from anabranch.runtime.compute.options import ComputeOptions, Dropout
 from anabranch.runtime.initialisation import SEEDS, materialise, require_values
-from anabranch.runtime.numerics.no_dropout import NoDropout
+from anabranch.runtime.numerics.dropout import NoDropout
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import own_device
 from anabranch.runtime.reference import (

@@ -7,67 +7,32 @@ from dataclasses import fields, replace
 from typing import Any
 
 from anabranch.errors import PolicyError
-from anabranch.schedule.asynchronous import units_in_flight
-from anabranch.weights.base import Reading, Unit, WeightPolicy
-from anabranch.weights.policies import (
-    AsyncPP,
-    Naive,
-    PipeOptim,
-    PredictStash,
-    Rotation,
-    SpecTrain,
-    Stash,
-    TwoBuffers,
-    TwoBuffersFeedback,
-    VerticalSync,
-)
-from anabranch.weights.requirements import (
-    OPTIMIZERS,
-    OptimizerFacts,
-    facts_named,
-    may_take_turns,
-    optimizer_remark,
-    recommend,
-    require_fits,
-    require_optimizer,
-)
-from anabranch.weights.version_tracker import (
-    VersionTracker,
-    keeps,
-    predicts,
-    versions_held,
-)
-
-__all__ = [
-    "OPTIMIZERS",
-    "POLICIES",
-    "AsyncPP",
-    "Naive",
-    "OptimizerFacts",
-    "PipeOptim",
-    "PredictStash",
-    "Reading",
-    "Rotation",
-    "SpecTrain",
-    "Stash",
-    "TwoBuffers",
-    "TwoBuffersFeedback",
-    "Unit",
-    "VersionTracker",
-    "VerticalSync",
-    "WeightPolicy",
-    "facts_named",
-    "keeps",
-    "may_take_turns",
-    "optimizer_remark",
-    "policy_named",
-    "predicts",
-    "recommend",
-    "require_fits",
-    "require_optimizer",
-    "units_in_flight",
-    "versions_held",
-]
+from anabranch.schedule.asynchronous import units_in_flight as units_in_flight
+from anabranch.weights.base import Reading as Reading
+from anabranch.weights.base import Unit as Unit
+from anabranch.weights.base import WeightPolicy as WeightPolicy
+from anabranch.weights.policies import AsyncPP as AsyncPP
+from anabranch.weights.policies import Naive as Naive
+from anabranch.weights.policies import PipeOptim as PipeOptim
+from anabranch.weights.policies import PredictStash as PredictStash
+from anabranch.weights.policies import Rotation as Rotation
+from anabranch.weights.policies import SpecTrain as SpecTrain
+from anabranch.weights.policies import Stash as Stash
+from anabranch.weights.policies import TwoBuffers as TwoBuffers
+from anabranch.weights.policies import TwoBuffersFeedback as TwoBuffersFeedback
+from anabranch.weights.policies import VerticalSync as VerticalSync
+from anabranch.weights.requirements import OPTIMIZERS as OPTIMIZERS
+from anabranch.weights.requirements import OptimizerFacts as OptimizerFacts
+from anabranch.weights.requirements import facts_named as facts_named
+from anabranch.weights.requirements import may_take_turns as may_take_turns
+from anabranch.weights.requirements import optimizer_remark as optimizer_remark
+from anabranch.weights.requirements import recommend as recommend
+from anabranch.weights.requirements import require_fits as require_fits
+from anabranch.weights.requirements import require_optimizer as require_optimizer
+from anabranch.weights.version_tracker import VersionTracker as VersionTracker
+from anabranch.weights.version_tracker import keeps as keeps
+from anabranch.weights.version_tracker import predicts as predicts
+from anabranch.weights.version_tracker import versions_held as versions_held
 
 POLICIES: Mapping[str, Callable[[], WeightPolicy]] = {
     "naive": Naive,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from anabranch.runtime.numerics.no_dropout import NoDropout
+from anabranch.runtime.numerics.dropout import NoDropout
 
 
 class Attention(nn.MultiheadAttention):

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.runtime.transport.log import Reader, Record, Writer
-from anabranch.runtime.transport.memory import Segment, Window
+from anabranch.runtime.transport.memory import Reader, Record, Segment, Window, Writer
 from tests.runtime.transport.runners import used_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files are Linux's")

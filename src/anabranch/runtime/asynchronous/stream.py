@@ -77,6 +77,7 @@ class Stream:
         most_behind: most updates so far between the forward and the backward of a mini-batch, the
             version difference of this rank's stage.
         weights: versions of the stage's weights.
+        delay: mini-batches after which, at the latest, it is known what was learned from one.
 
     Args:
         clip: largest norm of the stage's gradients; None for any.
@@ -108,7 +109,7 @@ class Stream:
                 deepest=order.deepest(stage),
                 scheduler=state.scheduler,
             )
-        self._is_late = accelerator.has_streams(session.place)
+        self.delay = int(accelerator.has_streams(session.place))
         self._unjudged: deque[_Learned] = deque()
         self._first_bad: tuple[int, list[Finding]] | None = None
         self._has_stopped = self._has_warned = False
@@ -169,11 +170,6 @@ class Stream:
         if self._session.transport is not None:
             self._session.transport.settle()
         self._judge(len(self._unjudged))
-
-    @property
-    def delay(self) -> int:
-        """Mini-batches after which, at the latest, it is known what was learned from one."""
-        return int(self._is_late)
 
     def worker_of(self, workers: WorkerCache, samples: int, turn: int | None = None) -> Worker:
         """Return the worker for a mini-batch of a number of samples; by default one of this rank's
@@ -238,21 +234,21 @@ class Stream:
             self._has_warned = True
             self._session.warn_without_gradient()
         self._unjudged.append(_Learned(run, outcome, norms, self._turn == minibatches - 1))
-        if not self._is_late:
+        if not self.delay:
             self._find_bad(self._unjudged[-1])
         if self._clip is not None:
             with_gradient = [p for p in parameters.values() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm([entries(g) for g in gradients.values()])
             torch.nn.utils.clip_grads_with_norm_(with_gradient, self._clip, norm)
         self.weights.update(skip=self._has_stopped, minibatches=minibatches)
-        if not self._is_late:
+        if not self.delay:
             self._judge(1)
 
     def _judge(self, count: int) -> None:
         """Tell of the first updates that nobody has heard of."""
         for _ in range(count):
             learned = self._unjudged.popleft()
-            if self._is_late:
+            if self.delay:
                 self._find_bad(learned)
             if learned.run is not None:
                 self._learned(learned.run)

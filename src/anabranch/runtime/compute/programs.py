@@ -27,8 +27,7 @@ from anabranch.runtime.compute.bindings import fast_call
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.replay import ReplayedCall
 from anabranch.runtime.compute.split_backward import WeightNotes, with_notes
-from anabranch.runtime.numerics.dropout import BySample, draws
-from anabranch.runtime.numerics.no_dropout import without_dropout
+from anabranch.runtime.numerics.dropout import BySample, draws, without_dropout
 from anabranch.runtime.numerics.precision import autocast, value_types
 
 

@@ -16,7 +16,7 @@ hence the flags.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from anabranch.remembered import remembered
 from anabranch.runtime.collectives import Pending
 from anabranch.runtime.data_parallel.shards import Shards
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.mesh import Mesh, Ranks
 
-Ranks = tuple[int, ...]
 Named = tuple[str, nn.Parameter]
 
 
@@ -52,7 +51,7 @@ class Bucket(ABC):
         self._mesh = mesh
         self._own = [shard for shard in shards if shard.rank == mesh.rank]
         self._pending: list[Pending] = []
-        self._gathering: list[Pending] = []
+
         self.begin()
 
     @property
@@ -107,28 +106,16 @@ class Bucket(ABC):
         """Make the sums the gradients, given the numbers of ``wait``."""
 
     @abstractmethod
-    def start_all_gather(self) -> None:
-        """Start the all-gather of updated parameters; gradients are None then."""
-
-    def finish_all_gather(self) -> None:
-        """Wait for the updated parameters."""
-        for pending in self._gathering:
-            pending.wait()
-        if self._gathering and len(self._own) < len(self.shards):
-            with torch.no_grad():
-                self._take_gathered()
-        self._gathering = []
-
-    @abstractmethod
-    def _take_gathered(self) -> None:
-        """Copy received values into the parameters."""
+    def start_all_gather(self) -> Callable[[], None]:
+        """Start the all-gather of updated parameters, and return what finishes it; gradients are
+        None then.
+        """
 
 
 class DenseBucket(Bucket):
     """Gradients side by side in one buffer."""
 
     _summed: tuple[list[Tensor], Tensor] | None = None
-    _gathered: list[tuple[Tensor, Tensor]]
 
     def hold(self, index: int) -> None:
         """Make a parameter's gradient a view of the buffer.
@@ -181,9 +168,10 @@ class DenseBucket(Bucket):
         """Generate the part of the buffer of each parameter."""
         return zip(self._flats, self.named, strict=True)
 
-    def start_all_gather(self) -> None:
+    def start_all_gather(self) -> Callable[[], None]:
         """Parameters travel in the buffer, those that one rank updates side by side."""
-        flat, self._gathered = self._buffer(), []
+        flat, pending = self._buffer(), list[Pending]()
+        received, into = list[Tensor](), list[Tensor]()
         for _, parameter in self.named:
             parameter.grad = None
         for shard, (begin, end, values) in zip(self.shards, self._regions(), strict=True):
@@ -191,9 +179,18 @@ class DenseBucket(Bucket):
             if shard in self._own:
                 torch._foreach_copy_(values, rows)
             else:
-                self._gathered += zip(rows, values, strict=True)
-            share = self._mesh.start_broadcast(flat[begin:end], shard.rank, self.ranks)
-            self._gathering.append(share)
+                received += values
+                into += rows
+            pending.append(self._mesh.start_broadcast(flat[begin:end], shard.rank, self.ranks))
+
+        def finish() -> None:
+            for share in pending:
+                share.wait()
+            if received:
+                with torch.no_grad():
+                    torch._foreach_copy_(into, received)
+
+        return finish
 
     @remembered
     def _regions(self) -> list[tuple[int, int, list[Tensor]]]:
@@ -209,11 +206,6 @@ class DenseBucket(Bucket):
                 end += rows.numel()
             regions.append((begin, end, values))
         return regions
-
-    def _take_gathered(self) -> None:
-        rows, values = zip(*self._gathered, strict=True)
-        torch._foreach_copy_(rows, values)
-        self._gathered = []
 
     def wait(self) -> Tensor | None:
         """Wait for the sums; return per parameter whether any rank has a gradient, which is known

@@ -25,10 +25,10 @@ from anabranch.device import accelerator
 from anabranch.graph.slices import whole_name
 from anabranch.graph.split import Split
 from anabranch.plans.stages import StageGraph
-from anabranch.runtime.data_parallel.buckets import Ranks, dense, entries
+from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.shards import Shard, Shards, shards_of
 from anabranch.runtime.guards.same_batch import copies_digest
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.mesh import Mesh, Ranks
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Holders:
         shards: dict[str, Shards] = {}
         for ranks, names in groups.items():
             dealt = deal([trainable[name].nbytes for name in names], len(ranks), cut=cut)
-            for name, given in zip(names, dealt, strict=True):
-                on_ranks = [(ranks[replica], nbytes) for replica, nbytes in given]
+            for name, shares in zip(names, dealt, strict=True):
+                on_ranks = [(ranks[replica], nbytes) for replica, nbytes in shares]
                 shards[name] = shards_of(trainable[name], on_ranks)
         return replace(self, shards=shards)
 

@@ -31,11 +31,11 @@ from torch.utils.hooks import RemovableHandle
 
 from anabranch.cost.buckets import cut_into_buckets, turn
 from anabranch.remembered import remembered
-from anabranch.runtime.data_parallel.buckets import Bucket, DenseBucket, Named, Ranks
+from anabranch.runtime.data_parallel.buckets import Bucket, DenseBucket, Named
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.shards import Shards
 from anabranch.runtime.data_parallel.sparse_gradients import SharedTable, SparseBucket
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.mesh import Mesh, Ranks
 from anabranch.runtime.placement import fetched
 
 
@@ -59,6 +59,9 @@ class _Slot:
 class Reducer:
     """Sums gradients over the ranks that hold a parameter; a ``Watcher`` of their backwards.
 
+    Attributes:
+        terms: numbers that are finite if this rank's terms of the last sums were; with ``notes``.
+
     Args:
         notes: whether to note if this rank's own terms are finite, for who asks afterwards.
         tables: those whose holders exchange rows; gradients of all others are summed whole.
@@ -77,7 +80,7 @@ class Reducer:
         self._parameters, self._stages_of = parameters, holders.stages
         # Whoever is frozen for some steps, even the first, has its place among the others.
         self._trainable = [name for name, p in parameters.items() if p.requires_grad]
-        self._notes, self._totals = notes, list[Tensor]()
+        self._notes, self.terms = notes, list[Tensor]()
         groups: dict[tuple[Ranks, tuple[int, ...], bool], list[Named]] = defaultdict(list)
         for name in reversed(self._trainable):
             ranks = holders.parameters[name]
@@ -102,7 +105,6 @@ class Reducer:
         weakref.finalize(self, _remove, self._handles)
         self._waiting: set[str] = set()
         self._armed: set[str] = set()
-        self._gathering: list[Bucket] = []
 
     @remembered
     def finals(self, order: tuple[int, ...]) -> Mapping[int, Sequence[str]]:
@@ -152,18 +154,13 @@ class Reducer:
                 add = self._parameters[name].register_post_accumulate_grad_hook
                 self._handles[name] = add(_hook(weakref.ref(self), name))  # type: ignore[no-untyped-call]
         self._waiting = set(self._places) if is_last else set()
-        self._totals.clear()
-        # Their buffers take gradients now, of stages without a forward here as well.
-        self._finish_all_gather(lambda stages: stages.isdisjoint(self._order))
+        self.terms = []
+
         for queue in self._queues:
             queue.started = 0
             for bucket in queue.buckets:
                 bucket.begin(batch_sizes)
         self.after_last(-1)
-
-    def before_forward(self, stage: int) -> None:
-        """Wait for the all-gather of the parameters of a stage; see ``Watcher``."""
-        self.finish_all_gather(stage)
 
     def before_last(self, stage: int) -> None:
         """The last backward of a stage begins; see ``Watcher``."""
@@ -199,41 +196,23 @@ class Reducer:
         while queue.started < len(queue.buckets) and not queue.buckets[queue.started].missing:
             bucket = queue.buckets[queue.started]
             if self._notes and bucket.flat is not None:
-                self._totals.append(bucket.flat.sum())
+                self.terms.append(bucket.flat.sum())
             bucket.start(everywhere=self._everywhere)
             queue.started += 1
 
-    def start_all_gather(self) -> None:
-        """Start the all-gather of updated parameters, those of the first stages first; all ranks
-        call it between the same sums.
+    def all_gather(self) -> None:
+        """Have the parameters that other ranks have updated; all ranks call it between the same
+        sums.
+
+        Passes of the next step beside it would make steps shorter by nothing where a device has one
+        stage, which reads what is gathered last, and by less than 1 % where it has several.
         """
-        self.finish_all_gather()
-        for queue in sorted(self._queues, key=lambda queue: queue.buckets[0].ranks):
-            for bucket in reversed(queue.buckets):
-                if bucket.shards:
-                    bucket.start_all_gather()
-                    self._gathering.append(bucket)
+        queues = sorted(self._queues, key=lambda queue: queue.buckets[0].ranks)
+        buckets = [bucket for queue in queues for bucket in reversed(queue.buckets)]
+        finishes = [bucket.start_all_gather() for bucket in buckets if bucket.shards]
         self._mesh.begin_sums()
-
-    def finish_all_gather(self, stage: int | None = None) -> None:
-        """Wait for the all-gather of the parameters of a stage, or of all."""
-        if self._gathering:
-            self._finish_all_gather(lambda stages: stage is None or stage in stages)
-
-    def _finish_all_gather(self, takes: Callable[[frozenset[int]], bool]) -> None:
-        """Wait for buckets by the stages that read them, which all of a bucket have in common."""
-        left = []
-        for bucket in self._gathering:
-            if takes(frozenset(self._stages_of[bucket.named[0][0]])):
-                bucket.finish_all_gather()
-            else:
-                left.append(bucket)
-        self._gathering = left
-
-    @property
-    def terms(self) -> list[Tensor]:
-        """Numbers that are finite if this rank's terms of the last sums were; needs ``notes``."""
-        return list(self._totals)
+        for finish in finishes:
+            finish()
 
     def take_all(self) -> None:
         """Wait for all sums and make them the gradients; one device read if a bucket needs it."""

@@ -13,7 +13,7 @@ terms: there, too, rows that are looked up more than once are added up in the en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,9 @@ from anabranch.cost.sparse import INDEX_BYTES, message_bytes, most_samples
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import LookupTable
 from anabranch.runtime.collectives import Pending
-from anabranch.runtime.data_parallel.buckets import Bucket, Named, Ranks
+from anabranch.runtime.data_parallel.buckets import Bucket, Named
 from anabranch.runtime.data_parallel.shards import Shards
-from anabranch.runtime.mesh import Mesh
+from anabranch.runtime.mesh import Mesh, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,6 @@ class SparseBucket(Bucket):
     ) -> None:
         super().__init__(ranks, named, mesh, shards)
         self._tables = [tables[name] for name, _ in self.named]
-        self._updated: list[tuple[Tensor, Tensor]] = []
 
     def hold(self, index: int) -> None:
         """No-op: sparse gradients are concatenated later."""
@@ -119,19 +118,20 @@ class SparseBucket(Bucket):
         shaped = [v.view(room, width) for v, room, width in zip(values, rooms, widths, strict=True)]
         return numbers[:tables], torch.split(numbers[tables:], rooms), shaped
 
-    def start_all_gather(self) -> None:
-        self._updated = []
+    def start_all_gather(self) -> Callable[[], None]:
+        shares: list[tuple[Tensor, Pending]] = []
         for _, parameter in self.named:
             parameter.grad = None
             for shard in self.shards:
                 rows = shard.of(parameter.detach())
                 value = rows.contiguous()
-                self._updated.append((rows, value))
-                self._gathering.append(self._mesh.start_broadcast(value, shard.rank, self.ranks))
+                shares.append((rows, self._mesh.start_broadcast(value, shard.rank, self.ranks)))
 
-    def _take_gathered(self) -> None:
-        for rows, value in self._updated:
-            rows.copy_(value)
+        def finish() -> None:
+            for rows, share in shares:
+                rows.copy_(share.wait())
+
+        return finish
 
     def wait(self) -> Tensor:
         """Wait for the rows of all ranks; how many there are of each table, rank after rank, -1

@@ -161,18 +161,14 @@ class Updates:
         self.accumulated = 0
         self.advance()
 
-    def start_all_gather(self) -> None:
-        """Start the all-gather of updated parameters, which ends by the next forward of a stage
-        that reads them; called after an update, or in place of one that some ranks refuse.
+    def all_gather(self) -> None:
+        """Have the parameters that other ranks have updated; called after an update, or in place of
+        one that some ranks refuse.
         """
         if self._is_last:
-            self.reducer.start_all_gather()
+            self.reducer.all_gather()
             for shard in self._state.shards.values():
                 shard.grad = None  # it was where parameters are now
-
-    def finish_all_gather(self) -> None:
-        """Wait for the all-gather of all parameters of this rank."""
-        self.reducer.finish_all_gather()
 
     @property
     def may_guard(self) -> bool:
@@ -184,10 +180,9 @@ class Updates:
         is_sparse = any(gradient.is_sparse for gradient in self._state.gradients())
         return bool(self._is_last and knows and not is_sparse)
 
-    def apply_guarded(self, outcome: Outcome) -> GradientNorms:
+    def apply_guarded(self, outcome: Outcome) -> None:
         """As ``apply``, but for the scheduler, if the norms of all gradients and the losses of the
-        outcome are finite. The host need not wait to know: the outcome tells later, and so do the
-        norms, which it brings.
+        outcome are finite. The host need not wait to know: the outcome tells later.
         """
         optimizer: Any = self._state.optimizer
         norms = GradientNorms(gradients_of(self._updated))
@@ -204,7 +199,6 @@ class Updates:
         finally:
             del optimizer.grad_scale, optimizer.found_inf
         self.accumulated = 0
-        return norms
 
     def advance(self) -> None:
         """Step the scheduler after an update."""

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from anabranch import errors
-from anabranch.errors import InvalidPlanError, some
+from anabranch.errors import InvalidPlanError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
 from anabranch.runtime import texts
 from anabranch.runtime.guards.failure import PeerLostError
+from anabranch.runtime.guards.same_batch import ranks_have
 from anabranch.runtime.initialisation import meta_names
 
 _REMEDY = {
@@ -58,13 +59,9 @@ def _difference(gathered: list[dict[str, str]]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, own in enumerate(gathered):
         ranks.setdefault(own.get(what, "nothing"), []).append(rank)
-    listed = "; ".join(f"{_named(who)} {value}" for value, who in ranks.items())
+    listed = "; ".join(f"{ranks_have(who)} {value}" for value, who in ranks.items())
     remedy = _REMEDY.get(what, "start every rank with the same arguments")
     return f"the ranks disagree on the {what}: {listed}; {remedy}"
-
-
-def _named(ranks: list[int]) -> str:
-    return f"ranks {some(ranks, 4)} have" if len(ranks) > 1 else f"rank {ranks[0]} has"
 
 
 def facts_of(captured: Captured, plan: Plan, options: Mapping[str, object]) -> dict[str, str]:

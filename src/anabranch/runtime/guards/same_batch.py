@@ -251,5 +251,9 @@ def odd_ones(values: Sequence[object], ranks: Sequence[int]) -> str:
         return ""
     # Of two equal groups the one with the first rank counts as right.
     most = max(groups.values(), key=lambda group: (len(group), -group[0]))
-    odd = sorted(rank for group in groups.values() if group is not most for rank in group)
-    return f"ranks {some(odd, 8)} have" if len(odd) > 1 else f"rank {odd[0]} has"
+    return ranks_have(sorted(r for group in groups.values() if group is not most for r in group))
+
+
+def ranks_have(ranks: Sequence[int]) -> str:
+    """Return the beginning of a sentence on some ranks."""
+    return f"ranks {some(ranks, 8)} have" if len(ranks) > 1 else f"rank {ranks[0]} has"

@@ -29,7 +29,7 @@ from anabranch.runtime.data_parallel.buckets import dense, entries
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.numerics.no_dropout import NoDropout
+from anabranch.runtime.numerics.dropout import NoDropout
 from anabranch.runtime.placement import roomy_home
 from anabranch.runtime.reference import (
     draws_random,

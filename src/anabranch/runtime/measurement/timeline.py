@@ -73,7 +73,7 @@ def _gathered(
 ) -> tuple[list[list[float]], list[Span]]:
     """Return some figures of each rank, and the spans of all of them, each by its rank's clock."""
     rows = [(str(action), *clock.seconds(marks)) for action, marks in timed]
-    everybody: list[Any] = texts.gather([figures, rows])
+    everybody: list[Any] = texts.gather([figures, rows], mesh.all_gather_bytes)
     spans = [
         Span(device, begun, ended, Action.parse(action))
         for device, (_, rows) in zip(mesh.devices, everybody, strict=True)

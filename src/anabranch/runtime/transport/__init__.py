@@ -7,39 +7,22 @@
 A message is a few tensors. Messages between two ranks with one tag arrive in the order they were
 sent. Both ends know shapes and element types beforehand, so nothing but the numbers travels.
 
-base             what every transport does
-host             through shared memory, between ranks of one host: memory, log, meeting
+base             what every transport does, and several of them as one
+host             through shared memory, between ranks of one host: memory, meeting
 process_group    through torch.distributed (Gloo)
 packing          a message as one piece of memory
-nccl             between ranks with a GPU each: handshake, notices, buffers, streams
-router           several transports as one
+nccl             between ranks with a GPU each: handshake, notices, buffers
 """
 
-from anabranch.runtime.transport.base import (
-    Channel,
-    Receipt,
-    Router,
-    Spec,
-    Transport,
-    guarded,
-    lost,
-)
-from anabranch.runtime.transport.host import HostTransport
-from anabranch.runtime.transport.meeting import Meeting, meet
-from anabranch.runtime.transport.nccl import NcclTransport
-from anabranch.runtime.transport.process_group import ProcessGroupTransport
-
-__all__ = [
-    "Channel",
-    "HostTransport",
-    "Meeting",
-    "NcclTransport",
-    "ProcessGroupTransport",
-    "Receipt",
-    "Router",
-    "Spec",
-    "Transport",
-    "guarded",
-    "lost",
-    "meet",
-]
+from anabranch.runtime.transport.base import Channel as Channel
+from anabranch.runtime.transport.base import Receipt as Receipt
+from anabranch.runtime.transport.base import Router as Router
+from anabranch.runtime.transport.base import Spec as Spec
+from anabranch.runtime.transport.base import Transport as Transport
+from anabranch.runtime.transport.base import guarded as guarded
+from anabranch.runtime.transport.base import lost as lost
+from anabranch.runtime.transport.host import HostTransport as HostTransport
+from anabranch.runtime.transport.meeting import Meeting as Meeting
+from anabranch.runtime.transport.meeting import meet as meet
+from anabranch.runtime.transport.nccl import NcclTransport as NcclTransport
+from anabranch.runtime.transport.process_group import ProcessGroupTransport as ProcessGroupTransport

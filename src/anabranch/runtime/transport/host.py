@@ -30,9 +30,8 @@ from torch import Tensor
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import Receipt, Spec, listed
-from anabranch.runtime.transport.log import Record
 from anabranch.runtime.transport.meeting import Meeting, Peer
-from anabranch.runtime.transport.memory import Segment
+from anabranch.runtime.transport.memory import Record, Segment
 from anabranch.runtime.transport.packing import pack, packing_of, specs_of, unpack
 
 

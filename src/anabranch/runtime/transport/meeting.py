@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from io import FileIO
 
 from anabranch.device.host import host
-from anabranch.runtime.transport.log import Reader, Writer
-from anabranch.runtime.transport.memory import BlockAddress, Segment, Window
+from anabranch.runtime.transport.memory import BlockAddress, Reader, Segment, Window, Writer
 
 Exchange = Callable[[bytes], list[bytes]]
 """A collective: everybody's bytes, of one length, by rank."""
