@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.cli.run_texts import say_run
+from anabranch.cli.run_results import say_run
 from anabranch.plans.plan import memory_text, time_text
 from anabranch.record import Run, StepPart, load_run, save_run
 from anabranch.record.figures import tables, told

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import pytest
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.record import save_run
 from anabranch.record.figures import told
-from anabranch.report import gantt
+from anabranch.report import html
 from anabranch.report.html import page as page_of
+from anabranch.report.theme import PIXELS
 from tests.record.test_figures import STEPS, on_page
 from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
 
@@ -179,7 +181,7 @@ def test_a_page_of_many_boxes_is_drawn_on_a_canvas_alone(
     """
     lines = []
     for most in (5, 5_000):
-        monkeypatch.setattr(gantt, "MOST_BOXES", most)
+        monkeypatch.setattr(html, "PIXELS", replace(PIXELS, most_boxes=most))
         text = page_of(plan(ALIKE), [("predicted", BOTH)])
         (data,) = re.findall(r'id="timeline-data">(.*?)</script>', text)
         rows = json.loads(data)["panels"][0]["rows"]

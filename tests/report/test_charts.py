@@ -2,60 +2,13 @@
 
 import math
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.report.charts import curve_chart, memory_chart, thin
-from tests.report.examples import STEP, of_class, parse, texts, timeline
-
-PREDICTED = timeline(STEP)
-
-
-def test_every_device_has_a_row_and_its_peak():
-    """Three devices of 3 MiB each at most."""
-    chart = memory_chart([("predicted", PREDICTED)])
-    root = parse(chart.svg())
-    written = texts(root)
-    assert [w for w in written if w.startswith("device")] == ["device 0", "device 1", "device 2"]
-    assert written.count("peak 3.0 MiB") == 3
-    assert len(of_class(root, "path", "area")) == 3
-
-
-def test_the_second_timeline_is_a_line_over_the_first():
-    """Predicted and measured in one row."""
-    measured = replace(PREDICTED, memory={0: ((0.0, 2**20),)})
-    chart = memory_chart([("predicted", PREDICTED), ("measured", measured)])
-    root = parse(chart.svg())
-    assert len(of_class(root, "path", "line1")) == 1
-    assert "peak 3.0 MiB \u00b7 1.0 MiB" in texts(root)
-
-
-def test_without_memory_there_is_no_chart():
-    """Measured runs on a CPU may not know it."""
-    assert memory_chart([("measured", replace(PREDICTED, memory={}))]) is None
-
-
-def test_a_staircase_of_the_memory():
-    """1 MiB, 3 MiB from 1 ms, 1 MiB from 6 ms: up once, down once, closed at the bottom."""
-    chart = memory_chart([("predicted", PREDICTED)])
-    path = of_class(parse(chart.svg()), "path", "area")[0].get("d", "")
-    assert re.fullmatch(r"M\S+ \S+H\S+V\S+H\S+V\S+H\S+V\S+H\S+Z", path)
-
-
-@given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 99)), max_size=60))
-def test_thinning_keeps_peaks_and_ends(steps):
-    """The highest level of every pixel and the one that lasts beyond it; at most two a pixel."""
-    steps.sort(key=lambda step: step[0])
-    kept = thin(steps)
-    assert len(kept) <= 2 * len({math.floor(x) for x, _ in steps})
-    for pixel in {math.floor(x) for x, _ in steps}:
-        before = [level for x, level in steps if math.floor(x) == pixel]
-        after = [level for x, level in kept if math.floor(x) == pixel]
-        assert max(after) == max(before)
-        assert after[-1] == before[-1]
+from anabranch.report.charts import curve_chart
+from tests.report.examples import of_class, parse
 
 
 def points(path):

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.report import gantt
 from anabranch.report.gantt import timeline_svg
-from anabranch.report.theme import rect, text, text_width
+from anabranch.report.theme import text_width
 from anabranch.report.timeline_layout import arrange
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
@@ -199,13 +198,12 @@ def test_several_stages_on_one_device_share_its_row():
 
 
 def test_stages_of_one_device_are_told_apart():
-    """The second stage is paler, also where boxes are joined; the note says so."""
+    """The second stage is paler, and the note says so."""
     step = timeline("0: 0F0 0-1 | 2F0 1-2\n1: 1F0 0-1")
     svg = timeline_svg([("interleaved", step)], chain(3))
     boxes = [b for b in of_class(parse(svg), "rect", "f") if b.get("data-n")]
     assert [b.get("class") for b in boxes] == ["f", "f p1", "f"]
     assert "paler: later stages of a device" in svg
-    assert [path.split('"')[1] for path in gantt.joined([rect("f p1", 0, 0, 1, 1)])] == ["f p1"]
     assert "paler" not in timeline_svg([("predicted", PREDICTED)], TWO_TOWERS)
 
 
@@ -284,27 +282,3 @@ def test_rows_never_overlap(devices):
         panel = arrange([("step", step)], graph).panels[0]
         assert all(b - a >= panel.row_height + 1 for a, b in pairwise(panel.tops))
         assert panel.box_height >= 3
-
-
-def test_many_boxes_are_one_path_for_each_class(monkeypatch):
-    """Moves are from box to box, in tenths of a pixel; texts come after the boxes; and the picture
-    of a step has as many boxes as before.
-    """
-    pieces = [
-        rect("f", 10, 20, 5.04, 8, radius=2),
-        text("num", 12, 25, 8, "0"),
-        rect("b", 15.5, 20, 0.02, 8),
-        rect("f", 20.25, 31, 5, 8),
-    ]
-    shape = ' shape-rendering="crispEdges"'
-    assert gantt.joined(pieces) == [
-        f'<path class="f"{shape} d="M10 20h5v8h-5zm10.2 11h5v8h-5z"/>',
-        f'<path class="b"{shape} d="M15.5 20h0.1v8h-0.1z"/>',
-        pieces[1],
-    ]
-    whole = parse(timeline_svg([("predicted", timeline(STEP))], TWO_TOWERS))
-    boxes = len([box for box in of_class(whole, "rect", "f", "b") if box.get("data-n")])
-    monkeypatch.setattr(gantt, "MOST_BOXES", 5)
-    few = parse(timeline_svg([("predicted", timeline(STEP))], TWO_TOWERS))
-    paths = of_class(few, "path", "f", "b")
-    assert sum(path.get("d", "").count("z") for path in paths) == boxes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from anabranch.errors import AnabranchError, BudgetError, InfeasiblePlanError, SearchStoppedError
 
@@ -18,12 +18,19 @@ if TYPE_CHECKING:
     from anabranch.simulator.staleness import Staleness
     from anabranch.weights import OptimizerFacts
 
+_Key = TypeVar("_Key")
+
 
 class Contender(NamedTuple):
     """A planner and, without a flush, the weight policy that it plans for."""
 
     planner: str
     policy: str = ""
+
+    @property
+    def name(self) -> str:
+        """Planner and policy in words."""
+        return ", ".join(filter(None, self))
 
 
 Results = Mapping[Contender, "Plan | AnabranchError"]
@@ -34,7 +41,7 @@ def comparison(
     results: Results, optimizer: OptimizerFacts | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """Headings, and one row per contender, the shortest step first."""
-    plans, is_async = _plans(results), _is_async(results)
+    plans, is_async = [*plans_among(results).values()], _is_async(results)
     fastest = min((plan.figures.step_s for plan in plans), default=0.0)
     peak = max((max(plan.figures.device_peak_bytes) for plan in plans), default=0)
     unit = "GiB" if peak > 2**29 else "MiB"
@@ -102,7 +109,7 @@ def _seconds(seconds: float) -> str:
 
 def remarks(results: Results, costs: str) -> list[str]:
     """The lines below the table: origin of the costs, what holds for all, how each plan runs."""
-    plans = _plans(results)
+    plans = [*plans_among(results).values()]
     notes = plans[0].notes if plans else ()
     common = [text for text in notes if all(text in p.notes for p in plans)]
     lines = [f"costs: {costs}"]
@@ -279,8 +286,9 @@ def digits(value: float | None) -> str:
     return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
-def _plans(results: Results) -> list[Plan]:
-    return [plan for plan in results.values() if not isinstance(plan, AnabranchError)]
+def plans_among(results: Mapping[_Key, Plan | AnabranchError]) -> dict[_Key, Plan]:
+    """The results that are plans."""
+    return {key: plan for key, plan in results.items() if not isinstance(plan, AnabranchError)}
 
 
 def _is_async(results: Results) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
 from anabranch.cli.parsing import powers_of_two, usage
-from anabranch.cli.progress import begin_compiling, progress_bar
+from anabranch.cli.progress import begin_compiling, measured
 from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
     from anabranch.plans.plan import Plan
     from anabranch.profile.profile import Profile
-    from anabranch.timeline import Timeline
     from anabranch.workload import Workload
 
 
@@ -67,21 +66,14 @@ class Job:
 
     def measure(self, batch_size: int) -> Profile:
         """Time the operators here, on one thread each, as ranks do, or on a GPU."""
-        from anabranch import launch
-        from anabranch.runtime.measurement.workload import measure_workload
-
-        time = partial(
-            measure_workload,
-            self.workload,
-            powers_of_two(batch_size),
-            captured=self.captured,
-            device=self.device,
-        )
+        what = self.workload, powers_of_two(batch_size), self.captured
+        time = partial(measured, *what, self.device, self.source.model)
         if self.device != CPU and "RANK" not in os.environ:
+            from anabranch import launch
+
             profile: Profile = launch.run(time, 1)[0]
         else:
-            with progress_bar(f"measuring {self.source.model}") as progress:
-                profile = time(progress=progress)
+            profile = time()
         self.profile = profile
         return profile
 
@@ -166,13 +158,3 @@ class Job:
         now = accelerator.count(self.device)
         lost, self._gpus = max((self._gpus or now) - now, 0), now
         return max(planned - lost, 1)
-
-    def foreseen(self, plan: Plan) -> tuple[Plan, Timeline]:
-        """A plan with its figures where the ranks share this machine's cores, and the timeline."""
-        from anabranch.solve import foreseen, simulate
-
-        assert self.profile is not None
-        cluster = self.cluster(len(plan.stage_graph.devices))
-        if plan.mode == "async":  # whose figures are of the full pipeline, not of the timeline
-            return plan, simulate(plan, self.profile, cluster)
-        return foreseen(plan, self.profile, cluster)

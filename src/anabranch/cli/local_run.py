@@ -1,11 +1,10 @@
-"""Training of a job on local ranks, or as one rank of torchrun, and the folder that it leaves."""
+"""Training of a job on local ranks, or as one rank of torchrun."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch.cli.job import Job
@@ -128,25 +127,3 @@ def looks_of(job: Job, *, replans: bool) -> Looks | None:
     }
     replanner = Replanner(profile, job.cluster(len(graph.devices)), options)
     return Looks(replans=replans, replanner=replanner)
-
-
-def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
-    """Write the run's folder with the predicted timeline, and what its step is spent on;
-    ``plan`` as it was executed.
-    """
-    from anabranch.record import Origin, StepPart, save_run
-    from anabranch.solve import explain
-
-    run = replace(run, plan=plan or run.plan, origin=Origin.here())
-    if job.profile is not None and run.predicted is not None:
-        cluster = job.cluster(len(run.plan.stage_graph.devices))
-        predicted, timeline = job.foreseen(run.plan)
-        timelines = (("predicted", timeline), *run.timelines)
-        run = replace(run, plan=predicted, timelines=timelines)
-        if run.mode == "sync":
-            why = explain(predicted, job.profile, cluster)
-            parts = tuple(StepPart(*line) for line in why.parts())
-            figures = replace(predicted.figures, limit=why.limit)
-            run = replace(run, plan=replace(predicted, predicted=figures), parts=parts)
-    save_run(run, folder)
-    return run

@@ -15,11 +15,11 @@ import typer
 from anabranch.cli.output import why_not
 from anabranch.cli.training_settings import ComputeSettings, FlushSettings, TrainingSettings
 from anabranch.errors import DataError, OutputError, TrainingError
+from anabranch.plans.in_flight import with_in_flight
 
 if TYPE_CHECKING:
     from anabranch.graph.capture import Captured
     from anabranch.plans.plan import Plan
-    from anabranch.plans.stages import StageGraph
     from anabranch.runtime.compute.options import ComputeOptions
     from anabranch.weights import WeightPolicy
     from anabranch.workload import Workload
@@ -191,13 +191,12 @@ def executed_plan(
     notes = plan.notes if is_planned else _without_policy(plan)
     if reason:
         notes = (policy_note, *notes)
-    held = tuple(stage.in_flight for stage in graph.stages)
     if order.round_robin:
-        held = order.in_flight
+        graph = with_in_flight(graph, order.in_flight)
         notes = (*notes, "in flight is of each replica, in rounds of mini-batches")
     return replace(
         plan,
-        stage_graph=_holding(graph, held),
+        stage_graph=graph,
         mode="async",
         policy=chosen.name,
         round_robin=order.round_robin,
@@ -211,21 +210,16 @@ def executed_plan(
 def _flushed(plan: Plan) -> Plan:
     """An asynchronous plan in steps with a flush, whose batch has an end."""
     graph = plan.stage_graph
-    held = tuple(min(s.in_flight, graph.num_microbatches(i)) for i, s in enumerate(graph.stages))
+    held = (min(s.in_flight, graph.num_microbatches(i)) for i, s in enumerate(graph.stages))
     return replace(
         plan,
-        stage_graph=_holding(graph, held),
+        stage_graph=with_in_flight(graph, held),
         mode="sync",
         policy="",
         round_robin=False,
         predicted=None,
         notes=_without_policy(plan),
     )
-
-
-def _holding(graph: StageGraph, held: tuple[int, ...]) -> StageGraph:
-    pairs = zip(graph.stages, held, strict=True)
-    return replace(graph, stages=tuple(replace(stage, in_flight=n) for stage, n in pairs))
 
 
 def _without_policy(plan: Plan) -> tuple[str, ...]:

@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from anabranch.graph.capture import Captured
+    from anabranch.profile.profile import Profile
     from anabranch.training import Event, StepEvent
+    from anabranch.workload import Workload
 
 _CLEAR = "\r\x1b[2K"
 _LEAST_BAR, _MOST_BAR = 8, 40
@@ -31,6 +34,18 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         task = bar.add_task(title, total=None)
         yield lambda done, total, title=None: bar.update(
             task, completed=done, total=total, description=title
+        )
+
+
+def measured(
+    workload: Workload, samples: tuple[int, ...], captured: Captured, device: str, model: str
+) -> Profile:
+    """Time the operators of a workload here, with a bar of how far that is."""
+    from anabranch.runtime.measurement.workload import measure_workload
+
+    with progress_bar(f"measuring {model} on {device}") as progress:
+        return measure_workload(
+            workload, samples, captured=captured, device=device, progress=progress
         )
 
 

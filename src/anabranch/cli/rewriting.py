@@ -62,63 +62,78 @@ def required_rewrites(text: str, source: ModelSource, mode: str = "sync") -> tup
 
 @dataclass
 class Tried:
-    """Plans for rewrites of one model.
+    """Plans of one model, as it is written and with rewrites.
 
     Attributes:
+        costs: profile of the model as it is written.
+        written: its plan; None where nothing fits.
         plans: rewrites, joined by commas -> their plan, and the profile that it rests on.
         errors: rewrites -> why there is no plan.
     """
 
+    costs: Profile
+    written: Plan | None = None
     plans: dict[str, tuple[Plan, Profile]] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
 
     @property
-    def found(self) -> list[Plan]:
-        """The plans alone."""
-        return [plan for plan, _ in self.plans.values()]
+    def best(self) -> Plan | None:
+        """The plan to take, if there is any."""
+        from anabranch.solve import choose_rewrite
 
-    def origin(self, plan: Plan) -> tuple[tuple[str, ...], Profile] | None:
-        """The rewrites and the profile of a plan; None for that of the model as written."""
+        return choose_rewrite(self.written, [plan for plan, _ in self.plans.values()])
+
+    def origin(self, plan: Plan) -> tuple[tuple[str, ...], Profile]:
+        """The rewrites and the profile of a plan."""
         for names, (other, profile) in self.plans.items():
             if other is plan:
                 return tuple(names.split(",")), profile
-        return None
+        return (), self.costs
 
     def document(self) -> dict[str, Any]:
-        """Rewrite -> seconds of its step, or why there is no plan."""
-        errors = {name: {"error": str(error)} for name, error in self.errors.items()}
-        return {name: {"step_s": p.figures.step_s} for name, (p, _) in self.plans.items()} | errors
+        """Seconds of the steps, or why there is no plan, if rewrites were tried."""
+        if not self.plans and not self.errors:
+            return {}
+        tried: dict[str, Any] = {
+            n: {"step_s": p.figures.step_s} for n, (p, _) in self.plans.items()
+        }
+        tried |= {name: {"error": str(error)} for name, error in self.errors.items()}
+        written_s = None if self.written is None else self.written.figures.step_s
+        return {"rewrites_tried": tried, "as_written_step_s": written_s}
 
-    def lines(self, chosen: Plan, written: Plan | None) -> Iterator[str]:
-        """A line for each rewrite that was tried and is not in the chosen plan."""
+    def lines(self) -> Iterator[str]:
+        """A line for each rewrite that was tried and is not in the best plan."""
         from anabranch.solve import gain_note
 
+        best = self.best
         for name, (plan, _) in self.plans.items():
-            if plan is not chosen:
-                gain = "" if written is None else f", {gain_note(written, plan)}"
+            if plan is not best:
+                gain = "" if self.written is None else f", {gain_note(self.written, plan)}"
                 yield f"rewrite {name}: {plan.figures.step_s * 1e3:.2f} ms a step{gain}; not taken"
         for name, error in self.errors.items():
             yield f"rewrite {name}: none, {error}"
 
 
-def try_rewrites(
+def plan_with_rewrites(
     source: ModelSource,
-    profile: Profile,
+    costs: Profile,
     profile_of: Callable[[ModelSource], Profile],
     search: Callable[[Profile], Plan],
-    written: Plan | None,
+    *,
+    tries: bool,
 ) -> Tried:
-    """Plan the model with each rewrite that may make its step shorter.
-
-    These are those of joins; then, on top of the best, those of tables that hold it up.
+    """Plan a model as it is written and, if asked to, with each rewrite that may make its step
+    shorter: those of joins; then, on top of the best, those of tables that hold it up.
 
     Args:
-        profile: of the model as it is written.
-        written: the plan of that, None where nothing fits; then ``TOO_LARGE`` are tried, too.
-    """
-    from anabranch.solve import choose_rewrite, splits_of_tables
+        costs: of the model as it is written; where nothing fits, ``TOO_LARGE`` are tried, too.
 
-    tried = Tried()
+    Raises:
+        InfeasiblePlanError: if there is no plan at all.
+    """
+    from anabranch.solve import splits_of_tables
+
+    tried, failure = Tried(costs), None
 
     def attempt(*names: str) -> None:
         key = ",".join(names)
@@ -128,11 +143,18 @@ def try_rewrites(
         except (CaptureError, InfeasiblePlanError) as error:
             tried.errors[key] = error
 
-    for name in (*profile.graph.rewritable, *(() if written else TOO_LARGE)):
-        attempt(name)
-    best = choose_rewrite(written, tried.found)
-    if best is not None and not best.interrupted:
-        names, costs = tried.origin(best) or ((), profile)
-        for name in splits_of_tables(best, costs):
-            attempt(*names, name)
+    try:
+        tried.written = search(costs)
+    except InfeasiblePlanError as error:
+        failure = error
+    if tries and not (tried.written is not None and tried.written.interrupted):
+        for name in (*costs.graph.rewritable, *(() if tried.written else TOO_LARGE)):
+            attempt(name)
+        best = tried.best
+        if best is not None and not best.interrupted:
+            names, profile = tried.origin(best)
+            for name in splits_of_tables(best, profile):
+                attempt(*names, name)
+    if failure is not None and tried.best is None:
+        raise failure
     return tried

@@ -17,7 +17,6 @@ own as the model is imported only where the command line says ``--trust``.
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import tomllib
 from collections.abc import Iterable
@@ -27,6 +26,7 @@ from typing import Any
 
 import typer
 
+from anabranch.cli.parsing import meant
 from anabranch.cli.source import model_in_file
 from anabranch.errors import FileFormatError
 
@@ -58,7 +58,9 @@ def model_or_file(context: typer.Context, model: str) -> str:
                 f"options of the model are one, [{_OPTIONS}]"
             )
         elif name not in known:
-            raise typer.BadParameter(_unknown(path, key, [*known, _OPTIONS]))
+            keys = [*known, _OPTIONS]
+            hint = meant(name, keys) or f"; keys are {', '.join(sorted(keys))}"
+            raise typer.BadParameter(f"{path}: there is no option {key!r}{hint}")
         elif known[name].name in defaults:
             raise typer.BadParameter(f"{path}: {key} is there twice, once with an underscore")
         else:
@@ -164,13 +166,6 @@ def _check(context: typer.Context, path: Path, key: str, parameter: Any, value: 
         parameter.process_value(context, value)
     except typer.BadParameter as error:
         raise typer.BadParameter(f"{path}: {key} = {value!r}: {error.message}") from error
-
-
-def _unknown(path: Path, key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key.replace("_", "-"), known, 1)
-    if close:
-        return f"{path}: there is no option {key!r}; {close[0]} is meant?"
-    return f"{path}: there is no option {key!r}; keys are {', '.join(sorted(known))}"
 
 
 def _text(value: Any) -> str:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal, cast
 import typer
 
 from anabranch.cli.output import note
-from anabranch.cli.parsing import parse_counts, powers_of_two, usage
-from anabranch.cli.progress import progress_bar
+from anabranch.cli.parsing import powers_of_two, usage
+from anabranch.cli.profile_file import read_profile_file
+from anabranch.cli.progress import measured
 from anabranch.device.kinds import ACCELERATORS, CPU
 from anabranch.errors import SearchStoppedError
 from anabranch.graph.opgraph import Granularity
@@ -165,7 +166,7 @@ class ModelSource:
             raise typer.BadParameter("--optimizer is for --mode async")
         facts = OPTIMIZERS[optimizer] if optimizer is not None else None
         if self.is_file:
-            return self._from_file(device, samples), facts
+            return read_profile_file(self.model, self.options, device, samples), facts
         if not times and _is_here(device):
             device = ANY_GPU
         counts = samples or powers_of_two(batch_size)
@@ -186,14 +187,8 @@ class ModelSource:
     ) -> Profile:
         self.facts["kept_capture"] = False
         if _is_here(device):
-            from anabranch.runtime.measurement.workload import measure_workload
-
             workload = build()
-            captured = self.capture(workload)
-            with progress_bar(f"measuring {self.model} on {device}") as progress:
-                return measure_workload(
-                    workload, counts, captured=captured, device=device, progress=progress
-                )
+            return measured(workload, counts, self.capture(workload), device, self.model)
         from anabranch.files.capture_cache import estimated
 
         with self._capturing():
@@ -215,45 +210,6 @@ class ModelSource:
         self.facts["kept_capture"] = True
         note(f"{self.model}: by the capture that is kept; --no-cache captures anew")
 
-    def _from_file(self, device: str, samples: tuple[int, ...] | None) -> Profile:
-        from anabranch.files import load_profile
-        from anabranch.files.pipedream import is_foreign, read_profile
-
-        path = Path(self.model)
-        if is_foreign(path):
-            profile = usage(read_profile, path, self._samples_of_file(samples))
-        elif self.options or samples:
-            names = ", ".join([*self.options, *(["--samples"] if samples else [])])
-            raise typer.BadParameter(f"{self.model} is a profile; options ({names}) do nothing")
-        else:
-            profile = load_profile(path)
-        if profile.source == "imported":
-            note(
-                f"{self.model} is imported: its seconds are those of {profile.device}, "
-                "whatever device is asked for"
-            )
-        elif profile.device.split(":")[0] != device.split(":")[0]:
-            note(
-                f"{self.model} has times for {profile.device}, but {device} is asked for: "
-                "the seconds below are those of the former"
-            )
-        return profile
-
-    def _samples_of_file(self, counts: tuple[int, ...] | None) -> int | None:
-        """Samples in a mini-batch of another project's profile, if the user says so."""
-        unknown = ", ".join(name for name in self.options if name != "samples")
-        if unknown:
-            raise typer.BadParameter(
-                f"{self.model} is a profile; its only option is samples, not {unknown}"
-            )
-        counts = parse_counts(self.options["samples"]) if "samples" in self.options else counts
-        if counts and len(counts) > 1:
-            raise typer.BadParameter(
-                f"{self.model} was measured with one mini-batch; say how many samples that had, "
-                f"one number, not {', '.join(map(str, counts))}"
-            )
-        return counts[0] if counts else None
-
 
 def model_in_file(model: str, file: Path, command: str) -> str:
     """Return the model that a file names: built-in or a profile, never a function to be imported.
@@ -273,7 +229,12 @@ def model_in_file(model: str, file: Path, command: str) -> str:
     return model
 
 
-def command_naming(context: typer.Context, model: str, file: Path) -> str:
+def model_of_plan(context: typer.Context, model: str, file: Path) -> str:
+    """Return ``model_in_file`` for the model of a plan, whose verb takes another one behind it."""
+    return model_in_file(model, file, _command_naming(context, model, file))
+
+
+def _command_naming(context: typer.Context, model: str, file: Path) -> str:
     """Return the command that runs, with its options, and with the model named behind the file."""
     words = ["anabranch", str(context.info_name), str(file), model]
     for parameter in context.command.params:

@@ -4,7 +4,6 @@ Keys are what a run seldom needs; ``docs/command-line.md`` lists them.
 """
 
 # Annotations are not left as text: spread would evaluate each of them for --help.
-import difflib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from anabranch.cli.output import file_to_write, folder_to_write
-from anabranch.cli.parsing import interval, named_values, usage
+from anabranch.cli.parsing import interval, meant, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.cli.settings import (
     LocalPlanSettings,
@@ -354,11 +353,9 @@ def _split(text: str) -> tuple[str, str]:
     kinds = (*FILES, *FOLDERS, *TRACKERS)
     kind, _, where = text.partition(":")
     if kind not in kinds:
-        close = difflib.get_close_matches(kind, kinds, 1)
-        meant = f"; {close[0]} is meant?" if close else ""
         raise typer.BadParameter(
-            f"--log {text}: there is no log {kind!r}{meant} Write jsonl:FILE, csv:FILE, "
-            "tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT"
+            f"--log {text}: there is no log {kind!r}{meant(kind, kinds)} Write jsonl:FILE, "
+            "csv:FILE, tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT"
         )
     if not where:
         what = "FILE" if kind in FILES else "FOLDER" if kind in FOLDERS else "NAME"

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.data.columns import Columns
-from anabranch.data.packed import PackedData, Rows
+from anabranch.data.packed import Rows
 from anabranch.data.random_state import mixed, seeded
 from anabranch.errors import DataError
 
@@ -274,7 +274,9 @@ def loader_of(data: Any, *, shuffle: bool, packing: Rows = NOT_PACKED) -> Any:
     if is_set or isinstance(data, DataLoader | IterableDataset):
         return Loader(data, shuffle=shuffle, packing=packing)
     if callable(data):
-        return data if packing == NOT_PACKED else PackedData(data, packing)
+        if packing == NOT_PACKED:
+            return data
+        return lambda *arguments: map(packing.packed, data(*arguments))
     if isinstance(data, Iterable):
         return Loader(data, shuffle=shuffle, packing=packing)
     raise TypeError(

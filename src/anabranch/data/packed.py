@@ -13,7 +13,7 @@ whatever cuts batches may cut them, and brings them back when the module is call
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -182,14 +182,3 @@ def _parted(name: str, tensor: Tensor, samples: int, count: int, numbers: Sequen
             "vision-language model of transformers let anabranch.multimodal_batch do so"
         )
     return tensor.reshape(samples, -1, *tensor.shape[1:])
-
-
-class PackedData:
-    """A user's function that yields batches, of which the Workload says where samples are."""
-
-    def __init__(self, function: Callable[..., Iterable[Any]], packing: Rows) -> None:
-        self.function, self.packing = function, packing
-
-    def __call__(self, *arguments: int) -> Iterator[Any]:
-        """Batches with the samples in front."""
-        return map(self.packing.packed, self.function(*arguments))

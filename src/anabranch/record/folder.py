@@ -119,7 +119,8 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
     Args:
         against: name of another run and the run, drawn under the same axes.
     """
-    from anabranch.report.html import WeightVersions, page
+    from anabranch.report.html import page
+    from anabranch.report.stage_table import WeightVersions
     from anabranch.simulator.critical_path import critical_path
 
     document = run.figures()

@@ -1,99 +1,12 @@
-"""Charts of the page: memory of every device over the step, and curves such as the loss."""
+"""Curves of the page, such as the loss over training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import TypeVar
 
-from anabranch.plans.plan import memory_text
-from anabranch.report.theme import PIXELS, Drawing, num, rect, significant, text, text_width, ticks
-from anabranch.timeline import Timeline
-
-_Y = TypeVar("_Y", int, float)
-
-
-def memory_chart(
-    timelines: Sequence[tuple[str, Timeline]], *, width: float = 1200
-) -> Drawing | None:
-    """Draw memory in use over the step, a row per device; None if none was recorded.
-
-    The first timeline that has memory is an area, the second a line over it.
-    """
-    known = [(title, t) for title, t in timelines if any(t.memory.values())][:2]
-    if not known:
-        return None
-    devices = sorted({device for _, t in known for device in t.memory})
-    ends = [max(t.step_s, t.makespan_s) for _, t in known]
-    peaks = [t.peak_bytes for _, t in known]
-    most = max(peak for device_peaks in peaks for peak in device_peaks.values()) or 1
-    row = 44.0 if len(devices) <= 8 else 30.0 if len(devices) <= 16 else 19.0
-    label = min(12.0, row - 5)
-    left, right = PIXELS.margin + 84, width - PIXELS.margin - 190
-    scale = (right - left) / (max(ends) or 1e-9)
-    bottom = PIXELS.legend + row * len(devices)
-    drawing = Drawing(width, bottom + 30, "Memory of every device over the step")
-    _legend(drawing, [title for title, _ in known], left)
-    _time_axis(drawing, left, right, bottom, scale)
-    for i, device in enumerate(devices):
-        base = PIXELS.legend + row * (i + 1)
-        middle = base - row / 2 + 2 + label * 0.36
-        drawing.add(rect("lane", left, base - row + 4, right - left, row - 4, radius=2))
-        drawing.add(text("right", left - 10, middle, label, f"device {device}"))
-        for k, (_, timeline) in enumerate(known):
-            steps = [(left + t * scale, b) for t, b in timeline.memory.get(device, ())]
-            end = left + ends[k] * scale
-            drawing.add(*_staircase(thin(steps), end, base, (row - 8) / most, filled=k == 0))
-        texts = " \u00b7 ".join(memory_text(device_peaks.get(device, 0)) for device_peaks in peaks)
-        drawing.add(text("muted", right + 10, middle, label, f"peak {texts}"))
-    return drawing
-
-
-def _time_axis(drawing: Drawing, left: float, right: float, bottom: float, scale: float) -> None:
-    for time in ticks(0.0, (right - left) / scale * 1e3, round((right - left) / 100)):
-        x = left + time / 1e3 * scale
-        drawing.add(f'<path class="rule" d="M{num(x)} {num(PIXELS.legend)}V{num(bottom + 4)}"/>')
-        drawing.add(text("muted num", x, bottom + 18, 11, significant(time)))
-    drawing.add(text("muted right", left - 10, bottom + 18, 11, "time in ms"))
-
-
-def _legend(drawing: Drawing, titles: Sequence[str], x: float) -> None:
-    for k, title in enumerate(titles):
-        drawing.add(rect("area" if k == 0 else "line1", x, 9, 16, 10, radius=2))
-        drawing.add(text("", x + 22, 18, 12, title))
-        x += 22 + text_width(title, 12) + 18
-
-
-def thin(steps: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Keep the highest and the last step in each pixel column, so that no peak is lost."""
-    kept = []
-    for column in _columns(steps):
-        highest = max(column, key=lambda step: step[1])
-        kept.append(highest)
-        if column[-1][1] != highest[1]:
-            kept.append(column[-1])
-    return kept
-
-
-def _columns(points: Sequence[tuple[float, _Y]]) -> list[list[tuple[float, _Y]]]:
-    """Group ascending points by pixel column."""
-    return [list(column) for _, column in groupby(points, key=lambda point: math.floor(point[0]))]
-
-
-def _staircase(
-    steps: Sequence[tuple[float, int]], end: float, base: float, scale: float, *, filled: bool
-) -> list[str]:
-    if not steps:
-        return []
-    path = f"M{num(steps[0][0])} {num(base - steps[0][1] * scale)}"
-    for x, level in steps[1:]:
-        path += f"H{num(x)}V{num(base - level * scale)}"
-    path += f"H{num(end)}"
-    if filled:
-        path += f"V{num(base)}H{num(steps[0][0])}Z"
-        return [f'<path class="area" stroke-width="1" d="{path}"/>']
-    return [f'<path class="line1" stroke-width="1.5" d="{path}"/>']
+from anabranch.report.theme import PIXELS, Drawing, num, significant, text, ticks
 
 
 def curve_chart(
@@ -189,7 +102,8 @@ def _polyline(points: Sequence[tuple[float, float]], css: str, stroke: float) ->
 def _extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Keep the lowest and the highest point of each pixel column, in order."""
     kept = []
-    for column in _columns(points):
+    for _, points_of_column in groupby(points, key=lambda point: math.floor(point[0])):
+        column = list(points_of_column)
         real = [p for p in column if not math.isnan(p[1])]
         if len(column) <= 2 or not real:
             kept += column

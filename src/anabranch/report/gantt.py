@@ -14,7 +14,6 @@ The page's script draws the boxes by the same rules on a canvas, and replaces th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -96,8 +95,7 @@ def paint(layout: TimelineLayout) -> Drawing:
             pieces += _strip(layout, "update", row.updates, top, panel.box_height)
             foot = top + panel.row_height - panel.sum_height + 1
             pieces += _strip(layout, "sum", row.sums, foot, panel.sum_height - 1)
-        drawing.add(*(joined(pieces) if len(pieces) > MOST_BOXES else pieces))
-        drawing.add(_step_end(layout, panel), "</g>")
+        drawing.add(*pieces, _step_end(layout, panel), "</g>")
     if merged:
         said = (
             f"{merged:,} of {total:,} actions are narrower than a pixel; "
@@ -105,41 +103,6 @@ def paint(layout: TimelineLayout) -> Drawing:
         )
         drawing.add(text("muted note", PIXELS.margin, layout.height - 8, 10.5, said))
     return drawing
-
-
-def joined(pieces: Sequence[str]) -> list[str]:
-    """Draw all rectangles of a class as one path, which a browser opens at once however many they
-    are; everything else comes after them.
-    """
-    paths: dict[str, list[str]] = {}
-    last: dict[str, tuple[float, float]] = {}
-    rest = []
-    for piece in pieces:
-        match = _RECT.match(piece)
-        if match is None:
-            rest.append(piece)
-            continue
-        css, *numbers = match.groups()
-        x, y, width, height = (round(float(number), 1) for number in numbers)
-        before = last.get(css)
-        move = f"M{num(x)} {num(y)}" if before is None else _step(x - before[0], y - before[1])
-        wide = num(max(width, 0.1))
-        paths.setdefault(css, []).append(f"{move}h{wide}v{num(height)}h-{wide}z")
-        last[css] = x, y
-    shape = ' shape-rendering="crispEdges"'
-    return [f'<path class="{c}"{shape} d="{"".join(d)}"/>' for c, d in paths.items()] + rest
-
-
-def _step(x: float, y: float) -> str:
-    return f"m{num(round(x, 1))} {num(round(y, 1))}".replace(" -", "-")
-
-
-MOST_BOXES = 5_000
-"""Pieces of a panel beyond which its boxes are joined."""
-
-_RECT = re.compile(
-    r'<rect class="([^"]+)" x="([^"]+)" y="([^"]+)" width="([^"]+)" height="([^"]+)"'
-)
 
 
 def legend(layout: TimelineLayout) -> list[tuple[str, str]]:

@@ -1,13 +1,13 @@
 """Page of a plan and its timelines: one HTML file that loads nothing else.
 
 The script draws timelines and memory on canvases, with zoom, lanes that open to replicas and links
-between stage graph, lanes and table. Without it there are pictures of them, unless they are large.
+between stage graph, lanes and table. Without it there is a picture of the timelines, unless it is
+large.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 
 from anabranch.plans.plan import (
@@ -16,12 +16,12 @@ from anabranch.plans.plan import (
     bound_text,
     enough_text,
     memory_text,
-    ranges,
     time_text,
 )
 from anabranch.plans.stages import StageGraph
-from anabranch.report import charts, gantt, lanes, names, page_data, stagegraph, timeline_layout
+from anabranch.report import charts, gantt, names, page_data, stagegraph, timeline_layout
 from anabranch.report.figure import Figure, ReportTable
+from anabranch.report.stage_table import NOT_MEASURED, WeightVersions, busy_shares, stage_table
 from anabranch.report.theme import (
     DARK,
     FONT,
@@ -30,31 +30,9 @@ from anabranch.report.theme import (
     Drawing,
     escape,
     num,
-    significant,
     style,
 )
-from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class WeightVersions:
-    """Measured versions of weights of a run without a flush.
-
-    Attributes:
-        version_difference: per stage, most updates between forward and backward.
-        peak_versions: per device, ascending, most copies of its weights.
-        round_robin: replicas take mini-batches in turn.
-    """
-
-    version_difference: Sequence[int] = ()
-    peak_versions: Sequence[int] = ()
-    round_robin: bool = False
-
-
-NOT_MEASURED = WeightVersions()
-"""Weight versions of a run with a flush, or of a plan alone."""
-
 
 BUTTONS = (
     ("back", "\u2190", "earlier"),
@@ -133,13 +111,13 @@ def page(
             timelines, graphs or plan.stage_graph, width=PIXELS.width, is_endless=is_endless
         )
         what = "Some mini-batches" if is_endless else "One training step"
-        is_large = sum(len(t.spans) + len(t.sums) for _, t in timelines) > gantt.MOST_BOXES
+        is_large = sum(len(t.spans) + len(t.sums) for _, t in timelines) > PIXELS.most_boxes
         drawing = None if is_large else gantt.paint(layout)
         parts.append(_timeline_section(what, gantt.title(layout), drawing))
         script = _script(layout, paths)
-        if memory := charts.memory_chart(timelines, width=PIXELS.width):
-            picture = _canvas("memory", memory.title, None if is_large else memory)
-            parts.append(_section("Memory of every device", picture))
+        if any(any(timeline.memory.values()) for _, timeline in timelines):
+            memory = _canvas("memory", "Memory of every device over the step")
+            parts.append(_section("Memory of every device", memory))
     parts += [_text_table(table) for table in tables]
     for name, values in (curves or {}).items():
         chart = charts.curve_chart(
@@ -151,8 +129,8 @@ def page(
             other=(other_curves or {}).get(name, ()),
         )
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
-    rows = _table(plan, timelines, graphs, weights, own)
-    parts.append(_section("Stages in detail", f"{_SEARCH if timelines else ''}{rows}"))
+    table = _scrolling(stage_table(plan, timelines, shown, weights, own), "Stages in detail")
+    parts.append(_section("Stages in detail", f"{_SEARCH if timelines else ''}{table}"))
     limits = plan.predicted is not None and bound_text(
         plan.predicted, plan.stage_graph
     ) + enough_text(plan.predicted)
@@ -262,7 +240,7 @@ def _figures(figures: Sequence[Figure]) -> str:
 
 def _stages(graph: StageGraph, timeline: Timeline | None, number: int) -> str:
     """The whole stage graph: with names where the page is wide enough, else with numbers."""
-    busy = _busy(graph, timeline) if timeline is not None else ()
+    busy = busy_shares(graph, timeline) if timeline is not None else ()
     full, wide = stagegraph.width_of(graph), PIXELS.width - 4
     drawings = [("small", stagegraph.draw_small(graph, 424, busy))]
     if full <= wide:
@@ -283,16 +261,6 @@ def _stages(graph: StageGraph, timeline: Timeline | None, number: int) -> str:
         f"{fits}{{.stages .{other}{{display:block}}.stages .small{{display:none}}}}</style>"
         f"{pictures}</div>{hint}"
     )
-
-
-def _busy(graph: StageGraph, timeline: Timeline) -> list[float]:
-    """Share of the time that each stage computes on its devices, without their other stages."""
-    seconds = [0.0] * len(graph)
-    for span in timeline.spans:
-        if span.action.kind.is_compute and span.action.stage < len(graph):
-            seconds[span.action.stage] += span.end - span.start
-    whole = [stage.replicas * timeline.step_s for stage in graph.stages]
-    return [s / w if w else 0.0 for s, w in zip(seconds, whole, strict=True)]
 
 
 def _text_table(table: ReportTable) -> str:
@@ -320,12 +288,10 @@ def _section(heading: str, content: str, *, is_foldable: bool = False) -> str:
     return f"<section>{title}{content}</section>"
 
 
-def _picture(drawing: Drawing, *, shrink: float | None = None) -> str:
+def _picture(drawing: Drawing) -> str:
     """Fit a picture to the page; on narrow pages it scrolls instead of becoming unreadable."""
-    least = PIXELS.narrowest if shrink is None else drawing.width * shrink
-    drawing.attributes += (
-        f' style="width:{num(drawing.width)}px;max-width:100%;min-width:{num(least)}px"'
-    )
+    width = f"width:{num(drawing.width)}px;max-width:100%;min-width:{num(PIXELS.narrowest)}px"
+    drawing.attributes += f' style="{width}"'
     return _scrolling(drawing.svg(standalone=False))
 
 
@@ -335,7 +301,7 @@ def _scrolling(content: str, label: str = "") -> str:
     return f'<div class="panel-box"><div class="scroll"{region}>{content}</div></div>'
 
 
-def _canvas(name: str, title: str, drawing: Drawing | None) -> str:
+def _canvas(name: str, title: str, drawing: Drawing | None = None) -> str:
     """The place of a canvas, with a picture for readers without the script."""
     picture = _picture(drawing) if drawing else "<noscript>drawn by a script</noscript>"
     keys = ' tabindex="0" role="application" aria-label="timeline, moved by keys"'
@@ -363,89 +329,6 @@ def _timeline_section(what: str, title: str, drawing: Drawing | None) -> str:
         f'<section><h2>{what} <span id="zoom" hidden>{"".join(buttons)}</span></h2>'
         f'{_canvas("timeline", title, drawing)}<p class="hint" id="said" role="status"></p>'
         f'<p class="hint">{hint}</p></section>'
-    )
-
-
-def _table(
-    plan: Plan,
-    timelines: Sequence[tuple[str, Timeline]],
-    graphs: Sequence[StageGraph] | None,
-    weights: WeightVersions,
-    number: int,
-) -> str:
-    """Return a table of the stages, with times of the timelines that executed this plan."""
-    graph = plan.stage_graph
-    own = [
-        (title, t)
-        for (title, t), g in zip(timelines, graphs or [graph] * len(timelines), strict=True)
-        if names.same_stages(g) == names.same_stages(graph)
-    ]
-    times = [lanes.medians(t) for _, t in own]
-    which = " / ".join(title for title, _ in own)
-    heads = [("stage", ""), ("after", ""), ("devices", ""), ("micro-batch", ""), ("in flight", "")]
-    if weights.version_difference:
-        heads += [
-            ("versions behind", "updates between forward and backward at most"),
-            ("weight versions", "copies of the weights on each of its devices"),
-        ]
-    if times:
-        said = f"median per micro-batch: {which}"
-        heads += [
-            ("forward, ms", said),
-            ("backward, ms", said),
-            ("busy", f"share of the {'step' if plan.mode == 'sync' else 'time shown'}: {which}"),
-        ]
-    head = "".join(f'<th title="{escape(more)}">{escape(name)}</th>' for name, more in heads)
-    head += '<th class="left">operators</th>'
-    prefix = names.graph_prefix(graph)
-    rows = []
-    for s, stage in enumerate(graph.stages):
-        after = ranges(graph.predecessors[s]) or "\u2013"
-        size_text = f"{stage.microbatch_size}" + (
-            f", k {k}" if (k := graph.group_size(s)) > 1 else ""
-        )
-        flight = f"{stage.in_flight}" + (", recompute" if stage.recompute else "")
-        cells = [str(s), after, ranges(stage.devices), size_text, flight]
-        if weights.version_difference:
-            peaks = [weights.peak_versions[graph.devices.index(d)] for d in stage.devices]
-            versions = ", ".join(map(str, peaks))
-            cells += [str(weights.version_difference[s]), versions]
-        if times:
-            cells += _stage_times(s, [_busy(graph, t) for _, t in own], times)
-        row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        rows.append(
-            f"<tr>{row}{_operators_cell(stage.operators, names.operators(stage, prefix))}</tr>"
-        )
-    body = "".join(rows)
-    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return _scrolling(f'<table data-graph="{number}">{table}</table>', "Stages in detail")
-
-
-def _stage_times(
-    s: int,
-    busy: Sequence[Sequence[float]],
-    times: Sequence[Mapping[tuple[int, Kind], float]],
-) -> list[str]:
-    """Format forward and backward times of a micro-batch and the busy share, by timeline."""
-
-    def seconds(*kinds: Kind) -> str:
-        sums = [sum(t.get((s, kind), 0.0) for kind in kinds) for t in times]
-        return " / ".join(significant(total * 1e3) for total in sums)
-
-    return [
-        seconds(Kind.FORWARD),
-        seconds(Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT),
-        " / ".join(f"{shares[s]:.0%}" for shares in busy),
-    ]
-
-
-def _operators_cell(operators: Sequence[str], short: str) -> str:
-    if len(operators) == 1:
-        return f'<td class="left ops">{escape(short)}</td>'
-    items = "".join(f"<li>{escape(name)}</li>" for name in operators)
-    return (
-        f'<td class="left ops"><details><summary>{len(operators)}: {escape(short)}</summary>'
-        f"<ol>{items}</ol></details></td>"
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Sizes of pages and pictures, in pixels.
+    """Sizes of pages and pictures, in pixels, and how many boxes they have.
 
     Attributes:
         margin: between a picture and its edge.
@@ -23,7 +23,7 @@ class Pixels:
         width: pixels of the pictures: a page of 1280 without its margins.
         narrowest: pixels of the pictures on a phone, where they scroll instead of
             shrinking further.
-        legend: above the rows of the memory chart.
+        most_boxes: boxes of timelines beyond which the page's script alone draws them.
     """
 
     margin: float = 22.0
@@ -31,7 +31,7 @@ class Pixels:
     merged: int = 3
     width: float = 1236.0
     narrowest: int = 760
-    legend: float = 30.0
+    most_boxes: int = 5_000
 
 
 PIXELS = Pixels()
@@ -89,7 +89,6 @@ _RULES = """\
 .ab .wb{{stroke:{wire-backward};fill:none}}
 .ab .hf{{fill:{wire-forward}}}
 .ab .hb{{fill:{wire-backward}}}
-.ab .area{{fill:{forward};fill-opacity:.28;stroke:{forward}}}
 .ab .line0{{stroke:{forward};fill:none}}
 .ab .line1{{stroke:{backward};fill:none}}
 .ab .faint{{stroke-opacity:.35}}

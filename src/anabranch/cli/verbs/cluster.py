@@ -75,23 +75,30 @@ def cluster(
 
 def _calibrated(output: Path | None) -> tuple[Cluster | None, Path | None]:
     """Measure; the cluster and its file on the first rank, None on others."""
-    from anabranch.calibration.kept import keep
-    from anabranch.calibration.measure import calibrate, calibrate_job
+    from anabranch.calibration.measure import calibrate_job
     from anabranch.files import save_cluster
 
     is_job = "RANK" in os.environ
     if is_job and output is None:
         raise typer.BadParameter("what torchrun's ranks measure is written to a file: add -o FILE")
     with progress_bar("calibrating"):
-        measured = calibrate_job() if is_job else calibrate()
+        measured, kept = (calibrate_job(), None) if is_job else calibrate_and_keep()
     if measured is None:
         return None, None
     if output is not None:
         save_cluster(measured, output)
-    kept = None if is_job else keep(measured)
     if measured.calibration is not None and measured.calibration.remark:
         note(measured.calibration.remark)
     return measured, kept
+
+
+def calibrate_and_keep() -> tuple[Cluster, Path]:
+    """Measure this machine and keep that for ``local:N``; the cluster and the file that has it."""
+    from anabranch.calibration.kept import keep
+    from anabranch.calibration.measure import calibrate
+
+    measured = calibrate()
+    return measured, keep(measured)
 
 
 def _document(shown: Cluster, output: Path | None, kept: Path | None) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from anabranch.cli.output import (
     say_error,
     say_written,
 )
+from anabranch.cli.pages import write_comparison
 from anabranch.cli.parsing import options_by_planner, usage
 from anabranch.cli.progress import progress_bar
 from anabranch.cli.rewriting import required_rewrites
@@ -44,14 +45,10 @@ from anabranch.cli.settings import (
     Shape,
 )
 from anabranch.cli.spread import spread
+from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
-    from anabranch.cluster import Cluster
-    from anabranch.errors import AnabranchError
     from anabranch.plans.plan import Plan
-    from anabranch.profile.profile import Profile
-    from anabranch.timeline import Timeline
-    from anabranch.weights import OptimizerFacts
 
 
 @spread
@@ -115,8 +112,6 @@ def compare(
       --planner pipedream --policy stash --policy pipeoptim`
     """
     from anabranch import solve
-    from anabranch.solve import comparable, options_of
-    from anabranch.solve import compare as search
     from anabranch.weights import POLICIES
 
     is_async = planning.mode == "async"
@@ -130,8 +125,8 @@ def compare(
         planning.device or cluster.device, planning.batch_size, planning.mode, planning.optimizer
     )
     planners = list(dict.fromkeys(planner or ()))
-    planners = planners or (["auto"] if is_async else comparable(costs, cluster))
-    known = {name: options_of(name) for name in planners}
+    planners = planners or (["auto"] if is_async else solve.comparable(costs, cluster))
+    known = {name: solve.options_of(name) for name in planners}
     if shape is not None:
         planner_option = [*(planner_option or ()), f"auto.shape={shape}"]
     options = {
@@ -153,7 +148,7 @@ def compare(
         )
         contenders = [Contender(name, policy) for name in planners for policy in policies]
     else:
-        results = usage(search, *where, planners, **options)
+        results = usage(solve.compare, *where, planners, **options)
         contenders = [Contender(name) for name in planners]
     plans = _search(contenders, results)
 
@@ -178,7 +173,7 @@ def compare(
     if model.file is not None:
         model.file.write_text(json_text(document), encoding="utf-8")
     if report is not None and error is None:
-        _write_page(report, plans, costs, cluster, optimizer)
+        write_comparison(report, plans, costs, cluster, optimizer)
     if as_json:
         print_json(document)
     else:
@@ -188,48 +183,13 @@ def compare(
         for line in remarks(plans, costs.origin):
             say(line)
         if left := contenders[len(plans) :]:
-            typer.echo(f"interrupted before {', '.join(map(_name, left))}")
+            typer.echo(f"interrupted before {', '.join(contender.name for contender in left)}")
         say_written(model.file)
         say_written(report if error is None else None)
     if error is not None:
         # Not raised: standard output has its document already.
         say_error(f"{type(error).__name__}: {error}")
         raise typer.Exit(exit_code(error))
-
-
-def _write_page(
-    file: Path,
-    results: Mapping[Contender, Plan | AnabranchError],
-    costs: Profile,
-    cluster: Cluster,
-    optimizer: OptimizerFacts | None,
-) -> None:
-    """The page of the best plan, with the others beside it: stages and timelines of three."""
-    from anabranch.errors import AnabranchError
-    from anabranch.report.figure import ReportTable
-    from anabranch.report.html import page
-    from anabranch.simulator.critical_path import critical_path
-    from anabranch.solve import foreseen
-
-    plans = {c: plan for c, plan in results.items() if not isinstance(plan, AnabranchError)}
-    best, *others = sorted(plans, key=lambda c: plans[c].figures.step_s)
-    headings, rows = comparison(results, optimizer)
-    table = ReportTable("Plans side by side", [" ".join(text.split()) for text in headings], rows)
-    drawn: dict[Contender, Timeline] = {}
-    if plans[best].mode == "sync":  # without a flush a timeline is no step
-        for contender in (best, *others):
-            alike = any(plans[c].stage_graph == plans[contender].stage_graph for c in drawn)
-            if not alike and len(drawn) < 3:
-                drawn[contender] = foreseen(plans[contender], costs, cluster)[1]
-    text = page(
-        plans[best],
-        [(_name(contender), timeline) for contender, timeline in drawn.items()],
-        graphs=[plans[contender].stage_graph for contender in drawn],
-        tables=[table],
-        paths=[critical_path(t, plans[c].stage_graph) for c, t in drawn.items()],
-        notes=remarks(results, costs.origin),
-    )
-    file.write_text(text, encoding="utf-8")
 
 
 def _search(
@@ -240,19 +200,15 @@ def _search(
     ended = 0
     with progress_bar("planning") as progress, suppress(KeyboardInterrupt):
         for i, contender in enumerate(contenders):
-            progress(i, len(contenders), f"planner {_name(contender)}; Ctrl-C ends its search")
+            progress(i, len(contenders), f"planner {contender.name}; Ctrl-C ends its search")
             plans[contender] = usage(next, results)[-1]
             if interrupted(plans[contender]):
                 ended += 1
                 if ended == 2:
-                    note(f"{_name(contender)} interrupted, and the comparison with it")
+                    note(f"{contender.name} interrupted, and the comparison with it")
                     break
-                note(f"{_name(contender)} interrupted; Ctrl-C again ends the comparison")
+                note(f"{contender.name} interrupted; Ctrl-C again ends the comparison")
     return plans
-
-
-def _name(contender: Contender) -> str:
-    return ", ".join(filter(None, contender))
 
 
 def _short(text: str) -> str:

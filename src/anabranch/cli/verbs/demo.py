@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli.job import Job
-from anabranch.cli.local_run import keep_run, train_job
+from anabranch.cli.local_run import train_job
 from anabranch.cli.output import print_json
 from anabranch.cli.preflight import require_new_run
+from anabranch.cli.run_results import foreseen, keep_run
 from anabranch.cli.settings import AsJson, LocalPlanSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.training_settings import TrainingSettings
-from anabranch.cli.verbs.cluster import calibration_rows
+from anabranch.cli.verbs.cluster import calibrate_and_keep, calibration_rows
 from anabranch.cli.verbs.plan import gain
 from anabranch.cluster import Cluster
 from anabranch.plans.plan import time_text
@@ -66,7 +67,7 @@ def demo(
         verified = verify(job.workload, job.plan, captured=job.captured)
         story.say(verified.summary())
     with story.chapter(f"Train {steps} steps on {devices} local ranks"):
-        predicted = job.foreseen(job.plan)[1].step_s
+        predicted = foreseen(job, job.plan)[1].step_s
         result = train_job(job, TrainingSettings(steps=steps, check_gradients=False))
         result = replace(result, gradients=f"verified: {verified.summary().splitlines()[0]}")
     with story.chapter("Predicted against measured"):
@@ -103,18 +104,16 @@ def demo(
 
 def _calibrate(story: _Story, devices: int) -> None:
     """Measure this machine, unless that was done."""
-    from anabranch.calibration.kept import is_calibrated, keep
+    from anabranch.calibration.kept import is_calibrated
 
     if is_calibrated(Cluster.preset(f"local:{devices}")):
         return
-    from anabranch.calibration.measure import calibrate
-
     with story.chapter("Calibrate this machine, once"):
-        measured = calibrate()
+        measured, file = calibrate_and_keep()
         story.say("\n".join(calibration_rows(measured)))
         assert measured.calibration is not None
         story.say(measured.calibration.remark)
-        story.say(f"kept in {keep(measured)}")
+        story.say(f"kept in {file}")
 
 
 def _times(plan: Plan, shared_s: float, run: Run) -> str:

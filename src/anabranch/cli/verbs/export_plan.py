@@ -10,7 +10,7 @@ import typer
 
 from anabranch.cli.output import folder_to_write, note, print_json
 from anabranch.cli.settings import AsJson, PlanFile
-from anabranch.cli.source import ModelSource, Preset, command_naming, model_in_file
+from anabranch.cli.source import ModelSource, Preset, model_of_plan
 from anabranch.errors import OutputError
 
 
@@ -51,10 +51,8 @@ def export_plan(
     from anabranch.interchange.torchtitan import SCHEDULE_FILE, torchtitan_options
 
     plan = load_plan(plan_file)
-    command = command_naming(context, plan.model, plan_file)
-    source = ModelSource.of_plan(
-        plan, model or model_in_file(plan.model, plan_file, command), preset
-    )
+    model = model or model_of_plan(context, plan.model, plan_file)
+    source = ModelSource.of_plan(plan, model, preset)
     captured = source.capture(source.workload(meta=True))
     options, chain = None, chain_of(plan, captured.graph)
     if torchtitan:

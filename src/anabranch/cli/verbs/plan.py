@@ -15,6 +15,7 @@ from anabranch.cli.comparison import (
     STALENESS_WORDS,
     interrupted,
     plan_or_error,
+    plans_among,
     ratio,
     staleness_document,
     staleness_of,
@@ -23,7 +24,7 @@ from anabranch.cli.comparison import (
 from anabranch.cli.output import note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import named_values, usage
 from anabranch.cli.progress import begin_compiling
-from anabranch.cli.rewriting import Tried, named_rewrites, try_rewrites
+from anabranch.cli.rewriting import named_rewrites, plan_with_rewrites
 from anabranch.cli.settings import (
     AsJson,
     EstimatedModelSettings,
@@ -37,7 +38,6 @@ from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
 from anabranch.errors import (
     AnabranchError,
-    InfeasiblePlanError,
     InvalidPlanError,
     SearchStoppedError,
 )
@@ -97,11 +97,9 @@ def plan(
       written, without a product on the concatenation of its branches becoming a sum of products
     - `anabranch plan mmt --cluster summit:2x4 --batch-size 8 --mode async --policy pipeoptim`
     """
+    from anabranch import solve
     from anabranch.files import load_plan, plan_to_dict, save_plan
     from anabranch.graph.loss_kinds import told
-    from anabranch.solve import baselines as compared
-    from anabranch.solve import choose_rewrite, explain, foreseen, gain_note
-    from anabranch.solve import plan as search
 
     start_plan = load_plan(start) if start is not None else None
     cluster = cluster_to_plan_for(planning.cluster, calibrated=not planning.no_calibration)
@@ -120,7 +118,7 @@ def plan(
 
     def searched(costs: Profile) -> Plan:
         return usage(
-            search,
+            solve.plan,
             costs,
             cluster,
             planning.batch_size,
@@ -139,20 +137,10 @@ def plan(
     costs, optimizer = costs_of(source)
     if is_timed:
         begin_compiling(planner)
-    written: Plan | None = None
-    tried, failure = Tried(), None
     try:
-        try:
-            written = searched(costs)
-        except InfeasiblePlanError as error:
-            failure = error
-        if fixed is None and not (written is not None and interrupted(written)):
-            tried = try_rewrites(source, costs, lambda s: costs_of(s)[0], searched, written)
-        best = choose_rewrite(written, tried.found)
-        if best is None:
-            assert failure is not None
-            raise failure
-        _, costs = tried.origin(best) or ((), costs)
+        tried = plan_with_rewrites(
+            source, costs, lambda other: costs_of(other)[0], searched, tries=fixed is None
+        )
     except InvalidPlanError as error:
         if start_plan is None:
             raise
@@ -162,9 +150,11 @@ def plan(
             f"interrupted before planner {planner} had proposed a plan; with a later Ctrl-C "
             "there is one, and with --planner sequential or data-parallel at once"
         ) from None
-    chosen, best = best, replace(best, options=source.recorded())
-    if written is not None and chosen is not written:
-        best = replace(best, notes=(*best.notes, gain_note(written, best)))
+    assert tried.best is not None
+    chosen, (_, costs) = tried.best, tried.origin(tried.best)
+    best = replace(chosen, options=source.recorded())
+    if tried.written is not None and chosen is not tried.written:
+        best = replace(best, notes=(*best.notes, solve.gain_note(tried.written, best)))
     if start_plan is not None:
         note_other_model(start_plan, costs.graph)
     if model.file is not None:
@@ -176,30 +166,30 @@ def plan(
         and start_plan.stage_graph.batch_size == planning.batch_size
     ):
         with suppress(AnabranchError):  # it may not fit as it stands
-            others["from"] = foreseen(start_plan, costs, cluster)[0]
+            others["from"] = solve.foreseen(start_plan, costs, cluster)[0]
     if baselines and planner == "auto":
         if interrupted(best):
             note(
                 "interrupted; planning the baselines to compare with: Ctrl-C again leaves them out"
             )
         with suppress(KeyboardInterrupt):
-            others.update(compared(best, costs, cluster, optimizer=optimizer, **planning.search))
+            others.update(
+                solve.baselines(best, costs, cluster, optimizer=optimizer, **planning.search)
+            )
     flushed = ""
     if best.mode == "async" and not as_json:
         sync = replace(best, mode="sync", policy="")
         names = ("data-parallel", "sequential") if others and planner == "auto" else ()
         with suppress(KeyboardInterrupt):
             flushed = flush_text(
-                dict(compared(sync, costs, cluster, names=names, **planning.search)), best
+                dict(solve.baselines(sync, costs, cluster, names=names, **planning.search)), best
             )
     why = None
     if best.mode == "sync":
         with suppress(KeyboardInterrupt):  # the plan is what counts
-            why = explain(best, costs, cluster)
+            why = solve.explain(best, costs, cluster)
     if best.predicted is not None and model.file is not None:
-        seconds = {
-            n: p.figures.step_s for n, p in others.items() if not isinstance(p, AnabranchError)
-        }
+        seconds = {name: other.figures.step_s for name, other in plans_among(others).items()}
         chains = [s for n, s in seconds.items() if n not in ("from", "data-parallel")]
         figures = replace(
             best.predicted,
@@ -210,15 +200,11 @@ def plan(
         save_plan(replace(best, predicted=figures), model.file)
     if as_json:
         document = plan_to_dict(best) | source.facts
-        document["rewrites"] = list(best.rewrites)
-        if tried.plans or tried.errors:
-            document["rewrites_tried"] = tried.document()
-            document["as_written_step_s"] = None if written is None else written.figures.step_s
+        document |= {"rewrites": list(best.rewrites), **tried.document()}
         document["baselines"] = {name: plan_or_error(name, p) for name, p in others.items()}
         document["gain"] = {
             name: ratio(other.figures.step_s, best.figures.step_s)
-            for name, other in others.items()
-            if not isinstance(other, AnabranchError)
+            for name, other in plans_among(others).items()
         }
         if why is not None:
             document["explanation"] = why.to_dict()
@@ -241,7 +227,7 @@ def plan(
         f"found in {best.search_s:.3f} s of search, {best.simulate_s:.3f} s of simulation and "
         f"{best.improve_s:.3f} s of improvement"
     )
-    for line in tried.lines(chosen, written):
+    for line in tried.lines():
         say(line)
     if why is not None:
         typer.echo(why.summary())
@@ -254,7 +240,7 @@ def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[s
     The chains are the sequential pipeline, with replicas and without, and what the search finds.
     """
     chains = [name for name in others if name not in ("from", "data-parallel")]
-    plans = {name: p for name, p in others.items() if not isinstance(p, AnabranchError)}
+    plans = plans_among(others)
     planned = [name for name in chains if name in plans]
     best = min(planned, key=lambda name: plans[name].figures.step_s, default="")
     for name, other in others.items():
@@ -287,9 +273,7 @@ def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     plan steps with a flush.
     """
     seconds = {
-        BASELINES[name]: other.figures.step_s
-        for name, other in flushed.items()
-        if not isinstance(other, AnabranchError)
+        BASELINES[name]: other.figures.step_s for name, other in plans_among(flushed).items()
     }
     how = "the same command without --mode async plans steps with a flush"
     if not seconds:
@@ -303,11 +287,7 @@ def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
 
 def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     """A line on the best baseline, if that is better than our plan."""
-    plans = {
-        n: other
-        for n, other in others.items()
-        if n != "from" and not isinstance(other, AnabranchError)
-    }
+    plans = {name: other for name, other in plans_among(others).items() if name != "from"}
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
     if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""

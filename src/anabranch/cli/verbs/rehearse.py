@@ -14,7 +14,7 @@ from anabranch.cli.output import note, print_json, say
 from anabranch.cli.parsing import usage
 from anabranch.cli.preflight import require_new_run
 from anabranch.cli.progress import progress_bar
-from anabranch.cli.run_texts import say_figures
+from anabranch.cli.run_results import say_figures
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread

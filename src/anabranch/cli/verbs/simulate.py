@@ -13,9 +13,10 @@ import typer
 from anabranch.cli.clusters import note_other_model
 from anabranch.cli.comparison import STALENESS_WORDS, staleness_table
 from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
+from anabranch.cli.pages import write_page
 from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
-from anabranch.cli.source import command_naming, model_in_file
+from anabranch.cli.source import model_of_plan
 from anabranch.cli.spread import spread
 from anabranch.plans.plan import Mode, Plan, headline, time_text
 
@@ -78,9 +79,7 @@ def simulate(
     cluster = other.cluster_of(plan, plan_file)
     chosen = mode or plan.mode
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
-    model = model or model_in_file(
-        plan.model, plan_file, command_naming(context, plan.model, plan_file)
-    )
+    model = model or model_of_plan(context, plan.model, plan_file)
     source, device = other.source(model, plan), other.device_of(plan, cluster)
     costs, optimizer = source.profile_and_optimizer(device, batch_size, chosen, other.optimizer)
     explanation = None
@@ -109,16 +108,12 @@ def simulate(
         trace.write_text(json.dumps(to_trace(timeline, graph)))
     if report is not None:
         from anabranch.report.figure import ReportTable, spent
-        from anabranch.report.html import page
-        from anabranch.simulator.critical_path import critical_path
 
         tables = [spent(explanation.parts())] if explanation is not None else []
         if simulated is not None:
             table = staleness_table(shown.policy, simulated.staleness)
             tables = [ReportTable(*table, STALENESS_WORDS)]
-        paths = [critical_path(timeline, graph)] if simulated is None else []
-        text = page(shown, [(title, timeline)], graphs=[graph], tables=tables, paths=paths)
-        report.write_text(text, encoding="utf-8")
+        write_page(report, shown, [(title, timeline, graph)], tables)
     files = {"trace": trace, "report": report}
     note_other_model(plan, costs.graph)
     if (chosen, schedule, policy, other.cluster) == (plan.mode, None, None, None):

@@ -15,7 +15,7 @@ import typer
 from anabranch.cli.clusters import note_crowded, note_uncalibrated
 from anabranch.cli.first_rank import on_first
 from anabranch.cli.job import Job
-from anabranch.cli.local_run import keep_run, train_job
+from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say
 from anabranch.cli.preflight import (
     executed_plan,
@@ -30,7 +30,13 @@ from anabranch.cli.restarts import (
     restarted,
     train_with_restarts,
 )
-from anabranch.cli.run_texts import how_to_go_on, say_run, say_stopped, say_stopping
+from anabranch.cli.run_results import (
+    how_to_go_on,
+    keep_run,
+    say_run,
+    say_stopped,
+    say_stopping,
+)
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.training_settings import (

@@ -1,19 +1,56 @@
-"""Texts about a run: its figures, the answers to Ctrl-C, and how to go on."""
+"""What a run leaves: its folder, its figures, the answers to Ctrl-C, and how to go on."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from anabranch.cli.job import Job
 from anabranch.cli.output import note, print_json, print_rows
 from anabranch.cli.training_settings import TrainingSettings
 
 if TYPE_CHECKING:
+    from anabranch.plans.plan import Plan
     from anabranch.record import Run
+    from anabranch.timeline import Timeline
+
+
+def keep_run(job: Job, run: Run, folder: Path, plan: Plan | None = None) -> Run:
+    """Write the run's folder with the predicted timeline, and what its step is spent on;
+    ``plan`` as it was executed.
+    """
+    from anabranch.record import Origin, StepPart, save_run
+    from anabranch.solve import explain
+
+    run = replace(run, plan=plan or run.plan, origin=Origin.here())
+    if job.profile is not None and run.predicted is not None:
+        cluster = job.cluster(len(run.plan.stage_graph.devices))
+        predicted, timeline = foreseen(job, run.plan)
+        timelines = (("predicted", timeline), *run.timelines)
+        run = replace(run, plan=predicted, timelines=timelines)
+        if run.mode == "sync":
+            why = explain(predicted, job.profile, cluster)
+            parts = tuple(StepPart(*line) for line in why.parts())
+            figures = replace(predicted.figures, limit=why.limit)
+            run = replace(run, plan=replace(predicted, predicted=figures), parts=parts)
+    save_run(run, folder)
+    return run
+
+
+def foreseen(job: Job, plan: Plan) -> tuple[Plan, Timeline]:
+    """A plan with its figures where the ranks share this machine's cores, and the timeline."""
+    from anabranch import solve
+
+    assert job.profile is not None
+    cluster = job.cluster(len(plan.stage_graph.devices))
+    if plan.mode == "async":  # whose figures are of the full pipeline, not of the timeline
+        return plan, solve.simulate(plan, job.profile, cluster)
+    return solve.foreseen(plan, job.profile, cluster)
 
 
 def say_run(run: Run, folder: Path, ended: str, *, as_json: bool) -> None:

@@ -1,0 +1,71 @@
+"""Pages of predicted plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anabranch.cli.comparison import Results, comparison, plans_among, remarks
+
+if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
+    from anabranch.plans.plan import Plan
+    from anabranch.plans.stages import StageGraph
+    from anabranch.profile.profile import Profile
+    from anabranch.report.figure import ReportTable
+    from anabranch.timeline import Timeline
+    from anabranch.weights import OptimizerFacts
+
+
+def write_page(
+    file: Path,
+    plan: Plan,
+    drawn: Sequence[tuple[str, Timeline, StageGraph]],
+    tables: Sequence[ReportTable],
+    notes: Sequence[str] = (),
+) -> None:
+    """Write the page of a plan, with timelines, of steps with a flush each with its critical path.
+
+    Args:
+        drawn: heading, timeline and stage graph of each.
+    """
+    from anabranch.report.html import page
+    from anabranch.simulator.critical_path import critical_path
+
+    has_steps = plan.mode == "sync"  # without a flush a timeline is no step
+    text = page(
+        plan,
+        [(title, timeline) for title, timeline, _ in drawn],
+        graphs=[graph for _, _, graph in drawn],
+        tables=tables,
+        paths=[critical_path(timeline, graph) for _, timeline, graph in drawn if has_steps],
+        notes=notes,
+    )
+    file.write_text(text, encoding="utf-8")
+
+
+def write_comparison(
+    file: Path,
+    results: Results,
+    costs: Profile,
+    cluster: Cluster,
+    optimizer: OptimizerFacts | None,
+) -> None:
+    """Write the page of the best plan, with the others beside it: stages and timelines of three."""
+    from anabranch import solve
+    from anabranch.report.figure import ReportTable
+
+    plans = plans_among(results)
+    best, *others = sorted(plans, key=lambda c: plans[c].figures.step_s)
+    headings, rows = comparison(results, optimizer)
+    table = ReportTable("Plans side by side", [" ".join(text.split()) for text in headings], rows)
+    drawn: dict[StageGraph, tuple[str, Timeline, StageGraph]] = {}
+    if plans[best].mode == "sync":
+        for contender in (best, *others):
+            graph = plans[contender].stage_graph
+            if graph not in drawn and len(drawn) < 3:
+                timeline = solve.foreseen(plans[contender], costs, cluster)[1]
+                drawn[graph] = contender.name, timeline, graph
+    notes = remarks(results, costs.origin)
+    write_page(file, plans[best], [*drawn.values()], [table], notes)
