@@ -89,8 +89,8 @@ def _most_behind(graph: StageGraph, x: int, y: int, in_flight: int) -> int:
 @lru_cache(maxsize=1 << 10)
 def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Order:
     """Return the computes of a stage: ``in_flight`` forwards, k backwards, k forwards, ..."""
-    forwards = [_compute(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
-    backwards = [_compute(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
+    forwards = [compute(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
+    backwards = [compute(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
     result = forwards[:in_flight]
     for done in range(0, num_microbatches, k):
         result += backwards[done : done + k]
@@ -99,7 +99,7 @@ def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Orde
 
 
 @lru_cache(maxsize=1 << 16)
-def _compute(stage: int, kind: Kind, microbatch: int) -> Action:
+def compute(stage: int, kind: Kind, microbatch: int) -> Action:
     """Return a cached action: planning makes thousands of schedules from a few hundred of them."""
     return Action(stage, kind, microbatch)
 
