@@ -27,8 +27,7 @@ from anabranch.plans.in_flight import (
 )
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import Room
-from anabranch.schedule.interleave import interleave
-from anabranch.schedule.schedule import Action, Kind, Order, Schedule
+from anabranch.schedule.schedule import Action, Kind, Order, Schedule, compute
 
 
 @dataclass(frozen=True)
@@ -98,12 +97,6 @@ def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Orde
     return Order(result)
 
 
-@lru_cache(maxsize=1 << 16)
-def compute(stage: int, kind: Kind, microbatch: int) -> Action:
-    """Return a cached action: planning makes thousands of schedules from a few hundred of them."""
-    return Action(stage, kind, microbatch)
-
-
 def require_in_flight(graph: StageGraph) -> None:
     """Raise an error unless in-flight counts are set and, in samples, never rise along an edge.
 
@@ -133,5 +126,8 @@ def require_in_flight(graph: StageGraph) -> None:
 def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Schedule:
     """Return the schedule: the list of each device's stage, or of its stages merged."""
     if graph.shares_devices:
+        # It loads NumPy, without which the command line lists schedules in its help.
+        from anabranch.schedule.interleave import interleave
+
         return Schedule(interleave(graph, orders))
     return Schedule({device: orders[stages[0]] for device, stages in graph.stages_of.items()})

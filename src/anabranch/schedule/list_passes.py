@@ -12,7 +12,6 @@ from anabranch.compiled import Floats, Ints, affordable
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.justify import Passes, justified, links, timed
-from anabranch.schedule.kfkb import compute
 from anabranch.schedule.list_scheduler import (
     FORWARD,
     GRADIENT,
@@ -21,7 +20,7 @@ from anabranch.schedule.list_scheduler import (
     ListState,
     run,
 )
-from anabranch.schedule.schedule import Kind, Order
+from anabranch.schedule.schedule import Kind, Order, compute
 
 SECONDS = 3.0
 """Seconds of a sample at the slowest stage: 1 s of them are its forward, by default."""

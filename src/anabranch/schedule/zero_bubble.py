@@ -24,14 +24,14 @@ moves and with W only into gaps of its length 88 and 82. The work is done in ``l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule.base import Room
 from anabranch.schedule.kfkb import KFKB
-from anabranch.schedule.schedule import Action, Kind, Order, Schedule
+from anabranch.schedule.schedule import Order, Schedule
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,6 @@ class InputsFirst:
 
     def order(self, graph: StageGraph) -> Schedule:
         """Return the order of 1F1B with both halves of a backward in its place."""
-
-        def halves(action: Action) -> tuple[Action, ...]:
-            if action.kind is Kind.FORWARD or not graph.predecessors[action.stage]:
-                return (action,)
-            kinds = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-            return tuple(replace(action, kind=kind) for kind in kinds)
-
-        whole = KFKB(self.increase).order(graph).actions
-        return Schedule(
-            {
-                device: Order(half for action in actions for half in halves(action))
-                for device, actions in whole.items()
-            }
-        )
+        split = frozenset(s for s, before in enumerate(graph.predecessors) if before)
+        whole = KFKB(self.increase).order(graph).orders
+        return Schedule({device: order.split(split) for device, order in whole.items()})
