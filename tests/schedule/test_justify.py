@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from anabranch.schedule.justify import justified, those_after
+import numpy as np
+
+from anabranch.schedule.justify import Passes, justified, links
 
 
 def moved(ends, seconds, waits, lanes):
     """Starts of passes that are numbered in their order."""
-    return justified(range(len(ends)), ends, seconds, waits, those_after(waits), lanes)
+    count = len(ends)
+    pairs = [(n, other, between) for n, before in enumerate(waits) for other, between in before]
+    numbers, others, between = np.array(pairs or np.zeros((0, 3))).T
+    ways = [x.astype(np.int64) for x in (numbers, others)]
+    both = links(count, *ways, between), links(count, *ways[::-1], between)
+    first_lane, lane = np.cumsum([0, *map(len, lanes)]), np.concatenate(lanes)
+    passes = Passes(*both, first_lane, lane)
+    return [*justified(np.arange(count), np.array(ends), np.array(seconds), passes)]
 
 
 def test_the_urgent_pass_goes_first():

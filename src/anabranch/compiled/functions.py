@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, update_wrapper
 from hashlib import sha256
@@ -155,6 +156,33 @@ long.
 def compiled(function: Callable[_Arguments, _Result]) -> Compiled[_Arguments, _Result]:
     """Decorator: compile a function, with all that it calls, when it is called first."""
     return Compiled(function)
+
+
+WORTH_COMPILING = 3_000_000
+"""Turns of an inner loop from which on it is quicker to load numba than to run it without."""
+
+
+def affordable(
+    function: Compiled[_Arguments, _Result], turns: int
+) -> Callable[_Arguments, _Result]:
+    """Return a function as machine code if numba is loaded or that is worth it for so many turns,
+    in plain Python otherwise: training makes one schedule, and a search hundreds.
+    """
+    if "numba" in sys.modules or turns > WORTH_COMPILING:
+        return function
+
+    def plain(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        result: _Result = function.py_func(*map(_viewed, args), **kwargs)
+        return result
+
+    return plain
+
+
+def _viewed(argument: Any) -> Any:
+    """Replace arrays by views of them whose entries plain Python reads three times as fast."""
+    if isinstance(argument, tuple):
+        return cast(Any, type(argument))(*map(_viewed, argument))
+    return argument.data if isinstance(argument, np.ndarray) else argument
 
 
 _begun: dict[Compiled[..., Any], forked.ForkedWorker[object] | None] = {}

@@ -14,69 +14,174 @@ earlier samples, then stages further down.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
+
+from anabranch.compiled import Floats, Ints, affordable, compiled
 from anabranch.errors import InvalidScheduleError
-from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import Compute, compute_of, needs
-from anabranch.schedule.schedule import Action, Kind
+from anabranch.plans.stages import StageGraph, part_of
+from anabranch.schedule.lower import directions, transfer_table
+from anabranch.schedule.schedule import Action, Kind, Order
 
 
-def interleave(
-    graph: StageGraph, orders: Sequence[tuple[Action, ...]]
-) -> dict[int, tuple[Action, ...]]:
-    """Merge the orders of stages into one list of compute actions per device.
+def interleave(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> dict[int, Order]:
+    """Merge the orders of stages into one list of compute actions per device; those that are equal
+    are one object.
 
     Raises:
         InvalidScheduleError: if the orders cannot be executed at all.
     """
-    needed, done = needs(graph), dict[Compute, float]()  # done: when
-    free = dict.fromkeys(graph.devices, 0.0)
-    lists: dict[int, list[Action]] = {device: [] for device in graph.devices}
-    position = {(s, d): 0 for s, stage in enumerate(graph.stages) for d in stage.devices}
-    waiting: dict[Compute, list[tuple[int, int]]] = defaultdict(list)
-
-    def choices(lanes: Iterable[tuple[int, int]]) -> Iterator[tuple[float, bool, int, int, int]]:
-        """Next actions that can start: when, the keys that break ties, and the device."""
-        for stage, device in lanes:
-            if position[stage, device] == len(orders[stage]):
-                continue
-            action = orders[stage][position[stage, device]]
-            key = compute_of(action, device)
-            awaited = needed.get(key, ()) if action.kind.has_messages else ()
-            missing = next((compute for compute in awaited if compute not in done), None)
-            if missing is not None:
-                waiting[missing].append((stage, device))
-                continue
-            start = max([free[device], *(done[compute] for compute in awaited)])
-            first = graph.interval(stage, action.microbatch)[0]
-            yield start, action.kind.is_forward, first, -stage, device
-
-    # A device that has become busy since makes a start later, never earlier.
-    ready = list(choices(position))
-    heapify(ready)
-    while ready:
-        start, forward, first, stage, device = heappop(ready)
-        if start < free[device]:
-            heappush(ready, (free[device], forward, first, stage, device))
-            continue
-        action = orders[-stage][position[-stage, device]]
-        replica = graph.stages[action.stage].devices.index(device)
-        begun, ended = graph.slice(action.stage, action.microbatch, replica)
-        free[device] = start + (ended - begun) * (2.0 if action.kind is Kind.BACKWARD else 1.0)
-        lists[device].append(action)
-        position[action.stage, device] += 1
-        lanes = [(action.stage, device)]
-        if action.kind.has_messages:
-            done[compute_of(action, device)] = free[device]
-            lanes += waiting.pop(compute_of(action, device), ())
-        for choice in choices(lanes):
-            heappush(ready, choice)
-    if any(at < len(orders[stage]) for (stage, _), at in position.items()):
+    lanes = _lanes(graph, [order if isinstance(order, Order) else Order(order) for order in orders])
+    actions, count = len(lanes.seconds), len(lanes.stage)
+    progress = Progress(
+        lanes.first[:-1].copy(),
+        lanes.sources.copy(),
+        np.zeros(actions),
+        np.zeros(len(graph.devices)),
+        np.zeros(actions, np.int64),
+    )
+    if affordable(_merge, actions * count)(lanes, progress) < actions:
         raise InvalidScheduleError(
             "the stages' orders wait for each other; in-flight counts must not rise along a "
             "stage edge"
         )
-    return {device: tuple(actions) for device, actions in lists.items()}
+    device, stage = lanes.device[progress.merged], lanes.stage[progress.merged]
+    known, result = dict[bytes, Order](), dict[int, Order]()
+    for at, name in enumerate(graph.devices):
+        turns = stage[device == at]
+        if (key := turns.tobytes()) not in known:
+            rows = [iter(order) for order in orders]
+            known[key] = Order(next(rows[s]) for s in turns.tolist())
+        result[name] = known[key]
+    return result
+
+
+class Lanes(NamedTuple):
+    """Replicas of stages, each with the actions of its stage in order, all by number.
+
+    Attributes:
+        first: number of the first action of a lane, and the end.
+        stage: of a lane.
+        device: of a lane, by position.
+        is_forward: per action.
+        sample: its first sample.
+        seconds: its length.
+        sources: number of actions that it waits for.
+        first_target: where the actions begin that wait for it, and the end.
+        target: numbers of these.
+    """
+
+    first: Ints
+    stage: Ints
+    device: Ints
+    is_forward: Ints
+    sample: Ints
+    seconds: Floats
+    sources: Ints
+    first_target: Ints
+    target: Ints
+
+
+class Progress(NamedTuple):
+    """What has happened so far.
+
+    Attributes:
+        next: per lane, its next action.
+        missing: per action, those that it waits for and that have not ended.
+        ready: per action, when the last of the others ended.
+        free: per device, when it has nothing to do.
+        merged: lanes in the order of their turns.
+    """
+
+    next: Ints
+    missing: Ints
+    ready: Floats
+    free: Floats
+    merged: Ints
+
+
+def _lanes(graph: StageGraph, orders: Sequence[Order]) -> Lanes:
+    """Number the actions of all replicas."""
+    stages, counts = [*enumerate(graph.stages)], np.array([*map(len, orders)])
+    replicas = [stage.replicas for _, stage in stages]
+    stage = np.repeat(np.arange(len(stages)), replicas)
+    first = np.cumsum([0, *counts[stage]])
+    begin = first[np.cumsum([0, *replicas])[:-1]]  # of each stage's first lane
+    parts: list[tuple[Ints, Ints, Floats]] = []
+    for s, order in enumerate(orders):
+        rows = [(a.kind.is_forward, 1 + (a.kind is Kind.BACKWARD), a.microbatch) for a in order]
+        forward, times, microbatch = np.array(rows, np.int64).T
+        size = graph.stages[s].microbatch_size
+        start = microbatch * size
+        stop = np.minimum(start + size, graph.batch_size)
+        for replica in range(replicas[s]):
+            begun, ended = part_of(start, stop, replicas[s], replica)
+            parts.append((forward, start, (ended - begun) * times.astype(np.float64)))
+    is_forward, sample, seconds = (np.concatenate([part[x] for part in parts]) for x in range(3))
+
+    def numbers(s: int, forward: bool, devices: Ints, microbatches: Ints) -> Ints:
+        """Numbers of the actions of a stage's micro-batches on these devices."""
+        where = np.zeros(graph.devices[-1] + 1, np.int64)
+        where[[*graph.stages[s].devices]] = np.arange(replicas[s])
+        result: Ints = orders[s].passes[s, forward][microbatches]
+        return begin[s] + where[devices] * counts[s] + result
+
+    links = [np.zeros((2, 0), np.int64)]
+    for x, y, forward in directions(graph):
+        i, a, j, b, *_ = transfer_table(graph, x, y, forward=forward)
+        links.append(np.array([numbers(y, forward, b, j), numbers(x, forward, a, i)]))
+    target, source = np.concatenate(links, axis=1)
+    by_source = np.argsort(source, kind="stable")
+    return Lanes(
+        first,
+        stage,
+        np.array([graph.rank_of[d] for _, x in stages for d in x.devices]),
+        is_forward,
+        sample,
+        seconds,
+        np.bincount(target, minlength=len(seconds)),
+        np.searchsorted(source[by_source], np.arange(len(seconds) + 1)),
+        target[by_source],
+    )
+
+
+@compiled
+def _merge(lanes: Lanes, progress: Progress) -> int:
+    """Go through all orders; return the number of actions that could be executed."""
+    total = len(lanes.seconds)
+    for done in range(total):
+        best, start = -1, 0.0
+        for lane in range(len(lanes.stage)):
+            number = progress.next[lane]
+            if number < lanes.first[lane + 1] and progress.missing[number] == 0:
+                free = progress.free[lanes.device[lane]]
+                begins = max(float(free), float(progress.ready[number]))
+                is_first = best < 0 or begins < start
+                if is_first or (begins == start and _goes_first(lane, best, lanes, progress)):
+                    best, start = lane, begins
+        if best < 0:
+            return done
+        number = progress.next[best]
+        end = start + lanes.seconds[number]
+        progress.free[lanes.device[best]] = end
+        progress.merged[done] = best
+        progress.next[best] = number + 1
+        for i in range(lanes.first_target[number], lanes.first_target[number + 1]):
+            target = lanes.target[i]
+            progress.missing[target] -= 1
+            progress.ready[target] = max(progress.ready[target], end)
+    return total
+
+
+def _goes_first(a: int, b: int, lanes: Lanes, progress: Progress) -> bool:
+    """Return True if of two lanes that can start together the first one has its turn."""
+    x, y = progress.next[a], progress.next[b]
+    if lanes.is_forward[x] != lanes.is_forward[y]:
+        return bool(lanes.is_forward[x] < lanes.is_forward[y])
+    if lanes.sample[x] != lanes.sample[y]:
+        return bool(lanes.sample[x] < lanes.sample[y])
+    if lanes.stage[a] != lanes.stage[b]:
+        return bool(lanes.stage[a] > lanes.stage[b])
+    return bool(lanes.device[a] < lanes.device[b])

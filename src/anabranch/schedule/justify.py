@@ -7,31 +7,61 @@ out which passes are urgent, which a list made from the first pass on cannot kno
 
 from __future__ import annotations
 
-from bisect import bisect, insort
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-Waits = Sequence[Sequence[tuple[int, float]]]
-"""Per pass, those that it waits for, or those that wait for it, with seconds in between."""
+import numpy as np
 
-
-def those_after(waits: Waits) -> list[list[tuple[int, float]]]:
-    """Return per pass those that wait for it."""
-    after: list[list[tuple[int, float]]] = [[] for _ in waits]
-    for number, earlier in enumerate(waits):
-        for other, between in earlier:
-            after[other].append((number, between))
-    return after
+from anabranch.compiled import Floats, Ints, affordable, compiled
 
 
-def justified(
-    order: Sequence[int],
-    ends: Sequence[float],
-    seconds: Sequence[float],
-    waits: Waits,
-    after: Waits,
-    lanes: Sequence[Sequence[int]],
-) -> list[float]:
+class Links(NamedTuple):
+    """Per pass, those that it waits for, or those that wait for it.
+
+    Attributes:
+        first: where those of a pass begin, and the end.
+        other: numbers of passes.
+        between: seconds in between.
+    """
+
+    first: Ints
+    other: Ints
+    between: Floats
+
+
+class Passes(NamedTuple):
+    """What moving passes depends on, besides their lengths.
+
+    Attributes:
+        waits: those that a pass waits for.
+        after: those that wait for it.
+        first_lane: where the lanes of a pass begin, and the end.
+        lane: numbers of lanes, which run one pass at a time.
+    """
+
+    waits: Links
+    after: Links
+    first_lane: Ints
+    lane: Ints
+
+    @property
+    def room(self) -> Ints:
+        """Where the passes of each lane begin, and the end."""
+        return np.concatenate([[0], np.cumsum(np.bincount(self.lane))])
+
+
+def links(count: int, passes: Ints, others: Ints, between: Floats) -> Links:
+    """Return the links of so many passes; one to each of the others, seconds in between."""
+    order = np.argsort(passes, kind="stable")
+    first = np.searchsorted(passes[order], np.arange(count + 1))
+    return Links(first, others[order], between[order])
+
+
+def timed(order: Ints, seconds: Floats, passes: Passes) -> Floats:
+    """Return when passes start, if they run in this order."""
+    return _placed(order, seconds, passes, passes.waits, is_last=True)
+
+
+def justified(order: Ints, ends: Floats, seconds: Floats, passes: Passes) -> Floats:
     """Return when passes start after they have moved.
 
     Args:
@@ -39,40 +69,103 @@ def justified(
             together.
         ends: when they end before that.
         seconds: their lengths.
-        waits: numbers of earlier passes, and seconds between them and this one.
-        after: those that wait for it, likewise; see ``those_after``.
-        lanes: per pass, what runs one pass at a time.
     """
-    late = _placed(sorted(order, key=ends.__getitem__)[::-1], seconds, after, lanes)
-    start = [-begun - taken for begun, taken in zip(late, seconds, strict=True)]
-    return _placed(sorted(order, key=start.__getitem__), seconds, waits, lanes)
+    last_first = order[np.argsort(ends[order], kind="stable")][::-1].copy()
+    starts = -_placed(last_first, seconds, passes, passes.after) - seconds
+    first_first = order[np.argsort(starts[order], kind="stable")]
+    return _placed(first_first, seconds, passes, passes.waits)
 
 
 def _placed(
-    order: Iterable[int], seconds: Sequence[float], waits: Waits, lanes: Sequence[Sequence[int]]
-) -> list[float]:
-    """Return when passes start, if one after the other gets the first gap that suits it."""
-    starts, ends = [0.0] * len(seconds), [0.0] * len(seconds)
-    taken: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for number in order:
-        length = seconds[number]
-        start = max([ends[other] + between for other, between in waits[number]], default=0.0)
-        used, moved = lanes[number], True
-        while moved:
-            later = max([_gap(taken[lane], start, length) for lane in used])
-            moved, start = later > start and len(used) > 1, later
-        starts[number], ends[number] = start, start + length
-        for lane in used:
-            insort(taken[lane], (start, start + length))
+    order: Ints, seconds: Floats, passes: Passes, waits: Links, *, is_last: bool = False
+) -> Floats:
+    """Return when passes start, if one after the other gets the first gap that suits it, or the
+    time after all that its lanes have (``is_last``).
+    """
+    room = passes.room
+    starts, taken = np.zeros(len(seconds)), Taken(room, room[:-1].copy(), *np.zeros((2, room[-1])))
+    place = affordable(_place, len(seconds))
+    place(order, seconds, waits, passes.first_lane, passes.lane, taken, is_last, starts)
     return starts
 
 
-def _gap(taken: Sequence[tuple[float, float]], start: float, length: float) -> float:
-    """Return when a gap of a length begins, at this time or later."""
-    at = bisect(taken, (start, float("inf")))
-    if at:
-        start = max(start, taken[at - 1][1])
-    while at < len(taken) and taken[at][0] < start + length:
-        start = max(start, taken[at][1])
-        at += 1
+class Taken(NamedTuple):
+    """Times at which lanes are busy, those of each ascending.
+
+    Attributes:
+        first: where those of a lane begin, and the end of the last.
+        stop: where they end so far.
+        start: when each begins.
+        end: when each ends.
+    """
+
+    first: Ints
+    stop: Ints
+    start: Floats
+    end: Floats
+
+
+@compiled
+def _place(
+    order: Ints,
+    seconds: Floats,
+    waits: Links,
+    first_lane: Ints,
+    lanes: Ints,
+    taken: Taken,
+    is_last: bool,
+    starts: Floats,
+) -> None:
+    """Place one pass after the other."""
+    for number in order:
+        length, start = seconds[number], 0.0
+        for i in range(waits.first[number], waits.first[number + 1]):
+            other = waits.other[i]
+            start = max(start, starts[other] + seconds[other] + waits.between[i])
+        first, stop = first_lane[number], first_lane[number + 1]
+        moved = True
+        while moved:
+            later = start
+            for i in range(first, stop):
+                later = max(later, _gap(lanes[i], start, length, is_last, taken))
+            moved = later > start and stop - first > 1
+            start = later
+        starts[number] = start
+        for i in range(first, stop):
+            _take(lanes[i], start, start + length, taken)
+
+
+def _gap(lane: int, start: float, length: float, is_last: bool, taken: Taken) -> float:
+    """Return when a gap of a length begins in a lane, at this time or later."""
+    first, stop = taken.first[lane], taken.stop[lane]
+    if is_last:
+        return max(start, taken.end[stop - 1]) if stop > first else start
+    low, high = first, stop
+    while low < high:
+        middle = (low + high) // 2
+        if taken.start[middle] <= start:
+            low = middle + 1
+        else:
+            high = middle
+    if low > first:
+        start = max(start, taken.end[low - 1])
+    while low < stop and taken.start[low] < start + length:
+        start = max(start, taken.end[low])
+        low += 1
     return start
+
+
+def _take(lane: int, start: float, end: float, taken: Taken) -> None:
+    """Put the time of a pass in its place among those of a lane."""
+    at = taken.stop[lane]
+    taken.stop[lane] = at + 1
+    while at > taken.first[lane] and _is_behind(at - 1, start, end, taken):
+        taken.start[at], taken.end[at] = taken.start[at - 1], taken.end[at - 1]
+        at -= 1
+    taken.start[at], taken.end[at] = start, end
+
+
+def _is_behind(at: int, start: float, end: float, taken: Taken) -> bool:
+    """Return True if a time in the list is behind another one."""
+    other = taken.start[at]
+    return bool(other > start or (other == start and taken.end[at] > end))

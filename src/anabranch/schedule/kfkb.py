@@ -27,8 +27,7 @@ from anabranch.plans.in_flight import (
 )
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import Room
-from anabranch.schedule.interleave import interleave
-from anabranch.schedule.schedule import Action, Kind, Order, Schedule
+from anabranch.schedule.schedule import Action, Kind, Order, Schedule, compute
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,13 @@ def _most_behind(graph: StageGraph, x: int, y: int, in_flight: int) -> int:
 @lru_cache(maxsize=1 << 10)
 def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Order:
     """Return the computes of a stage: ``in_flight`` forwards, k backwards, k forwards, ..."""
-    forwards = [_compute(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
-    backwards = [_compute(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
+    forwards = [compute(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
+    backwards = [compute(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
     result = forwards[:in_flight]
     for done in range(0, num_microbatches, k):
         result += backwards[done : done + k]
         result += forwards[in_flight + done : in_flight + done + k]
     return Order(result)
-
-
-@lru_cache(maxsize=1 << 16)
-def _compute(stage: int, kind: Kind, microbatch: int) -> Action:
-    """Return a cached action: planning makes thousands of schedules from a few hundred of them."""
-    return Action(stage, kind, microbatch)
 
 
 def require_in_flight(graph: StageGraph) -> None:
@@ -133,5 +126,8 @@ def require_in_flight(graph: StageGraph) -> None:
 def per_device(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> Schedule:
     """Return the schedule: the list of each device's stage, or of its stages merged."""
     if graph.shares_devices:
+        # It loads NumPy, without which the command line lists schedules in its help.
+        from anabranch.schedule.interleave import interleave
+
         return Schedule(interleave(graph, orders))
     return Schedule({device: orders[stages[0]] for device, stages in graph.stages_of.items()})

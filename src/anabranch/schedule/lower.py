@@ -113,7 +113,7 @@ def message_table(
     graph: StageGraph, source: int, target: int, *, forward: bool, inside_devices: bool = False
 ) -> Ints:
     """Return ``messages`` as an array with one row per field of ``Message``."""
-    table = _transfer_table(graph, source, target, forward=forward)
+    table = transfer_table(graph, source, target, forward=forward)
     if not (inside_devices or graph.shares_devices):
         return table
     _, sender, _, receiver, *_ = table
@@ -135,7 +135,7 @@ def needs(
         ends = graph.stages[source].devices, graph.stages[target].devices
         if inside_devices and set(ends[0]).isdisjoint(ends[1]):
             continue
-        table = _transfer_table(graph, source, target, forward=forward)
+        table = transfer_table(graph, source, target, forward=forward)
         if inside_devices:
             table = table[:, table[1] == table[3]]
         for i, a, j, b, *_ in table.T.tolist():
@@ -143,7 +143,7 @@ def needs(
     return result
 
 
-def _transfer_table(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
+def transfer_table(graph: StageGraph, source: int, target: int, *, forward: bool) -> Ints:
     """Return ``message_table`` with samples that stay on their device, too."""
     import numpy as np
 

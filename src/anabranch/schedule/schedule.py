@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from anabranch.errors import InvalidScheduleError
@@ -119,6 +119,12 @@ class Action:
 _PATTERN = re.compile(r"(\d+)(F|B|I|W|U|SF|RF|SB|RB)(\d+)(?:[<>](\d+)@(\d+)\[(\d+):(\d+)\])?")
 
 
+@lru_cache(maxsize=1 << 16)
+def compute(stage: int, kind: Kind, microbatch: int) -> Action:
+    """Return a cached action: planning makes thousands of schedules from a few hundred of them."""
+    return Action(stage, kind, microbatch)
+
+
 class Order(tuple[Action, ...]):
     """The actions of a device, with cached indices of them; many schedules share one order."""
 
@@ -140,6 +146,20 @@ class Order(tuple[Action, ...]):
     def stages(self) -> tuple[int, ...]:
         """Stages with actions, ascending."""
         return tuple(sorted({stage for stage, _ in self.passes}))
+
+    def split(self, stages: frozenset[int]) -> Order:
+        """Put gradients of inputs and of weights in the place of the backwards of these stages."""
+        return self._split(stages.intersection(self.stages))
+
+    @remembered
+    def _split(self, stages: frozenset[int]) -> Order:
+        def halves(a: Action) -> tuple[Action, ...]:
+            if a.kind is not Kind.BACKWARD or a.stage not in stages:
+                return (a,)
+            kinds = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+            return tuple(compute(a.stage, kind, a.microbatch) for kind in kinds)
+
+        return Order(half for action in self for half in halves(action))
 
     @cached_property
     def counts(self) -> Mapping[tuple[int, Kind], int] | None:

@@ -1,0 +1,201 @@
+"""The inner loop of list schedules, compiled: passes begin one after the other.
+
+Kinds of passes are numbers here: forward, gradient of inputs (or whole backward), gradient of
+weights. ``zero_bubble`` says by which rules a device chooses among them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from anabranch.compiled import Floats, Ints, compiled
+
+FORWARD, GRADIENT, WEIGHTS = range(3)
+
+GAP = 0.25
+"""Share of their length that a gap must have for gradients of weights to begin in it."""
+
+INFINITY = float("inf")
+
+
+class ListProblem(NamedTuple):
+    """Stages and their passes.
+
+    Attributes:
+        batch: samples of the step.
+        size: per stage, samples of a micro-batch.
+        microbatches: their number.
+        in_flight: micro-batches that it may hold.
+        is_first: whether its backwards are whole.
+        weights_s: seconds of the gradients of weights of a micro-batch.
+        number: per stage and kind, the number of its first pass.
+        seconds: per pass.
+        first_source: per stage, and whether gradients come from them, where its sources begin.
+        source: the stages that passes of a stage wait for.
+        message_s: seconds between.
+        first_lane: per stage, where its lanes begin.
+        lane: one of its devices for each set of stages that these have.
+        first_beside: per stage, where others on its devices begin.
+        beside: these.
+    """
+
+    batch: int
+    size: Ints
+    microbatches: Ints
+    in_flight: Ints
+    is_first: Ints
+    weights_s: Floats
+    number: Ints
+    seconds: Floats
+    first_source: Ints
+    source: Ints
+    message_s: Floats
+    first_lane: Ints
+    lane: Ints
+    first_beside: Ints
+    beside: Ints
+
+
+class ListState(NamedTuple):
+    """What has begun.
+
+    Attributes:
+        begun: per stage and kind, passes begun.
+        ends: per pass, when it ends.
+        order: passes begun, in their order.
+        free: per lane, when it has nothing to do.
+        start: per stage, when its next pass can start.
+        kind: of that pass; -1 for none.
+        stale: per stage, whether its next pass has to be chosen anew.
+    """
+
+    begun: Ints
+    ends: Floats
+    order: Ints
+    free: Floats
+    start: Floats
+    kind: Ints
+    stale: Ints
+
+
+@compiled
+def run(problem: ListProblem, state: ListState) -> int:
+    """Begin all passes; return how many could: fewer where stages wait for each other."""
+    stages, total = len(problem.size), len(problem.seconds)
+    for done in range(total):
+        s = -1
+        for t in range(stages):
+            if state.stale[t]:
+                state.stale[t] = 0
+                _choose(t, problem, state)
+            if state.kind[t] >= 0 and (s < 0 or _goes_first(t, s, problem, state)):
+                s = t
+        if s < 0:
+            return done
+        _begin(s, done, problem, state)
+    return total
+
+
+def _goes_first(t: int, s: int, problem: ListProblem, state: ListState) -> bool:
+    """Return True if the next pass of a stage t goes before that of a stage s below it."""
+    if state.start[t] != state.start[s]:
+        return bool(state.start[t] < state.start[s])
+    urgency, other = _urgency(t, problem, state), _urgency(s, problem, state)
+    if urgency != other:
+        return urgency < other
+    first = state.begun[3 * t + state.kind[t]] * problem.size[t]
+    return bool(first < state.begun[3 * s + state.kind[s]] * problem.size[s])
+
+
+def _urgency(s: int, problem: ListProblem, state: ListState) -> int:
+    """Return the place among passes that can start together: gradients of inputs, forwards, whole
+    backwards, gradients of weights.
+    """
+    if state.kind[s] == GRADIENT:
+        return 2 if problem.is_first[s] else 0
+    return 1 if state.kind[s] == FORWARD else 3
+
+
+def _begin(s: int, done: int, problem: ListProblem, state: ListState) -> None:
+    """Begin the next pass of a stage."""
+    kind = state.kind[s]
+    number = problem.number[3 * s + kind] + state.begun[3 * s + kind]
+    state.begun[3 * s + kind] += 1
+    if kind == GRADIENT and problem.is_first[s]:
+        state.begun[3 * s + WEIGHTS] += 1
+    end = state.start[s] + problem.seconds[number]
+    state.ends[number] = end
+    state.order[done] = number
+    for i in range(problem.first_lane[s], problem.first_lane[s + 1]):
+        state.free[problem.lane[i]] = end
+    _mark(s, problem, state)
+    # Its successors are the sources of its gradients.
+    if kind != WEIGHTS:
+        at = 2 * s + 1 - kind
+        for i in range(problem.first_source[at], problem.first_source[at + 1]):
+            _mark(problem.source[i], problem, state)
+
+
+def _mark(s: int, problem: ListProblem, state: ListState) -> None:
+    """Have the next passes of a stage, and of those on its devices, chosen anew."""
+    state.stale[s] = 1
+    for i in range(problem.first_beside[s], problem.first_beside[s + 1]):
+        state.stale[problem.beside[i]] = 1
+
+
+def _choose(s: int, problem: ListProblem, state: ListState) -> None:
+    """Choose the pass that a stage would begin next."""
+    free = 0.0
+    for i in range(problem.first_lane[s], problem.first_lane[s + 1]):
+        free = max(free, state.free[problem.lane[i]])
+    forward, gradient = _forward(s, problem, state), _gradient(s, problem, state)
+    computed, came = state.begun[3 * s + WEIGHTS], state.begun[3 * s + GRADIENT]
+    if computed < came:  # there is a gradient of weights to compute
+        earliest, size = min(forward, gradient), problem.weights_s[s]
+        for i in range(problem.first_beside[s], problem.first_beside[s + 1]):
+            t = problem.beside[i]
+            earliest = min(earliest, _forward(t, problem, state), _gradient(t, problem, state))
+        gap = earliest - free if earliest < INFINITY else size
+        if gap >= GAP * size:
+            ready = state.ends[problem.number[3 * s + GRADIENT] + computed]
+            state.start[s], state.kind[s] = max(free, ready), WEIGHTS
+            return
+    forward, gradient = max(free, forward), max(free, gradient)
+    is_equal = forward == gradient
+    is_forward = forward < gradient or (is_equal and problem.is_first[s] == 1)
+    state.start[s] = min(forward, gradient)
+    state.kind[s] = FORWARD if is_forward else GRADIENT
+    if state.start[s] == INFINITY:
+        state.kind[s] = -1
+
+
+def _forward(s: int, problem: ListProblem, state: ListState) -> float:
+    """Return when all is there that the next forward needs; infinity if that is not known yet."""
+    number = state.begun[3 * s]
+    held = number - state.begun[3 * s + WEIGHTS]
+    if number == problem.microbatches[s] or held >= problem.in_flight[s]:
+        return INFINITY
+    return _comes(s, FORWARD, number, problem, state)
+
+
+def _gradient(s: int, problem: ListProblem, state: ListState) -> float:
+    """Return likewise for the next gradient of inputs."""
+    number = state.begun[3 * s + GRADIENT]
+    if number == state.begun[3 * s]:
+        return INFINITY
+    comes = _comes(s, GRADIENT, number, problem, state)
+    return max(comes, float(state.ends[problem.number[3 * s] + number]))
+
+
+def _comes(s: int, kind: int, number: int, problem: ListProblem, state: ListState) -> float:
+    """Return when the samples of a micro-batch have come to a stage; infinity where unknown."""
+    samples = min((number + 1) * problem.size[s], problem.batch)
+    last = 0.0
+    for i in range(problem.first_source[2 * s + kind], problem.first_source[2 * s + kind + 1]):
+        t = problem.source[i]
+        before = (samples + problem.size[t] - 1) // problem.size[t] - 1
+        if before >= state.begun[3 * t + kind]:
+            return INFINITY
+        end = float(state.ends[problem.number[3 * t + kind] + before])
+        last = max(last, end + float(problem.message_s[i]))
+    return last
