@@ -1,4 +1,4 @@
-"""One page of curves: held-out accuracy after every epoch, mean over seeds."""
+"""Pages of curves: held-out accuracy after every epoch, and at every depth, mean over seeds."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ STYLES: dict[str, tuple[str, str]] = {
     "pipeoptim": ("#1769c4", "-"),
     "predict-stash": ("#2f9e6b", "-"),
     "predict-stash, options": ("#0b5d3b", "-."),
+    "2bw-ef": ("#c2185b", "-"),
+    "2bw-ef, Muon": ("#c2185b", "--"),
+    "synchronous, Muon": ("#1c2530", "--"),
+    "asyncpp": ("#00838f", "-"),
+    "basis-rotation": ("#6d4c41", "-"),
 }
 """Colour and dashes of each contender."""
 
@@ -77,3 +82,37 @@ def _panel(panel: Any, title: str, rows: Sequence[Row]) -> None:
     panel.set_ylabel("held-out accuracy, %")
     panel.grid(color="#dbe1e9", linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def draw_depths(tasks: Mapping[str, Sequence[Row]], file: Path) -> None:
+    """Write accuracy over depth as PNG or SVG, a panel per task; what has no depth goes across."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "depths"
+    figure, panels = pyplot.subplots(
+        1, len(tasks), figsize=(6 * len(tasks), 4.2), squeeze=False, layout="constrained"
+    )
+    for panel, (title, rows) in zip(panels.flat, tasks.items(), strict=True):
+        depths = sorted({row["depth"] for row in rows if row["depth"]})
+        for name, (colour, dashes) in STYLES.items():
+            means = {r["depth"]: np.mean(r["accuracy"]) for r in rows if r["method"] == name}
+            if 0 in means:
+                means = dict.fromkeys(depths, means[0])
+            if means:
+                ordered = sorted(means)
+                heights = [means[depth] for depth in ordered]
+                marker = "" if len(set(heights)) == 1 else "o"
+                panel.plot(
+                    ordered, heights, dashes, color=colour, marker=marker, markersize=4, label=name
+                )
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(depths, [str(depth) for depth in depths])
+        panel.set(title=title, xlabel="stages", ylabel="held-out accuracy, percent")
+        panel.grid(color="#e3e7ec", linewidth=0.6)
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(file, dpi=110, metadata={"Date": None} if file.suffix == ".svg" else None)
+    pyplot.close(figure)

@@ -8,7 +8,7 @@ The models are transformers of eight blocks with four linear layers each; at 32 
 layer is a stage. Synchronous training and 2bw are the same at any depth.
 
 python -m benchmarks.convergence.depths --into FILE [--tasks NAME] [--depths 8] [--seeds 0-9]
-                                        [--methods NAME] [--updates N]
+                                        [--methods NAME] [--updates N] [--picture PAGE]
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from anabranch.runtime.asynchronous.corrections import CORRECTIONS
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
 from anabranch.weights import Naive, Reading, Unit, WeightPolicy, policy_named
 from anabranch.weights.base import Step
+from benchmarks.convergence.curves import draw_depths
 from benchmarks.convergence.tables import difference
 from benchmarks.convergence.tasks import LAYERS, TASKS, Block, Characters, Task, charlm
 from benchmarks.datasets.digits import load_small_digits
@@ -386,6 +387,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=[*METHODS], choices=METHODS)
     parser.add_argument("--seeds", type=seeds_of, default=range(10))
     parser.add_argument("--updates", type=int, help="of a run, in place of the task's own number")
+    parser.add_argument("--picture", type=Path, help="write accuracy over depth, .png or .svg")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "There is a performance drop")
@@ -413,6 +415,23 @@ def main() -> None:
                     stream.write(json.dumps(rows[-1]) + "\n")
                 sys.stderr.write(f"{task} {name} {depth} {statistics.fmean(found):.2f}\n")
     sys.stdout.write(show(rows) + "\n")
+    if arguments.picture:
+        draw_depths(curves_of(rows, arguments.tasks, [*arguments.seeds]), arguments.picture)
+
+
+def curves_of(
+    rows: Sequence[Row], tasks: Sequence[str], seeds: Sequence[int]
+) -> dict[str, list[Row]]:
+    """Rows of each task with its own number of updates, of these seeds."""
+    return {
+        f"{task}, {TRIALS[task].updates} updates": [
+            row
+            for row in rows
+            if (row["task"], row["updates"]) == (task, TRIALS[task].updates)
+            and row["seeds"] == seeds
+        ]
+        for task in tasks
+    }
 
 
 if __name__ == "__main__":
