@@ -41,7 +41,7 @@ from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch, place_text
 from anabranch.runtime.guards.interrupt import handling
 from anabranch.runtime.guards.position import waits
 from anabranch.runtime.guards.timeouts import TIMEOUTS
-from anabranch.runtime.local_rank import Order, run_rank
+from anabranch.runtime.local_rank import RankTask, run_rank
 from anabranch.runtime.spare_copies import Recoveries, Survival
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class _Ranks:
         context, parent, attempt = multiprocessing.get_context("fork"), os.getpid(), self._attempt
         for rank in ranks:
             member = self._members[rank]
-            order = Order(rank, len(self._members), attempt, args)
+            order = RankTask(rank, len(self._members), attempt, args)
             member.pipe, theirs = context.Pipe()
             process = context.Process(
                 target=run_rank,
@@ -298,7 +298,7 @@ class _Ranks:
                     self._members[rank].end()
         for rank, member in enumerate(self._members):
             if rank not in new:
-                order = Order(rank, len(self._members), self._attempt, args)
+                order = RankTask(rank, len(self._members), self._attempt, args)
                 with suppress(OSError):  # it has died meanwhile, as will be heard
                     member.pipe.send_bytes(pickle.dumps(order))
 

@@ -29,7 +29,7 @@ from anabranch.runtime.transport import guarded
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RankTask:
     """Place of a rank among ``size`` in an attempt, and the arguments of its function."""
 
     rank: int
@@ -39,7 +39,7 @@ class Order:
 
 
 def run_rank(
-    order: Order,
+    order: RankTask,
     device: int,
     store: Path,
     pipe: Connection,
@@ -104,7 +104,7 @@ def _leave_to_parent(number: signal.Signals) -> None:
     signal.siginterrupt(number, False)
 
 
-def _connect(order: Order, store: Path) -> None:
+def _connect(order: RankTask, store: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     with POSITION.waiting():
         guarded(

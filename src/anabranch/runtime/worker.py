@@ -253,11 +253,6 @@ class BatchRun:
         self.made: dict[int, dict[int, Tensor]] = {}
         self.returned: dict[int, dict[Port, Tensor]] = {}
 
-    @property
-    def last_backwards(self) -> tuple[int, ...]:
-        """See ``Worker``."""
-        return self.tasks.last_backwards
-
     def expect(self, *kinds: Kind) -> None:
         """Post the first receives of every channel of such receives."""
         for channel, microbatches in enumerate(self.tasks.channels):
@@ -269,7 +264,7 @@ class BatchRun:
         tasks = self.tasks.passes.get((kind, microbatch), ())
         self.execute(tasks)
         if kind is Kind.FORWARD:
-            for stage in self.last_backwards:
+            for stage in self.tasks.last_backwards:
                 if self.stages[stage].recompute:
                     self.made.pop(stage, None)  # such a stage keeps only what enters it
         return bool(tasks)

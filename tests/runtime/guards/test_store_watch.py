@@ -13,7 +13,7 @@ from anabranch.runtime.guards.same_batch import DIGESTS, RECENT_BATCHES, RecentB
 from anabranch.runtime.guards.shared_failure import FAILURE_KEY
 from anabranch.runtime.guards.store_watch import StoreWatch
 
-STUCK = "3 7 1 3 0 3 1 0"
+STUCK = "3 7 1 3 0 3 0 0 1 0"
 """The third beat: step 7, stage 1, micro-batch 3, forward, in a step, settled."""
 
 
@@ -49,7 +49,7 @@ def test_a_rank_that_does_not_go_on_ends_the_run(capsys):
 def test_a_process_that_is_held_up_at_once_is_found(capsys):
     """Between its first page and the next: it might be in start-up for long, but it is silent."""
     store = HashStore()
-    store.set("anabranch/at/1", "0 -1 -1 -1 0 1 0 5")
+    store.set("anabranch/at/1", "0 -1 -1 -1 -1 1 0 0 0 5")
     assert ended(store)
     said = "rank 1 has not gone on for"
     assert said in capsys.readouterr().err

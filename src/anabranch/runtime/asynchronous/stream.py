@@ -197,7 +197,7 @@ class Stream:
             self._tell()
             return
         if microbatch == 0:
-            self._reducer.begin(run.last_backwards)
+            self._reducer.begin(run.tasks.last_backwards)
         with self.weights.backward(self._first + unit):
             run.do(Kind.BACKWARD, microbatch)
 

@@ -3,8 +3,8 @@
 Local ranks share them with their parent, ranks of torchrun tell them each other: a rank that is
 killed, or does not go on, cannot say where it was::
 
-    step  stage  micro-batch  doing  phase  settled  time
-       7      1            3  forward step        1  81 s      in the forward of stage 1, ...
+    step  stage  micro-batch  doing    phase  waits  mini-batch  settled  time
+       7      1            3  forward  step       0           0        1  81 s
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from enum import IntEnum
 
 from anabranch.schedule.schedule import Action, Kind
 
-POSITION_INTS = 7
-"""Integers of one rank's position, as in the module's picture; -1 for none."""
+POSITION_INTS = 9
+"""Integers of one rank's position, as in the module's picture; -1 for none. ``waits`` is 1 while
+the rank waits for another one, ``mini-batch`` where steps are called so.
+"""
 
-_STEP, _STAGE, _MICROBATCH, _DOING, _PHASE, _SETTLED, _TIME = range(POSITION_INTS)
+_STEP, _STAGE, _MICROBATCH, _DOING, _PHASE = range(5)
+_WAITS, _MINIBATCH, _SETTLED, _TIME = range(5, POSITION_INTS)
 
 _ACTIONS = {
     Kind.FORWARD: "in the forward",
@@ -33,13 +36,7 @@ _ACTIONS = {
 }
 _KINDS = tuple(_ACTIONS)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
-_WAITS = {_NUMBERS[kind] for kind in _KINDS if kind.is_receive}
-
-_MINIBATCH = 100
-"""Added to what a rank does where steps are mini-batches without a flush."""
-
-_WAITING = 100
-"""Added to the phase of a rank that waits for another one."""
+_RECEIVES = {_NUMBERS[kind] for kind in _KINDS if kind.is_receive}
 
 
 class Phase(IntEnum):
@@ -77,7 +74,6 @@ class Position:
     """Position of this process."""
 
     def __init__(self) -> None:
-        self._unit = 0
         self._ints = memoryview(bytearray(8 * POSITION_INTS)).cast("q")
         self.leave()
 
@@ -90,16 +86,16 @@ class Position:
         """Note the action that begins."""
         ints = self._ints
         ints[0], ints[1], ints[2] = step, action.stage, action.microbatch
-        ints[3] = _NUMBERS[action.kind] + self._unit
+        ints[3] = _NUMBERS[action.kind]
         ints[_TIME] = time.monotonic_ns()
 
     def begin(self, step: int, phase: Phase = Phase.STEP, *, is_minibatch: bool = False) -> None:
         """Note that a step begins or goes on, in some phase; without a flush it is called a
         mini-batch.
         """
-        self._unit = _MINIBATCH if is_minibatch else 0
         ints = self._ints
-        ints[0], ints[1], ints[2], ints[3], ints[_PHASE] = step, -1, -1, self._unit, phase
+        ints[0], ints[1], ints[2], ints[3], ints[_PHASE] = step, -1, -1, -1, phase
+        ints[_WAITS], ints[_MINIBATCH] = 0, int(is_minibatch)
         ints[_TIME] = time.monotonic_ns()
 
     def leave(self) -> None:
@@ -113,10 +109,9 @@ class Position:
     @contextmanager
     def doing(self, phase: Phase) -> Iterator[None]:
         """Note a phase inside the block. It stays noted after an error."""
-        before, unit = self._ints.tolist(), self._unit
-        self.begin(before[_STEP], phase, is_minibatch=unit != 0)
+        before = self._ints.tolist()
+        self.begin(before[_STEP], phase, is_minibatch=bool(before[_MINIBATCH]))
         yield
-        self._unit = unit
         for index in range(_SETTLED):
             self._ints[index] = before[index]
         self._ints[_TIME] = time.monotonic_ns()
@@ -127,14 +122,12 @@ class Position:
         noted after an error.
         """
         ints = self._ints
-        before = ints[_PHASE]
-        if before < _WAITING and before != Phase.SUMS:
-            ints[_PHASE] = Phase.SUMS if before == Phase.TOTALS else before + _WAITING
-            ints[_TIME] = time.monotonic_ns()
+        if ints[_WAITS]:
+            yield
+            return
+        ints[_WAITS], ints[_TIME] = 1, time.monotonic_ns()
         yield
-        if ints[_PHASE] != before:
-            ints[_PHASE] = before
-            ints[_TIME] = time.monotonic_ns()
+        ints[_WAITS], ints[_TIME] = 0, time.monotonic_ns()
 
     @property
     def stage(self) -> int:
@@ -152,25 +145,24 @@ class Position:
 
 def describe_position(ints: Sequence[int]) -> str:
     """Text for the integers of a position, empty outside of steps and phases."""
-    step, stage, microbatch, kind, _ = ints[:_SETTLED]
-    is_minibatch, number = divmod(kind, _MINIBATCH)
+    step, stage, microbatch, kind = ints[:_PHASE]
     phase = phase_of(ints)
     parts = [_PHASES[phase]] if phase is not Phase.STEP else []
     if stage >= 0:
-        action = f"{_ACTIONS[_KINDS[number]]} of stage {stage}"
-        parts = [action, f"micro-batch {microbatch}"]
+        parts = [f"{_ACTIONS[_KINDS[kind]]} of stage {stage}", f"micro-batch {microbatch}"]
         parts += [_PHASES[phase]] if phase is Phase.EVALUATION else []
-    if ints[_PHASE] >= _WAITING and not (stage >= 0 and number in _WAITS):
+    if ints[_WAITS] and phase is not Phase.SUMS and kind not in _RECEIVES:
         parts.append("waiting for other ranks")
     if step >= 0:
-        when = f"{'mini-batch' if is_minibatch else 'step'} {step}"
+        when = f"{'mini-batch' if ints[_MINIBATCH] else 'step'} {step}"
         parts.append(when if any(parts) else f"in {when}")
     return ", ".join(filter(None, parts))
 
 
 def phase_of(ints: Sequence[int]) -> Phase:
-    """The phase of a position."""
-    return Phase(ints[_PHASE] % _WAITING)
+    """The phase of a position; of who waits for totals, the sums."""
+    phase = Phase(ints[_PHASE])
+    return Phase.SUMS if phase is Phase.TOTALS and ints[_WAITS] else phase
 
 
 def is_settled(ints: Sequence[int]) -> bool:
@@ -180,9 +172,7 @@ def is_settled(ints: Sequence[int]) -> bool:
 
 def waits(ints: Sequence[int]) -> bool:
     """True if this rank waits for another one."""
-    if ints[_PHASE] >= _WAITING or ints[_PHASE] == Phase.SUMS:
-        return True
-    return ints[_STAGE] >= 0 and ints[_DOING] % _MINIBATCH in _WAITS
+    return bool(ints[_WAITS]) or ints[_PHASE] == Phase.SUMS or ints[_DOING] in _RECEIVES
 
 
 POSITION = Position()
