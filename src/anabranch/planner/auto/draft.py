@@ -60,16 +60,11 @@ class Draft(NamedTuple):
         return len(self.setups)
 
 
-def both(draft: Draft) -> tuple[Draft, Draft]:
-    """A draft with either warm-up."""
-    return draft, draft._replace(deep=not draft.deep)
-
-
 def variants(draft: Draft, *, shared: bool = False, split: bool = False) -> list[Draft]:
     """A draft in every way to run: with either warm-up and, where these may be chosen, with and
     without shared optimizer state and split backwards.
     """
-    ways = [*both(draft)]
+    ways = [draft, draft._replace(deep=not draft.deep)]
     if shared:
         ways += [way._replace(sharded=not way.sharded) for way in ways]
     if split:
