@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def begin_compiling(planner: str) -> None:
     from anabranch.planner.auto.stage_clock import step_s
     from anabranch.plans.stages import Stage, StageGraph
     from anabranch.profile.profile import OpCost, Profile
+    from anabranch.schedule import rule_named
+    from anabranch.schedule.list_scheduler import run
     from anabranch.simulator.events import play
     from anabranch.solve import plan
 
@@ -73,8 +77,15 @@ def begin_compiling(planner: str) -> None:
         cost, stage = CostModel(profile, cluster), Stage(("any",), (0,), 1)
         Evaluator(cost, 1)(draft_of(StageGraph((stage,), (), 1), cost))
 
+    def order() -> None:
+        import_module("numba")  # without which schedules are made in plain Python
+        stages = tuple(Stage(("any",), (0,), 1) for _ in range(2))
+        for rule in map(rule_named, ("zb-h1", "1f1b")):
+            rule.order(rule.warm_up(StageGraph(stages, ((0, 1),), 1)))
+
     os.environ.setdefault("NUMBA_OPT", "1")  # compiles in four fifths of the time, as quick a code
-    begin({step_s: evaluate, play: lambda: plan(profile, cluster, 1, planner="graphpipe")})
+    simulate = partial(plan, profile, cluster, 1, planner="graphpipe")
+    begin({step_s: evaluate, play: simulate, run: order})
 
 
 class TrainingProgress:

@@ -35,25 +35,21 @@ def interleave(graph: StageGraph, orders: Sequence[tuple[Action, ...]]) -> dict[
     """
     lanes = _lanes(graph, [order if isinstance(order, Order) else Order(order) for order in orders])
     actions, count = len(lanes.seconds), len(lanes.stage)
-    progress = Progress(
-        lanes.first[:-1].copy(),
-        lanes.sources.copy(),
-        np.zeros(actions),
-        np.zeros(len(graph.devices)),
-        np.zeros(actions, np.int64),
-    )
-    if affordable(_merge, actions * count)(lanes, progress) < actions:
+    turns = np.zeros(actions, np.int64)
+    state = lanes.first[:-1].copy(), lanes.sources.copy(), np.zeros(actions)
+    merge = affordable(_merge, actions * count)
+    if merge(lanes, *state, np.zeros(len(graph.devices)), turns) < actions:
         raise InvalidScheduleError(
             "the stages' orders wait for each other; in-flight counts must not rise along a "
             "stage edge"
         )
-    device, stage = lanes.device[progress.merged], lanes.stage[progress.merged]
+    device, stage = lanes.device[turns], lanes.stage[turns]
     known, result = dict[bytes, Order](), dict[int, Order]()
     for at, name in enumerate(graph.devices):
-        turns = stage[device == at]
-        if (key := turns.tobytes()) not in known:
+        own = stage[device == at]
+        if (key := own.tobytes()) not in known:
             rows = [iter(order) for order in orders]
-            known[key] = Order(next(rows[s]) for s in turns.tolist())
+            known[key] = Order(next(rows[s]) for s in own.tolist())
         result[name] = known[key]
     return result
 
@@ -84,24 +80,6 @@ class Lanes(NamedTuple):
     target: Ints
 
 
-class Progress(NamedTuple):
-    """What has happened so far.
-
-    Attributes:
-        next: per lane, its next action.
-        missing: per action, those that it waits for and that have not ended.
-        ready: per action, when the last of the others ended.
-        free: per device, when it has nothing to do.
-        merged: lanes in the order of their turns.
-    """
-
-    next: Ints
-    missing: Ints
-    ready: Floats
-    free: Floats
-    merged: Ints
-
-
 def _lanes(graph: StageGraph, orders: Sequence[Order]) -> Lanes:
     """Number the actions of all replicas."""
     stages, counts = [*enumerate(graph.stages)], np.array([*map(len, orders)])
@@ -125,8 +103,8 @@ def _lanes(graph: StageGraph, orders: Sequence[Order]) -> Lanes:
         """Numbers of the actions of a stage's micro-batches on these devices."""
         where = np.zeros(graph.devices[-1] + 1, np.int64)
         where[[*graph.stages[s].devices]] = np.arange(replicas[s])
-        result: Ints = orders[s].passes[s, forward][microbatches]
-        return begin[s] + where[devices] * counts[s] + result
+        first: Ints = begin[s] + where[devices] * counts[s]
+        return first + orders[s].passes[s, forward][microbatches]
 
     links = [np.zeros((2, 0), np.int64)]
     for x, y, forward in directions(graph):
@@ -148,36 +126,45 @@ def _lanes(graph: StageGraph, orders: Sequence[Order]) -> Lanes:
 
 
 @compiled
-def _merge(lanes: Lanes, progress: Progress) -> int:
-    """Go through all orders; return the number of actions that could be executed."""
+def _merge(
+    lanes: Lanes, following: Ints, missing: Ints, ready: Floats, free: Floats, turns: Ints
+) -> int:
+    """Go through all orders; return the number of actions that could be executed.
+
+    Args:
+        following: per lane, its next action.
+        missing: per action, those that it waits for and that have not ended.
+        ready: per action, when the last of the others ended.
+        free: per device, when it has nothing to do.
+        turns: lanes in the order of their turns, to be filled.
+    """
     total = len(lanes.seconds)
     for done in range(total):
         best, start = -1, 0.0
         for lane in range(len(lanes.stage)):
-            number = progress.next[lane]
-            if number < lanes.first[lane + 1] and progress.missing[number] == 0:
-                free = progress.free[lanes.device[lane]]
-                begins = max(float(free), float(progress.ready[number]))
+            x = following[lane]
+            if x < lanes.first[lane + 1] and missing[x] == 0:
+                begins = max(float(free[lanes.device[lane]]), float(ready[x]))
                 is_first = best < 0 or begins < start
-                if is_first or (begins == start and _goes_first(lane, best, lanes, progress)):
+                if is_first or (begins == start and _goes_first(lane, best, lanes, following)):
                     best, start = lane, begins
         if best < 0:
             return done
-        number = progress.next[best]
-        end = start + lanes.seconds[number]
-        progress.free[lanes.device[best]] = end
-        progress.merged[done] = best
-        progress.next[best] = number + 1
-        for i in range(lanes.first_target[number], lanes.first_target[number + 1]):
+        x = following[best]
+        following[best] = x + 1
+        turns[done] = best
+        end = start + lanes.seconds[x]
+        free[lanes.device[best]] = end
+        for i in range(lanes.first_target[x], lanes.first_target[x + 1]):
             target = lanes.target[i]
-            progress.missing[target] -= 1
-            progress.ready[target] = max(progress.ready[target], end)
+            missing[target] -= 1
+            ready[target] = max(ready[target], end)
     return total
 
 
-def _goes_first(a: int, b: int, lanes: Lanes, progress: Progress) -> bool:
+def _goes_first(a: int, b: int, lanes: Lanes, following: Ints) -> bool:
     """Return True if of two lanes that can start together the first one has its turn."""
-    x, y = progress.next[a], progress.next[b]
+    x, y = following[a], following[b]
     if lanes.is_forward[x] != lanes.is_forward[y]:
         return bool(lanes.is_forward[x] < lanes.is_forward[y])
     if lanes.sample[x] != lanes.sample[y]:

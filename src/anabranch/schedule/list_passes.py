@@ -184,8 +184,10 @@ class ListPasses:
         both = ((passes, others), (others, passes))
         waits, after = (links(len(self._stage), *way, between) for way in both)
         first_lane, lane = self._lane
-        lanes = (lane[first_lane[s] : first_lane[s + 1]] for s in self._stage.tolist())
-        return Passes(waits, after, *_rows(lanes))
+        begin, sizes = first_lane[self._stage], np.diff(first_lane)[self._stage]
+        first = np.cumsum([0, *sizes])
+        lanes = lane[np.repeat(begin - first[:-1], sizes) + np.arange(first[-1])]
+        return Passes(waits, after, first, lanes)
 
     def _message_s(self, s: int, t: int) -> float:
         """Return the seconds of a message between neighbours."""
@@ -194,7 +196,7 @@ class ListPasses:
         return a.message * a.microbatch_size * SECONDS if is_sent else 0.0
 
 
-def _rows(rows: Iterable[Sequence[int] | Ints]) -> tuple[Ints, Ints]:
+def _rows(rows: Iterable[Sequence[int]]) -> tuple[Ints, Ints]:
     """Return where rows begin, and the end, and their numbers behind one another."""
     listed = [*rows]
     first = np.cumsum([0, *map(len, listed)])

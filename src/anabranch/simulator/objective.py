@@ -27,6 +27,7 @@ from typing import ClassVar, TypeVar
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.plans.whole_batch import fitted
+from anabranch.remembered import remembered
 from anabranch.schedule import LISTS, SPLIT_BACKWARDS, asynchronous, compute_order, rule_named
 from anabranch.schedule.schedule import Kind, Schedule
 from anabranch.simulator import stream
@@ -84,6 +85,7 @@ class ShortestStep:
             the others to be simulated as well. At 1 % a plan for a slow network was 19 % longer; at
             50 % searches took up to half as much time again, and found nothing shorter.
         equal: times that differ by less, as a share, are the same.
+        kept: stage graphs whose prices are kept.
         suits: what refused proposals do not do, for the message.
         held: what is held in memory besides the usual, likewise.
         remedy: against too little memory, likewise.
@@ -95,6 +97,7 @@ class ShortestStep:
     warm_up_gain: float = 0.1
 
     equal: ClassVar[float] = 1e-9
+    kept: ClassVar[int] = 128
     suits: ClassVar[str] = "can be priced"
     remedy: ClassVar[str] = (
         "use devices with that much memory, more devices, a smaller micro-batch or an optimizer "
@@ -109,8 +112,15 @@ class ShortestStep:
         return f" with gradients of weights that wait under {names} (1f1b needs less)"
 
     def prices(self, proposal: StageGraph) -> ModelCosts:
-        """Prices of the stages as they run; an error if they cannot."""
-        return ModelCosts(fitted(proposal, self.cost.graph), self.cost)
+        """Prices of the stages as they run; an error if they cannot. Those asked for last are
+        kept, as a proposal is judged under one schedule after the other.
+        """
+        known: dict[StageGraph, ModelCosts] = self.cost.memo.setdefault(ModelCosts, {})
+        if (costs := known.get(proposal)) is None:
+            while len(known) >= self.kept:
+                del known[next(iter(known))]
+            costs = known[proposal] = ModelCosts(fitted(proposal, self.cost.graph), self.cost)
+        return costs
 
     def runs(self, costs: ModelCosts) -> Iterator[Run]:
         """Every way to run these stages, that with least memory first."""
@@ -126,8 +136,7 @@ class ShortestStep:
         """A lower bound of the seconds, however the stages run, no closer than it takes to be more
         than ``enough``; an error if they have no price.
         """
-        split = not SPLIT_BACKWARDS.isdisjoint(self.schedules)
-        return least_step_s(costs.graph, costs, enough, split=split)
+        return _least_s(costs, enough, not SPLIT_BACKWARDS.isdisjoint(self.schedules))
 
     def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
         """Seconds; whether they are sure, or enough to know that they are more than ``best_s``; and
@@ -174,6 +183,11 @@ class ShortestStep:
         """
         in_flight = sum(stage.in_flight for stage in candidate.graph.stages)
         return candidate.num_recomputing, candidate.peak_bytes, in_flight
+
+
+@remembered
+def _least_s(costs: ModelCosts, enough: float, split: bool) -> float:
+    return least_step_s(costs.graph, costs, enough, split=split)
 
 
 @dataclass(frozen=True)
