@@ -72,7 +72,7 @@ class Case:
 
     def __init__(self, folder: Path, name: str = "Dropout", **options: Any) -> None:
         load_simulator()
-        self.model: Built = with_programs(built(name), 2, 10)
+        self.model: Built = with_programs(built(name), 2, 4, 10, evaluation=True)
         self.plan, self.folder, self.options = plan(self.model, 2), folder, options
         self.kills: tuple[tuple[int, int], ...] = ()
         self.marks, self.begun = Marks(), list[tuple[int, Moment | None]]()
