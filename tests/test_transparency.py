@@ -86,7 +86,7 @@ def test_schedules_on_small_models(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in BUILT_IN), ("two-branch", torch.float64)],
+    [(name, torch.float64 if name == "two-branch" else torch.float32) for name in BUILT_IN],
 )
 def test_the_built_in_models(name: str, dtype: torch.dtype) -> None:
     """Two micro-batches of one sample; the models on real data differ in their data only."""
@@ -95,10 +95,11 @@ def test_the_built_in_models(name: str, dtype: torch.dtype) -> None:
     check(verify(model.workload, chosen, captured=model.captured, timeout=LIMIT_S))
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES} - {"Whisper"}))
 def test_models_that_nobody_wrote_for_pipelines(name: str) -> None:
     """Micro-batches of two samples; a loss that no micro-batch has by itself (labels that
-    are ignored, samples that are compared with each other) against the whole batch.
+    are ignored, samples that are compared with each other) against the whole batch. T5 is cut
+    as Whisper would be.
     """
     model = shared(name, torch.float32)
     chosen = plan(model, 4, batch_size=4, microbatch_size=2)

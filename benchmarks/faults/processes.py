@@ -25,6 +25,7 @@ from anabranch.cli.restarts import train_with_restarts
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import StageFailedError
 from anabranch.record import Run
+from anabranch.runtime.plan_parts import prepare
 from anabranch.training import train
 from anabranch.workload import Batch, Workload
 from benchmarks.faults.checkpoints import RANKS, planned
@@ -142,6 +143,7 @@ class _Slow:
 def alive(count: int, first: int = 0) -> dict[str, Any]:
     """Runs in which something is slow: false alarms."""
     workload, captured, plan = planned("two-branch", 8)
+    prepare(captured, plan.stage_graph, workload)
     assert workload.data is not None
     batches = list(islice(workload.data(8, 0), 9))
     count, alarms, done = min(count, 50), list[str](), 0

@@ -17,6 +17,7 @@ from anabranch import launch
 from anabranch.cluster import Cluster
 from anabranch.models import build
 from anabranch.record import Run
+from anabranch.runtime.plan_parts import prepare
 from anabranch.solve.replanning import Replanner
 from anabranch.training import Looks, train
 from benchmarks.faults.checkpoints import RANKS
@@ -57,6 +58,7 @@ def unequal(count: int) -> dict[str, Any]:
     machines = Cluster.preset(f"local:{RANKS}")
     options = {"max_replicas": 1, "microbatch_size": 8}
     plan = anabranch.plan(profile, machines, BATCH, **options)
+    prepare(captured, plan.stage_graph, workload)
 
     def rank(replans: bool) -> Run:
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})

@@ -65,7 +65,6 @@ def test_a_rewritten_step_is_that_of_the_model_as_written(name: str, rewrites: l
     ("name", "says"),
     [
         ("Bloom", r"modeling_bloom.py:\d+ .* calls GeLUFunction.apply, an autograd.Function"),
-        ("Detr", r"Detector .*/modeling_detr.py:\d+ \(if not torch.isfinite.* use torch.where"),
         (
             "Qwen2VLByHand",
             r"pixel_values has the parts of 4 samples one after the other.*\(4, 16, 96\)",
@@ -73,8 +72,8 @@ def test_a_rewritten_step_is_that_of_the_model_as_written(name: str, rewrites: l
     ],
 )
 def test_what_has_no_graph_is_refused_with_class_line_and_a_way_on(name: str, says: str) -> None:
-    """A backward that tracing would lose; a branch; and a batch whose dimension 0 is not the
-    samples. Sizes by data and lists by sample are refused in ``tests/graph``.
+    """A backward that tracing would lose, and a batch whose dimension 0 is not the samples;
+    branches, sizes by data and lists by sample are refused in ``tests/graph``.
     """
     error = examined(name)["error"]
     assert error.startswith("CaptureError")

@@ -109,9 +109,8 @@ def test_every_policy_with_every_optimizer(policy, optimizer):
         ("asyncpp", "long nadam"),
         ("basis-rotation", "adamw"),
         ("basis-rotation", "nadam"),
-        *itertools.product(
-            ["pipeoptim", "predict-stash", "stash", "2bw", "2bw-ef"], ["momentum", "adam", "nadam"]
-        ),
+        *itertools.product(["pipeoptim", "predict-stash"], ["momentum", "adam", "nadam"]),
+        *((policy, "adam") for policy in ("stash", "2bw", "2bw-ef")),
     ],
 )
 def test_a_schedule_of_the_rate(policy, optimizer):
@@ -121,7 +120,7 @@ def test_a_schedule_of_the_rate(policy, optimizer):
     require_equal(cut("chain 3", optimizer, scheduler=halving), policy)
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", ["stash", "pipeoptim", "2bw-ef", "basis-rotation"])
 def test_frozen_parameters_have_one_version(policy):
     """In a stage that also trains, and where a whole stage is frozen."""
     frozen = ["parts.0.0.weight", "parts.0.0.bias", "parts.0.2.weight", "parts.0.2.bias"]

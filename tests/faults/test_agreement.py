@@ -12,7 +12,7 @@ from anabranch import launch
 from anabranch.errors import DataError, TrainingError
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.pipeline import Pipeline
-from tests.runtime.small import batch, built, plan
+from tests.runtime.small import batch, built, plan, with_programs
 from tests.runtime.training import LIMIT_S, run
 
 pytestmark = pytest.mark.dist
@@ -51,8 +51,10 @@ def test_one_value_that_differs_is_refused_where_all_are_compared(check: str) ->
         run(model, chosen, work, check_batches=check)
 
 
-@pytest.mark.parametrize("barrier", [True, False])
-@pytest.mark.parametrize(("samples", "seed"), [(16, 77), (12, 3), (14, 3)])
+@pytest.mark.parametrize(
+    ("samples", "seed", "barrier"),
+    [(16, 77, True), (16, 77, False), (12, 3, False), (14, 3, True)],
+)
 def test_another_batch_in_any_step_is_refused(samples: int, seed: int, barrier: bool) -> None:
     """Of other values, by the digests in the totals. With a micro-batch less, or a shorter one,
     ranks wait for messages that never come, or get others than they expect, and never come to the
@@ -76,7 +78,7 @@ def test_another_batch_in_any_step_is_refused(samples: int, seed: int, barrier: 
 
 def test_another_batch_in_the_evaluation_is_refused_at_once() -> None:
     """As in a step."""
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 4, evaluation=True)
 
     def work(pipe: Pipeline) -> None:
         pipe.evaluate([batch(16), batch(12 if dist.get_rank() == 2 else 16)])

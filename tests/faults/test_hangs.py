@@ -16,7 +16,7 @@ import torch.distributed as dist
 from anabranch import launch
 from anabranch.errors import StageFailedError
 from anabranch.runtime.pipeline import Pipeline
-from tests.runtime.small import Batch, batch, built, plan, with_options
+from tests.runtime.small import Batch, batch, built, plan, with_options, with_programs
 from tests.runtime.training import sgd
 
 pytestmark = pytest.mark.dist
@@ -144,6 +144,7 @@ def test_a_rank_that_sleeps_over_held_out_data_or_a_save_is_named(
     number: int, tmp_path: Path
 ) -> None:
     """Not as one that reads the data of training, and not the rank that waits for it."""
+    with_programs(built("TwoBranch"), 16, evaluation=True)
 
     def held_out(batch_size: int) -> list[Batch]:
         if on_rank(number):
@@ -171,7 +172,7 @@ def test_what_is_slow_but_alive_is_let_be(slow_rank: int) -> None:
     """A first step, and an evaluation, that take several times as long on one rank as a rank may be
     silent; the other waits for it where the held-out data has ended.
     """
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 16, evaluation=True)
     slow = TIMEOUT_S * 2.5
 
     def held_out(batch_size: int) -> list[Batch]:

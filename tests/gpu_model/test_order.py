@@ -21,7 +21,7 @@ from tests.gpu_model.replay import Programs, replay
 
 pytestmark = pytest.mark.dist
 
-DRAWS = int(os.environ.get("ANABRANCH_GPU_MODEL_DRAWS", "1000"))
+DRAWS = int(os.environ.get("ANABRANCH_GPU_MODEL_DRAWS", "300"))
 
 
 @pytest.fixture(scope="module")

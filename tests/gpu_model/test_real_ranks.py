@@ -24,7 +24,7 @@ from anabranch.runtime import mesh as meshes
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.transport import NcclTransport
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
-from tests.runtime.small import Built, batch, built, num_ranks, plan
+from tests.runtime.small import Built, batch, built, num_ranks, plan, with_programs
 from tests.runtime.training import LIMIT_S
 
 pytestmark = pytest.mark.dist
@@ -117,7 +117,9 @@ def asynchronous(model: Built, chosen: Plan, **options: Any) -> tuple[Callable[[
 )
 def test_training_is_bitwise_that_of_other_transports(case: str) -> None:
     """Whoever begins: losses and parameters of all ranks."""
-    two, tied = built("TwoBranch"), built("Tied")
+    two, tied = (
+        with_programs(built(name), 1, 2, 4, 7, 8, evaluation=True) for name in ("TwoBranch", "Tied")
+    )
     replicated = plan(tied, 2, batch_size=8, microbatch_size=2, replicas=[2, 1])
     make, ranks = {
         "stages": lambda: synchronous(two, plan(two, 3, batch_size=8, microbatch_size=2)),

@@ -166,8 +166,7 @@ LATE = {
 
 @pytest.mark.dist
 @pytest.mark.usefixtures("late_device")
-@pytest.mark.parametrize("case", LATE)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("case", "accumulate"), [*((case, 1) for case in LATE), ("replicas", 2)])
 def test_steps_ask_a_gpu_once_and_a_step_late(
     case: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,8 +206,7 @@ def test_steps_ask_a_gpu_once_and_a_step_late(
 
 @pytest.mark.dist
 @pytest.mark.usefixtures("late_device")
-@pytest.mark.parametrize("optimizer", [fused, sgd])
-@pytest.mark.parametrize("is_gradient", [False, True])
+@pytest.mark.parametrize(("optimizer", "is_gradient"), [(fused, False), (sgd, True)])
 def test_a_bad_step_on_a_gpu_is_the_one_that_is_named(
     optimizer: Any, is_gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

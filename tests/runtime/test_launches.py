@@ -139,8 +139,11 @@ def test_nor_without_a_flush(policy: str) -> None:
         chosen = replace(chosen, stage_graph=asynchronous_stages(chosen), mode="async")
         workload = replace(model.workload, optimizer=momentum)
 
-        def work(workload: Workload = workload, chosen: Plan = chosen) -> Counter[str]:
-            pipe = AsyncPipeline(workload, chosen, policy=policy, check_gradients=False)
+        def work(
+            workload: Workload = workload, chosen: Plan = chosen, captured: Any = model.captured
+        ) -> Counter[str]:
+            options = {"captured": captured, "policy": policy, "check_gradients": False}
+            pipe = AsyncPipeline(workload, chosen, **options)
             leaves = [batch(16, seed) for seed in range(9)]
             list(pipe.steps(leaves[:3]))
             with passes_left_out(), Launches() as launches:

@@ -223,7 +223,7 @@ class Summed(Net):
         return self.entries(x, y).mean() * len(x) + self.entries(x, y).sum() / int(x.shape[0])
 
 
-@pytest.mark.parametrize(("samples", "size"), [(2, 2), (3, 4), (4, 2), (8, 4)])
+@pytest.mark.parametrize(("samples", "size"), [(2, 2), (8, 4)])
 def test_a_factor_that_branches_on_the_number_of_samples_is_refused(
     samples: int, size: int
 ) -> None:

@@ -54,7 +54,7 @@ def require_gradients(model: Built, chosen: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared"])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_plan_computes_the_gradient_of_the_batch(name: str, data: st.DataObject) -> None:
     """Unequal replicas and micro-batch sizes, short last micro-batches, empty slices: same loss,

@@ -85,7 +85,7 @@ def test_batches_of_another_size_than_the_plans_are_noted() -> None:
     """So that nothing that was predicted is compared with them; a shorter last batch is none, and
     makes no others the plan's, as one larger batch does.
     """
-    model, size = built("TwoBranch"), 16
+    model, size = with_programs(built("TwoBranch"), 2, 3), 16
     other = size + 3
     for sizes, noted in (
         ([size, size, size - 1], ()),

@@ -71,7 +71,7 @@ class Case:
 
     def __init__(self, folder: Path, name: str = "Dropout", **options: Any) -> None:
         load_simulator()
-        self.model: Built = with_programs(built(name), 2, 10)
+        self.model: Built = with_programs(built(name), 2, 4, 10, evaluation=True)
         self.plan, self.folder, self.options = plan(self.model, 2), folder, options
         self.kills: tuple[tuple[int, int], ...] = ()
         self.marks, self.begun = Marks(), list[tuple[int, Moment | None]]()
@@ -144,6 +144,16 @@ def case(tmp_path: Path) -> Case:
     return Case(tmp_path, accumulate=2)
 
 
+Whole = tuple[Run, list[str]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """What ``case`` gives if nobody disturbs it, and what it tells."""
+    case = Case(tmp_path_factory.mktemp("whole"), accumulate=2)
+    return case.undisturbed(), case.told()
+
+
 def require_same(run: Run, other: Run) -> None:
     """Bit for bit, what is not a time."""
     assert run.losses == other.losses
@@ -153,19 +163,16 @@ def require_same(run: Run, other: Run) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_costs_a_few_steps(case: Case, rank: int):
+def test_a_killed_rank_costs_a_few_steps(case: Case, whole: Whole, rank: int):
     """A new one takes its place, the other keeps its process; nothing else is other than without,
     and what was told before is not told again.
     """
-    whole = case.undisturbed()
-    expected = case.told()
-    (case.folder / "told").unlink()
     case.kills = ((rank, 9),)
     parent = os.getpid()
     (first, _), (second, _) = case.go()
-    require_same(first, whole)
-    require_same(second, whole)
-    assert case.told() == expected
+    require_same(first, whole[0])
+    require_same(second, whole[0])
+    assert case.told() == whole[1]
     ((ranks, moment),) = case.begun
     assert ranks == 2
     assert moment is not None
@@ -196,18 +203,16 @@ def test_who_survives_keeps_its_process(case: Case):
     [((0, 8), (1, 8)), ((1, 3), (1, 7), (0, 12)), ((0, 0),), ((1, STEPS - 1), (1, 1))],
     ids=["two at once", "again and again", "before the first step", "first and last"],
 )
-def test_any_number_of_ranks_may_die(case: Case, kills: tuple[tuple[int, int], ...]):
-    whole = case.undisturbed()
+def test_any_number_of_ranks_may_die(case: Case, whole: Whole, kills: tuple[tuple[int, int], ...]):
     case.kills = kills
-    require_same(case.go()[0][0], whole)
+    require_same(case.go()[0][0], whole[0])
 
 
-def test_a_kill_at_any_other_place(case: Case, monkeypatch: pytest.MonkeyPatch):
+def test_a_kill_at_any_other_place(case: Case, whole: Whole, monkeypatch: pytest.MonkeyPatch):
     """In the update, in a copy that is half written, when a new rank connects, when it reads its
     state, and in the last evaluation; each rank twice or less without a newer copy, since a device
     whose ranks die three times is left out.
     """
-    whole = case.undisturbed()
     step, keep, read = torch.optim.AdamW.step, SpareCopies.keep, SpareCopies.read
     connect, evaluate = local_rank._connect, Pipeline.evaluate
     updates = [0]
@@ -243,14 +248,15 @@ def test_a_kill_at_any_other_place(case: Case, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SpareCopies, "read", killed_read)
     monkeypatch.setattr(local_rank, "_connect", killed_connect)
     monkeypatch.setattr(Pipeline, "evaluate", killed_evaluate)
-    require_same(case.go()[0][0], whole)
+    require_same(case.go()[0][0], whole[0])
     assert len(case.begun) == 5
 
 
-def test_who_does_not_leave_the_step_is_ended(case: Case, monkeypatch: pytest.MonkeyPatch):
+def test_who_does_not_leave_the_step_is_ended(
+    case: Case, whole: Whole, monkeypatch: pytest.MonkeyPatch
+):
     """A rank hangs in its data when the other one dies: it is replaced as well."""
     monkeypatch.setattr(launch, "TIMEOUTS", replace(TIMEOUTS, regroup_s=0.5))
-    whole = case.undisturbed()
     data = case.data
 
     def hanging(batch_size: int, epoch: int) -> Iterator[Batch]:
@@ -260,12 +266,11 @@ def test_who_does_not_leave_the_step_is_ended(case: Case, monkeypatch: pytest.Mo
             yield read
 
     case.data, case.kills = hanging, ((1, 9),)  # type: ignore[method-assign]
-    require_same(case.go()[0][0], whole)
+    require_same(case.go()[0][0], whole[0])
 
 
-def test_who_does_not_go_on_is_replaced(case: Case):
+def test_who_does_not_go_on_is_replaced(case: Case, whole: Whole):
     """It is stopped, as by a debugger, and named; the others have waited for it."""
-    whole = case.undisturbed()
     data = case.data
 
     def stopping(batch_size: int, epoch: int) -> Iterator[Batch]:
@@ -275,7 +280,7 @@ def test_who_does_not_go_on_is_replaced(case: Case):
             yield read
 
     case.data = stopping  # type: ignore[method-assign]
-    require_same(case.go(stall_timeout=2.0)[0][0], whole)
+    require_same(case.go(stall_timeout=2.0)[0][0], whole[0])
     ((_, moment),) = case.begun
     assert moment is not None
 

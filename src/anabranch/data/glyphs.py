@@ -123,20 +123,21 @@ def draw(path: Path) -> tuple[list[str], np.ndarray[tuple[int, int, int], np.dty
     return names, np.stack(images)
 
 
-def name_pieces(name: str, buckets: int) -> list[list[int]]:
+def name_pieces(name: str, buckets: int) -> list[tuple[int, ...]]:
     """A name as words, each as the numbers of its pieces, padded with 0."""
     words = [word_pieces(word, buckets) for word in name.split()[: SIZES.words]]
-    return words + [[0] * SIZES.pieces] * (SIZES.words - len(words))
+    return words + [(0,) * SIZES.pieces] * (SIZES.words - len(words))
 
 
-def word_pieces(word: str, buckets: int) -> list[int]:
+@cache
+def word_pieces(word: str, buckets: int) -> tuple[int, ...]:
     """Numbers of the word itself and of its runs of three, two and one characters."""
     bounded = f"<{word}>"
     runs = [bounded[i : i + n] for n in (3, 2, 1) for i in range(len(bounded) - n + 1)]
     distinct = dict.fromkeys([bounded, *(run for run in runs if run not in "<>")])
     # crc32 and not hash(), which differs from process to process.
     numbers = [1 + zlib.crc32(run.encode()) % (buckets - 1) for run in distinct][: SIZES.pieces]
-    return numbers + [0] * (SIZES.pieces - len(numbers))
+    return (*numbers, *[0] * (SIZES.pieces - len(numbers)))
 
 
 def true_and_false_pairs(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -105,9 +105,21 @@ def test_nothing_is_compiled_beside_operators_that_are_timed(document, monkeypat
     assert happened == order
 
 
-def test_plan_has_the_fields_of_the_contract(document, profile):
+_SHOWN: list[str] = []
+
+
+@pytest.fixture
+def shown(run, profile) -> tuple[str, dict]:
+    """What plan says to people and to programs, once for all tests."""
+    if not _SHOWN:
+        arguments = ("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
+        _SHOWN.extend(run(*arguments, *more)[1] for more in ((), ("--json",)))
+    return _SHOWN[0], json.loads(_SHOWN[1])
+
+
+def test_plan_has_the_fields_of_the_contract(shown):
     """Other programs rely on them."""
-    found = document("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
+    _, found = shown
     assert {"planner", "stages", "edges", "depth", "search_s", "predicted"} <= found.keys()
     assert {"operators", "devices", "microbatch_size", "k", "in_flight"} <= found["stages"][
         0
@@ -127,11 +139,9 @@ def test_plan_has_the_fields_of_the_contract(document, profile):
     assert lost == pytest.approx(found["predicted"]["step_s"])
 
 
-def test_plan_says_why(run, profile):
+def test_plan_says_why(shown):
     """For people, below the plan: what it loses, in parts that add up, and what would help."""
-    code, out, _ = run("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
-    assert code == 0
-    lines = out.splitlines()
+    lines = shown[0].splitlines()
     first = lines.index("why this plan: no step can be shorter than")
     assert all(len(line) <= 80 for line in lines[first:])
     assert any(line.startswith("  together") for line in lines[first:])
@@ -386,16 +396,18 @@ def test_every_policy_is_planned_checked_and_simulated(run, four_files, policy):
     assert json.loads(again)["staleness"] == json.loads(out)["staleness"]
 
 
-def test_all_chains_are_one_line(run, document, profile):
+def test_all_chains_are_one_line(run, shown, profile):
     """The best of them; words that not everybody has are explained below the stages."""
-    arguments = ("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
-    out = run(*arguments)[1].splitlines()
-    named = [line for line in out if "sequential pipeline" in line or "best chain" in line]
+    text, document = shown
+    named = [
+        line for line in text.splitlines() if "sequential pipeline" in line or "best chain" in line
+    ]
     assert len(named) == 1
-    plans = document(*arguments)["baselines"]
+    plans = document["baselines"]
     chains = [p["predicted"]["step_s"] for n, p in plans.items() if n != "data-parallel"]
     assert f"({min(chains) * 1e3:.2f} ms" in named[0] or "is this plan" in named[0]
-    several = run(*arguments, "--max-replicas", "1")[1]
+    arguments = ("plan", profile, "--cluster", "summit:1x4", "--batch-size", "16")
+    several = run(*arguments, "--max-replicas", "1", "--no-baselines")[1]
     assert "in flight: micro-batches between forward" in several
 
 

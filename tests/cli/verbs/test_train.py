@@ -297,10 +297,9 @@ def test_a_plan_of_another_model_of_the_same_names_is_warned_of(run, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_plan_may_leave_devices_out(run, document, mode):
+def test_a_plan_may_leave_devices_out(run, document):
     """Its ranks are the devices that it has: two of a cluster of four, by check and by train."""
-    options = ("--batch-size", "8", "--max-replicas", "1", "--no-baselines", "--mode", mode)
+    options = ("--batch-size", "8", "--max-replicas", "1", "--no-baselines")
     code, _, err = run("plan", TOWERS, "--cluster", "local:2", *options, "-o", "plan.json")
     assert code == 0, err
     assert document("check", "plan.json", TOWERS, "--cluster", "local:4")["valid"]
