@@ -44,9 +44,6 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.per_sample + other.per_sample, self.fixed + other.fixed)
 
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.per_sample - other.per_sample, self.fixed - other.fixed)
-
 
 @dataclass(frozen=True)
 class Border:
@@ -72,8 +69,6 @@ class Border:
     @cached_property
     def goes(self) -> Traffic:
         """All that goes out, values and gradients."""
-        if self.entering is self.leaving_gradients and self.leaving is self.entering_gradients:
-            return self.comes
         return self.leaving + self.leaving_gradients
 
     def __getitem__(self, places: Any) -> Border:

@@ -14,7 +14,6 @@ def curve_chart(
     values: Sequence[float],
     *,
     width: float = 1200,
-    height: float = 260,
     unit: str = "step",
     before: int = 0,
     other: Sequence[float] = (),
@@ -25,6 +24,7 @@ def curve_chart(
         before: steps of earlier runs; the first value belongs to the next step.
         other: values of another run, from its first step on, in the second colour.
     """
+    height = 260.0
     over = "training steps" if unit == "step" else f"{unit}es"
     drawing = Drawing(width, height, f"{name} over the {over}")
     finite = [v for v in (*values, *other) if math.isfinite(v)]

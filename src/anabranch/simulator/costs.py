@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from anabranch.cost import CostModel
 from anabranch.cost.buckets import turn
@@ -91,12 +91,6 @@ class StepCosts(Protocol):
     def message_bytes(self, source: int, target: int, samples: int) -> tuple[float, float]:
         """Bytes along a stage edge, forward and back."""
         return 0.0, 0.0
-
-    def kept(self, source: int, target: int) -> dict[Hashable, Any]:
-        """Return the cache of a stage edge for messages, shared with other graphs, under keys of
-        its users.
-        """
-        return {}
 
     def route(self, a: int, b: int) -> Route:
         """The way from device a to device b."""
@@ -224,12 +218,6 @@ class ModelCosts(StepCosts):
         """All values of the edge; those without a batch dimension go with every message."""
         values = self._values.get((source, target), ())
         return self.cost.message_bytes(values, samples)
-
-    def kept(self, source: int, target: int) -> dict[Hashable, Any]:
-        """With the cost model, by the values of the edge."""
-        key = Route, self._values.get((source, target), ())
-        kept: dict[Hashable, Any] = self.cost.memo.setdefault(key, {})
-        return kept
 
     def route(self, a: int, b: int) -> Route:
         return self.cost.route(a, b)

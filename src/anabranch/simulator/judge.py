@@ -6,9 +6,6 @@
 - Of a proposal that is well above the best under one warm-up the others are not simulated
   (``warm_up_gain``), and a plan may be lost by that: of random drafts one in fourteen is more than
   1 % shorter under the minimal warm-up than under the deep one.
-- With many micro-batches the middle of a step repeats itself: a long step is a short one and so
-  many times what one more repetition takes (``simulator.steady``). Where devices do not go at one
-  pace, a step that is well above the best by that is not simulated in full.
 """
 
 from __future__ import annotations
@@ -79,11 +76,10 @@ class Judge:
         limit = self.best_s * (1 + self._objective.warm_up_gain)
         if known_s > limit or self._is_longer(proposal, candidate.least_s):
             return
-        seconds, sure, work = self._objective.measure(candidate, self.best_s)
+        seconds, work = self._objective.measure(candidate)
         self.simulated += work
         self._seconds[proposal] = min(seconds, self._seconds.get(proposal, math.inf))
-        if sure:
-            self._take([(candidate, seconds)])
+        self._take([(candidate, seconds)])
 
     def _is_longer(self, proposal: StageGraph, least_s: float) -> bool:
         """Return True if a proposal that takes at least so long is none of the best."""

@@ -202,21 +202,14 @@ def _edge_messages(
     graph: StageGraph, costs: StepCosts, source: int, target: int, forward: bool
 ) -> tuple[Ints, Messages]:
     """Return the messages of one stage edge after rows of senders, their micro-batches, and those
-    of receivers; the costs cache them, as they are equal in many graphs.
+    of receivers.
     """
     edge = (source, target) if forward else (target, source)
-    known = costs.kept(*edge)
-    cuts = ((s.devices, s.microbatch_size) for s in (graph.stages[x] for x in edge))
-    key = Messages, graph.batch_size, forward, *cuts
-    if key not in known:
-        i, a, j, b, start, stop = message_table(graph, source, target, forward=forward)
-        samples, size = np.unique(stop - start, return_inverse=True)
-        nbytes = [costs.message_bytes(*edge, n)[not forward] for n in samples.tolist()]
-        opener = _openers(a * (graph.devices[-1] + 1) + b, j)
-        messages = _priced(costs, a, b, np.array(nbytes, np.float64)[size], opener)
-        known[key] = np.array([a, i, b, j]), messages
-    result: tuple[Ints, Messages] = known[key]
-    return result
+    i, a, j, b, start, stop = message_table(graph, source, target, forward=forward)
+    samples, size = np.unique(stop - start, return_inverse=True)
+    nbytes = [costs.message_bytes(*edge, n)[not forward] for n in samples.tolist()]
+    opener = _openers(a * (graph.devices[-1] + 1) + b, j)
+    return np.array([a, i, b, j]), _priced(costs, a, b, np.array(nbytes, np.float64)[size], opener)
 
 
 def _openers(way: Ints, microbatch: Ints) -> Ints:

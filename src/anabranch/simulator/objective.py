@@ -19,28 +19,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph, split_evenly
 from anabranch.plans.whole_batch import fitted
 from anabranch.remembered import remembered
 from anabranch.schedule import LISTS, SPLIT_BACKWARDS, asynchronous, compute_order, rule_named
-from anabranch.schedule.schedule import Kind, Schedule
+from anabranch.schedule.schedule import Kind
 from anabranch.simulator import stream
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import ModelCosts, StepCosts
 from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.staleness import versions_of
-from anabranch.simulator.steady import Estimate, estimate_step_s
 from anabranch.simulator.sums import least_sum_s
 from anabranch.weights import WeightPolicy
-
-Result = TypeVar("Result")
 
 Run = tuple[StageGraph, str]
 """Stages with their in-flight counts, and the key of ``schedule.SCHEDULES``."""
@@ -80,7 +77,6 @@ class ShortestStep:
 
     Attributes:
         schedules: keys of ``schedule.SCHEDULES`` to try with every proposal, least memory first.
-        margin: how far a step without a period may be off its estimate, as a share of it.
         warm_up_gain: how much longer than the best, as a share, a step with one warm-up may be for
             the others to be simulated as well. At 1 % a plan for a slow network was 19 % longer; at
             50 % searches took up to half as much time again, and found nothing shorter.
@@ -93,7 +89,6 @@ class ShortestStep:
 
     cost: CostModel
     schedules: tuple[str, ...]
-    margin: float = 0.005
     warm_up_gain: float = 0.1
 
     equal: ClassVar[float] = 1e-9
@@ -138,44 +133,15 @@ class ShortestStep:
         """
         return _least_s(costs, enough, not SPLIT_BACKWARDS.isdisjoint(self.schedules))
 
-    def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
-        """Seconds; whether they are sure, or enough to know that they are more than ``best_s``; and
-        the micro-batches times devices that it took to simulate them. Simulations are remembered,
-        as a plan is compared with baselines that its search has simulated as well; the answer is
-        that of the first time.
+    def measure(self, candidate: ScheduledProposal) -> tuple[float, int]:
+        """Seconds, and the micro-batches times devices that it took to simulate them. Simulations
+        are remembered, as a plan is compared with baselines that its search has simulated as well.
         """
-        estimate, work = self._once(self._estimated, candidate)
-        if estimate is not None:
-            if estimate.periodic:
-                return estimate.seconds, True, work
-            if estimate.seconds * (1 - self.margin) > best_s:
-                return estimate.seconds, False, work
-        seconds, more = self._once(self._simulated, candidate)
-        return seconds, True, work + more
-
-    def _once(
-        self, simulate: Callable[[ScheduledProposal], Result], candidate: ScheduledProposal
-    ) -> Result:
-        key = ShortestStep, simulate.__name__
-        known: dict[Run, Result] = self.cost.memo.setdefault(key, {})
-        run = candidate.graph, candidate.schedule
+        known: dict[Run, tuple[float, int]] = self.cost.memo.setdefault(ShortestStep, {})
+        run = graph, _ = candidate.graph, candidate.schedule
         if run not in known:
-            known[run] = simulate(candidate)
+            known[run] = step_seconds(graph, compute_order(*run), candidate.costs), _work(graph)
         return known[run]
-
-    def _estimated(self, candidate: ScheduledProposal) -> tuple[Estimate | None, int]:
-        graph, work = candidate.graph, 0
-
-        def order_for(short: StageGraph) -> Schedule:
-            nonlocal work
-            work += _work(short)
-            return compute_order(short, candidate.schedule)
-
-        return estimate_step_s(graph, order_for, candidate.costs), work
-
-    def _simulated(self, candidate: ScheduledProposal) -> tuple[float, int]:
-        graph, order = candidate.graph, compute_order(candidate.graph, candidate.schedule)
-        return step_seconds(graph, order, candidate.costs), _work(graph)
 
     def rank(self, candidate: ScheduledProposal, seconds: float) -> tuple[float, ...]:
         """Order of plans with equal times, the least wins: nothing is computed twice for memory
@@ -252,12 +218,12 @@ class ShortestPeriod:
         minibatches = costs.graph.batch_size // self.batch_size
         return stream.least_period_s(costs.graph, costs) / minibatches * self._weight(costs.graph)
 
-    def measure(self, candidate: ScheduledProposal, best_s: float) -> tuple[float, bool, int]:
+    def measure(self, candidate: ScheduledProposal) -> tuple[float, int]:
         graph = candidate.graph
         steady = stream.steady(graph, candidate.costs, self.turns(graph))
         microbatches = max(map(graph.num_microbatches, range(len(graph))))
         seconds = steady.period_s * self._weight(graph)
-        return seconds, True, steady.simulated * microbatches
+        return seconds, steady.simulated * microbatches
 
     def _weight(self, graph: StageGraph) -> float:
         fewest = min(stage.replicas for stage in graph.stages)

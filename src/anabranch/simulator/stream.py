@@ -14,7 +14,7 @@ because whatever they run next may read the new weights::
 Messages and sums share ports, first come first served. An update takes its seconds on each device,
 and those of a step's bookkeeping.
 
-What one more mini-batch takes (``simulator.steady``) is the period. Where devices do not go at one
+What one more mini-batch takes is the period. Where devices do not go at one
 pace yet, that of the slowest is taken, which the others follow in the end.
 
 Replicas that take whole mini-batches in turn (``schedule.asynchronous``) are the same over rounds:
@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import checked_order, compute_order
@@ -42,7 +44,6 @@ from anabranch.simulator.run import (
     simulate,
     timeline_of,
 )
-from anabranch.simulator.steady import paced
 from anabranch.simulator.step import StepRun
 from anabranch.simulator.sums import least_sum_s
 from anabranch.timeline import Timeline
@@ -86,27 +87,29 @@ def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None 
     """
     batches = 2 * max(units_held(graph, s) for s in range(len(graph))) + 4
     require_untied(costs)
-    simulated = list[int]()
-
-    def run(count: int) -> StepRun:
-        simulated.append(count * len(graph.devices))
-        return _run(graph, costs, count, turns)
-
-    pace = paced(
-        run, (batches << times for times in range(REPETITIONS.most_streams)), REPETITIONS.batches
-    )
-    assert pace is not None
+    simulated = 0
+    with collector_paused():
+        for times in range(REPETITIONS.most_streams):
+            counts = [(batches << times) + more * REPETITIONS.batches for more in range(3)]
+            steps = [_run(graph, costs, count, turns) for count in counts]
+            simulated += sum(counts) * len(graph.devices)
+            increases = np.diff([step.last_ends for step in steps], axis=0)
+            increases = increases[increases > 0]  # a replica without samples is done at once
+            slowest_s, tolerance = float(increases.max(initial=0.0)), REPETITIONS.tolerance
+            is_common = bool((slowest_s - increases <= tolerance * steps[-1].end).all())
+            if is_common:
+                break
     minibatches = turns.minibatches if turns else 1
-    period_s = pace.more / REPETITIONS.batches / minibatches
+    period_s = slowest_s / REPETITIONS.batches / minibatches
     busy = sum(busy_s(graph, costs).values())
     available = period_s * len(graph.devices) * minibatches
-    curves = memory_of(pace.longest, graph, costs)
+    curves = memory_of(steps[-1], graph, costs)
     return Steady(
         period_s,
-        pace.is_common,
+        is_common,
         1 - busy / available if available else 0.0,
         tuple(max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)),
-        sum(simulated),
+        simulated,
     )
 
 
