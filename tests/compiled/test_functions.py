@@ -210,30 +210,3 @@ def test_no_index_is_out_of_bounds(monkeypatch):
     expected = evaluated_and_simulated()
     monkeypatch.setattr(Compiled, "__call__", lambda function, *args: function.py_func(*args))
     assert evaluated_and_simulated() == expected
-
-
-class Column(NamedTuple):
-    """Something with an array."""
-
-    numbers: Floats
-
-
-@compiled
-def doubled(column: Column, times: int) -> int:
-    """Double the numbers in place."""
-    for i in range(len(column.numbers)):
-        column.numbers[i] *= 2
-    return times
-
-
-def test_a_loop_that_runs_once_is_plain_python_where_numba_is_not_loaded(monkeypatch):
-    """It changes the same array; many turns are worth loading numba, and so is one where it is
-    loaded already.
-    """
-    monkeypatch.setitem(sys.modules, "numba", sys)
-    assert affordable(doubled, 1) is doubled
-    monkeypatch.delitem(sys.modules, "numba")
-    assert affordable(doubled, module.WORTH_COMPILING + 1) is doubled
-    column = Column(np.array([1.0, 2.0]))
-    assert affordable(doubled, 1)(column, 3) == 3
-    assert column.numbers.tolist() == [2.0, 4.0]
