@@ -383,7 +383,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, required=True, help="keep runs, and go on from them")
     parser.add_argument("--tasks", nargs="*", default=["charlm", "rows"], choices=TRIALS)
-    parser.add_argument("--depths", nargs="*", type=int, default=DEPTHS, choices=(2, *DEPTHS))
+    parser.add_argument("--depths", nargs="*", type=int, default=DEPTHS, choices=(2, 3, *DEPTHS))
     parser.add_argument("--methods", nargs="*", default=[*METHODS], choices=METHODS)
     parser.add_argument("--seeds", type=seeds_of, default=range(10))
     parser.add_argument("--updates", type=int, help="of a run, in place of the task's own number")

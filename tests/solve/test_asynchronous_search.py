@@ -259,9 +259,12 @@ def test_auto_goes_by_the_optimizer():
     plain = asynchronous(cost, 8, max_replicas=1, optimizer=OPTIMIZERS["sgd"])
     assert plain.policy == "2bw"
     assert any("SGD has no momentum" in note for note in plain.notes)
-    moving = asynchronous(cost, 8, max_replicas=1, optimizer=OPTIMIZERS["adamw"])
+    moving = asynchronous(cost, 7, max_replicas=1, optimizer=OPTIMIZERS["adamw"])
     assert moving.policy == "pipeoptim"
     assert any("AdamW's own rule" in note for note in moving.notes)
+    cut = asynchronous(cost, 8, max_replicas=1, optimizer=OPTIMIZERS["adamw"])
+    assert cut.policy == "2bw-ef"
+    assert any("which error feedback makes up for" in note for note in cut.notes)
 
 
 def test_the_reason_of_auto_is_true_of_the_plan():
@@ -270,7 +273,7 @@ def test_the_reason_of_auto_is_true_of_the_plan():
     plain = asynchronous(cost, 16, max_replicas=1, optimizer=OPTIMIZERS["sgd"])
     (why,) = (note for note in plain.notes if "SGD has no momentum" in note)
     assert "a batch of 16 can be cut into micro-batches" in why
-    kept = asynchronous(cost, 8, max_replicas=1, optimizer=OptimizerFacts("RMSprop"))
+    kept = asynchronous(cost, 7, max_replicas=1, optimizer=OptimizerFacts("RMSprop"))
     (why,) = (note for note in kept.notes if note.startswith("policy pipeoptim"))
     assert "the last update of RMSprop, which is kept," in why
     assert f"at depth {kept.stage_graph.depth}" in why

@@ -67,6 +67,10 @@ SHALLOW = 4
 """Up to this depth PipeOptim comes close to synchronous training; beyond, its backward, which reads
 other weights than its forward, begins to cost."""
 
+CLOSE = 2
+"""Up to this depth a prediction of the weights costs less accuracy than a gradient that is one
+update late, with error feedback (``benchmarks.convergence.depths``)."""
+
 LONG_MOMENTUM = 0.99
 """The momentum of AsyncPP."""
 
@@ -229,11 +233,11 @@ def recommend(
             f"a step of NAdam with so long a momentum suits weights that are up to {depth - 1} "
             "updates old, which are kept"
         )
-    if depth > SHALLOW and batch_size >= 2 * depth and room >= 3:
+    if depth > CLOSE and batch_size >= 2 * depth and room >= 3:
         return "2bw-ef", (
-            f"at depth {depth} predictions reach too far, and a batch of {batch_size} can be cut "
-            "into micro-batches, so that weights are stale by one update at any stage, which error "
-            "feedback makes up for"
+            f"at depth {depth} predictions reach {depth - 1} updates ahead, and a batch of "
+            f"{batch_size} can be cut into micro-batches, so that weights are stale by one update "
+            "at any stage, which error feedback makes up for"
         )
     if depth <= SHALLOW and room >= 2 + more:
         rule = f"{optimizer}'s own rule"
