@@ -20,7 +20,7 @@ TIMEOUT_S = 5.0
 _PORT, _START_S = 29600, 90.0
 ADDRESSES = "10.77.0.1", "10.77.0.2"
 
-_TRAIN = f"""
+_TRAIN = """
 import os, sys, time
 from pathlib import Path
 from itertools import count
@@ -29,10 +29,10 @@ from anabranch.runtime.pipeline import Pipeline
 
 model = built("TwoBranch")
 pipe = Pipeline(model.workload, plan(model, 2), captured=model.captured, timeout=120,
-                stall_timeout={TIMEOUT_S})
+                stall_timeout=float(sys.argv[2]))
 for step in count():
     pipe.step(batch(16, step))
-    Path(sys.argv[1]).joinpath(f"rank-{{pipe.rank}}").write_text(str(step))
+    Path(sys.argv[1]).joinpath(f"rank-{pipe.rank}").write_text(str(step))
     time.sleep(0.02)
 """
 
@@ -88,7 +88,7 @@ def _start(number: int, namespace: str, script: Path, folder: Path) -> subproces
         "--rdzv-backend", "c10d", "--rdzv-id", "cut",
         "--rdzv-endpoint", f"{ADDRESSES[0]}:{_PORT}",
         "--rdzv-conf", f"is_host={'true' if number == 0 else 'false'}",
-        "--local-addr", ADDRESSES[number], str(script), str(folder),
+        "--local-addr", ADDRESSES[number], str(script), str(folder), str(TIMEOUT_S),
     ]  # fmt: skip
     inside = f"hostname host{number} && exec {' '.join(torchrun)}"
     command = ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", inside]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import __main__, blame, checkpoints, processes, survival, unequal
+from benchmarks.faults import __main__, blame, checkpoints, hosts, processes, survival, unequal
 from benchmarks.faults.damage import DAMAGES
 from tests.benchmarks.small import small_two_branch
 
@@ -40,6 +40,7 @@ def test_a_part_counts(name: str, monkeypatch: pytest.MonkeyPatch):
     """With the figures that a large number of cases would have; those of time are not asserted."""
     monkeypatch.setattr(processes, "STEPS", 12)
     monkeypatch.setattr(survival, "STEPS", 20)
+    monkeypatch.setattr(hosts, "TIMEOUT_S", 2.0)
     monkeypatch.setattr(unequal, "STEPS", 2)
     monkeypatch.setattr(unequal, "BATCH", 16)
     monkeypatch.setattr(unequal, "OTHERS", (1,))
