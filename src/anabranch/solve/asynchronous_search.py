@@ -13,7 +13,7 @@ from anabranch.planner.base import Planner
 from anabranch.plans.check import require
 from anabranch.plans.edges import edge_values
 from anabranch.plans.plan import Plan
-from anabranch.plans.stages import StageGraph
+from anabranch.plans.stages import MOST_MICROBATCHES, StageGraph
 from anabranch.plans.whole_batch import fitted
 from anabranch.schedule.asynchronous import ORDER, warm_up
 from anabranch.simulator import stream
@@ -119,6 +119,13 @@ class AsynchronousSearch:
 
     def _best(self, policy: WeightPolicy) -> ScheduledProposal:
         """The best plan under a policy."""
+        coupled = next((op.name for op in self._cost.graph.ops if op.whole_batch), None)
+        if policy.microbatches and coupled is not None:
+            raise InfeasiblePlanError(
+                f"policy {policy.name} cuts mini-batches into micro-batches, and operator "
+                f"{coupled} needs all samples of a batch at once, as a loss does that compares "
+                "them; choose pipeoptim, predict-stash or stash"
+            )
         judge = self._judges[policy.name] = Judge(self._objective(policy))
         phases = self._phases
         reasons: list[InfeasiblePlanError] = []
@@ -334,6 +341,6 @@ def microbatch_sizes(batch_size: int, policy: WeightPolicy, most: int) -> Sequen
     if not policy.microbatches:
         return [batch_size]
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
-    wanted = [1 << i for i in range((4 * most).bit_length())]
+    wanted = [1 << i for i in range(min(4 * most, MOST_MICROBATCHES).bit_length())]
     counts = {next(m for m in divisors if m >= min(w, batch_size)) for w in wanted}
     return [batch_size // m for m in sorted(counts)]

@@ -45,7 +45,7 @@ def recommended(
 ) -> tuple[str, str]:
     """The policy for ``auto`` and why, for stages with their in-flight counts."""
     unknown = OptimizerFacts("the optimizer", momentum=cost.optimizer_factor > 0, rule="momentum")
-    batch_size = graph.batch_size if may_cut else 1
+    batch_size = graph.batch_size if may_cut and not cost.graph.whole_batch else 1
     return recommend(
         graph.depth, optimizer or unknown, batch_size=batch_size, versions=_room(graph, cost)
     )

@@ -18,14 +18,14 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.planner.auto.planner import Auto
 from anabranch.planner.base import Planner
-from anabranch.plans.stages import Stage, StageGraph
+from anabranch.plans.stages import MOST_MICROBATCHES, Stage, StageGraph
 from anabranch.schedule import asynchronous
 from anabranch.simulator.staleness import versions_of
 from anabranch.solve.phases import Stop, collect
 from anabranch.weights import WeightPolicy
 
 STREAM = 256
-"""Mini-batches in the row that planners are asked for."""
+"""Mini-batches in the row that planners are asked for, where a stage may have that many."""
 
 SHARES = (1.0, 0.8, 0.6, 0.4)
 """Shares of a device's memory that planners may take, tried one after the other."""
@@ -120,16 +120,16 @@ class Proposals:
         return graphs
 
     def _ask(self, microbatch_size: int, demand: Demand) -> _Answer:
+        count = min(STREAM, max(MOST_MICROBATCHES * microbatch_size // self._batch_size, 1))
+        cost = replace(self._asked(microbatch_size, demand), updates=count)
         try:
             return collect(
                 self._planner(demand)(
-                    self._asked(microbatch_size, demand),
-                    batch_size=STREAM * self._batch_size,
-                    microbatch_size=microbatch_size,
+                    cost, batch_size=count * self._batch_size, microbatch_size=microbatch_size
                 )
             )
         except InfeasiblePlanError as error:
-            return InfeasiblePlanError(f"for {STREAM} mini-batches in a row: {error}")
+            return InfeasiblePlanError(f"for {count} mini-batches in a row: {error}")
 
     def _planner(self, demand: Demand) -> Planner:
         planner: Any = self.planner
@@ -155,6 +155,4 @@ class Proposals:
             )
             profile = replace(profile, costs=costs)
         factor = max(cost.optimizer_factor + demand.constant, 0.0)
-        return replace(
-            cost, profile=profile, cluster=tight, optimizer_factor=factor, updates=STREAM
-        )
+        return replace(cost, profile=profile, cluster=tight, optimizer_factor=factor)
