@@ -39,6 +39,13 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         )
 
 
+def begin(what: str) -> None:
+    """Say on a terminal that work begins of which nothing else is seen for some seconds."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{what} ...\n")
+        sys.stderr.flush()
+
+
 def measured(
     workload: Workload, samples: tuple[int, ...], captured: Captured, device: str, model: str
 ) -> Profile:
@@ -56,7 +63,7 @@ def begin_compiling(planner: str) -> None:
     if planner not in ("auto", "chain"):
         return
     from anabranch.cluster import Cluster
-    from anabranch.compiled import begin
+    from anabranch.compiled import begin as compile_beside
     from anabranch.cost import CostModel
     from anabranch.graph.opgraph import Op, OpGraph
     from anabranch.planner.auto.draft import draft_of
@@ -85,7 +92,7 @@ def begin_compiling(planner: str) -> None:
 
     os.environ.setdefault("NUMBA_OPT", "1")  # compiles in four fifths of the time, as quick a code
     simulate = partial(plan, profile, cluster, 1, planner="graphpipe")
-    begin({step_s: evaluate, play: simulate, run: order})
+    compile_beside({step_s: evaluate, play: simulate, run: order})
 
 
 class TrainingProgress:
