@@ -106,11 +106,11 @@ def test_a_summary_of_many_stages_has_a_line_for_those_alike():
     graph = StageGraph((*stages, join), tuple(sorted(edges)), 8)
     made = Plan(graph, "1f1b", "p", "m", "c", "measured", 0.0, 0.0, None)
     assert made.summary().splitlines()[2:-1] == [
-        "  stages 0,7, after -, 1 device each, micro-batch 4 in flight 2 3 operators each: "
+        "  stages 0,7, after -, 1 device each, micro-batch 4, in flight 2, 3 operators each: "
         "0.in .. 0.out, ...",
-        "  stages 1-6,8-13, after 0, ..., 1 device each, micro-batch 4 in flight 2 3 operators "
+        "  stages 1-6,8-13, after 0, ..., 1 device each, micro-batch 4, in flight 2, 3 operators "
         "each: 1.in .. 1.out, ...",
-        "  stage 14, after 6, 13, 2 devices, micro-batch 8 in flight 1 1 operator: join",
+        "  stage 14, after 6, 13, 2 devices, micro-batch 8, in flight 1, 1 operator: join",
     ]
 
 

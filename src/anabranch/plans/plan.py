@@ -351,29 +351,34 @@ def _stage_lines(graph: StageGraph) -> list[str]:
     modes = _modes(graph)
     after = [", ".join(map(str, before)) or "-" for before in graph.predecessors]
     devices = [ranges(stage.devices) for stage in graph.stages]
-    what = [
-        f"micro-batch {stage.microbatch_size:4d}  in flight {stage.in_flight:3d}  {modes[s]}"
-        f"{len(stage.operators):3d} operator{'s' if len(stage.operators) > 1 else ''}"
+    columns = [
+        (
+            f"micro-batch {stage.microbatch_size:4d}",
+            f"in flight {stage.in_flight:3d}",
+            *modes[s],
+            f"{len(stage.operators):3d} operator{'s' if len(stage.operators) > 1 else ''}",
+        )
         for s, stage in enumerate(graph.stages)
     ]
     if len(graph) <= 12:
         wide, wider = max(8, *map(len, after)), max(10, *map(len, devices))
         return [
             f"  stage {s:2d}  after {after[s]:{wide}s}  devices {devices[s]:{wider}s}  "
-            f"{what[s]}: {span(stage.operators)}"
+            f"{'  '.join(columns[s])}: {span(stage.operators)}"
             for s, stage in enumerate(graph.stages)
         ]
-    alike: dict[tuple[str, int, bool], list[int]] = {}
+    alike: dict[tuple[tuple[str, ...], int, bool], list[int]] = {}
     for s, stage in enumerate(graph.stages):
-        alike.setdefault((what[s], stage.replicas, after[s] == "-"), []).append(s)
+        alike.setdefault((columns[s], stage.replicas, after[s] == "-"), []).append(s)
     lines = []
-    for (words, replicas, is_first), stages in alike.items():
+    for (parts, replicas, is_first), stages in alike.items():
+        words = ", ".join(" ".join(part.split()) for part in parts if part.strip())
         first = stages[0]
         plural, each = ("s", " each") if len(stages) > 1 else ("", "")
         before = "-" if is_first else f"{after[first]}{', ...' if each else ''}"
         lines.append(
             f"  stage{plural} {ranges(stages)}, after {before}, {replicas} "
-            f"device{'s' if replicas > 1 else ''}{each}, {' '.join(words.split())}{each}: "
+            f"device{'s' if replicas > 1 else ''}{each}, {words}{each}: "
             f"{span(graph.stages[first].operators)}{', ...' if each else ''}"
         )
     return lines
@@ -386,7 +391,7 @@ def span(operators: Sequence[str]) -> str:
     return f"{operators[0]} .. {operators[-1]}"
 
 
-def _modes(graph: StageGraph) -> list[str]:
+def _modes(graph: StageGraph) -> list[tuple[str, ...]]:
     """Format k and recomputation per stage, as columns if any stage uses them."""
     stages, columns = graph.stages, []
     groups = [graph.group_size(s) for s in range(len(stages))]
@@ -394,7 +399,7 @@ def _modes(graph: StageGraph) -> list[str]:
         columns.append([f"k {size:2d}" for size in groups])
     if any(stage.recompute for stage in stages):
         columns.append([f"{'recompute' if stage.recompute else '':9s}" for stage in stages])
-    return ["".join(f"{column[s]}  " for column in columns) for s in range(len(stages))]
+    return [tuple(column[s] for column in columns) for s in range(len(stages))]
 
 
 def ranges(numbers: Sequence[int]) -> str:
