@@ -405,6 +405,26 @@ def test_what_compares_samples_takes_no_turns():
     assert solve.check_plan(best, cost.profile, cost.cluster) == []
 
 
+def test_what_compares_samples_is_not_cut_into_micro_batches():
+    """Policy auto takes one of whole mini-batches; one that cuts them is refused."""
+    cost = on_chain()
+    model = cost.profile.graph
+    across = replace(model, ops=(*model.ops[:-1], replace(model.ops[-1], whole_batch=True)))
+    cost = replace(cost, profile=replace(cost.profile, graph=across))
+    best = asynchronous(cost, 16, max_replicas=1, optimizer=OPTIMIZERS["adamw"])
+    assert best.policy == "pipeoptim"
+    with pytest.raises(InfeasiblePlanError, match=r"2bw-ef cuts .* needs all samples of a batch"):
+        asynchronous(cost, 16, policy="2bw-ef")
+
+
+def test_a_row_has_no_more_micro_batches_than_a_stage_may_have(propose):
+    """64 micro-batches of one sample: 128 mini-batches in a row in place of 256."""
+    asked = propose(stage_graph(chain(4), [(s,) for s in range(4)], 1, [1] * 4))
+    best = asynchronous(on_chain(), 64, planner="test", policy="2bw", microbatch_size=1)
+    assert asked == [(128 * 64, 1)]
+    assert best.stage_graph.batch_size == 64
+
+
 def test_a_simulation_of_another_policy_splits(propose):
     """Of a plan whose replicas take turns."""
     cost = three_devices()
