@@ -39,7 +39,7 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         )
 
 
-def begin(what: str) -> None:
+def announce(what: str) -> None:
     """Say on a terminal that work begins of which nothing else is seen for some seconds."""
     if sys.stderr.isatty():
         sys.stderr.write(f"{what} ...\n")
@@ -63,7 +63,7 @@ def begin_compiling(planner: str) -> None:
     if planner not in ("auto", "chain"):
         return
     from anabranch.cluster import Cluster
-    from anabranch.compiled import begin as compile_beside
+    from anabranch.compiled import begin
     from anabranch.cost import CostModel
     from anabranch.graph.opgraph import Op, OpGraph
     from anabranch.planner.auto.draft import draft_of
@@ -92,7 +92,7 @@ def begin_compiling(planner: str) -> None:
 
     os.environ.setdefault("NUMBA_OPT", "1")  # compiles in four fifths of the time, as quick a code
     simulate = partial(plan, profile, cluster, 1, planner="graphpipe")
-    compile_beside({step_s: evaluate, play: simulate, run: order})
+    begin({step_s: evaluate, play: simulate, run: order})
 
 
 class TrainingProgress:

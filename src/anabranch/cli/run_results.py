@@ -1,4 +1,4 @@
-"""What a run leaves: its folder, its figures, the answers to Ctrl-C, and how to go on."""
+"""Results of a run: its folder, its figures, the answers to Ctrl-C, and how to go on."""
 
 from __future__ import annotations
 

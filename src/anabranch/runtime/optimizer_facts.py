@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
-from anabranch.weights.requirements import Rule
+from anabranch.weights.optimizers import Rule
 from anabranch.workload import Workload
 
 

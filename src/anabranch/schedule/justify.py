@@ -29,7 +29,7 @@ class Links(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What moving passes depends on, besides their lengths.
+    """Links and lanes of passes, which with their lengths is all that moving them takes.
 
     Attributes:
         waits: those that a pass waits for.
@@ -45,7 +45,7 @@ class Passes(NamedTuple):
 
     @property
     def room(self) -> Ints:
-        """Where the passes of each lane begin, and the end."""
+        """Start of each lane in a list of the passes of all lanes, and the end."""
         return np.concatenate([[0], np.cumsum(np.bincount(self.lane))])
 
 

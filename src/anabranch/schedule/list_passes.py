@@ -164,7 +164,7 @@ class ListPasses:
 
     @cached_property
     def _links(self) -> Passes:
-        """What passes wait for, and their lanes."""
+        """Links between passes, and their lanes."""
         parts: list[tuple[Ints, Ints, float]] = []
         first_source, sources = self._source
         for s, stage in enumerate(self.graph.stages):

@@ -57,7 +57,7 @@ class ListProblem(NamedTuple):
 
 
 class ListState(NamedTuple):
-    """What has begun.
+    """A list schedule as far as it is made.
 
     Attributes:
         begun: per stage and kind, passes begun.

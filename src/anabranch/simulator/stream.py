@@ -14,8 +14,8 @@ because whatever they run next may read the new weights::
 Messages and sums share ports, first come first served. An update takes its seconds on each device,
 and those of a step's bookkeeping.
 
-What one more mini-batch takes is the period. Where devices do not go at one
-pace yet, that of the slowest is taken, which the others follow in the end.
+What one more mini-batch takes is the period. Where devices do not go at one pace yet, that of the
+slowest is taken, which the others follow in the end.
 
 Replicas that take whole mini-batches in turn (``schedule.asynchronous``) are the same over rounds:
 a stage with R of them has one sum and one update for R mini-batches, and a batch are the fewest

@@ -11,6 +11,9 @@ from anabranch.schedule.asynchronous import units_in_flight as units_in_flight
 from anabranch.weights.base import Reading as Reading
 from anabranch.weights.base import Unit as Unit
 from anabranch.weights.base import WeightPolicy as WeightPolicy
+from anabranch.weights.optimizers import OPTIMIZERS as OPTIMIZERS
+from anabranch.weights.optimizers import OptimizerFacts as OptimizerFacts
+from anabranch.weights.optimizers import facts_named as facts_named
 from anabranch.weights.policies import AsyncPP as AsyncPP
 from anabranch.weights.policies import Naive as Naive
 from anabranch.weights.policies import PipeOptim as PipeOptim
@@ -21,9 +24,6 @@ from anabranch.weights.policies import Stash as Stash
 from anabranch.weights.policies import TwoBuffers as TwoBuffers
 from anabranch.weights.policies import TwoBuffersFeedback as TwoBuffersFeedback
 from anabranch.weights.policies import VerticalSync as VerticalSync
-from anabranch.weights.requirements import OPTIMIZERS as OPTIMIZERS
-from anabranch.weights.requirements import OptimizerFacts as OptimizerFacts
-from anabranch.weights.requirements import facts_named as facts_named
 from anabranch.weights.requirements import may_take_turns as may_take_turns
 from anabranch.weights.requirements import optimizer_remark as optimizer_remark
 from anabranch.weights.requirements import recommend as recommend

@@ -23,7 +23,7 @@ from anabranch.cli.comparison import (
 )
 from anabranch.cli.output import note, print_json, print_table, say, say_written
 from anabranch.cli.parsing import named_values, usage
-from anabranch.cli.progress import begin, begin_compiling
+from anabranch.cli.progress import announce, begin_compiling
 from anabranch.cli.rewriting import named_rewrites, plan_with_rewrites
 from anabranch.cli.settings import (
     AsJson,
@@ -137,7 +137,7 @@ def plan(
     costs, optimizer = costs_of(source)
     if is_timed:
         begin_compiling(planner)
-    begin(f"planning for {cluster.num_devices} devices")
+    announce(f"planning for {cluster.num_devices} devices")
     try:
         tried = plan_with_rewrites(
             source, costs, lambda other: costs_of(other)[0], searched, tries=fixed is None
@@ -173,7 +173,7 @@ def plan(
             note(
                 "interrupted; planning the baselines to compare with: Ctrl-C again leaves them out"
             )
-        begin("planning data parallelism and chains to compare with")
+        announce("planning data parallelism and chains to compare with")
         with suppress(KeyboardInterrupt):
             others.update(
                 solve.baselines(best, costs, cluster, optimizer=optimizer, **planning.search)

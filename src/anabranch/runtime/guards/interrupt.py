@@ -44,7 +44,7 @@ class Interrupt:
 
 
 INTERRUPT = Interrupt()
-"""Of this process. A rank is a process, so there is one."""
+"""The request to this process, which is one rank."""
 
 
 @contextmanager
@@ -123,4 +123,4 @@ class SaveClock:
 
 
 SAVE_CLOCK = SaveClock()
-"""Of this process. A rank is a process, so there is one."""
+"""The clock of this process, which is one rank."""
