@@ -30,10 +30,11 @@ Only those r count that operator o allows: the way and its own seconds fit in T.
 final after its own last backward, so ``busy`` and the all-reduce follow one another there. (While
 that was left out, plans for the 60 cases of the map in ``benchmarks/planners`` were within 1.74
 times the bound in the median, and now 1.35.) The least T for which all of this holds is the bound.
-It holds for plans with one stage on each device; messages are left out of it, since any two
+Devices that share cores do all of the work on these, so that a step is at least as long as that.
+The bound holds for plans with one stage on each device; messages are left out of it, since any two
 operators may share a device. A device with several stages may work at an early one while a late one
 has no inputs, and sum up one while it computes another. For plans with such devices only the first
-sum is left, of ``busy`` alone.
+sum is left, of ``busy`` alone, and the work on cores.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from anabranch.compiled import Ints
 from anabranch.cost import CostModel
 from anabranch.cost.communication import transfer_s
 from anabranch.cost.model import Floats
+from anabranch.cost.overheads import computed_at_once
 from anabranch.graph.opgraph import BATCH
 from anabranch.solve.settings import SETTINGS
 
@@ -59,7 +61,8 @@ def step_bound(cost: CostModel, batch_size: int, *, several: bool = False) -> fl
     all with ``several``.
     """
     relaxed = _Relaxation.of(cost, batch_size)
-    low, high = 0.0, float(relaxed.least[0].max() + relaxed.busy[0].sum())
+    low = relaxed.work_s / computed_at_once(cost.cluster)
+    high = max(low, float(relaxed.least[0].max() + relaxed.busy[0].sum()))
     while high - low > SETTINGS.bound_rounding * high:
         middle = (low + high) / 2
         fits = relaxed.fits(middle, several=several)
@@ -87,10 +90,12 @@ class _Relaxation:
     Attributes:
         least: the shortest step that an operator allows; infinite for too many replicas.
         first_s: forward of the smallest slice, and ``last_s`` its gradients of inputs.
+        work_s: of all operators, each in the slices where a sample takes least.
         idle_s: of the forwards before it and of the backwards behind its own, on the longest path;
             ``idle_before_s`` of the forwards alone.
     """
 
+    work_s: float
     busy: Floats
     returned: Floats
     summed: Floats
@@ -110,6 +115,7 @@ class _Relaxation:
         behind_s = _path_before(inputs_s[0], way_back)
         held = cost.own_parameter_bytes
         update_s = cost.update.byte_s * held.trainable
+        least_s = (batch_size / samples[:, None] * (forward_s + backward_s)).min(axis=0)
         shape = cost.cluster.num_devices, len(cost.graph)
         busy, returned, summed, least = (np.full(shape, np.inf) for _ in range(4))
         for replicas in range(1, min(shape[0], batch_size) + 1):
@@ -124,7 +130,10 @@ class _Relaxation:
             own_s = busy[row] + ring_s
             least[row] = before_s + np.maximum(own_s, returned[row] + behind_s)
         first_s, last_s, idle_s = forward_s[0], inputs_s[0], before_s + behind_s
-        return _Relaxation(busy, returned, summed, least, first_s, last_s, idle_s, before_s)
+        work_s = float(least_s.sum())
+        return _Relaxation(
+            work_s, busy, returned, summed, least, first_s, last_s, idle_s, before_s
+        )
 
     def fits(self, step_s: float, *, several: bool = False) -> bool:
         """Return whether the devices may be enough for a step of this length; ``several``: where

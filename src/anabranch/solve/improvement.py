@@ -25,12 +25,14 @@ class SearchBudget:
             come near it.
         likely: of that, to judge those that a search thinks best, in its order, before all others:
             with all of it, planners were ahead of the search that began with their plans.
+        enough: likewise, to see while proposals come whether one is short enough to end the search.
         improvement: to improve on the best of them.
         patience: rounds of that without success until it ends; each sees other neighbours.
     """
 
     simulation: int = 150_000
     likely: int = 50_000
+    enough: int = 10_000
     improvement: int = 150_000
     patience: int = 2
 

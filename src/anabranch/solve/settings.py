@@ -76,7 +76,7 @@ class Settings:
     turns_gain: float = 0.02
     as_fast: float = 0.97
     fewer_effort: float = 0.25
-    bound_met: float = 0.0005
+    bound_met: float = 0.003
     bound_rounding: float = 1e-4
 
 

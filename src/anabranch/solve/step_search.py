@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -111,10 +111,13 @@ class StepSearch:
         self, cost: CostModel, phases: Phases, may_share: bool
     ) -> tuple[Contest, Iterable[StageGraph], int]:
         """The contest at its end, the search, and the number of its proposals."""
+        # Nothing is shorter than the bound.
+        enough_s = step_bound(cost, self.batch_size) * (1 + SETTINGS.bound_met)
         with phases.timed("search_s"):
             search = self._propose(cost, may_share=may_share)
             improving = search if isinstance(search, Search) else None
-            proposals, phases.stop = collect(search)
+            until = self._until(search, cost, enough_s) if improving else search
+            proposals, phases.stop = collect(until)
         contest = Contest(cost, self.schedules, improving, BUDGET, may_share=may_share)
         judged = phases.run("simulate_s", lambda: self._judge(contest.judge, improving, proposals))
         if contest.judge.best is None and not judged:
@@ -122,8 +125,6 @@ class StepSearch:
         steps: list[tuple[Phase, Callable[[], object]]] = [("simulate_s", contest.share)]
         steps += [("improve_s", contest.improve)] * self.improve
         steps += [("simulate_s", contest.split)]
-        # Nothing is shorter than the bound.
-        enough_s = step_bound(cost, self.batch_size) * (1 + SETTINGS.bound_met)
         for phase, step in steps:
             if phases.stop is None and contest.best_s > enough_s:
                 phases.run(phase, step)
@@ -144,6 +145,20 @@ class StepSearch:
             cost, batch_size=self.batch_size, microbatch_size=self.microbatch_size, **start
         )
         return proposals
+
+    def _until(
+        self, proposals: Iterable[StageGraph], cost: CostModel, enough_s: float
+    ) -> Iterator[StageGraph]:
+        """Generate proposals up to the first whose step is short enough, without what a search
+        would find beyond it.
+        """
+        judge = Judge(ShortestStep(cost, self.schedules))
+        judge.best_s = enough_s
+        for proposal in proposals:
+            yield proposal
+            judge.consider([proposal], BUDGET.enough)
+            if judge.best_s < enough_s:
+                return
 
     def _judge(
         self, judge: Judge, improving: Search | None, proposals: Iterable[StageGraph]

@@ -171,7 +171,8 @@ class Auto:
         sources = {name: self._proposed(name, problem) for name in names}
         if coarse is not None:
             del sources["even"]  # takes longer than all others there
-            sources = {COARSER: self._expanded(coarse, problem), **sources}
+            quick = {"data-parallel": sources.pop("data-parallel")}
+            sources = quick | {COARSER: self._expanded(coarse, problem)} | sources
         any_found, last = False, [name for name in sources if name in STARTS][-1]
         for name, graphs in sources.items():
             try:
