@@ -78,9 +78,11 @@ class Annealing:
         self._under_way.append(passed)
         known: dict[int, tuple[float, float]] = {}  # draft -> seconds, the limit then
         temperature = settings.hotter if start.stuck else settings.hot
-        cooling = (settings.cold / temperature) ** (1 / max(evaluations, 1))
-        for _ in range(evaluations):
-            temperature *= cooling
+        cooling, spent = (settings.cold / temperature) ** (1 / max(evaluations, 1)), 0.0
+        while spent < evaluations:
+            effort = space.effort(here.draft)
+            spent += effort
+            temperature *= cooling**effort
             _, draft = draw(here.draft, space, rng)
             # So slow may it be to be taken; drawn first, as most evaluations end early.
             limit = here.seconds * (1 - temperature * math.log(1 - rng.random()))

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from anabranch.cost import CostModel
 from anabranch.graph.opgraph import bits
 from anabranch.graph.series_parallel import decompose, operators
+from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.settings import SETTINGS
 
 Ints = NDArray[np.int32]
 
@@ -40,6 +42,14 @@ class Space:
     further: bool = False
     most_replicas: int = 1
     several: bool = True
+
+    def effort(self, draft: Draft) -> float:
+        """Number of evaluations that one near a draft counts for: of many passes it takes long."""
+        sizes = draft.setups["microbatch"].tolist()
+        if not self.flush or min(sizes) == max(sizes):  # of which a part is run
+            return 1.0
+        passes = sum(-(-self.batch_size // size) for size in sizes)
+        return max(1.0, passes / SETTINGS.passes)
 
     @cached_property
     def edges(self) -> Ints:
