@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -35,19 +36,21 @@ def parts(cluster: Cluster) -> Iterator[Cluster]:
 def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: SearchOn) -> Plan:
     """The best plan of all numbers of devices, with the fewest that are nearly as fast.
 
-    A quick search on part of the cluster is begun where the bound of plans with one stage on each
-    device does not exclude that, and a whole one where it finds such a plan.
+    A quick search on part of the cluster is begun where the bound there, of plans with one stage on
+    each device, is low enough, halfway to as far below a plan as it is here; and a whole one where
+    it finds the best plan so far.
 
     Args:
         plan: the best that uses all devices.
         cost: the prices that it has.
         quick: raises an ``InfeasiblePlanError`` where nothing fits, as ``search`` does.
     """
-    best = enough = plan
+    best, enough, batch_size = plan, plan, plan.stage_graph.batch_size
+    share = math.sqrt(step_bound(cost, batch_size) / plan.figures.step_s)
     for part in parts(cost.cluster):
         fewer = replace(cost, cluster=part)
         limit_s = best.figures.step_s / SETTINGS.as_fast
-        if step_bound(fewer, plan.stage_graph.batch_size) > limit_s:
+        if step_bound(fewer, batch_size) > share * limit_s:
             break
         smaller: Plan | None = None
         try:
@@ -55,7 +58,7 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
                 smaller = _on(quick(fewer), cost)
             if smaller is None or smaller.figures.step_s > limit_s:
                 break
-            if not smaller.interrupted:
+            if smaller.figures.step_s < best.figures.step_s and not smaller.interrupted:
                 smaller = min(
                     smaller, _on(search(fewer), cost), key=lambda plan: plan.figures.step_s
                 )

@@ -171,6 +171,8 @@ class Auto:
         sources = {name: self._proposed(name, problem) for name in names}
         if coarse is not None:
             del sources["even"]  # takes longer than all others there
+            if coarse.factor == 1:
+                sources.pop("graphpipe", None)  # which joins as many operators itself
             quick = {"data-parallel": sources.pop("data-parallel")}
             sources = quick | {COARSER: self._expanded(coarse, problem)} | sources
         any_found, last = False, [name for name in sources if name in STARTS][-1]

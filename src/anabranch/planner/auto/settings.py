@@ -40,7 +40,7 @@ class Settings:
 
     evaluations: int = 20_000
     further: int = 6_000
-    passes: int = 500
+    passes: int = 1_000
     few: int = 16
     starts: int = 8
     hot: float = 0.01
