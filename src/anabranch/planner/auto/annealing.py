@@ -78,7 +78,7 @@ class Annealing:
         self._under_way.append(passed)
         known: dict[int, tuple[float, float]] = {}  # draft -> seconds, the limit then
         temperature = settings.hotter if start.stuck else settings.hot
-        cooling, spent = (settings.cold / temperature) ** (1 / max(evaluations, 1)), 0.0
+        cooling, spent = (settings.cold / temperature) ** (1 / max(evaluations, 1)), 0
         while spent < evaluations:
             effort = space.effort(here.draft)
             spent += effort

@@ -144,7 +144,7 @@ class Search:
         seconds, centre = self._with_quicker_warm_up(graph, runs)
         limit = seconds * (1 + SETTINGS.error)
         neighbours: dict[float, tuple[Draft, str]] = {}
-        for _ in range(int(SETTINGS.neighbours / self._space.effort(centre))):
+        for _ in range(SETTINGS.neighbours // self._space.effort(centre)):
             draft, moves = self._neighbour(centre)
             neighbours.setdefault(self._evaluate(draft, limit), (draft, moves))
         neighbours.pop(math.inf, None)

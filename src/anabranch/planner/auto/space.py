@@ -43,13 +43,13 @@ class Space:
     most_replicas: int = 1
     several: bool = True
 
-    def effort(self, draft: Draft) -> float:
+    def effort(self, draft: Draft) -> int:
         """Number of evaluations that one near a draft counts for: of many passes it takes long."""
         sizes = draft.setups["microbatch"].tolist()
         if not self.flush or min(sizes) == max(sizes):  # of which a part is run
-            return 1.0
+            return 1
         passes = sum(-(-self.batch_size // size) for size in sizes)
-        return max(1.0, passes / SETTINGS.passes)
+        return max(1, passes // SETTINGS.passes)
 
     @cached_property
     def edges(self) -> Ints:
