@@ -131,9 +131,7 @@ class _Relaxation:
             least[row] = before_s + np.maximum(own_s, returned[row] + behind_s)
         first_s, last_s, idle_s = forward_s[0], inputs_s[0], before_s + behind_s
         work_s = float(least_s.sum())
-        return _Relaxation(
-            work_s, busy, returned, summed, least, first_s, last_s, idle_s, before_s
-        )
+        return _Relaxation(work_s, busy, returned, summed, least, first_s, last_s, idle_s, before_s)
 
     def fits(self, step_s: float, *, several: bool = False) -> bool:
         """Return whether the devices may be enough for a step of this length; ``several``: where
