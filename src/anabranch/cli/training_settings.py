@@ -86,9 +86,16 @@ class TrainingSettings:
     """
 
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to do [default: 100, or what --epochs has].")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps to do, with --resume further ones [default: 100, or what --epochs has].",
+        ),
     ] = None
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes through the data.")] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Passes through the data, with those before --resume."),
+    ] = None
     resume: Annotated[
         Path | None,
         typer.Option(help="A checkpoint to go on from, or the folder of several: the newest."),
@@ -234,6 +241,14 @@ class TrainingSettings:
     def last_step(self) -> int | None:
         """Steps to do; None where the epochs decide."""
         return self.steps or (None if self.epochs else 100)
+
+    @property
+    def length(self) -> str:
+        """What is left to do, in words."""
+        steps, epochs = self.last_step or 0, self.epochs or 0
+        ends = [f"for {steps:,} more step{'s' * (steps > 1)}"] * bool(steps)
+        ends += [f"until {epochs:,} epoch{'s' * (epochs > 1)} are done"] * bool(epochs)
+        return " or ".join(ends)
 
 
 @dataclass(frozen=True)
