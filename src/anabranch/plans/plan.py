@@ -64,10 +64,11 @@ class Prediction:
         if self.bound_s:
             said.append(_within_text(self.step_s / self.bound_s, graph))
         limit = f". Most of it: {self.limit}" if self.limit else ""
-        takes = f"takes {time_text(self.step_s)}"
+        predicted = ", ".join([time_text(self.step_s), *said])
         if measured_s is not None:
-            takes = f"took {time_text(measured_s)}, predicted {time_text(self.step_s)}"
-        return f"{what} {', '.join([takes, *said])}{limit}."
+            took = f"{what} took {time_text(measured_s)}, measured"
+            return f"{took}. Predicted: {predicted}{limit}."
+        return f"{what} takes {predicted}{limit}."
 
 
 BASELINES = {
