@@ -164,8 +164,9 @@ def headline(
     text = f"{what} {time_text(step_s)}, {rate} samples/s, bubble {bubble:.1%}{sums}, peak {peak}"
     if period_s is None or time_text(period_s) == time_text(step_s):
         return text
-    why = LONGER_IN_A_ROW if period_s > step_s else "begun before others have ended"
-    return f"{text}; {time_text(period_s)} each for steps in a row, {why}"
+    is_longer = period_s > step_s
+    why = LONGER_IN_A_ROW if is_longer else "as devices begin the next before all have ended"
+    return f"{text}; {time_text(period_s)} per step when many follow one another, {why}"
 
 
 def time_text(seconds: float, decimals: int = 2) -> str:
