@@ -19,7 +19,7 @@ from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.cli.settings import (
     LocalPlanSettings,
     MaxReplicas,
-    Policy,
+    OtherPolicy,
     ScheduleName,
     TrainedModelSettings,
 )
@@ -316,7 +316,7 @@ class FlushSettings:
             "stage updates after its own backward [default: the plan's, or sync].",
         ),
     ] = None
-    policy: Policy = None
+    policy: OtherPolicy = None
     policy_option: Annotated[list[str] | None, in_file()] = None
     round_robin: Annotated[bool | None, in_file("--round-robin")] = None
     clip_stage_norm: Annotated[float | None, in_file()] = None

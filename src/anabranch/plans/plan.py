@@ -71,7 +71,7 @@ class Prediction:
         return f"{what} takes {predicted}{limit}."
 
 
-BASELINES = {
+BASELINE_NAMES = {
     "from": "the plan of --from",
     "data-parallel": "data parallelism",
     "sequential": "the sequential pipeline",
@@ -90,7 +90,7 @@ def gain_text(baseline: str, other_s: float, step_s: float, mode: str = "sync") 
     times = f"{other_s / step_s:.2f}x as fast as" if step_s else "in no time, unlike"
     if times.startswith("1.00x"):
         times = "as fast as"
-    return f"{times} {BASELINES[baseline]}{' without a flush' if mode == 'async' else ''}"
+    return f"{times} {BASELINE_NAMES[baseline]}{' without a flush' if mode == 'async' else ''}"
 
 
 NOT_PREDICTED = "not predicted"
