@@ -33,6 +33,16 @@ def test_auto_takes_a_rewrite_for_its_gain(tmp_path: Path) -> None:
     assert document["rewrites"] == (["join-split@top.layers.0.weight"] if is_shorter else [])
 
 
+def test_compare_says_that_it_leaves_the_model_as_it_is_written() -> None:
+    """Where ``plan`` would try a rewrite, unless the user has decided."""
+    compared = ["compare", *DLRM, *CLUSTER, "--batch-size", "64", "--planner", "even"]
+    told = "as it is written: plan tries join-split as well, here --rewrite join-split"
+    for decided, is_told in (([], True), (["--rewrite", "none"], False)):
+        result = CliRunner().invoke(app, [*compared, *decided])
+        assert result.exit_code == 0, result.output
+        assert (told in result.stdout) is is_told
+
+
 def test_a_named_rewrite_is_taken_as_it_is(tmp_path: Path) -> None:
     """And the plan that has it is simulated and checked like any other."""
     file = tmp_path / "plan.json"
