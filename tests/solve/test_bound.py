@@ -17,8 +17,7 @@ from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import simulate
 from anabranch.solve import search, step_search
-from anabranch.solve.bound import step_bound
-from anabranch.solve.floors import work_floor
+from anabranch.solve.bound import step_bound, work_floor
 from tests.planner.helpers import cost_model as planning_cost
 from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
 from tests.strategies import planning_profiles

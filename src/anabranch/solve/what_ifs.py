@@ -20,7 +20,7 @@ from anabranch.schedule import compute_order
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import step_seconds
-from anabranch.solve.floors import least_s_per_sample
+from anabranch.solve.bound import least_s_per_sample
 from anabranch.solve.settings import SETTINGS
 from anabranch.timeline import Timeline
 
