@@ -99,7 +99,7 @@ def require_trainable(
     from anabranch.checkpoint.plain import PlainWeights
     from anabranch.data.loaders import Loader
     from anabranch.training import require_place
-    from anabranch.training.loop import nothing_left, require_evaluation
+    from anabranch.training.course import nothing_left, require_evaluation
 
     if workload.data is None:
         raise DataError(
