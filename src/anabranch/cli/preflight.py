@@ -175,7 +175,7 @@ def executed_plan(
     parts = None if checked is None else parts_of(checked[0], plan, exact=False)
     if not is_async:
         return plan if plan.mode == "sync" else _flushed(plan)
-    order = requirements.order_of(plan, graph, round_robin=round_robin)
+    order = requirements.order_of(plan, graph, in_turns=round_robin)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told where training begins
         chosen, reason = requirements.choose(policy, plan, order.per_update, workload)

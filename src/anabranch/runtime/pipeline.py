@@ -74,7 +74,7 @@ class Pipeline(BasePipeline):
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
         check_memory: before anything is allocated, compare the predicted peaks of all ranks with
-            the memory of the plan's cluster and with what is free here.
+            what is free here.
         check_batches: what ranks compare of every batch: names, types, sizes and, ``sampled``, 32
             values of each tensor on the CPU, or, ``full``, all values, which takes a pass through
             the batch (and a copy from the GPU of what is there).

@@ -120,7 +120,7 @@ class AsyncPipeline(BasePipeline):
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
         graph = asynchronous_stages(plan)
-        self._order = order = order_of(plan, graph, round_robin=round_robin)
+        self._order = order = order_of(plan, graph, in_turns=round_robin)
         is_predicted = plan.mode == "async" and order.round_robin == plan.round_robin
         self.policy, self.reason = choose(policy, plan, order.per_update, workload)
         self.workload = workload

@@ -23,7 +23,6 @@ to the sum and makes the same update::
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,16 +97,14 @@ class Stream:
         self._policy, self._clip, state = policy, clip, session.state
         metrics = session.captured.metrics
         self.totals = MinibatchTotals(session.mesh, metrics, self._error, self._spoil)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rank 0 has told of the optimizer for all (choose)
-            self.weights = VersionedWeights(
-                state.parameters,
-                state.optimizer,
-                policy,
-                in_flight=order.in_flight[stage],
-                deepest=order.deepest(stage),
-                scheduler=state.scheduler,
-            )
+        self.weights = VersionedWeights(
+            state.parameters,
+            state.optimizer,
+            policy,
+            in_flight=order.in_flight[stage],
+            deepest=order.deepest(stage),
+            scheduler=state.scheduler,
+        )
         self.delay = int(accelerator.has_streams(session.place))
         self._unjudged: deque[_Learned] = deque()
         self._first_bad: tuple[int, list[Finding]] | None = None
