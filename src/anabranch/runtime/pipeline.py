@@ -29,7 +29,7 @@ from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.guards.same_batch import BatchCheck
+from anabranch.runtime.guards.same_batch import BatchCheck, require_same_copies
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import StepRecording
 from anabranch.runtime.spare_copies import SpareCopies
@@ -315,7 +315,9 @@ class Pipeline(BasePipeline):
         self._session.count()
         every = self._check_copies
         if every and self.step_number % every == 0 and self.is_between_updates:
-            self._session.require_same_copies()
+            with self._session.failing():
+                held = self._session.holders.parameters
+                require_same_copies(self._mesh, held, self._state.parameters)
 
     def update(self) -> None:
         """Make an update of the batches since the last one, if there are any."""

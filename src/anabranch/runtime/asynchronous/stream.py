@@ -229,7 +229,7 @@ class Stream:
         outcome.bring(further=[*norms.tensors, *self._reducer.terms])
         if not self._has_warned:
             self._has_warned = True
-            self._session.warn_without_gradient()
+            self._session.state.warn_without_gradient()
         self._unjudged.append(_Learned(run, outcome, norms, self._turn == minibatches - 1))
         if not self.delay:
             self._find_bad(self._unjudged[-1])
