@@ -244,7 +244,6 @@ class Pipeline(BasePipeline):
             DataError: if the batch is built otherwise than the workload's example.
         """
         begun = time.perf_counter()
-        batch = self._session.captured.layout.packed(batch)
         leaves = self._session.leaves(batch)
         with self._session.failing():
             POSITION.begin(self.step_number)
@@ -338,7 +337,6 @@ class Pipeline(BasePipeline):
         Raises:
             TrainingError: if an update is still to come for earlier batches (``accumulate``).
         """
-        batch = self._session.captured.layout.packed(batch)
         leaves = self._session.leaves(batch, is_step=False)
         with self._session.failing():
             self._steps.settle()

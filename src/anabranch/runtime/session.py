@@ -186,7 +186,7 @@ class Session:
                 "a buffer (register_buffer) and change that in place (fill_), or pass it in the "
                 "batch, as a tensor with an entry per sample"
             )
-        read = self.workers.leaves
+        read, batch = self.workers.leaves, self.captured.layout.packed(batch)
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
         self.captured.for_batch(leaves).programs.require_alike(samples_of(leaves))
         self.begin_batch(batch)

@@ -245,7 +245,6 @@ class AsyncPipeline(BasePipeline):
         """The tensors of a mini-batch; a ``DataError`` is raised on every rank."""
         try:
             which = self._session.feed.where
-            batch = self._session.captured.layout.packed(batch)
             leaves = self._session.leaves(batch)
             samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
             if samples > most:
