@@ -282,13 +282,20 @@ class _Ranks:
         gone = bad if survival.replaces else dead
         for heard in (self._results, self._dead, self._lost):
             heard.clear()
-        self._members = [member for member in self._members if member.number not in gone]
-        if not self._members:
-            raise first.exception()
-        survival.copies.attempt += 1
-        args = survival.begin(len(self._members), first.message, moment)
-        new = [rank for rank, member in enumerate(self._members) if member.process is None]
-        self.start(new, args)
+        while True:
+            self._members = [member for member in self._members if member.number not in gone]
+            if not self._members:
+                raise first.exception()
+            survival.copies.attempt += 1
+            args = survival.begin(len(self._members), first.message, moment)
+            new = [rank for rank, member in enumerate(self._members) if member.process is None]
+            try:
+                self.start(new, args)
+                break
+            except OSError:  # there is no room for another process
+                gone = {next(m.number for m in self._members if m.process is None)}
+                for rank in new:
+                    self._members[rank].end()
         for rank, member in enumerate(self._members):
             if rank not in new:
                 order = RankTask(rank, len(self._members), self._attempt, args)

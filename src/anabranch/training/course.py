@@ -36,7 +36,6 @@ class Course(Generic[_Pipe]):
 
     Attributes:
         batches: until the last step, or until training ends early.
-        further: returns figures of the steps so far, which are copied with the state.
         start_s: seconds that the pipeline took to be made.
     """
 
@@ -92,7 +91,6 @@ class Course(Generic[_Pipe]):
         total = min((n for n in (steps, left) if n is not None), default=None)
         self.reporter = Reporter(self.pipe, total, callbacks, self._first_step, self._copies)
         self.clock = TrainingClock()
-        self.further: Callable[[], Mapping[str, Any]] = dict
         self._begin_series(save_every if self._folder is not None else None)
         batches = self._between(self.pipe.batches(epochs=epochs))
         self.batches = islice(batches, None if steps is None else max(steps - done, 0))
@@ -151,8 +149,7 @@ class Course(Generic[_Pipe]):
         if is_due and done > first and (total is None or done < first + total):
             # That of the first step counts at once, so the next one may come earlier.
             self._copied_at = first if is_first else done
-            further = {"first_step": self._first_step, **self.further()}
-            pipe.copy_state(further, self.reporter.noting())
+            pipe.copy_state({"first_step": self._first_step}, self.reporter.noting())
 
     def _look_for_checkpoint(self, save_every: SaveEvery, *, is_best: bool) -> None:
         now = self.pipe.step_number

@@ -91,12 +91,9 @@ def train(
     pipe, reporter = course.pipe, course.reporter
     accumulate = int(options.get("accumulate", 1))
     loop = StepLoop(pipe, reporter, course.clock, course.batches)
-    course.further = loop.figures
-    loop.go_on_from(pipe.copied)
     # First single steps, whose times and timelines are those of a step alone. What is compiled
     # cannot be looked into.
-    weighs = options.get("compute", PLAIN).backend is None and not loop.peak_bytes
-    loop.alone(WEIGHED_STEP, weighs=weighs)
+    loop.alone(WEIGHED_STEP, weighs=options.get("compute", PLAIN).backend is None)
     adaptation = Adaptation(loop, looks, course.start_s) if looks is not None else None
     if adaptation is not None:
         adaptation.look()
