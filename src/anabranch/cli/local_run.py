@@ -39,7 +39,7 @@ def train_job(
     """
     from anabranch import launch
     from anabranch.calibration.machine import OtherLoad
-    from anabranch.runtime.asynchronous.requirements import in_turns, round_robin_of
+    from anabranch.runtime.asynchronous.requirements import asynchronous_stages, order_of
     from anabranch.runtime.compute.options import PLAIN
     from anabranch.runtime.guards.heartbeat import default_timeout_s
     from anabranch.runtime.guards.interrupt import listening
@@ -54,11 +54,11 @@ def train_job(
     assert plan is not None
     # Once here rather than in every rank: forked ranks inherit it.
     prepare(job.captured, plan.stage_graph, job.workload)
-    turns = is_async and in_turns(plan, options.get("round_robin"))
-    rounds = round_robin_of(plan) if turns else None
-    if rounds is not None:
-        prepare(job.captured, rounds.for_turn(0, plan.stage_graph.batch_size), job.workload)
-    if not is_async and (looks := looks_of(job, replans=training.replan)) is not None:
+    if is_async:
+        order = order_of(plan, asynchronous_stages(plan), in_turns=options.get("round_robin"))
+        if order.round_robin:
+            prepare(job.captured, order.for_turn(0, plan.stage_graph.batch_size), job.workload)
+    elif (looks := looks_of(job, replans=training.replan)) is not None:
         options["looks"] = looks
 
     def rank(plan: Plan, predicted_s: float) -> Run:
