@@ -131,7 +131,7 @@ class _Relaxation:
         inputs_s[:, ends] = backward_s[:, ends]
         behind_s = _path_before(inputs_s[0], way_back)
         held = cost.own_parameter_bytes
-        update_s = cost.update.byte_s * held.trainable
+        update_s = cost.update.byte_s * _updated_bytes(cost, batch_size)
         shape = cost.cluster.num_devices, len(cost.graph)
         busy, returned, summed, least = (np.full(shape, np.inf) for _ in range(4))
         for replicas in range(1, min(shape[0], batch_size) + 1):
@@ -183,6 +183,19 @@ class _Relaxation:
             rest_s = taken(np.maximum(rest, 0.0), rest_summed)
             needed = max(needed, float((rest_s / left_s).sum()))
         return needed
+
+
+def _updated_bytes(cost: CostModel, batch_size: int) -> Floats:
+    """Per operator, bytes of the parameters that it alone reads and that an update changes; of
+    tables with sparse gradients the rows of the batch.
+    """
+    updated = cost.own_parameter_bytes.trainable.copy()
+    for name, readers in cost.graph.readers.items():
+        parameter = cost.parameters[name]
+        if parameter.table and cost.has_rows(parameter) and readers.bit_count() == 1:
+            rows_bytes = parameter.table.lookups * parameter.table.row_bytes * batch_size
+            updated[readers.bit_length() - 1] -= max(parameter.nbytes - rows_bytes, 0)
+    return updated
 
 
 def _least_seconds(cost: CostModel, batch_size: int) -> tuple[Floats, Floats, Floats, Floats]:

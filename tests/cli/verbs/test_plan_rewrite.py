@@ -66,6 +66,18 @@ def test_auto_cuts_a_table_that_holds_up_the_step() -> None:
     assert gain.endswith("ms as the model is written")
 
 
+@pytest.mark.parametrize("device", ["v100", "cpu"])
+def test_parameters_stay_whole_for_an_optimizer_that_may_need_them(device: str) -> None:
+    """A plan that cuts them could not be trained, so none is made; that is said."""
+    shared = ["--device", device, "--rewrite", "auto", *FAST[:4], "--no-baselines", "--no-cache"]
+    for name in ("towers", "with_own_optimizer"):
+        document = planned(f"tests.cli.models:{name}", *shared)
+        tried = document["rewrites_tried"]["join-split"]
+        assert ("step_s" in tried) == (name == "towers")
+    assert tried["error"].startswith("it cuts parameters, and the optimizer of the model is not")
+    assert document["rewrites"] == []
+
+
 def test_none_leaves_the_model_alone() -> None:
     """The plan is that of the operators as they are written."""
     assert planned(*DLRM, *FAST, "--rewrite", "none")["rewrites"] == []
