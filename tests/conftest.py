@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["ANABRANCH_CACHE"], ignore_errors=True)
 
 # Searches are short: how good plans are after one of full length is what benchmarks/planners says.
-search_settings.SETTINGS = replace(search_settings.SETTINGS, evaluations=1_000, neighbours=100)
+search_settings.SETTINGS = replace(search_settings.SETTINGS, evaluations=300, neighbours=100)
 
 # Results are compared bit for bit between processes, and additions are ordered by threads.
 torch.set_num_threads(1)

@@ -21,8 +21,10 @@ import torch.distributed as dist
 
 from anabranch import launch
 from anabranch.errors import DataError, StageFailedError
+from anabranch.files import save_plan
 from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.guards.position import POSITION
+from tests.runtime.small import built, plan
 
 pytestmark = pytest.mark.dist
 
@@ -269,13 +271,16 @@ def wait_until(condition: object, limit: float = LIMIT_S) -> bool:
 
 
 SCRIPT = r"""
-import os, signal
-from tests.runtime.small import batch, built, plan
+import os, signal, sys
+from tests.runtime.small import batch, built
 from anabranch.cli.restarts import is_restarted
+from anabranch.files import load_plan
 from anabranch.runtime.pipeline import Pipeline
+import anabranch.training
 
 model = built("TwoBranch")
-pipe = Pipeline(model.workload, plan(model, 2), captured=model.captured, timeout=30)
+pipe = Pipeline(model.workload, load_plan("plan.json"), captured=model.captured, timeout=30)
+assert "numba" not in sys.modules  # half a second for nothing where a plan is at hand
 pipe.step(batch(16))
 if not is_restarted() and pipe.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -298,6 +303,7 @@ def under_torchrun(text: str, folder: Path, *options: str) -> subprocess.Complet
     return subprocess.run(
         [sys.executable, "-m", *command],
         env=environment,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
@@ -310,6 +316,7 @@ def test_a_loop_of_the_user_runs_under_torchrun(tmp_path: Path) -> None:
     addresses and the failure, and who read them would end, or wait for ever. Then losses are the
     same on both ranks, until one fails: it says why, once, and the exit code is 1.
     """
+    save_plan(plan(built("TwoBranch"), 2), tmp_path / "plan.json")
     done = under_torchrun(SCRIPT, tmp_path, "--standalone", "--max-restarts", "1")
     losses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("loss")]
     assert len(losses) == 4, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
 
@@ -18,6 +19,14 @@ def test_a_workload_is_changed_by_replacing_it():
     with pytest.raises(FrozenInstanceError):
         workload.clip_norm = 1.0
     assert replace(workload, clip_norm=1.0).module is workload.module
+
+
+def test_the_default_optimizer_is_the_documented_one():
+    """The docstring of Workload has its class and rate."""
+    made = adamw([("w", torch.nn.Parameter(torch.zeros(1)))])
+    assert isinstance(made, torch.optim.AdamW)
+    (rate,) = re.findall("learning rate of ([0-9.]+) ", Workload.__doc__ or "")
+    assert made.defaults["lr"] == float(rate)
 
 
 def test_the_default_optimizer_takes_complex_parameters():

@@ -14,7 +14,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import AnabranchError
 from anabranch.planner.exhaustive import MOST_OPERATORS
 from anabranch.plans.plan import Plan
-from anabranch.solve.floors import work_floor
+from anabranch.solve.bound import work_floor
 from benchmarks.planners import table4
 from benchmarks.planners.cases import Case
 from benchmarks.planners.common import Row, figures

@@ -27,7 +27,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def adamw(parameters: NamedParameters | Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer recipe."""
+    """The default optimizer recipe: AdamW with a learning rate of 0.001."""
     entries: list[Any] = list(parameters)
     tensors = (entry[1] if isinstance(entry, tuple) else entry for entry in entries)
     # One pass over each parameter, without temporaries of its size; not for complex ones.
@@ -53,9 +53,11 @@ class Workload:
             ``loaders`` makes such a function.
         eval_data: batch size -> held-out batches; or the same, read in order.
         optimizer: named parameters -> optimizer; any ``torch.optim`` class with its options bound
-            serves. Each rank calls it with the parameters of its own stages.
-        scheduler: optimizer -> learning-rate scheduler, stepped once a step.
-        clip_norm: largest global gradient norm, over all stages.
+            serves. Each rank calls it with the parameters of its own stages. By default ``adamw``:
+            AdamW with a learning rate of 0.001 and PyTorch's other defaults.
+        scheduler: optimizer -> learning-rate scheduler, stepped once a step; by default the rate
+            stays.
+        clip_norm: largest global gradient norm, over all stages; by default nothing is clipped.
         chance: metric -> what guessing would give, for reports.
         name: what the user called it.
         buckets: further examples, of other sizes besides the samples, such as shorter sequences;

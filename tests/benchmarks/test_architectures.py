@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from anabranch.planner.auto import planner as auto
 from benchmarks.architectures import multimodal, planning
 from benchmarks.architectures.__main__ import examined
 from benchmarks.architectures.models import ARCHITECTURES
@@ -81,12 +82,13 @@ def test_what_has_no_graph_is_refused_with_class_line_and_a_way_on(name: str, sa
 
 
 def test_published_sizes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, for a few devices; of 48 layers two."""
-    layers = {"n_embd": 1600, "n_layer": 2, "n_head": 25}
+    """On the meta device, for a few devices; of 48 layers one."""
+    layers = {"n_embd": 1600, "n_layer": 1, "n_head": 25}
     chosen = replace(ARCHITECTURES["GPT2"], published=layers)
     monkeypatch.setitem(ARCHITECTURES, "GPT2", chosen)
     monkeypatch.setattr(planning, "CLUSTERS", {"v100": "summit:1x4", "h100": "dgx-h100:1x8"})
     monkeypatch.setattr(planning, "BATCH", 8)
+    monkeypatch.setattr(auto, "SETTINGS", replace(auto.SETTINGS, evaluations=100))
     found = planning.planned("GPT2")
     assert found["step_s"] > 0
     assert found["devices"] == 4

@@ -18,7 +18,7 @@ from anabranch.errors import FileFormatError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
-from tests.runtime.small import Built, batch, built, num_ranks, plan, with_options
+from tests.runtime.small import Built, batch, built, num_ranks, plan, with_options, with_programs
 
 pytestmark = pytest.mark.dist
 
@@ -88,7 +88,7 @@ def test_resuming_under_another_plan_changes_no_bit(name: str, tmp_path: Path) -
     losses, parameters, running means. The break is inside an epoch. Dropout repeats where the
     stages are the same.
     """
-    model = built(name)
+    model = with_programs(built(name), 6)
     workload = with_options(model, optimizer=amsgrad, scheduler=cosine, data=data, clip_norm=1.0)
     first = plan(model, 2)
     folder = tmp_path / "run" / "step-4"
@@ -136,7 +136,7 @@ def test_schedulers_made_of_schedulers_resume(tmp_path: Path) -> None:
     """Their parts keep a rate per group as well; this rank has other groups than the one that
     saved.
     """
-    model = built("TwoBranch")
+    model = with_programs(built("TwoBranch"), 6)
     workload = with_options(model, optimizer=per_layer, scheduler=warm_up_then_cosine, data=data)
     folder = tmp_path / "saved"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from anabranch import cli
 from anabranch.cli.source import ModelSource
@@ -27,6 +28,7 @@ _WORKLOADS: dict[object, Workload] = {}
 _CAPTURED: dict[tuple[int, str, tuple[str, ...]], Captured] = {}
 _MEASURED: dict[tuple[int, int, tuple[int, ...], str], Profile] = {}
 _PROFILES: list[str] = []
+_COMMAND = typer.main.get_command(cli.app)
 _CAPTURE = graph_capture.capture
 
 
@@ -34,7 +36,7 @@ _CAPTURE = graph_capture.capture
 def _captured_once(monkeypatch):
     """Built-in models and those of this folder are built, captured and measured once for all tests:
     commands leave them as they were, since what trains is a fork. Not where a test has its own
-    ``capture``. Searches are shorter still.
+    ``capture``. The verbs are read once, too, and searches are shorter still.
     """
     build, capture = ModelSource.workload, ModelSource.capture
     measure = whole.measure_workload
@@ -62,6 +64,7 @@ def _captured_once(monkeypatch):
         workload: Workload, samples: tuple[int, ...], *, device: str = "cpu", **more: Any
     ) -> Profile:
         captured = more.get("captured")
+        more = {"repeats": 1} | more  # nobody looks at how long operators take
         if not any(captured is kept for kept in _CAPTURED.values()):
             return measure(workload, samples, device=device, **more)
         key = id(captured), id(workload), samples, device
@@ -69,6 +72,7 @@ def _captured_once(monkeypatch):
             _MEASURED[key] = measure(workload, samples, device=device, **more)
         return _MEASURED[key]
 
+    monkeypatch.setattr("typer.main.get_command", lambda _: _COMMAND)
     few = replace(auto_planner.SETTINGS, evaluations=200)  # how good plans are is no matter here
     monkeypatch.setattr(auto_planner, "SETTINGS", few)
     monkeypatch.setattr(ModelSource, "workload", built)

@@ -103,6 +103,15 @@ def without_momentum() -> Workload:
     return replace(towers(), optimizer=partial(torch.optim.SGD, lr=0.01))
 
 
+class OwnSGD(torch.optim.SGD):
+    """Of nobody's, so that it may compute over whole parameters."""
+
+
+def with_own_optimizer() -> Workload:
+    """An optimizer that is not known to treat each element alone."""
+    return replace(towers(), optimizer=partial(OwnSGD, lr=0.1))
+
+
 def without_data() -> Workload:
     """One that can be planned, not trained."""
     return replace(towers(), data=None)

@@ -68,12 +68,28 @@ def test_what_holds_for_all_is_said_once():
     }
     assert remarks(found, "measured, cpu") == [
         "costs: measured, cpu",
+        "k: forwards that a stage makes one after another, then as many backwards",
         both,
         "even: 1 stage, micro-batch 4, 1f1b",
         "piper: 2 stages, micro-batch 2,4, k 1,2, 1 recompute, 1f1b; "
         "interrupted: the best of the first 2 proposals",
         "dapple: nothing fits",
     ]
+
+
+def test_policies_side_by_side_fit_80_columns(capsys):
+    """With the longest name of one, the most that a pipeline of ten stages reads, and none."""
+    stages = tuple(Stage((f"{s}",), (s,), 8, in_flight=10 - s) for s in range(10))
+    plan = a_plan(*stages, step_s=123.4)
+    plan = replace(plan, mode="async")
+    names = ("naive", "stash", "basis-rotation", "predict-stash")
+    results = {Contender("auto", name): replace(plan, policy=name) for name in names}
+    results[Contender("auto", "asyncpp")] = InfeasiblePlanError("another optimizer")
+    print_table("title", *comparison(results))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 2 + 5
+    assert max(map(len, lines)) <= 80
+    assert "-9 +9 -9 +9" in "".join(lines)
 
 
 def test_a_row_without_a_plan_beside_one_with():

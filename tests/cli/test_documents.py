@@ -28,6 +28,7 @@ from anabranch.cli import app
 from anabranch.cost import CostModel
 from anabranch.errors import OutputError
 from anabranch.files import load_plan
+from anabranch.models import candle_uno
 from anabranch.models.names import resolve
 from anabranch.planner.auto.draft import Draft
 from anabranch.planner.auto.space import Space
@@ -197,9 +198,11 @@ TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials" and page.
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_is_done_as_it_stands(page, call, tmp_path, monkeypatch, capsys):
     """Its files are written, then its commands called in their order; scripts print the same loss,
-    or that most pairs are right.
+    or that most pairs are right. The built-in model has fewer layers here.
     """
     monkeypatch.syspath_prepend(tmp_path)
+    few = replace(candle_uno.PRESETS["published"], branches=2, layers=1, top_layers=1)
+    monkeypatch.setitem(candle_uno.PRESETS, "published", few)
     files = {block.split()[1]: block for block in blocks(page, "python")}
     for name, block in files.items():
         (tmp_path / name).write_text(block, encoding="utf-8")
@@ -266,7 +269,10 @@ def test_the_readme_from_the_module_to_a_trained_model(call, tmp_path):
     assert code == 0, err
     code, out, err = call(*three[1])
     assert code == 0, err
-    found = re.search(r"gradient error (\S+) over 2[01] parameters on \d devices", out)
+    found = re.search(
+        r"right: gradient error (\S+), where less than 0.0001 is rounding, over 2[01] parameters",
+        out,
+    )
     assert found, out
     assert float(found[1]) < 1e-5
     code, _, err = call(*three[2], "--out", "run")

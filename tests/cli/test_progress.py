@@ -56,6 +56,12 @@ def test_what_is_slow_and_another_plan_are_in_the_line(capsys):
     assert capsys.readouterr().err.endswith("step 500.00 ms (predicted 250.00)\n")
 
 
+def test_steps_are_counted_on_after_a_restart(capsys):
+    """Twenty of a hundred were done by the attempt before, so this one is to do eighty."""
+    TrainingProgress(0.5, every_s=0.0, earlier=20)(StepEvent(57, 37, 80, 0, 1.0, {}, 1.0, 8))
+    assert capsys.readouterr().err.startswith("step 57/100, ")
+
+
 def train(total: int | None) -> None:
     """1,500 steps, of which a device is slow in one."""
     progress = TrainingProgress(0.03)
@@ -98,7 +104,8 @@ def on_terminal(columns: int, total: int | None) -> list[str]:
         (80, r"step 1500/1500 \S{8,} loss 0\.4321  0:00 left  2,065 samples/s"),
         (
             140,
-            r".*  0:00 left  2,065 samples/s  31\.00 of 30\.00 ms  accuracy 0\.750  recall 0\.500",
+            r".*  0:00 left  2,065 samples/s  31\.00 ms, predicted 30\.00  "
+            r"accuracy 0\.750  recall 0\.500",
         ),
     ],
 )
@@ -113,6 +120,6 @@ def test_a_terminal_has_one_line_that_is_no_longer_than_it(columns, beside):
 def test_a_terminal_without_an_end_has_no_bar():
     """Neither is the time known that is left."""
     assert re.fullmatch(
-        r"step \d+ loss 0\.4321  0:\d\d passed  2,065 samples/s  31.00 of 30.00 ms",
+        r"step \d+ loss 0\.4321  0:\d\d passed  2,065 samples/s  31.00 ms, predicted 30.00",
         on_terminal(80, None)[-1],
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ import torch
 from anabranch.checkpoint import Progress, RankPart
 from anabranch.checkpoint.saving import Saving
 from anabranch.checkpoint.writing import Target
-from anabranch.cli.restarts import left_of, restarted, train_with_restarts
+from anabranch.cli.restarts import left_of, restarted, surviving, train_with_restarts
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import DataError, StageFailedError, TrainingError
+from anabranch.runtime.spare_copies import Moment
+from tests.record.test_folder import PLAN
 
 
 def saved(folder: Path, step: int) -> Path:
@@ -60,6 +64,41 @@ def test_under_torchrun_the_beginning_has_to_be_known(training: TrainingSettings
         restarted(replace(training, resume=training.save))
 
 
+@pytest.mark.parametrize(
+    ("asked", "fault", "way_on"),
+    [
+        ({}, "", "there is no checkpoint to go on from; --save FOLDER .* --max-restarts 3 .*"),
+        ({"survive": True}, "", ""),
+        ({}, "Traceback of rank 1", ""),
+    ],
+)
+def test_a_rank_that_dies_for_good_names_the_way_on(asked, fault: str, way_on: str):
+    """Where nobody has asked for one; code that raises would raise again."""
+
+    def fails(_: TrainingSettings) -> None:
+        failure = StageFailedError("rank 1 was killed")
+        if fault:
+            failure.add_note(fault)
+        raise failure
+
+    with pytest.raises(StageFailedError) as raised:
+        train_with_restarts(fails, TrainingSettings(steps=5, **asked), [].append)
+    assert re.fullmatch("rank 1 was killed" + ("; " + way_on if way_on else ""), str(raised.value))
+
+
+def test_survival_with_a_device_fewer_has_the_prediction_of_its_plan(monkeypatch):
+    """With as many ranks the first one's; each recovery is on record."""
+    monkeypatch.setattr("anabranch.runtime.plan_parts.prepare", lambda *_: None)
+    job = SimpleNamespace(plan=PLAN, captured=None, workload=None)
+    count, record = len(PLAN.stage_graph.devices), list[str]()
+    survival = surviving(job, TrainingSettings(), count, lambda _: 0.75, 0.5, record.append)
+    survival.copies.close()
+    assert survival.begin(count, "rank 1 was killed", None) == (PLAN, 0.5)
+    assert survival.begin(count - 1, "rank 0 was killed", Moment(6, 1, count)) == (PLAN, 0.75)
+    fewer = f"planned anew for {count - 1} device{'s' * (count > 2)}"
+    assert record == ["step 0: rank 1 was killed", f"step 6: rank 0 was killed; {fewer}"]
+
+
 def test_only_ranks_that_fail_are_started_again(training: TrainingSettings):
     """Bad data is bad the second time as well; and there is an end to it."""
     said: list[str] = []
@@ -70,7 +109,7 @@ def test_only_ranks_that_fail_are_started_again(training: TrainingSettings):
         saved(training.save, 50 + len(attempts))
         raise StageFailedError("rank 1 was killed")
 
-    with pytest.raises(StageFailedError):
+    with pytest.raises(StageFailedError, match=r"step-53 is left: .* --resume \S+/run --steps 87"):
         train_with_restarts(fails, replace(training, max_restarts=2), said.append)
     assert attempts == [100, 89, 88]
     assert [text.split("; ")[1].split(",")[0] for text in said] == [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -185,13 +184,6 @@ def test_processes_beside_this_one_compile(cache):
     assert module._begun == begun
     require_right(function)
     begin({compiled(add_scaled): pytest.fail})  # it is kept
-
-
-def test_numba_is_loaded_only_where_something_is_compiled():
-    """It takes half a second, which nobody waits for who only trains or reads a file."""
-    statement = "import anabranch.solve, anabranch.training, anabranch.cli, anabranch.files"
-    code = f"import sys; {statement}; sys.exit('numba' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def evaluated_and_simulated() -> list[float]:

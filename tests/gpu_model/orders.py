@@ -13,7 +13,8 @@ from torch import Tensor
 from anabranch.runtime.collectives import DeviceSums, Pending
 from anabranch.runtime.process_groups import blocks_of
 from anabranch.runtime.transport import Channel, NcclTransport, Receipt, Spec
-from anabranch.runtime.transport.handshake import Half, Handshake, Notice, Word
+from anabranch.runtime.transport.handshake import Half, Handshake
+from anabranch.runtime.transport.notices import Notice, Word
 from tests.gpu_model.gpu import DONE, Operation, World
 from tests.runtime.transport.local import Hub, LocalTransport
 
@@ -135,7 +136,7 @@ class Post:
 
 
 class ModelNotices:
-    """``Notices`` of a rank."""
+    """``HostNotices`` of a rank."""
 
     def __init__(self, post: Post, rank: int) -> None:
         self._post, self._rank = post, rank

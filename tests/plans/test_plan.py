@@ -28,11 +28,18 @@ def test_ranges_can_be_read_back(numbers):
     ("period_s", "end"),
     [
         (0.5, "peak 1.0 MiB"),
-        (0.4, "; 400.00 ms each for steps in a row, begun before others have ended"),
-        (0.6, "; 600.00 ms each for steps in a row, longer than one alone, as each reads its "
-         "batch and shares cores and links with those before and after it"),
+        (
+            0.4,
+            "; 400.00 ms per step when many follow one another, as devices begin the next before "
+            "all have ended",
+        ),
+        (
+            0.6,
+            "; 600.00 ms per step when many follow one another, longer than one alone, as each "
+            "reads its batch and shares cores and links with those before and after it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_steps_in_a_row_are_told_where_they_differ(period_s, end):
     """From a step alone of 0.5 s, with the reason."""
     assert headline(0.5, 0.25, 2**20, 8, period_s=period_s).endswith(end)

@@ -25,6 +25,7 @@ STEPS = replace(
     period_s=4.25,
     gradients="right: loss and 2 gradients",
     restarts=2,
+    recoveries=("step 6: rank 1 was killed",),
     others_share=0.25,
     parts=(StepPart("work", 0.3, "evenly"), StepPart("warm-up", 0.2)),
 )
@@ -85,6 +86,8 @@ def test_terminal_document_and_page_say_the_same(run: Run, tmp_path: Path, capsy
         assert time_text(document["predicted_step_s"]) in rows["step"]
         assert rows["peak memory"].startswith(memory_text(max(document["device_peak_bytes"])))
     assert document["restarts"] == run.restarts
+    assert document["recoveries"] == list(run.recoveries)
+    assert rows.get("went on", "") == "from step 6, rank 1 was killed" * bool(run.recoveries)
     assert rows.get("restarts", "0").startswith(str(run.restarts))
     taken = rows.get("other processes", "0%")
     assert taken.startswith(f"{document['others_share']:.0%}")

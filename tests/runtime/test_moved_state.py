@@ -16,7 +16,7 @@ from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
-from tests.runtime.small import Built, batch, built, on_devices, plan, with_options
+from tests.runtime.small import Built, batch, built, on_devices, plan, with_options, with_programs
 from tests.runtime.training import LIMIT_S, on_one_device, run
 
 pytestmark = pytest.mark.dist
@@ -95,7 +95,7 @@ def test_a_change_is_bitwise_a_checkpoint_and_back(
     """Weights, moments, running means, learning rates and random numbers go on, whoever has them:
     tied parameters, an optimizer state that replicas share, buffers, and what no stage reads.
     """
-    model = built(name)
+    model = with_programs(built(name), 16)
     workload = with_options(model, optimizer=adam, scheduler=falling)
     changed = trained(model, workload, plans(model), **options)
     saved = trained(model, workload, plans(model), tmp_path, **options)

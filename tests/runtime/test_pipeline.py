@@ -31,6 +31,7 @@ from tests.runtime.small import (
     on_devices,
     plan,
     with_options,
+    with_programs,
 )
 from tests.runtime.training import BATCHES, alone, run, sgd, train
 
@@ -91,7 +92,7 @@ def test_unequal_replicas_train_alike(name: str, replicas: list[int]) -> None:
     """Sums in another order: equal up to rounding. With a clipped norm, which counts every
     parameter once.
     """
-    model = built(name, torch.float64)
+    model = with_programs(built(name, torch.float64), 3, 11, 16)
     workload = with_options(model, optimizer=sgd, clip_norm=0.05)
     batches = [batch(n, n, torch.float64) for n in (16, 11, 16)]
     losses, parameters = train(model, plan(model, 2, replicas=replicas), workload, batches)

@@ -30,7 +30,6 @@ from anabranch.runtime.process_groups import (
     listens_to_all,
     nccl_digest,
     require_streams,
-    told_connections,
 )
 from anabranch.workload import Workload
 from tests.runtime.small import batch, built, plan
@@ -160,17 +159,6 @@ def test_waiting_kernels_leave_room_for_others() -> None:
     ]  # fmt: skip
     assert connection_bytes([(0, 1), (1, 0), (1, 2)], 3, 1) == 3 * 5 * (4 << 20)
     assert connection_bytes([(0, 1), (1, 0), (1, 2)], 3, 2) == 5 * (4 << 20)
-
-
-def test_what_gpus_need_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the user's own settings where there are any, or with the refusal."""
-    gpu = torch.device("cuda")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
-    told = told_connections([(0, 1), (1, 0), (1, 2)], gpu)
-    assert "rank 1 has the most connections, 3; " in told
-    assert told.endswith("with CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_RUNTIME_CONNECT=1")
-    assert "34 streams" in told_connections([(0, rank) for rank in range(1, 16)], gpu)
 
 
 def test_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:

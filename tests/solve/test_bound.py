@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.graph.opgraph import Op, OpGraph
+from anabranch.graph.opgraph import LookupTable, Op, OpGraph, Parameter
 from anabranch.planner.exhaustive import Exhaustive
-from anabranch.profile.profile import OpCost, Profile
+from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import simulate
 from anabranch.solve import search, step_search
-from anabranch.solve.bound import step_bound
-from anabranch.solve.floors import work_floor
+from anabranch.solve.bound import step_bound, work_floor
 from tests.planner.helpers import cost_model as planning_cost
 from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
 from tests.strategies import planning_profiles
@@ -73,6 +72,21 @@ def test_a_slice_may_have_samples_between_those_measured():
     costs = (OpCost(tuple(seconds), tuple(2 * s for s in seconds), 0),)
     profile = Profile(OpGraph((Op("a"),), ()), (1, 2, 4, 8), costs, "v100", "measured")
     assert step_bound(CostModel(profile, cluster(2)), 6) == pytest.approx(12.0, rel=1e-3)
+
+
+def test_an_update_of_a_table_is_of_the_rows_of_the_batch():
+    """A second a byte, for 4 samples that look up a row of 12 bytes each and for 8 bytes of a
+    layer, behind 4 forwards and backwards of a second: 64 s, though the table has 1,000 bytes.
+    """
+    parameters = Parameter("table", 1000, table=LookupTable(1, 12, True)), Parameter("layer", 8)
+    graph = OpGraph((Op("a", ("table", "layer")),), (), parameters)
+    update = UpdateCost(0.0, 0.0, 1.0)
+    profile = Profile(
+        graph, (1,), (OpCost((1.0,), (1.0,), 0),), "v100", "measured", True, update=update
+    )
+    cost = CostModel(profile, cluster(1), batch_size=4)
+    assert step_bound(cost, 4) == pytest.approx(64.0, rel=1e-3)
+    assert _least_step_s(cost, 4) == pytest.approx(64.0)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

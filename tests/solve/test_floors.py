@@ -12,8 +12,10 @@ from anabranch.profile.profile import OpCost
 from anabranch.schedule import compute_order
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import simulate
-from anabranch.solve.floors import Floor, floors, work_floor
+from anabranch.solve.bound import step_bound, work_floor
+from anabranch.solve.floors import Floor, floors
 from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
+from tests.simulator.test_overheads import machine
 from tests.solve.helpers import a_plan
 from tests.strategies import planning_profiles
 
@@ -38,6 +40,16 @@ def test_floors_of_any_plan():
     ]
     assert found[1].what == "op1, over 4"
     assert all(floor.any_plan for floor in found)
+
+
+def test_the_bound_of_devices_that_share_cores_is_not_below_the_floor_of_their_work():
+    """Two devices with one core compute as much as one: 8 samples of 10 s take 80 s, not 40."""
+    graph = stage_graph(chain(2), [(0,), (1,)], 8, [2, 2])
+    alone = cost_model(chain(2), [1, 3], [2, 4], cluster(2))
+    shared = replace(alone, cluster=machine(2, slowdown=(1.0, 2.0)))
+    assert step_bound(alone, 8) < 60.0
+    (work, *_) = floors_of(graph, shared)
+    assert work.seconds == step_bound(shared, 8) == 80.0
 
 
 def test_work_is_priced_where_a_sample_takes_least():

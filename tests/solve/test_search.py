@@ -382,10 +382,10 @@ def test_an_interrupt_while_proposals_are_judged_keeps_one(propose, monkeypatch)
     [
         ("started from the plan of hand", "started from the plan of hand"),
         (
-            "improved by 1064 changes to stages or devices; started from the plan of planner "
-            "graphpipe, then by 1 more, then by merge and move",
-            "improved by 1067 changes to stages or devices; started from the plan of planner "
-            "graphpipe",
+            "improved by 1064 changes to stages or devices; started from the plan of the "
+            "graphpipe planner, then by 1 more, then by merge and move",
+            "improved by 1067 changes to stages or devices; started from the plan of the "
+            "graphpipe planner",
         ),
         (
             "started from the plan of hand, then by 1 more",

@@ -86,10 +86,10 @@ def _figures(
         forward, backward = reads(oldest)
         ages = {
             "depth": str(graph.depth),
-            "version\ndiff.": str(max(stage.difference for stage in stages)),
-            "forward\nreads": forward,
-            "backward\nreads": backward,
-            "versions\nheld": str(max(stage.versions for stage in stages)),
+            "vers.\ndiff.": str(max(stage.difference for stage in stages)),
+            "fwd\nreads": forward,
+            "bwd\nreads": backward,
+            "\nheld": str(max(stage.versions for stage in stages)),
         }
         return time | ages | use
     bottleneck_s = figures.bottleneck_s_per_sample * graph.batch_size
@@ -115,9 +115,12 @@ def remarks(results: Results, costs: str) -> list[str]:
     lines = [f"costs: {costs}"]
     if _is_async(results):
         lines.append(
-            "version difference: updates of a stage between the forward and the backward of a "
-            "mini-batch; reads: the version of so many updates ago, + updates it is extrapolated by"
+            "vers. diff.: updates of a stage between the forward and the backward of a mini-batch; "
+            "fwd, bwd reads: a forward or backward reads the weights of so many updates ago, + "
+            "updates they are extrapolated by; held: copies of the weights in a stage"
         )
+    elif any(max(_groups(plan)) > 1 for plan in plans):
+        lines.append("k: forwards that a stage makes one after another, then as many backwards")
     lines += _said(common, costs)
 
     def shape(plan: Plan) -> str:
@@ -164,7 +167,7 @@ def _shape(plan: Plan) -> str:
         return ", ".join(parts)
     for what, values in (
         ("micro-batch", sorted({stage.microbatch_size for stage in stages})),
-        ("k", sorted({graph.group_size(s) for s in range(len(stages))})),
+        ("k", _groups(plan)),
     ):
         if what == "micro-batch" or values != [1]:
             parts.append(f"{what} {','.join(map(str, values))}")
@@ -174,6 +177,11 @@ def _shape(plan: Plan) -> str:
     sums = plan.figures.exposed_sums or 0.0
     waits = [f"bubble with {sums:.1%} of summing gradients"] if sums >= 0.0005 else []
     return ", ".join([*parts, plan.schedule, *waits])
+
+
+def _groups(plan: Plan) -> list[int]:
+    graph = plan.stage_graph
+    return sorted({graph.group_size(s) for s in range(len(graph))})
 
 
 def _stage_by_stage(plan: Plan) -> str:

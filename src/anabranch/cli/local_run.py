@@ -24,19 +24,22 @@ def train_job(
     *,
     is_async: bool = False,
     predicted_s: float = 0.0,
+    earlier: int = 0,
     on_interrupt: Callable[[], None] | None = None,
-    fewer: Callable[[int], None] | None = None,
+    fewer: Callable[[int], float] | None = None,
     **options: Any,
 ) -> Run:
     """Train on local ranks, or as this rank of torchrun, with ``predicted_s`` (of a step or
     mini-batch) shown beside the measured; ``on_interrupt`` is that of ``launch.run``.
 
     Args:
-        fewer: plans the job for so many devices (``training.survive``).
+        earlier: steps that attempts before this one have done.
+        fewer: plans the job for so many devices (``training.survive``), and returns
+            ``predicted_s`` of that plan.
     """
     from anabranch import launch
     from anabranch.calibration.machine import OtherLoad
-    from anabranch.runtime.asynchronous.requirements import in_turns, round_robin_of
+    from anabranch.runtime.asynchronous.requirements import asynchronous_stages, order_of
     from anabranch.runtime.compute.options import PLAIN
     from anabranch.runtime.guards.heartbeat import default_timeout_s
     from anabranch.runtime.guards.interrupt import listening
@@ -51,14 +54,14 @@ def train_job(
     assert plan is not None
     # Once here rather than in every rank: forked ranks inherit it.
     prepare(job.captured, plan.stage_graph, job.workload)
-    turns = is_async and in_turns(plan, options.get("round_robin"))
-    rounds = round_robin_of(plan) if turns else None
-    if rounds is not None:
-        prepare(job.captured, rounds.for_turn(0, plan.stage_graph.batch_size), job.workload)
-    if not is_async and (looks := looks_of(job, replans=training.replan)) is not None:
+    if is_async:
+        order = order_of(plan, asynchronous_stages(plan), in_turns=options.get("round_robin"))
+        if order.round_robin:
+            prepare(job.captured, order.for_turn(0, plan.stage_graph.batch_size), job.workload)
+    elif (looks := looks_of(job, replans=training.replan)) is not None:
         options["looks"] = looks
 
-    def rank(plan: Plan) -> Run:
+    def rank(plan: Plan, predicted_s: float) -> Run:
         return (train_async if is_async else train)(
             job.workload,
             plan,
@@ -72,7 +75,10 @@ def train_job(
             check_gradients=training.check_gradients,
             check_batches=training.check_batches,
             evaluate_every=training.evaluate_every,
-            callbacks=(TrainingProgress(predicted_s, is_async=is_async), *logs),
+            callbacks=(
+                TrainingProgress(predicted_s, is_async=is_async, earlier=earlier),
+                *logs,
+            ),
             device=job.device,
             # Who watches is sooner.
             timeout=max(timeout_s, TIMEOUTS.patience_s) + TIMEOUTS.patience_s,
@@ -83,18 +89,19 @@ def train_job(
 
     if "RANK" in os.environ:
         with listening():
-            return rank(plan)
+            return rank(plan, predicted_s)
     devices, load = len(plan.stage_graph.devices), OtherLoad()
-    survival = None
+    survival, recoveries = None, list[str]()
     if training.survive:
         assert fewer is not None
-        survival = surviving(job, training, devices, fewer)
+        survival = surviving(job, training, devices, fewer, predicted_s, recoveries.append)
         options["copies"] = survival.copies
     try:
         run = launch.run(
             rank,
             devices,
             plan,
+            predicted_s,
             stall_timeout=timeout_s,
             patience=patience_s,
             on_interrupt=on_interrupt,
@@ -103,7 +110,7 @@ def train_job(
     finally:
         if survival is not None:
             survival.copies.close()
-    return replace(run, others_share=load.share())
+    return replace(run, others_share=load.share(), recoveries=tuple(recoveries))
 
 
 def looks_of(job: Job, *, replans: bool) -> Looks | None:

@@ -51,7 +51,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         for row in rows:
             console.print(Text(row[0], "bold"))
             cells = zip(columns[1:], row[1:], strict=True)
-            print_rows([(" ".join(column.split()), cell) for column, cell in cells])
+            rows_shown = [(" ".join(column.split()), cell) for column, cell in cells if cell != "-"]
+            print_rows(rows_shown)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for i, column in enumerate(columns):

@@ -99,7 +99,7 @@ def require_trainable(
     from anabranch.checkpoint.plain import PlainWeights
     from anabranch.data.loaders import Loader
     from anabranch.training import require_place
-    from anabranch.training.loop import nothing_left, require_evaluation
+    from anabranch.training.course import nothing_left, require_evaluation
 
     if workload.data is None:
         raise DataError(
@@ -175,7 +175,7 @@ def executed_plan(
     parts = None if checked is None else parts_of(checked[0], plan, exact=False)
     if not is_async:
         return plan if plan.mode == "sync" else _flushed(plan)
-    order = requirements.order_of(plan, graph, round_robin=round_robin)
+    order = requirements.order_of(plan, graph, in_turns=round_robin)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told where training begins
         chosen, reason = requirements.choose(policy, plan, order.per_update, workload)

@@ -101,13 +101,19 @@ class TrainingProgress:
     A terminal has a bar, and as much beside it as a line holds; elsewhere a line is written every
     ``every_s`` seconds. The loss is the mean over the last ten, the time of a mini-batch without a
     flush (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says
-    nothing. What was slow beside the others at the last look is named.
+    nothing. What was slow beside the others at the last look is named. Steps are counted on from
+    the ``earlier`` ones, which attempts before a restart have done.
     """
 
     def __init__(
-        self, predicted_step_s: float, every_s: float = 10.0, *, is_async: bool = False
+        self,
+        predicted_step_s: float,
+        every_s: float = 10.0,
+        *,
+        is_async: bool = False,
+        earlier: int = 0,
     ) -> None:
-        self._predicted_s = predicted_step_s
+        self._predicted_s, self._earlier = predicted_step_s, earlier
         self._every_s, self._is_async = every_s, is_async
         self._started = self._shown = time.monotonic()
         self._seconds: list[float] = []
@@ -168,8 +174,8 @@ class TrainingProgress:
             if event.total:
                 parts = [f"{_clock(taken * (event.total - event.done))} left"]
             parts.append(f"{rate:,.0f} samples/s" if room >= 79 else f"{rate:,.0f}/s")
-            against = f" of {self._predicted_s * 1e3:,.2f}" if self._predicted_s else ""
-            parts.append(f"{taken * 1e3:,.2f}{against} ms")
+            against = f", predicted {self._predicted_s * 1e3:,.2f}" if self._predicted_s else ""
+            parts.append(f"{taken * 1e3:,.2f} ms{against}")
         shown = [loss]
         room -= len(count) + 1 + len(loss) + (_LEAST_BAR + 1) * bool(event.total)
         for part in [*parts, *_metrics(event).split(", ")[1:]]:
@@ -186,9 +192,10 @@ class TrainingProgress:
 
     def _words(self, event: StepEvent) -> tuple[str, str, str]:
         """The unit, how many are done, and the loss."""
-        what, total = "mini-batch" if self._is_async else "step", event.total
+        what, earlier = "mini-batch" if self._is_async else "step", self._earlier
         loss = sum(self._losses) / len(self._losses)
-        return what, f"{what} {event.done}{f'/{total}' if total else ''}", f"loss {loss:.4f}"
+        total = f"/{event.total + earlier}" if event.total else ""
+        return what, f"{what} {event.done + earlier}{total}", f"loss {loss:.4f}"
 
     def _typical(self) -> tuple[float, float]:
         """Seconds of a step, and samples per second."""

@@ -16,6 +16,7 @@ import typer
 
 from anabranch.cli.job import Job
 from anabranch.cli.output import note
+from anabranch.cli.run_results import how_after_failure
 from anabranch.cli.training_settings import SPARE_COPIES, TrainingSettings
 from anabranch.errors import StageFailedError, TrainingError
 
@@ -61,20 +62,35 @@ def begin_surviving() -> int | None:
 
 
 def surviving(
-    job: Job, training: TrainingSettings, devices: int, fewer: Callable[[int], None]
+    job: Job,
+    training: TrainingSettings,
+    devices: int,
+    fewer: Callable[[int], float],
+    predicted_s: float,
+    record: Callable[[str], None],
 ) -> Survival:
-    """The way on where ranks die: under the job's plan, or another one for fewer devices."""
+    """The way on where ranks die: under the job's plan, or another one for fewer devices.
+
+    Args:
+        fewer: plans the job for so many devices, and returns the predicted seconds of a step.
+        predicted_s: those of the job's plan.
+        record: called with the step and the reason of each recovery, as text.
+    """
     from anabranch.runtime.plan_parts import prepare
     from anabranch.runtime.spare_copies import Moment, SpareCopies, Survival
 
-    def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan]:
+    def begin(ranks: int, failure: str, moment: Moment | None) -> tuple[Plan, float]:
+        nonlocal predicted_s
         assert job.plan is not None
         step = first_step(training) if moment is None else moment.step
         note(f"{failure}; goes on from step {step:,}")
+        how = ""
         if ranks != len(job.plan.stage_graph.devices):
-            fewer(ranks)
+            predicted_s = fewer(ranks)
             prepare(job.captured, job.plan.stage_graph, job.workload)
-        return (job.plan,)
+            how = f"; planned anew for {ranks} device{'s' if ranks > 1 else ''}"
+        record(f"step {step}: {failure}{how}")
+        return job.plan, predicted_s
 
     copies = SpareCopies(devices, training.spare_copies or SPARE_COPIES)
     return Survival(copies, begin, replaces=training.replace)
@@ -151,6 +167,10 @@ def train_with_restarts(
             return replace(train(attempt), restarts=restarts), attempt
         except StageFailedError as failure:
             if restarts == training.max_restarts:
+                # An error of the user's code, which has a traceback, would come again.
+                is_death = not getattr(failure, "__notes__", ())
+                if is_death and (how := how_after_failure(training, first)):
+                    failure.args = (f"{failure}; {how}",)
                 raise
             try:
                 attempt = left_of(training, first)

@@ -126,7 +126,8 @@ def plan_with_rewrites(
     shorter: those of joins; then, on top of the best, those of tables that hold it up.
 
     Args:
-        costs: of the model as it is written; where nothing fits, ``TOO_LARGE`` are tried, too.
+        costs: of the model as it is written; where nothing fits, ``TOO_LARGE`` are tried, too, and
+            none where its optimizer needs whole parameters.
 
     Raises:
         InfeasiblePlanError: if there is no plan at all.
@@ -147,6 +148,12 @@ def plan_with_rewrites(
         tried.written = search(costs)
     except InfeasiblePlanError as error:
         failure = error
+    if tries and costs.graph.whole_parameters:
+        why_not = InfeasiblePlanError(
+            "it cuts parameters, and the optimizer of the model is not known to treat each element "
+            "of them alone, as SGD, Adam, AdamW and Adagrad do"
+        )
+        tried.errors, tries = dict.fromkeys(costs.graph.rewritable, why_not), False
     if tries and not (tried.written is not None and tried.written.interrupted):
         for name in (*costs.graph.rewritable, *(() if tried.written else TOO_LARGE)):
             attempt(name)

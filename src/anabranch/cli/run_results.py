@@ -102,7 +102,36 @@ def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
     text = f"interrupted after {done}{total} {counted}, with a loss of {run.losses[-1]:.4f} at last"
     if save is None:
         return f"{text}; there is no checkpoint, which --save FOLDER would have written"
-    left = [f"--resume {save}"]
+    return f"{text}; to go on, {_same_command(training, save, done, out)}"
+
+
+def how_after_failure(training: TrainingSettings, first: int) -> str:
+    """The way on after a run whose ranks have failed, or the options that would have had one.
+
+    Args:
+        first: steps that were done before the run.
+    """
+    from anabranch.checkpoint import Checkpoint, newest
+
+    save = training.save
+    last = newest(save) if training.saves() is not None and save is not None else None
+    if save is not None and last is not None:
+        done = Checkpoint(last).progress.step - first
+        if done == training.last_step:
+            return f"{last} is left, and has all steps"
+        return f"{last} is left: to go on, {_same_command(training, save, done, None)}"
+    if training.max_restarts or training.survive:
+        return ""
+    return (
+        "there is no checkpoint to go on from; --save FOLDER --save-every 10m keeps some, for "
+        "--resume, or with --max-restarts 3 for ranks that are started again at once; --survive "
+        "goes on from copies in memory"
+    )
+
+
+def _same_command(training: TrainingSettings, save: Path, done: int, out: Path | None) -> str:
+    """Return how the command of a run differs that does the rest of it."""
+    left, steps = [f"--resume {save}"], training.last_step
     if training.epochs is not None:
         left.append(f"--epochs {training.epochs}")
     if steps is not None:
@@ -110,4 +139,7 @@ def how_to_go_on(run: Run, training: TrainingSettings, out: Path | None) -> str:
     # Checkpoints of several steps go on in their folder.
     other = ["--save"] * (training.save_every is None) + ["--out"] * (out is not None)
     also = f" and another {' and '.join(other)}" if other else ""
-    return f"{text}; to go on, the same command with {' '.join(left)}{also}"
+    began = {"--weights": training.weights, "--seed": training.seed}
+    if begun := [option for option, value in began.items() if value is not None]:
+        also += f", without {' and '.join(begun)}"
+    return f"the same command with {' '.join(left)}{also}"

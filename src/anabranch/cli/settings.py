@@ -119,6 +119,13 @@ Policy = Annotated[
         help="With --mode async: which weights forwards and backwards read [default: auto]."
     ),
 ]
+OtherPolicy = Annotated[
+    PolicyName | None,
+    typer.Option(
+        help="With --mode async: which weights forwards and backwards read; auto chooses anew "
+        "[default: the plan's; auto if it has none]."
+    ),
+]
 Optimizer = Annotated[
     OptimizerName | None,
     typer.Option(

@@ -19,7 +19,7 @@ from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.cli.settings import (
     LocalPlanSettings,
     MaxReplicas,
-    Policy,
+    OtherPolicy,
     ScheduleName,
     TrainedModelSettings,
 )
@@ -86,9 +86,16 @@ class TrainingSettings:
     """
 
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to do [default: 100, or what --epochs has].")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps to do, with --resume further ones [default: 100, or what --epochs has].",
+        ),
     ] = None
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes through the data.")] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Passes through the data, with those before --resume."),
+    ] = None
     resume: Annotated[
         Path | None,
         typer.Option(help="A checkpoint to go on from, or the folder of several: the newest."),
@@ -235,6 +242,14 @@ class TrainingSettings:
         """Steps to do; None where the epochs decide."""
         return self.steps or (None if self.epochs else 100)
 
+    @property
+    def length(self) -> str:
+        """What is left to do, in words."""
+        steps, epochs = self.last_step or 0, self.epochs or 0
+        ends = [f"for {steps:,} more step{'s' * (steps > 1)}"] * bool(steps)
+        ends += [f"until {epochs:,} epoch{'s' * (epochs > 1)} are done"] * bool(epochs)
+        return " or ".join(ends)
+
 
 @dataclass(frozen=True)
 class ComputeSettings:
@@ -301,7 +316,7 @@ class FlushSettings:
             "stage updates after its own backward [default: the plan's, or sync].",
         ),
     ] = None
-    policy: Policy = None
+    policy: OtherPolicy = None
     policy_option: Annotated[list[str] | None, in_file()] = None
     round_robin: Annotated[bool | None, in_file("--round-robin")] = None
     clip_stage_norm: Annotated[float | None, in_file()] = None

@@ -20,7 +20,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -71,6 +71,7 @@ def estimated(
     options: Mapping[str, str],
     granularity: str,
     rewrites: Sequence[str] = (),
+    by_element: Callable[[Workload], bool] = lambda _: True,
     keep: bool = True,
     on_kept: Callable[[], object] = lambda: None,
 ) -> Profile:
@@ -79,6 +80,7 @@ def estimated(
     Args:
         model: name of the model that ``build`` builds from ``preset`` and ``options``.
         rewrites: of the captured program, as text.
+        by_element: whether the optimizer of a workload works on each element alone.
         keep: read and write kept captures; a damaged one is named in a warning, and made again.
         on_kept: called where a kept capture is used.
     """
@@ -102,6 +104,8 @@ def estimated(
                 per_sample=workload.per_sample,
                 rewrites=rewrites,
             )
+            if not by_element(workload):
+                captured.graph = replace(captured.graph, whole_parameters=True)
             traced = None
             with suppress(CaptureError):  # one that refuses one sample is told what to do each time
                 captured.programs.at(1, device="meta")

@@ -108,7 +108,8 @@ class OpGraph:
     take statistics over the samples of a micro-batch while training, as batch normalisation does;
     ``stateful`` are other buffers and frozen parameters that a forward in training changes.
     ``rewrites`` are those of the program (``graph.rewrites``), with their sites; ``rewritable``
-    are names of others that it has sites for.
+    are names of others that it has sites for. ``whole_parameters``: the optimizer is not known to
+    work on each element alone, so that none may cut a parameter.
 
     Raises:
         ValueError: if a name occurs twice, a value runs against the order, or an operator names a
@@ -125,6 +126,7 @@ class OpGraph:
     stateful: tuple[str, ...] = field(default=(), compare=False)
     rewrites: tuple[str, ...] = field(default=(), compare=False)
     rewritable: tuple[str, ...] = field(default=(), compare=False)
+    whole_parameters: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.ops:

@@ -127,6 +127,7 @@ def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
             graph.granularity,
             rewrites=graph.rewrites,
             rewritable=graph.rewritable,
+            whole_parameters=graph.whole_parameters,
         ),
         costs=tuple(_cost(profile, mask) for mask in masks),
     )

@@ -64,13 +64,14 @@ class Prediction:
         if self.bound_s:
             said.append(_within_text(self.step_s / self.bound_s, graph))
         limit = f". Most of it: {self.limit}" if self.limit else ""
-        takes = f"takes {time_text(self.step_s)}"
+        predicted = ", ".join([time_text(self.step_s), *said])
         if measured_s is not None:
-            takes = f"took {time_text(measured_s)}, predicted {time_text(self.step_s)}"
-        return f"{what} {', '.join([takes, *said])}{limit}."
+            took = f"{what} took {time_text(measured_s)}, measured"
+            return f"{took}. Predicted: {predicted}{limit}."
+        return f"{what} takes {predicted}{limit}."
 
 
-BASELINES = {
+BASELINE_NAMES = {
     "from": "the plan of --from",
     "data-parallel": "data parallelism",
     "sequential": "the sequential pipeline",
@@ -89,7 +90,7 @@ def gain_text(baseline: str, other_s: float, step_s: float, mode: str = "sync") 
     times = f"{other_s / step_s:.2f}x as fast as" if step_s else "in no time, unlike"
     if times.startswith("1.00x"):
         times = "as fast as"
-    return f"{times} {BASELINES[baseline]}{' without a flush' if mode == 'async' else ''}"
+    return f"{times} {BASELINE_NAMES[baseline]}{' without a flush' if mode == 'async' else ''}"
 
 
 NOT_PREDICTED = "not predicted"
@@ -163,8 +164,9 @@ def headline(
     text = f"{what} {time_text(step_s)}, {rate} samples/s, bubble {bubble:.1%}{sums}, peak {peak}"
     if period_s is None or time_text(period_s) == time_text(step_s):
         return text
-    why = LONGER_IN_A_ROW if period_s > step_s else "begun before others have ended"
-    return f"{text}; {time_text(period_s)} each for steps in a row, {why}"
+    is_longer = period_s > step_s
+    why = LONGER_IN_A_ROW if is_longer else "as devices begin the next before all have ended"
+    return f"{text}; {time_text(period_s)} per step when many follow one another, {why}"
 
 
 def time_text(seconds: float, decimals: int = 2) -> str:

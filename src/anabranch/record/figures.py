@@ -72,6 +72,9 @@ def _learned(document: Document) -> Iterator[Figure]:
         yield Figure("samples in a batch", text, more)
     if document["restarts"]:
         yield Figure("restarts", str(document["restarts"]), "figures are of the last time")
+    for text in document.get("recoveries", ()):
+        step, _, failure = text.partition(": ")
+        yield Figure("went on", f"from {step}", failure)
 
 
 def _of_steps(document: Document) -> Iterator[Figure]:

@@ -241,6 +241,7 @@ class _RunFile(Strict):
     interrupted: bool = False
     round_robin: bool = False
     restarts: _Count = 0
+    recoveries: list[str] = Field(default_factory=list)
     stragglers: list[str] = Field(default_factory=list)
     plan_changes: list[str] = Field(default_factory=list)
     gradients: str = ""

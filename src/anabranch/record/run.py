@@ -102,6 +102,8 @@ class Run:
         interrupted: the user ended it early, and nothing was evaluated.
         round_robin: replicas took mini-batches in turn, each of them whole.
         restarts: how often ranks were started again after a failure; figures are of the last time.
+        recoveries: steps that training went on from in a part of its processes, each with the
+            failure before.
         stragglers: devices and links that took longer than predicted beside the others, at the last
             look, as text.
         plan_changes: steps and reasons of changes to another plan; ``plan`` is the last one, and
@@ -132,6 +134,7 @@ class Run:
     interrupted: bool = False
     round_robin: bool = False
     restarts: int = 0
+    recoveries: tuple[str, ...] = ()
     stragglers: tuple[str, ...] = ()
     plan_changes: tuple[str, ...] = ()
     gradients: str = ""
@@ -202,6 +205,7 @@ class Run:
             "chance": dict(self.chance),
             "gradients": self.gradients,
             "restarts": self.restarts,
+            "recoveries": list(self.recoveries),
             "others_share": self.others_share,
             "resumed": self.resumed,
             "first_step": self.first_step,

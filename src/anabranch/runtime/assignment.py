@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from anabranch.device.accelerator import claim, prepare, usual
+from anabranch.device.accelerator import claim, prepare, settings, usual
 from anabranch.errors import InfeasiblePlanError, InvalidPlanError, TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import changed_by_samples
@@ -25,7 +25,7 @@ from anabranch.runtime.messages import channels
 from anabranch.runtime.optimizer_facts import updates_by_element
 from anabranch.runtime.placement import own_device, start_of
 from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
-from anabranch.runtime.process_groups import join, told_connections
+from anabranch.runtime.process_groups import join, require_streams
 from anabranch.workload import Workload
 
 
@@ -124,12 +124,16 @@ def assign(
     return Assignment(job, plan, captured, parts, holders, compute, home, place)
 
 
-def told_connections_of(captured: Captured, plan: Plan) -> list[str]:
-    """Tell of the connections that a plan has between GPUs, if any."""
-    graph = plan.stage_graph
+def refused_between_gpus(captured: Captured, plan: Plan) -> list[str]:
+    """Return why ranks with a GPU each refuse a plan for its connections, if they do."""
+    graph, place = plan.stage_graph, usual()
     pairs = {channel[:2] for channel in channels(graph)}
     sets = Holders.of(parts_of(captured, plan, exact=False), graph).sets
-    return [told_connections([*pairs, *sets], usual())] if pairs or sets else []
+    try:
+        require_streams([*pairs, *sets], len(graph.devices), place, settings(place))
+    except InvalidPlanError as error:
+        return [f"between GPUs of their own: {error}"]
+    return []
 
 
 def _require_single(captured: Captured, holders: Holders) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 
 import torch
 
@@ -11,51 +10,52 @@ from anabranch.errors import DataError
 from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.worker_cache import WorkerCache
+from anabranch.runtime.session import Session
 from anabranch.workload import Batch
 
 
-def means(
-    training: WorkerCache,
-    batches: Iterable[Batch],
-    step: int,
-    begins: Callable[[Batch], None],
-    failing: Callable[[], AbstractContextManager[None]],
-) -> dict[str, float]:
-    """Return loss and metrics as means over the samples of batches, the same on every rank.
+def evaluate(session: Session, loader: Iterable[Batch] | None) -> dict[str, float]:
+    """Return loss and metrics as means over the samples of batches, the same on every rank; nothing
+    may be under way.
 
     Args:
-        begins: called with each batch.
+        loader: by default the workload's held-out data.
 
     Raises:
         DataError: if there are no batches.
     """
-    workers = training.in_evaluation
-    names = workers.captured.metrics
-    sums = torch.zeros(1 + len(names), dtype=torch.float64)
-    samples = 0
+    training, feed = session.workers, session.feed
     before: tuple[Outcome, int] | None = None
+    samples = 0
+    with POSITION.doing(Phase.EVALUATION):
+        with session.failing():
+            session.state.require_values()
+            session.state.share_buffers()
+            workers = training.in_evaluation
+            chosen = feed.held_out(workers.needed_leaves) if loader is None else loader
+            names = workers.captured.metrics
+            sums = torch.zeros(1 + len(names), dtype=torch.float64)
 
-    def add(outcome: Outcome, size: int) -> None:
-        shares = [outcome.loss, *(outcome.metrics.get(name, 0.0) for name in names)]
-        sums.add_(torch.tensor(shares, dtype=torch.float64) * size)
+        def add(outcome: Outcome, size: int) -> None:
+            shares = [outcome.loss, *(outcome.metrics.get(name, 0.0) for name in names)]
+            sums.add_(torch.tensor(shares, dtype=torch.float64) * size)
 
-    for number, batch in enumerate(batches):
-        what = f"held-out batch {number}"
-        leaves = leaves_of(training.captured, batch, training.place, what, read=workers.leaves)
-        begins(batch)
-        size = samples_of(leaves)
-        with failing():
-            worker = training.for_batch(leaves).in_evaluation.worker(size)
-            outcome = worker.run(leaves, step, train=False)
-            outcome.bring()
-            # A look at a device waits for it, so the next batch is under way by then.
-            if before is not None:
-                add(*before)
-        before, samples = (outcome, size), samples + size
-    if before is None:
-        raise DataError("the held-out data has no batches")
-    with failing(), POSITION.doing(Phase.TOTALS):
-        add(*before)
-        totals = (training.mesh.all_reduce(sums) / samples).tolist()
+        for number, batch in enumerate(feed.read(chosen)):
+            what = f"held-out batch {number}"
+            leaves = leaves_of(session.captured, batch, session.place, what, read=workers.leaves)
+            session.begin_batch(batch)
+            size = samples_of(leaves)
+            with session.failing():
+                worker = training.for_batch(leaves).in_evaluation.worker(size)
+                outcome = worker.run(leaves, feed.step_number, train=False)
+                outcome.bring()
+                # A look at a device waits for it, so the next batch is under way by then.
+                if before is not None:
+                    add(*before)
+            before, samples = (outcome, size), samples + size
+        if before is None:
+            raise DataError("the held-out data has no batches")
+        with session.failing(), POSITION.doing(Phase.TOTALS):
+            add(*before)
+            totals = (session.mesh.all_reduce(sums) / samples).tolist()
     return dict(zip(("loss", *names), totals, strict=True))

@@ -101,7 +101,7 @@ class FirstBatch:
         if self._tells:
             self._tell(state)
         if self._compares:
-            self._compare(batch, leaves, workers)
+            self._compare(self._captured.layout.packed(batch), leaves, workers)
         state.forget_others()
 
     def _compare(self, batch: Batch, leaves: Leaves, workers: WorkerCache) -> None:

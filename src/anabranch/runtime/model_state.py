@@ -7,6 +7,7 @@ model.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -221,13 +222,19 @@ class ModelState:
         """Give all replicas of a stage the buffers of the first, such as running means."""
         share_first(self.buffers, self._holders.buffers, self._mesh)
 
-    def without_gradient(self) -> list[str]:
-        """Trainable parameters that this rank speaks for and no gradient has reached."""
-        return [
-            name
-            for name, p in self.updated.items()
-            if p.requires_grad and p.grad is None and self._holders.owner(name) == self._mesh.rank
-        ]
+    def warn_without_gradient(self) -> None:
+        """Name the trainable parameters that this rank speaks for and no gradient has reached."""
+        rank, owner = self._mesh.rank, self._holders.owner
+        missing = (n for n, p in self.updated.items() if p.requires_grad and p.grad is None)
+        names = [name for name in missing if owner(name) == rank]
+        if rank == 0:
+            names += self._captured.unused
+        if names:
+            warnings.warn(
+                f"no gradient reaches {', '.join(names)}: the loss does not depend on it, so it "
+                "stays as it is; set requires_grad to False if that is meant",
+                stacklevel=4,
+            )
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's parameters and shards, as far as there are any."""

@@ -29,7 +29,7 @@ from anabranch.runtime.base_pipeline import BasePipeline
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.guards.same_batch import BatchCheck
+from anabranch.runtime.guards.same_batch import BatchCheck, require_same_copies
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.measurement.timeline import StepRecording
 from anabranch.runtime.spare_copies import SpareCopies
@@ -74,7 +74,7 @@ class Pipeline(BasePipeline):
         check_gradients: before the first step, compare loss and gradients of one micro-batch with
             the user's own module in one process.
         check_memory: before anything is allocated, compare the predicted peaks of all ranks with
-            the memory of the plan's cluster and with what is free here.
+            what is free here.
         check_batches: what ranks compare of every batch: names, types, sizes and, ``sampled``, 32
             values of each tensor on the CPU, or, ``full``, all values, which takes a pass through
             the batch (and a copy from the GPU of what is there).
@@ -244,7 +244,6 @@ class Pipeline(BasePipeline):
             DataError: if the batch is built otherwise than the workload's example.
         """
         begun = time.perf_counter()
-        batch = self._session.captured.layout.packed(batch)
         leaves = self._session.leaves(batch)
         with self._session.failing():
             POSITION.begin(self.step_number)
@@ -315,7 +314,9 @@ class Pipeline(BasePipeline):
         self._session.count()
         every = self._check_copies
         if every and self.step_number % every == 0 and self.is_between_updates:
-            self._session.require_same_copies()
+            with self._session.failing():
+                held = self._session.holders.parameters
+                require_same_copies(self._mesh, held, self._state.parameters)
 
     def update(self) -> None:
         """Make an update of the batches since the last one, if there are any."""
@@ -336,7 +337,6 @@ class Pipeline(BasePipeline):
         Raises:
             TrainingError: if an update is still to come for earlier batches (``accumulate``).
         """
-        batch = self._session.captured.layout.packed(batch)
         leaves = self._session.leaves(batch, is_step=False)
         with self._session.failing():
             self._steps.settle()

@@ -143,23 +143,6 @@ def connection_bytes(pairs: Collection[tuple[int, ...]], size: int, rank: int) -
     return sum(rank in pair for pair in pairs) * blocks_of(pairs, size) * LIMITS.block_bytes
 
 
-def told_connections(groups: Collection[tuple[int, ...]], place: torch.device) -> str:
-    """Describe what ranks with a GPU each need for their groups, or why they are refused."""
-    size = 1 + max((rank for ranks in groups for rank in ranks), default=0)
-    settings = accelerator.settings(place)
-    rank, most = _busiest(groups, size)
-    try:
-        require_streams(groups, size, place, settings)
-    except InvalidPlanError as error:
-        return f"between GPUs of their own: {error}"
-    named = " ".join(f"{name}={value}" for name, value in settings.items())
-    return (
-        f"between GPUs of their own, rank {rank} has the most connections, {most}; a kernel that "
-        f"waits takes {blocks_of(groups, size)} multiprocessors at most, and ranks start with "
-        f"{named}"
-    )
-
-
 def blocks_of(groups: Collection[tuple[int, ...]], size: int) -> int:
     """Return the most blocks of the kernels of each of some groups, the same on all ranks."""
     most = _busiest(groups, size)[1]

@@ -21,14 +21,12 @@ from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
-from anabranch.runtime.evaluation import means
 from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import (
     RECENT_BATCHES,
     BatchCheck,
     batch_digest,
-    require_same_copies,
 )
 from anabranch.runtime.guards.store_watch import watch_ranks
 from anabranch.runtime.initialisation import SEEDS
@@ -188,13 +186,13 @@ class Session:
                 "a buffer (register_buffer) and change that in place (fill_), or pass it in the "
                 "batch, as a tensor with an entry per sample"
             )
-        read = self.workers.leaves
+        read, batch = self.workers.leaves, self.captured.layout.packed(batch)
         leaves = leaves_of(self.captured, batch, self.place, self.feed.where, read=read)
         self.captured.for_batch(leaves).programs.require_alike(samples_of(leaves))
-        self._begin_batch(batch)
+        self.begin_batch(batch)
         return leaves
 
-    def _begin_batch(self, batch: Batch) -> None:
+    def begin_batch(self, batch: Batch) -> None:
         """Let others know which batch is the next here."""
         if self.mesh.size > 1:
             leaves = self.captured.layout.flatten(batch)
@@ -218,46 +216,6 @@ class Session:
         POSITION.settle()
         self.feed.trained()
         self.checkpoints.check()
-
-    def require_same_copies(self) -> None:
-        """Compare the copies of parameters that several ranks hold, all ranks together."""
-        held = self.holders.parameters
-        copies: dict[tuple[int, ...], list[Tensor]] = {
-            ranks: [] for ranks in sorted({*held.values()}) if len(ranks) > 1
-        }
-        for name, parameter in self.state.parameters.items():
-            if held[name] in copies:
-                copies[held[name]].append(parameter)
-        with self.failing():
-            require_same_copies(self.mesh, copies)
-
-    def warn_without_gradient(self) -> None:
-        """Name the trainable parameters that no gradient has reached."""
-        names = self.state.without_gradient()
-        if self.mesh.rank == 0:
-            names += self.captured.unused
-        if names:
-            warnings.warn(
-                f"no gradient reaches {', '.join(names)}: the loss does not depend on it, so it "
-                "stays as it is; set requires_grad to False if that is meant",
-                stacklevel=4,
-            )
-
-    def evaluate(self, loader: Iterable[Batch] | None) -> dict[str, float]:
-        """Means over held-out batches; nothing may be under way."""
-        with POSITION.doing(Phase.EVALUATION):
-            with self.failing():
-                self.state.require_values()
-                self.state.share_buffers()
-                reads = self.workers.in_evaluation.needed_leaves
-            chosen = self.feed.held_out(reads) if loader is None else loader
-            return means(
-                self.workers,
-                self.feed.read(chosen),
-                self.feed.step_number,
-                self._begin_batch,
-                self.failing,
-            )
 
     def refuse_spoilt(self) -> None:
         """Raise a TrainingError where some stages have made an update that others have not."""

@@ -173,7 +173,7 @@ class StepRunner:
         self.metrics, self.loss = totals.metrics, totals.loss
         if self.is_first and is_last:
             self.is_first = False
-            self._session.warn_without_gradient()
+            self._state.warn_without_gradient()
         if scale is not None:
             scale.update(totals.overflow)
         if totals.overflow:

@@ -61,13 +61,32 @@ def step_bound(cost: CostModel, batch_size: int, *, several: bool = False) -> fl
     all with ``several``.
     """
     relaxed = _Relaxation.of(cost, batch_size)
-    low = relaxed.work_s / computed_at_once(cost.cluster)
+    low = work_floor(cost, batch_size)
     high = max(low, float(relaxed.least[0].max() + relaxed.busy[0].sum()))
     while high - low > SETTINGS.bound_rounding * high:
         middle = (low + high) / 2
         fits = relaxed.fits(middle, several=several)
         low, high = (low, middle) if fits else (middle, high)
     return low
+
+
+def work_floor(cost: CostModel, batch_size: int) -> float:
+    """Seconds of all operators, each at the slice where a sample takes least, over the devices, or
+    over what those compute at once that share cores.
+    """
+    seconds = float(least_s_per_sample(cost, batch_size).sum())
+    return seconds * batch_size / computed_at_once(cost.cluster)
+
+
+def least_s_per_sample(cost: CostModel, batch_size: int) -> Floats:
+    """Per operator; between measured counts seconds are linear, so these are enough to ask."""
+    if cost.profile.proportional:
+        counts = [1]
+    else:
+        counts = [n for n in cost.profile.samples if n <= batch_size]
+        if not counts or (counts[-1] < batch_size and cost.covers(batch_size)):
+            counts.append(max(batch_size, cost.profile.samples[0]))
+    return np.asarray(np.min([np.add(*cost.op_seconds(n)) / n for n in counts], axis=0))
 
 
 def longest_way_s(cost: CostModel, samples: int) -> float:
@@ -90,12 +109,10 @@ class _Relaxation:
     Attributes:
         least: the shortest step that an operator allows; infinite for too many replicas.
         first_s: forward of the smallest slice, and ``last_s`` its gradients of inputs.
-        work_s: of all operators, each in the slices where a sample takes least.
         idle_s: of the forwards before it and of the backwards behind its own, on the longest path;
             ``idle_before_s`` of the forwards alone.
     """
 
-    work_s: float
     busy: Floats
     returned: Floats
     summed: Floats
@@ -114,8 +131,7 @@ class _Relaxation:
         inputs_s[:, ends] = backward_s[:, ends]
         behind_s = _path_before(inputs_s[0], way_back)
         held = cost.own_parameter_bytes
-        update_s = cost.update.byte_s * held.trainable
-        least_s = (batch_size / samples[:, None] * (forward_s + backward_s)).min(axis=0)
+        update_s = cost.update.byte_s * _updated_bytes(cost, batch_size)
         shape = cost.cluster.num_devices, len(cost.graph)
         busy, returned, summed, least = (np.full(shape, np.inf) for _ in range(4))
         for replicas in range(1, min(shape[0], batch_size) + 1):
@@ -130,8 +146,7 @@ class _Relaxation:
             own_s = busy[row] + ring_s
             least[row] = before_s + np.maximum(own_s, returned[row] + behind_s)
         first_s, last_s, idle_s = forward_s[0], inputs_s[0], before_s + behind_s
-        work_s = float(least_s.sum())
-        return _Relaxation(work_s, busy, returned, summed, least, first_s, last_s, idle_s, before_s)
+        return _Relaxation(busy, returned, summed, least, first_s, last_s, idle_s, before_s)
 
     def fits(self, step_s: float, *, several: bool = False) -> bool:
         """Return whether the devices may be enough for a step of this length; ``several``: where
@@ -168,6 +183,19 @@ class _Relaxation:
             rest_s = taken(np.maximum(rest, 0.0), rest_summed)
             needed = max(needed, float((rest_s / left_s).sum()))
         return needed
+
+
+def _updated_bytes(cost: CostModel, batch_size: int) -> Floats:
+    """Per operator, bytes of the parameters that it alone reads and that an update changes; of
+    tables with sparse gradients the rows of the batch.
+    """
+    updated = cost.own_parameter_bytes.trainable.copy()
+    for name, readers in cost.graph.readers.items():
+        parameter = cost.parameters[name]
+        if parameter.table and cost.has_rows(parameter) and readers.bit_count() == 1:
+            rows_bytes = parameter.table.lookups * parameter.table.row_bytes * batch_size
+            updated[readers.bit_length() - 1] -= max(parameter.nbytes - rows_bytes, 0)
+    return updated
 
 
 def _least_seconds(cost: CostModel, batch_size: int) -> tuple[Floats, Floats, Floats, Floats]:

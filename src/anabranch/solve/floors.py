@@ -14,16 +14,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from anabranch.cost import CostModel
-from anabranch.cost.model import Floats
 from anabranch.cost.overheads import computed_at_once
 from anabranch.plans.plan import memory_text, ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import directions, message_table
 from anabranch.simulator.costs import ModelCosts
-from anabranch.solve.bound import longest_way_s
+from anabranch.solve.bound import least_s_per_sample, longest_way_s, work_floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +39,6 @@ class Floor:
     any_plan: bool
 
 
-def work_floor(cost: CostModel, batch_size: int) -> float:
-    """Seconds per device of all operators, each at the slice where a sample takes least."""
-    seconds = float(least_s_per_sample(cost, batch_size).sum())
-    return seconds * batch_size / cost.cluster.num_devices
-
-
 def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
     """Generate the floors of any plan, then those of this one."""
     cost, batch_size = costs.cost, graph.batch_size
@@ -57,7 +47,7 @@ def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
     where = f"over {total} devices"
     if at_once < total:
         where += f", worth {at_once:.3g} cores"
-    yield Floor("work", work_floor(cost, batch_size) * total / at_once, where, True)
+    yield Floor("work", work_floor(cost, batch_size), where, True)
     smallest = 1 if cost.profile.proportional else cost.profile.samples[0]
     parts = min(total, max(batch_size // smallest, 1))
     largest = int(per_sample.argmax())
@@ -67,17 +57,6 @@ def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
     yield Floor("longest_path", longest_way_s(cost, smallest), f"of {slices}", True)
     yield _busiest_link(graph, costs)
     yield from _all_reduces(costs)
-
-
-def least_s_per_sample(cost: CostModel, batch_size: int) -> Floats:
-    """Per operator; between measured counts seconds are linear, so these are enough to ask."""
-    if cost.profile.proportional:
-        counts = [1]
-    else:
-        counts = [n for n in cost.profile.samples if n <= batch_size]
-        if not counts or (counts[-1] < batch_size and cost.covers(batch_size)):
-            counts.append(max(batch_size, cost.profile.samples[0]))
-    return np.asarray(np.min([np.add(*cost.op_seconds(n)) / n for n in counts], axis=0))
 
 
 def _busiest_link(graph: StageGraph, costs: ModelCosts) -> Floor:

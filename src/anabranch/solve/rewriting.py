@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from anabranch.cost import CostModel
 from anabranch.plans.plan import Plan
 from anabranch.profile.profile import Profile
-from anabranch.solve.floors import least_s_per_sample
+from anabranch.solve.bound import least_s_per_sample
 from anabranch.solve.settings import SETTINGS
 
 

@@ -20,7 +20,7 @@ from anabranch.schedule import compute_order
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import step_seconds
-from anabranch.solve.floors import least_s_per_sample
+from anabranch.solve.bound import least_s_per_sample
 from anabranch.solve.settings import SETTINGS
 from anabranch.timeline import Timeline
 
@@ -100,12 +100,12 @@ def _changes(
             what = "a network between nodes twice as fast"
             yield "fast_network", what, _linked(graph, cost, [levels[0], *faster])
         if ModelCosts(graph, cost).all_reduces():
-            yield "free_all_reduce", "all-reduces for nothing", _WithoutSums(graph, cost)
+            yield "free_all_reduce", "all-reduces that take no time", _WithoutSums(graph, cost)
         if len(graph) > 1:
             evened = _evened(graph, cost, timeline.busy_s)
             yield "even_stages", "all stages computing equally long", evened
     if any(map(ModelCosts(graph, cost).update_s, range(len(graph)))):
-        yield "free_update", "updates for nothing", _WithoutUpdates(graph, cost)
+        yield "free_update", "updates that take no time", _WithoutUpdates(graph, cost)
     if not cost.profile.proportional:
         what = "micro-batches as quick as the best size"
         yield "best_slices", what, _in_best_slices(graph, cost)

@@ -20,6 +20,6 @@ from anabranch.training.loggers import TensorBoard as TensorBoard
 from anabranch.training.loggers import WeightsAndBiases as WeightsAndBiases
 from anabranch.training.loop import train as train
 from anabranch.training.loop import train_async as train_async
-from anabranch.training.pauses import KEPT as KEPT
-from anabranch.training.pauses import SaveEvery as SaveEvery
-from anabranch.training.pauses import require_place as require_place
+from anabranch.training.save_every import KEPT as KEPT
+from anabranch.training.save_every import SaveEvery as SaveEvery
+from anabranch.training.save_every import require_place as require_place

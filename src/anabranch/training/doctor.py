@@ -23,7 +23,7 @@ from anabranch.plans.prices import prices_of
 from anabranch.profile.estimate import estimate
 from anabranch.profile.profile import Profile
 from anabranch.record.run import versions
-from anabranch.runtime.assignment import told_connections_of
+from anabranch.runtime.assignment import refused_between_gpus
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.model_state import refuse_unsupported
 from anabranch.solve import plan
@@ -111,7 +111,7 @@ def examine(
         width = branches(profile)
         first = plan(profile, cluster, batch_size, model=name, improve=False)
         peaks = _peaks(first, profile, cluster)
-        findings += told_connections_of(captured, first)
+        findings += refused_between_gpus(captured, first)
     except AnabranchError as error:
         findings.append(f"no plan: {error}")
     return Examination(

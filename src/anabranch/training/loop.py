@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import statistics
-import time
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import islice, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from anabranch.errors import DataError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.record import RECORDED_STEPS, WEIGHED_STEP, Run
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.compute.options import PLAIN
-from anabranch.runtime.guards.interrupt import INTERRUPT
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.runtime.spare_copies import SpareCopies
 from anabranch.schedule.schedule import Kind
 from anabranch.solve import ideal_step_s
 from anabranch.timeline import Timeline
 from anabranch.training.adaptation import Adaptation, Looks
-from anabranch.training.events import Callback, EndEvent
-from anabranch.training.pauses import Pauses, SaveEvery, require_place
-from anabranch.training.reporter import Reporter, TrainingClock
+from anabranch.training.course import Course
+from anabranch.training.events import Callback
+from anabranch.training.save_every import SaveEvery
 from anabranch.training.step_loop import StepLoop
 from anabranch.workload import Workload
 
@@ -80,7 +74,7 @@ def train(
         DataError: if ``evaluate_every`` is given and there is no held-out data.
         ValueError: if neither steps nor epochs are given, or ``evaluate_every`` is less than 1.
     """
-    course = _Course(
+    course = Course(
         Pipeline,
         workload,
         plan,
@@ -97,12 +91,9 @@ def train(
     pipe, reporter = course.pipe, course.reporter
     accumulate = int(options.get("accumulate", 1))
     loop = StepLoop(pipe, reporter, course.clock, course.batches)
-    course.further = loop.figures
-    loop.go_on_from(pipe.copied)
     # First single steps, whose times and timelines are those of a step alone. What is compiled
     # cannot be looked into.
-    weighs = options.get("compute", PLAIN).backend is None and not loop.peak_bytes
-    loop.alone(WEIGHED_STEP, weighs=weighs)
+    loop.alone(WEIGHED_STEP, weighs=options.get("compute", PLAIN).backend is None)
     adaptation = Adaptation(loop, looks, course.start_s) if looks is not None else None
     if adaptation is not None:
         adaptation.look()
@@ -137,7 +128,7 @@ def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
     Returns:
         What happened, the same on every rank but for the times.
     """
-    course = _Course(AsyncPipeline, workload, plan, **arguments)
+    course = Course(AsyncPipeline, workload, plan, **arguments)
     pipe, reporter, clock = course.pipe, course.reporter, course.clock
     begun = before = clock.now()
     full: list[float] = []  # when losses came while the pipeline was full
@@ -169,9 +160,6 @@ def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
     )
 
 
-_Pipe = TypeVar("_Pipe", Pipeline, AsyncPipeline)
-
-
 def _until_look(looks: Looks | None, done: int, accumulate: int) -> int | None:
     """Steps in a row until those that are recorded for a look, which end with an update: nothing
     else can be between two plans.
@@ -179,140 +167,6 @@ def _until_look(looks: Looks | None, done: int, accumulate: int) -> int | None:
     if looks is None:
         return None
     return looks.every + -(done + looks.every + RECORDED_STEPS) % accumulate
-
-
-class _Course(Generic[_Pipe]):
-    """A run around its steps: how it begins, what is done between them, how it ends.
-
-    Arguments are those of ``train``.
-
-    Attributes:
-        batches: until the last step, or until training ends early.
-        further: returns figures of the steps so far, which are copied with the state.
-        start_s: seconds that the pipeline took to be made.
-    """
-
-    def __init__(
-        self,
-        kind: type[_Pipe],
-        workload: Workload,
-        plan: Plan,
-        *,
-        steps: int | None = None,
-        epochs: int | None = None,
-        resume: str | Path | None = None,
-        weights: str | Path | None = None,
-        save: str | Path | None = None,
-        save_every: SaveEvery | None = None,
-        evaluate_every: int | None = None,
-        callbacks: Sequence[Callback] = (),
-        **options: Any,
-    ) -> None:
-        if steps is None and epochs is None:
-            raise ValueError("give a number of steps or of epochs")
-        require_evaluation(workload, evaluate_every)
-        self._workload, self._epochs = workload, epochs
-        self._resume = None if resume is None else Path(resume)
-        folder = None if save is None else Path(save)
-        began = time.perf_counter()
-        make: Callable[..., _Pipe] = kind
-        copies: SpareCopies | None = options.get("copies")
-        if copies is not None and copies.newest is not None:
-            pass  # it goes on from there
-        elif resume is not None:
-            make = partial(kind.resume, resume)
-        elif weights is not None:
-            make = partial(kind.from_weights, weights)
-        self.pipe: _Pipe = make(workload, plan, **options)
-        self.start_s, self._first_step = time.perf_counter() - began, self.pipe.step_number
-        copied = self.pipe.copied if isinstance(self.pipe, Pipeline) else None
-        if copied is not None:
-            self._first_step = int(copied["first_step"])
-        done = self.pipe.step_number - self._first_step
-        if epochs is not None and self._first_step and not (self.pipe.epoch or self.pipe.position):
-            _warn_of_untold_epochs(self.pipe)
-        if copies is None or not copies.reported_steps:  # steps were done in that place
-            require_place(folder, self._resume, is_series=save_every is not None)
-        left = None if epochs is None else self.pipe.batches_left(epochs)
-        left = None if left is None else left + done
-        total = min((n for n in (steps, left) if n is not None), default=None)
-        self.reporter = Reporter(self.pipe, total, callbacks, self._first_step, copies)
-        self.clock = TrainingClock()
-        self.further: Callable[[], Mapping[str, Any]] = dict
-        self._pauses = Pauses(
-            self.pipe,
-            self.reporter,
-            self.clock,
-            folder=folder,
-            save_every=save_every,
-            evaluate_every=evaluate_every,
-            evaluates=workload.eval_data is not None,
-            copies=copies,
-            further=lambda: {"first_step": self._first_step, **self.further()},
-        )
-        batches = self._pauses.between(self.pipe.batches(epochs=epochs))
-        self.batches = islice(batches, None if steps is None else max(steps - done, 0))
-
-    def require_steps(self) -> None:
-        """Refuse a run that has made none."""
-        if self.reporter.losses:
-            return
-        if INTERRUPT.agreed:
-            raise TrainingError(
-                "training was asked to end, by Ctrl-C, before it began: start it anew"
-            )
-        raise nothing_left(self._resume, self.pipe.epoch, self._epochs)
-
-    def finished(self, **figures: Any) -> Run:
-        """Save and evaluate once more, and say what came of it."""
-        held_out = self._pauses.end()
-        metrics = dict(self.pipe.metrics if held_out is None else held_out)
-        self.reporter.tell(EndEvent(self.pipe.step_number, metrics, INTERRUPT.agreed))
-        return Run(
-            losses=tuple(self.reporter.losses),
-            metrics=metrics,
-            chance=dict(self._workload.chance),
-            interrupted=INTERRUPT.agreed,
-            gradients=self.pipe.gradient_verdict,
-            resumed="" if self._resume is None else str(self._resume),
-            first_step=self._first_step,
-            samples=tuple(self.reporter.samples),
-            **figures,
-        )
-
-
-def _warn_of_untold_epochs(pipe: _Pipe) -> None:
-    """Warn that a checkpoint comes from a loop with batches of its own."""
-    if pipe.rank == 0:
-        warnings.warn(
-            f"the checkpoint is of step {pipe.step_number}, but of no epoch: a loop of its own has "
-            "trained it, which read its data itself, so epochs and batches count from here; "
-            "ask for those that are left, or read by Pipeline.batches in the loop",
-            stacklevel=4,
-        )
-
-
-def nothing_left(resume: Path | None, done: int, epochs: int | None) -> TrainingError:
-    """Return the error for a checkpoint that has all epochs."""
-    return TrainingError(
-        f"nothing is left to do: {resume} has {done} of {epochs} epochs; ask for more"
-    )
-
-
-def require_evaluation(workload: Workload, every: int | None) -> None:
-    """Accept an interval between evaluations, if any.
-
-    Raises:
-        DataError: if there is no held-out data.
-        ValueError: if it is less than 1.
-    """
-    if every is not None and every < 1:
-        raise ValueError(f"evaluate_every is {every}; it counts steps, from 1")
-    if every is not None and workload.eval_data is None:
-        raise DataError(
-            f"held-out data is to be evaluated every {every} steps, but the workload has none; "
-            "give Workload an eval_data"
-        )
 
 
 def _ideal(plan: Plan, timeline: Timeline) -> float:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 from anabranch.record import RECORDED_STEPS
 from anabranch.runtime.pipeline import Pipeline
@@ -44,15 +43,6 @@ class StepLoop:
         self._timelines: deque[Timeline] = deque(maxlen=_MOST_KEPT)
         self.peak_bytes: tuple[int, ...] = ()
         self._in_a_row: list[list[float]] = []
-
-    def figures(self) -> dict[str, Any]:
-        """Figures that go on after a failure, as JSON; see ``go_on_from``."""
-        return {"step_s": self.step_s[-1:], "peak_bytes": self.peak_bytes}
-
-    def go_on_from(self, figures: Mapping[str, Any] | None) -> None:
-        """Take over the figures of before a failure, if there was one."""
-        if figures is not None:
-            self._earlier, self.peak_bytes = figures["step_s"], tuple(figures["peak_bytes"])
 
     def alone(self, count: int, *, weighs: bool = False) -> bool:
         """Make so many steps; whether there may be more."""

@@ -101,9 +101,11 @@ class VerifyResult:
             )
         if self.against != SLICES:
             how += f"; one process ran {self.against}"
+        verdict = "right" if self.is_good else "not verified" if self.is_random else "not right"
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
         comparison = (
-            f"gradient error {self.max_gradient_error:.3g} over {self.num_parameters} parameters "
+            f"{verdict}: gradient error {self.max_gradient_error:.3g}, where less than "
+            f"{self.tolerance:.3g} is rounding, over {self.num_parameters} parameters "
             f"on {devices} ({how}); loss {self.loss:.9g}, in one process "
             f"{self.reference_loss:.9g}"
         )

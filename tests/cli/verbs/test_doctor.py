@@ -18,6 +18,15 @@ def test_doctor_examines_a_model(document):
     assert set(found["versions"]) >= {"python", "torch", "anabranch"}
 
 
+def test_the_cluster_that_nobody_named_is_an_example(run):
+    """Which is said, with how to name one's own."""
+    code, out, _ = run("doctor", TOWERS, "--batch-size", "8")
+    assert code == 0
+    assert "summit:1x4, four V100 of one host, is an example: --cluster names your devices" in out
+    code, out, _ = run("doctor", TOWERS, "--batch-size", "8", "--cluster", "summit:1x2")
+    assert "is an example" not in out
+
+
 def test_a_model_that_cannot_be_captured_is_no_success(run):
     """The document is whole, with the line that stops it."""
     code, out, _ = run("doctor", "tests.cli.models:branching", "--json")

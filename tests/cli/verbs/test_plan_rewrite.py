@@ -33,6 +33,16 @@ def test_auto_takes_a_rewrite_for_its_gain(tmp_path: Path) -> None:
     assert document["rewrites"] == (["join-split@top.layers.0.weight"] if is_shorter else [])
 
 
+def test_compare_says_that_it_leaves_the_model_as_it_is_written() -> None:
+    """Where ``plan`` would try a rewrite, unless the user has decided."""
+    compared = ["compare", *DLRM, *CLUSTER, "--batch-size", "64", "--planner", "even"]
+    told = "as it is written: plan tries join-split as well, here --rewrite join-split"
+    for decided, is_told in (([], True), (["--rewrite", "none"], False)):
+        result = CliRunner().invoke(app, [*compared, *decided])
+        assert result.exit_code == 0, result.output
+        assert (told in result.stdout) is is_told
+
+
 def test_a_named_rewrite_is_taken_as_it_is(tmp_path: Path) -> None:
     """And the plan that has it is simulated and checked like any other."""
     file = tmp_path / "plan.json"
@@ -54,6 +64,18 @@ def test_auto_cuts_a_table_that_holds_up_the_step() -> None:
     said, gain = document["notes"][-2:]
     assert said == "rewritten by table-split=8 at sparse.0.rows.weight"
     assert gain.endswith("ms as the model is written")
+
+
+@pytest.mark.parametrize("device", ["v100", "cpu"])
+def test_parameters_stay_whole_for_an_optimizer_that_may_need_them(device: str) -> None:
+    """A plan that cuts them could not be trained, so none is made; that is said."""
+    shared = ["--device", device, "--rewrite", "auto", *FAST[:4], "--no-baselines", "--no-cache"]
+    for name in ("towers", "with_own_optimizer"):
+        document = planned(f"tests.cli.models:{name}", *shared)
+        tried = document["rewrites_tried"]["join-split"]
+        assert ("step_s" in tried) == (name == "towers")
+    assert tried["error"].startswith("it cuts parameters, and the optimizer of the model is not")
+    assert document["rewrites"] == []
 
 
 def test_none_leaves_the_model_alone() -> None:

@@ -86,7 +86,7 @@ def test_the_page_of_a_run_begins_with_what_was_measured(tmp_path: Path):
     save_run(STEPS, tmp_path / "one")
     took = f"A step took {STEPS.median_step_s * 1e3:.2f} ms"
     predicted = STEPS.plan.figures.step_s
-    first = f"{took}, predicted {predicted * 1e3:.2f} ms"
+    first = f"{took}, measured. Predicted: {predicted * 1e3:.2f} ms"
     assert headline(tmp_path / "one" / "report.html").startswith(first)
     known = replace(STEPS.plan.figures, data_parallel_s=2 * predicted, limit="stage 0 computes, 9%")
     save_run(replace(STEPS, plan=replace(STEPS.plan, predicted=known)), tmp_path / "two")

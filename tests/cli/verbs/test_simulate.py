@@ -145,6 +145,7 @@ def test_a_plan_is_simulated_in_another_mode_and_policy(run, four_files):
     _, out, _ = run("simulate", "p.json", "chain.json", "--mode", "sync", "--json")
     assert json.loads(out)["step_s"] == pytest.approx(48.0)
     assert "policy" not in json.loads(out)
+    assert "weights under policy pipeoptim" in run("simulate", "p.json", "chain.json")[1]
     code, out, _ = run("simulate", "p.json", "chain.json", "--policy", "stash")
     assert code == 0
     assert "a batch every 12000.00 ms" in out

@@ -60,6 +60,8 @@ def test_with_survive_a_failure_costs_a_few_steps(run, tmp_path):
     whole = json.loads(run(*options)[1])
     survived = json.loads(out)
     assert survived["restarts"] == 0
+    (recovery,) = survived["recoveries"]
+    assert recovery.startswith("step 6: rank 1 was killed by signal 9 (SIGKILL)")
     assert survived["losses"] == whole["losses"]
     assert survived["metrics"] == whole["metrics"]
 
@@ -68,6 +70,7 @@ def test_with_survive_training_goes_on_with_a_device_fewer(document, tmp_path):
     """Nobody replaces the dead rank; the plan in the run's folder is the one for what is left."""
     options = (*KILLED, "--steps", "10", "--seed", "3")
     survived = document(*options, "--survive", "--no-replace", "--save", "run")
+    assert survived["recoveries"][0].endswith("; planned anew for 1 device")
     plan = json.loads((tmp_path / survived["run"] / "plan.json").read_text())
     assert [stage["devices"] for stage in plan["stages"]] == [[0]] * len(plan["stages"])
     assert Checkpoint(tmp_path / "run").progress.step == 10

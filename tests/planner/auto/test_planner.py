@@ -60,7 +60,7 @@ def test_the_default_says_where_its_plan_comes_from():
     """The last note: moves and the planner that it began with."""
     plan = found()
     assert plan.planner == "auto"
-    assert "started from the plan of planner " in plan.notes[-1]
+    assert "started from the plan of the " in plan.notes[-1]
     assert any(name in plan.notes[-1] for name in (*STARTS, "dapple"))
 
 

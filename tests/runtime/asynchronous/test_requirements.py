@@ -23,8 +23,8 @@ from anabranch.runtime.asynchronous.requirements import (
     asynchronous_stages,
     budgeted,
     choose,
+    order_of,
     require_recipes,
-    round_robin_of,
 )
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.weights import PredictStash, Stash
@@ -244,8 +244,7 @@ def test_memory_is_that_of_whole_minibatches() -> None:
     def expected(samples: int) -> Plan:
         chosen = plan_of(model, samples, replicas=(2, 1))
         known = replace(chosen, predicted=Prediction(1.0, 1.0, 0.0, (1, 1, 1)))
-        rounds = round_robin_of(known)
-        assert rounds is not None
+        rounds = order_of(known, asynchronous_stages(known), in_turns=True)
         return budgeted(known, rounds, model.captured, Stash())
 
     peaks, twice = (expected(n).predicted.device_peak_bytes for n in (1 << 12, 1 << 13))

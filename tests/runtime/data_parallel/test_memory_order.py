@@ -42,7 +42,7 @@ def channels_last() -> Built:
     torch.manual_seed(0)
     module, example = ChannelsLast(), batch(4)
     assert not module.second.weight.is_contiguous()
-    return with_programs(Built(capture(module, example), Workload(module, example)), 1)
+    return with_programs(Built(capture(module, example), Workload(module, example)), 1, 10, 16)
 
 
 def adam(parameters: NamedParameters, *, fused: bool) -> torch.optim.Optimizer:

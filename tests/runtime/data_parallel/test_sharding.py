@@ -87,7 +87,7 @@ def test_training_is_bitwise_that_without(
     """Replicas, tied parameters, also cut ones, those without a gradient; short batches, a clipped
     norm, a learning rate that falls, two batches per update and one that is left.
     """
-    model = with_programs(built(name), 1)
+    model = with_programs(built(name), 1, 10, 16)
     workload = with_options(model, **({"optimizer": adam, "scheduler": decay} | options))
     chosen = plan(model, **shape)
 
@@ -225,7 +225,7 @@ def test_checkpoints_know_nothing_of_it(
     name: str, optimizer: Any, before: bool, tmp_path: Path
 ) -> None:
     """What was saved with it goes on without, and the other way round, on other replicas too."""
-    model = built(name)
+    model = with_programs(built(name), 10, 16)
     workload = with_options(model, optimizer=optimizer, scheduler=decay)
     shape = {"num_stages": 2, "replicas": [2, 1]}
 
@@ -248,7 +248,7 @@ def test_checkpoints_know_nothing_of_it(
 @pytest.mark.parametrize("name", ["Chain", "Tied"])
 def test_gradients_of_one_batch_are_everywhere(name: str) -> None:
     """They are for the caller, who may ask any holder."""
-    model = built(name)
+    model = with_programs(built(name), 16)
     chosen = plan(model, 2, replicas=[2, 1])
 
     def work(pipeline: Pipeline) -> dict[str, Tensor]:

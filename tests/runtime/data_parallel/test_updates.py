@@ -122,7 +122,7 @@ def test_steps_without_a_barrier_are_bitwise_those_of_one_process(
     name: str, folded: bool, optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
 ) -> None:
     """Short batches, a schedule of the learning rate, and two stages per device as well."""
-    model = built(name)
+    model = with_programs(built(name), 10)
     chosen = on_devices(plan(model, 4), FOLDED) if folded else plan(model, 3)
     workload = with_options(model, optimizer=optimizer, scheduler=decay)
     ours = trained(model, chosen, workload, lambda p: list(p.steps(BATCHES)), exact=True)
@@ -143,7 +143,7 @@ def test_steps_without_a_barrier_are_bitwise_those_with_one(
     """Replicas, tied parameters and stages that are updated one by one on their device; with a
     clipped norm ranks agree once per step, and it is that of all parameters.
     """
-    model = with_programs(built(name), 1)
+    model = with_programs(built(name), 1, 10, 16)
     devices = [(0, 1), (2,), (1, 0), (2,)] if folded else [(0, 1), (2,), (3,), (4,)]
     chosen = on_devices(plan(model, 4, replicas=[2, 1, 2 if folded else 1, 1]), devices)
     workload = with_options(model, optimizer=adam, scheduler=decay, clip_norm=clip_norm)

@@ -26,6 +26,15 @@ def at(what: Action | Phase, step: int = 7, *, settled: bool = True) -> list[int
     return [*position.numbers[:-1], 0]
 
 
+def sums() -> list[int]:
+    """The position of a rank that waits for the sums of all."""
+    position = Position()
+    position.settle()
+    position.begin(7, Phase.TOTALS)
+    with position.waiting():
+        return [*position.numbers[:-1], 0]
+
+
 def found(*ranks: list[int], now: float, timeout_s: float = 5.0, **options: object) -> str:
     """Of ranks that were first seen so at 0 s, 1 s, 2 s ..., and since then did not go on."""
     watch = Watch(len(ranks), timeout_s)
@@ -42,7 +51,7 @@ def problem(watch: Watch, now: float, **options: object) -> str:
 
 def test_the_rank_that_others_wait_for_is_named_first():
     """With what it does; victims are one line."""
-    told = found(at(WAITS), at(FORWARD), at(Phase.SUMS), now=8.0)
+    told = found(at(WAITS), at(FORWARD), sums(), now=8.0)
     assert told.startswith(
         "rank 1 has not gone on for 7.0 s: in the forward of stage 1, micro-batch 3, step 7; "
         "waiting: ranks 0, 2. A rank may be silent for 5 s"
@@ -58,7 +67,7 @@ def test_a_loader_that_blocks_is_named():
 
 def test_if_all_wait_the_one_that_stopped_first_is_named():
     """Behind a cut link nobody does anything else."""
-    assert found(at(Phase.SUMS), at(WAITS), now=9.0).startswith("rank 0 has not")
+    assert found(sums(), at(WAITS), now=9.0).startswith("rank 0 has not")
 
 
 def test_a_process_that_is_stopped_is_named_though_others_go_on():
@@ -83,8 +92,8 @@ def test_a_process_that_is_stopped_is_named_though_others_go_on():
 )
 def test_what_may_take_long_is_no_stall_before_its_own_limit(slow: list[int]):
     """A first step compiles, an evaluation has code of its own, a file may be large."""
-    assert found(at(Phase.SUMS), slow, now=TIMEOUTS.patience_s) == ""
-    assert found(at(Phase.SUMS), slow, now=TIMEOUTS.patience_s + 2).startswith("rank 1 has not")
+    assert found(sums(), slow, now=TIMEOUTS.patience_s) == ""
+    assert found(sums(), slow, now=TIMEOUTS.patience_s + 2).startswith("rank 1 has not")
 
 
 def test_who_goes_on_holds_nobody_up():
@@ -149,7 +158,7 @@ def test_the_user_may_have_less_patience(phase: Phase):
     """First steps and the like then have the limit of all others."""
     for slow in (at(phase), at(FORWARD, 0, settled=False)):
         watch = Watch(2, 5.0, patience=5.0)
-        watch.note(0, at(Phase.SUMS), 0.0)
+        watch.note(0, sums(), 0.0)
         watch.note(1, slow, 0.0)
         assert problem(watch, 4.0) == ""
         told = problem(watch, 6.0)

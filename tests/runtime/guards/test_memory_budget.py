@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from anabranch import launch
-from anabranch.cluster import GIB, Cluster
+from anabranch.cluster import GIB
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.guards.memory_budget import (
     Need,
-    _beyond_cluster,
     _beyond_host,
     _container_free,
     _host_free,
@@ -25,12 +24,9 @@ from anabranch.runtime.plan_parts import parts_of
 from tests.runtime.small import batch, built, plan
 
 
-def predicted(chosen: Plan, *gib: float, machines: str | None = None) -> Plan:
+def predicted(chosen: Plan, *gib: float) -> Plan:
     peaks = tuple(int(each * GIB) for each in gib)
-    cluster = Cluster.preset(machines) if machines else None
-    return replace(
-        chosen, predicted=replace(chosen.predicted, device_peak_bytes=peaks), machines=cluster
-    )
+    return replace(chosen, predicted=replace(chosen.predicted, device_peak_bytes=peaks))
 
 
 def needs(*rows: tuple[float, float, float, int], given: float = 0) -> list[Need]:
@@ -38,18 +34,6 @@ def needs(*rows: tuple[float, float, float, int], given: float = 0) -> list[Need
         Need(int(p * GIB), int(r * GIB), int(given * GIB), int(f * GIB) if f >= 0 else -1, h)
         for p, r, f, h in rows
     ]
-
-
-def test_a_device_of_the_cluster_is_the_limit() -> None:
-    """A V100 of summit has 16 GiB; the fullest rank is named."""
-    chosen = predicted(plan(built("Chain"), 3), 1, 18, 17, machines="summit:1x4")
-    text = _beyond_cluster(chosen, needs((1, 0, -1, 0), (18, 0, -1, 0), (17, 0, -1, 0)))
-    assert text == (
-        "rank 1 would take 18.00 GiB at its peak by the plan's prediction (2 ranks take too much), "
-        "but a device of summit:1x4 has 16.00 GiB"
-    )
-    assert _beyond_cluster(chosen, needs((16, 0, -1, 0))) == ""
-    assert _beyond_cluster(replace(chosen, machines=None), needs((18, 0, -1, 0))) == ""
 
 
 def test_ranks_of_one_host_add_up() -> None:

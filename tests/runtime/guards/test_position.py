@@ -49,7 +49,7 @@ def test_a_phase_is_told_with_its_step_and_ends() -> None:
     position.begin(3, is_minibatch=True)
     with position.doing(Phase.SAVE):
         assert str(position) == "saving a checkpoint, mini-batch 3"
-        with position.doing(Phase.SUMS):
+        with position.doing(Phase.TOTALS), position.waiting():
             assert str(position) == "waiting for the sums of all ranks, mini-batch 3"
     assert str(position) == "in mini-batch 3"
 
@@ -61,8 +61,9 @@ def test_who_waits_for_others() -> None:
     assert not waits(position.numbers)
     position.enter(5, Action(2, Kind.RECEIVE_FORWARD, 1, 1, 1, 0, 4))
     assert waits(position.numbers)
-    position.begin(5, Phase.SUMS)
-    assert waits(position.numbers)
+    position.begin(5, Phase.TOTALS)
+    with position.waiting():
+        assert waits(position.numbers)
     position.begin(5, Phase.UPDATE)
     assert not waits(position.numbers)
 

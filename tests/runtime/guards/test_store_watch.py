@@ -20,8 +20,9 @@ STUCK = "3 7 1 3 0 3 0 0 1 0"
 @pytest.fixture(autouse=True)
 def _in_step() -> Iterator[None]:
     POSITION.settle()
-    POSITION.begin(7, Phase.SUMS)
-    yield
+    POSITION.begin(7, Phase.TOTALS)
+    with POSITION.waiting():
+        yield
     POSITION.__init__()
     RECENT_BATCHES.share(memoryview(bytearray(8 * DIGESTS.recent_ints)).cast("q"))
 

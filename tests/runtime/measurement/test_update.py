@@ -62,6 +62,14 @@ def test_an_optimizer_of_tables_alone_is_timed(clip_norm):
     assert measure_update(workload).seconds(2, 120) > 0
 
 
+def test_an_optimizer_of_ones_own_gets_the_rows_of_tables():
+    """Of several optimizers in one, each is given the gradients that a backward has: rows for the
+    table with sparse gradients, all elements for other parameters.
+    """
+    module = nn.ModuleDict({"table": nn.Embedding(5, 3, sparse=True), "head": nn.Linear(3, 1)})
+    assert measure_update(Workload(module, (), optimizer=TablesAndRest)).seconds(3, 76) > 0
+
+
 def test_an_optimizer_that_raises_is_named():
     """In an update, by the line."""
     with pytest.raises(
@@ -72,6 +80,20 @@ def test_an_optimizer_that_raises_is_named():
 
 def sparse_adam(named):
     return torch.optim.SparseAdam([p for _, p in named])
+
+
+class TablesAndRest(torch.optim.Optimizer):
+    """SparseAdam for the table and Adam for the rest, which take nothing else."""
+
+    def __init__(self, named):
+        tables, rest = ([p for n, p in named if n.startswith("table") is t] for t in (True, False))
+        kinds = (torch.optim.SparseAdam, tables), (torch.optim.Adam, rest)
+        self.parts = [kind(parameters) for kind, parameters in kinds if parameters]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
 
 
 class Failing(torch.optim.SGD):

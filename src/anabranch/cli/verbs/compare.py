@@ -182,6 +182,9 @@ def compare(
         print_table(f"{title} {planning.batch_size}", *comparison(plans, optimizer))
         for line in remarks(plans, costs.origin):
             say(line)
+        can_rewrite = rewrite is None and not (is_async or source.is_file)
+        if can_rewrite and (names := ",".join(costs.graph.rewritable)):
+            say(f"the model as it is written: plan tries {names} as well, here --rewrite {names}")
         if left := contenders[len(plans) :]:
             typer.echo(f"interrupted before {', '.join(contender.name for contender in left)}")
         say_written(model.file)

@@ -41,7 +41,7 @@ from anabranch.errors import (
     InvalidPlanError,
     SearchStoppedError,
 )
-from anabranch.plans.plan import BASELINES, gain_text, time_text
+from anabranch.plans.plan import BASELINE_NAMES, gain_text, time_text
 
 if TYPE_CHECKING:
     from anabranch.plans.plan import Plan
@@ -249,7 +249,7 @@ def gains(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> Iterator[s
         if name in chains and best not in ("", name):
             continue
         if isinstance(other, AnabranchError):
-            yield f"{BASELINES[name]} has no plan: {other}"
+            yield f"{BASELINE_NAMES[name]} has no plan: {other}"
         elif name == best and name != "chain":
             yield f"{gain(name, other, ours)}, the best chain of stages"
         else:
@@ -260,7 +260,7 @@ def gain(name: str, other: Plan, ours: Plan) -> str:
     """One line that compares a plan with a baseline."""
     step_s, graph, own_s = other.figures.step_s, other.stage_graph, ours.figures.step_s
     if (graph, other.schedule) == (ours.stage_graph, ours.schedule):
-        return f"{BASELINES[name]} is this plan"
+        return f"{BASELINE_NAMES[name]} is this plan"
     times, taken = gain_text(name, step_s, own_s, ours.mode), time_text(step_s)
     if taken == time_text(own_s) and not times.startswith("as fast as"):
         taken = f"{time_text(step_s, 3)} against {time_text(own_s, 3)}"
@@ -275,7 +275,7 @@ def flush_text(flushed: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     plan steps with a flush.
     """
     seconds = {
-        BASELINES[name]: other.figures.step_s for name, other in plans_among(flushed).items()
+        BASELINE_NAMES[name]: other.figures.step_s for name, other in plans_among(flushed).items()
     }
     how = "the same command without --mode async plans steps with a flush"
     if not seconds:
@@ -293,11 +293,11 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
     name = min(plans, key=lambda name: plans[name].figures.step_s, default="")
     if not name or plans[name].figures.step_s >= ours.figures.step_s * (1 - 1e-9):
         return ""
-    from anabranch.solve import BASELINES as BASELINE_OPTIONS
+    from anabranch.solve import BASELINES
 
     options = " ".join(
         f"--{key.replace('_', '-')} {value}"
-        for key, value in BASELINE_OPTIONS[name].items()
+        for key, value in BASELINES[name].items()
         if isinstance(value, str | int)
     )
     if ours.mode == "async":
@@ -307,7 +307,7 @@ def _faster(others: Mapping[str, Plan | AnabranchError], ours: Plan) -> str:
             if depth == own_depth
             else f"at depth {depth} instead of {own_depth}, which decides how stale weights are"
         )
-        name = f"{BASELINES[name]} without a flush"
+        name = f"{BASELINE_NAMES[name]} without a flush"
         return f"{name} is faster than this plan, {stale}: {options} plans it"
     end = ", or let the search of this planner come to its end" if interrupted(ours) else ""
-    return f"{BASELINES[name]} is faster than this plan: {options} plans it{end}"
+    return f"{BASELINE_NAMES[name]} is faster than this plan: {options} plans it{end}"

@@ -15,7 +15,7 @@ from anabranch.cli.comparison import STALENESS_WORDS, staleness_table
 from anabranch.cli.output import file_to_write, note, print_json, print_table, say, say_written
 from anabranch.cli.pages import write_page
 from anabranch.cli.parsing import usage
-from anabranch.cli.settings import AsJson, PlanFile, PlannedModelSettings, Policy, ScheduleName
+from anabranch.cli.settings import AsJson, OtherPolicy, PlanFile, PlannedModelSettings, ScheduleName
 from anabranch.cli.source import model_of_plan
 from anabranch.cli.spread import spread
 from anabranch.plans.plan import Mode, Plan, headline, time_text
@@ -41,7 +41,7 @@ def simulate(
         ScheduleName | None, typer.Option(help="Another schedule than the plan's.")
     ] = None,
     mode: Annotated[Mode | None, typer.Option(help="Another mode than the plan's.")] = None,
-    policy: Policy = None,
+    policy: OtherPolicy = None,
     why: Annotated[
         bool, typer.Option("--why", help="Also say what the step is spent on, and what would help.")
     ] = False,

@@ -106,11 +106,13 @@ def train(
 
     options = compute.options()
     job = _seeded(partial(Job.of, model.source, local), training.seed)
+    begun = training
     if is_restarted():
         training = restarted(training)
     is_async = flush.is_async(job.plan)
     refuse_mode(is_async, flush, compute, training)
     shown, policy = _plan(job, local, training, options, flush, compute)
+    first = first_step(begun)
     if ranks not in (None, len(shown.stage_graph.devices)):
         raise InvalidPlanError(
             f"the plan is for {len(shown.stage_graph.devices)} devices, but torchrun has started "
@@ -127,7 +129,8 @@ def train(
         for sentence in told(job.captured.graph.loss_kind, job.captured.graph.normalised):
             say(sentence)
         if training.resume is not None:
-            say(f"goes on from {training.resume}, after step {first_step(training):,}")
+            done, more = first_step(training), training.length
+            say(f"goes on from {training.resume}, after step {done:,}, {more}")
     special: dict[str, Any] = {"accumulate": compute.accumulate}
     if is_async:
         special = {
@@ -136,17 +139,29 @@ def train(
             "clip_stage_norm": flush.clip_stage_norm,
         }
 
-    def plan_fewer(asked: TrainingSettings, left: int) -> None:
+    def plan_fewer(asked: TrainingSettings, left: int) -> float:
         nonlocal shown, special
         assert job.plan is not None
         before = job.plan.stage_graph
         fewer = replace(local, plan_file=None, devices=left, batch_size=before.batch_size)
+        # What a plan file has decided stays.
+        flush_as_before = replace(flush, mode="async" if is_async else "sync")
+        compute_as_before = compute
+        if local.plan_file is not None:
+            flush_as_before = replace(flush_as_before, policy=flush.policy or shown.policy or None)
+        if compute.sparse_embeddings is None:
+            compute_as_before = replace(compute, sparse_embeddings=job.plan.sparse_embeddings)
         job.forget_plan()
-        shown, policy = _plan(job, fewer, asked, options, flush, compute)
+        shown, policy = _plan(job, fewer, asked, options, flush_as_before, compute_as_before)
         special |= {"policy": policy} if is_async else {}
         if is_first:
             planned = len(before.devices)
             note(f"{left} of {planned} devices are left, for which training is planned anew")
+        return predicted_s()
+
+    def predicted_s() -> float:
+        # Of a run in another way than the plan's its prediction says nothing.
+        return shown.predicted.step_s if shown.predicted is not None else 0.0
 
     def attempt(asked: TrainingSettings) -> Run:
         assert job.plan is not None
@@ -159,8 +174,8 @@ def train(
             asked,
             fewer=partial(plan_fewer, asked),
             is_async=is_async,
-            # Of a run in another way than the plan's its prediction says nothing.
-            predicted_s=shown.predicted.step_s if shown.predicted is not None else 0.0,
+            predicted_s=predicted_s(),
+            earlier=first_step(asked) - first,
             on_interrupt=say_stopping,
             compute=options,
             **special,

@@ -65,7 +65,7 @@ def verify(
     if as_json:
         names = (
             *("max_gradient_error", "bitwise", "loss", "reference_loss", "worst", "exact"),
-            *("loss_kind", "whole_batch_error", "against"),
+            *("loss_kind", "whole_batch_error", "against", "tolerance"),
         )
         graph = plan.stage_graph
         print_json(

@@ -181,7 +181,7 @@ class Auto:
                 for graph in graphs:
                     if max(stage.replicas for stage in graph.stages) <= problem.most_replicas:
                         any_found = True
-                        yield name if name == COARSER else f"planner {name}", graph
+                        yield name if name == COARSER else f"the {name} planner", graph
             except (BudgetError, InfeasiblePlanError):
                 if name == last and not any_found:
                     raise

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -28,7 +28,7 @@ from anabranch.checkpoint import Checkpoint
 from anabranch.errors import DataError, NonFiniteError
 from anabranch.graph.capture import Captured
 from anabranch.plans.plan import Plan
-from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals, NumberedTotals
+from anabranch.runtime.asynchronous.minibatch_totals import NumberedTotals
 from anabranch.runtime.asynchronous.requirements import (
     asynchronous_stages,
     budgeted,
@@ -120,7 +120,7 @@ class AsyncPipeline(BasePipeline):
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
         graph = asynchronous_stages(plan)
-        self._order = order = order_of(plan, graph, round_robin=round_robin)
+        self._order = order = order_of(plan, graph, in_turns=round_robin)
         is_predicted = plan.mode == "async" and order.round_robin == plan.round_robin
         self.policy, self.reason = choose(policy, plan, order.per_update, workload)
         self.workload = workload
@@ -155,18 +155,9 @@ class AsyncPipeline(BasePipeline):
                 )
         stages = enumerate(graph.stages)
         self._stage = next(s for s, stage in stages if self._mesh.device in stage.devices)
-        metrics = session.captured.metrics
-        self._outcomes = MinibatchTotals(self._mesh, metrics, self._why, self._spoil)
         with session.failing(), POSITION.doing(Phase.START_UP):
-            self._stream = Stream(
-                session,
-                order,
-                self._stage,
-                self.policy,
-                clip=clip_stage_norm,
-                learned=self._outcomes.note,
-                tell=self._outcomes.tell,
-            )
+            self._stream = Stream(session, order, self._stage, self.policy, clip=clip_stage_norm)
+        self._totals = self._stream.totals
         self._measured_at = -1
         self._number, self._parted, self._loops = next(_NUMBERS), count(), count()
         self._recent_s: deque[float] = deque(maxlen=8)
@@ -238,16 +229,15 @@ class AsyncPipeline(BasePipeline):
         """
         self._put(batch)
         self.drain()
-        return self._read(self._outcomes.last())
+        return self._read(self._totals.last())
 
     def drain(self) -> None:
         """Learn from everything that is in flight; all stages are at one version afterwards."""
         self._session.refuse_spoilt()
         with self._session.failing():
             self._stream.drain()
-            self._outcomes.tell()
             with POSITION.doing(Phase.TOTALS):
-                self._outcomes.settle()
+                self._totals.settle()
                 self._measure()
             POSITION.leave()
 
@@ -255,7 +245,6 @@ class AsyncPipeline(BasePipeline):
         """The tensors of a mini-batch; a ``DataError`` is raised on every rank."""
         try:
             which = self._session.feed.where
-            batch = self._session.captured.layout.packed(batch)
             leaves = self._session.leaves(batch)
             samples, most = samples_of(leaves), self.plan.stage_graph.batch_size
             if samples > most:
@@ -276,54 +265,28 @@ class AsyncPipeline(BasePipeline):
         with self._session.failing():
             POSITION.begin(self.step_number, is_minibatch=True)
             self._session.prepare(batch, leaves, self._stream.worker_of)
-            self._outcomes.give_out(self.step_number, leaves, self._session.batch_digest)
-            if not self._stream.put(leaves, self.step_number):
-                self._outcomes.skip(self.step_number)
-            self._outcomes.tell()
+            self._stream.put(leaves, self.step_number)
             POSITION.leave()
         self._recent_s.append(time.perf_counter() - started)
         self._session.count()
 
     def _known(self, first: int, before: int) -> Iterator[float]:
         """Losses from one mini-batch up to another, as far as they have not been told."""
-        for numbered in self._outcomes.take(before):
+        for numbered in self._totals.take(before):
             loss = self._read(numbered)
             if numbered[0] >= first:
                 yield loss
 
     def _read(self, numbered: NumberedTotals) -> float:
         with self._session.failing(), POSITION.doing(Phase.TOTALS):
-            loss, warning = self._outcomes.loss(numbered)
+            loss, warning = self._totals.loss(numbered)
         number, totals = numbered
         self.metrics = totals.metrics
         if warning and self.rank == 0:
-            warnings.warn(f"{warning}, at mini-batch {number}: {self._advice()}", stacklevel=4)
+            warnings.warn(
+                f"{warning}, at mini-batch {number}: {self._stream.advice()}", stacklevel=4
+            )
         return loss
-
-    def _advice(self) -> str:
-        """Describe the settings of a run that diverges, with what to change."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        rates = dict.fromkeys(float(group["lr"]) for group in groups)
-        lr = ", ".join(f"{rate:.3g}" for rate in rates) or "nothing to learn with"
-        stale = ", ".join(f"stage {s}: {k - 1}" for s, k in enumerate(self._order.in_flight))
-        return (
-            f"under policy {self.policy.name} the version difference in updates is {stale}; the "
-            f"learning rate is {lr}: lower it, or let it rise slowly at the start, clip gradients "
-            "(clip_stage_norm, in a run file clip-stage-norm), choose fewer stages or a policy "
-            "that predicts, or train with --mode sync"
-        )
-
-    def _spoil(self) -> None:
-        """A mini-batch was a bad one: all ranks hear of it at the same one, though not at the same
-        place in their order, and what they do together they have to begin in one order, so first
-        everything that they do on their own.
-        """
-        self._session.is_spoilt = True
-        self._stream.drain()
-        self._outcomes.tell()
-
-    def _why(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
-        return self._stream.error(number, leaves, self._advice())
 
     def record(self, minibatches: int) -> None:
         """Keep a ``timeline`` of the next mini-batches; it is there after the ``drain`` behind.
@@ -336,7 +299,7 @@ class AsyncPipeline(BasePipeline):
         clock = self._session.workers.clock
         clock.begin()
         self._recording = Recording(first, last, size, self._order.per_update, clock)
-        self._outcomes.listener = self._recording.note
+        self._totals.listener = self._recording.note
 
     def _measure(self) -> None:
         """Tell each other how many versions there were, and what was recorded."""
@@ -354,7 +317,7 @@ class AsyncPipeline(BasePipeline):
         if self._recording is not None and self._recording.last < self.step_number:
             self._session.workers.clock.end()
             self.timeline, self._recording = self._recording.timeline(self._mesh), None
-            self._outcomes.listener = None
+            self._totals.listener = None
 
     def _settle(self) -> None:
         self.drain()

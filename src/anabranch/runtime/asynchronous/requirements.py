@@ -78,28 +78,17 @@ def _per_hop(plan: Plan) -> int:
     return per_hop
 
 
-def round_robin_of(plan: Plan) -> AsynchronousOrder | None:
-    """Return the round-robin order of a plan; None if no stage has replicas."""
-    per_hop = _per_hop(plan)
-    if all(len(stage.devices) == 1 for stage in plan.stage_graph.stages):
-        return None
-    return round_robin(plan.stage_graph, per_hop=per_hop)
-
-
-def in_turns(plan: Plan, round_robin: bool | None) -> bool:
-    """Return whether replicas take mini-batches in turn; None for what the plan says."""
-    return plan.round_robin if round_robin is None else round_robin
-
-
-def order_of(plan: Plan, graph: StageGraph, *, round_robin: bool | None) -> AsynchronousOrder:
+def order_of(plan: Plan, graph: StageGraph, *, in_turns: bool | None) -> AsynchronousOrder:
     """Return the order in which a plan is trained.
 
     Args:
         graph: that of ``asynchronous_stages``.
-        round_robin: see ``in_turns``.
+        in_turns: whether replicas take mini-batches in turn; None for what the plan says.
     """
-    rounds = round_robin_of(plan) if in_turns(plan, round_robin) else None
-    return rounds or AsynchronousOrder(graph, num_microbatches(graph))
+    is_replicated = any(stage.replicas > 1 for stage in graph.stages)
+    if is_replicated and (plan.round_robin if in_turns is None else in_turns):
+        return round_robin(plan.stage_graph, per_hop=_per_hop(plan))
+    return AsynchronousOrder(graph, num_microbatches(graph))
 
 
 def budgeted(

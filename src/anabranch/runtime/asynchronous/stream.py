@@ -23,9 +23,8 @@ to the sum and makes the same update::
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import NonFiniteError
+from anabranch.runtime.asynchronous.minibatch_totals import MinibatchTotals
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.outcome import GradientNorms, Outcome
 from anabranch.runtime.data_feed import samples_of
@@ -77,12 +77,11 @@ class Stream:
         most_behind: most updates so far between the forward and the backward of a mini-batch, the
             version difference of this rank's stage.
         weights: versions of the stage's weights.
+        totals: losses and metrics of mini-batches over all ranks.
         delay: mini-batches after which, at the latest, it is known what was learned from one.
 
     Args:
         clip: largest norm of the stage's gradients; None for any.
-        learned: called with this rank's mini-batch when an update was made from it.
-        tell: called when a forward has sent its outputs.
     """
 
     def __init__(
@@ -93,22 +92,19 @@ class Stream:
         policy: WeightPolicy,
         *,
         clip: float | None,
-        learned: Callable[[BatchRun], None],
-        tell: Callable[[], None],
     ) -> None:
         self._session, self._order, self._stage = session, order, stage
-        self._clip, self._learned, self._tell = clip, learned, tell
-        state = session.state
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rank 0 has told of the optimizer for all (choose)
-            self.weights = VersionedWeights(
-                state.parameters,
-                state.optimizer,
-                policy,
-                in_flight=order.in_flight[stage],
-                deepest=order.deepest(stage),
-                scheduler=state.scheduler,
-            )
+        self._policy, self._clip, state = policy, clip, session.state
+        metrics = session.captured.metrics
+        self.totals = MinibatchTotals(session.mesh, metrics, self._error, self._spoil)
+        self.weights = VersionedWeights(
+            state.parameters,
+            state.optimizer,
+            policy,
+            in_flight=order.in_flight[stage],
+            deepest=order.deepest(stage),
+            scheduler=state.scheduler,
+        )
         self.delay = int(accelerator.has_streams(session.place))
         self._unjudged: deque[_Learned] = deque()
         self._first_bad: tuple[int, list[Finding]] | None = None
@@ -127,19 +123,19 @@ class Stream:
         """True if no mini-batch is between forward and update, which is so on all ranks at once."""
         return not self._count
 
-    def put(self, leaves: Mapping[str, Tensor], number: int) -> bool:
-        """Forward a mini-batch, after what the schedule has before that.
-
-        Returns:
-            Whether this rank takes part in it.
-        """
+    def put(self, leaves: Mapping[str, Tensor], number: int) -> None:
+        """Forward a mini-batch, after what the schedule has before that."""
         before = len(self._unjudged)
+        self.totals.give_out(number, leaves, self._session.batch_digest)
         takes_part = self._forward(leaves, number)
         # The device has something to do meanwhile.
         self._judge(min(before, len(self._unjudged)))
-        return takes_part
+        if not takes_part:
+            self.totals.skip(number)
+        self.totals.tell()
 
     def _forward(self, leaves: Mapping[str, Tensor], number: int) -> bool:
+        """Forward a mini-batch; return whether this rank takes part in it."""
         if self.is_empty:
             self._first = self.weights.version
             self.weights.fill(self._first)
@@ -170,6 +166,7 @@ class Stream:
         if self._session.transport is not None:
             self._session.transport.settle()
         self._judge(len(self._unjudged))
+        self.totals.tell()
 
     def worker_of(self, workers: WorkerCache, samples: int, turn: int | None = None) -> Worker:
         """Return the worker for a mini-batch of a number of samples; by default one of this rank's
@@ -194,7 +191,7 @@ class Stream:
             self._versions.setdefault(unit, self.weights.version)
             with self.weights.forward(self._first + unit):
                 run.do(Kind.FORWARD, microbatch)
-            self._tell()
+            self.totals.tell()
             return
         if microbatch == 0:
             self._reducer.begin(run.tasks.last_backwards)
@@ -232,7 +229,7 @@ class Stream:
         outcome.bring(further=[*norms.tensors, *self._reducer.terms])
         if not self._has_warned:
             self._has_warned = True
-            self._session.warn_without_gradient()
+            self._session.state.warn_without_gradient()
         self._unjudged.append(_Learned(run, outcome, norms, self._turn == minibatches - 1))
         if not self.delay:
             self._find_bad(self._unjudged[-1])
@@ -251,7 +248,7 @@ class Stream:
             if self.delay:
                 self._find_bad(learned)
             if learned.run is not None:
-                self._learned(learned.run)
+                self.totals.note(learned.run)
 
     def _find_bad(self, learned: _Learned) -> None:
         """Note whether an update was from numbers that are not finite."""
@@ -269,14 +266,32 @@ class Stream:
             self._has_stopped = True
             self._first_bad = run.number, self._session.trace.findings(run.outcome)
 
-    def error(self, number: int, leaves: Mapping[str, Tensor], advice: str) -> NonFiniteError:
-        """Return the error of a bad mini-batch, the same on every rank.
-
-        Args:
-            advice: what helps where nothing in the batch is to blame.
+    def _spoil(self) -> None:
+        """A mini-batch was a bad one: all ranks hear of it at the same one, though not at the same
+        place in their order, and what they do together they have to begin in one order, so first
+        everything that they do on their own.
         """
+        self._session.is_spoilt = True
+        self.drain()
+
+    def _error(self, number: int, leaves: Mapping[str, Tensor]) -> NonFiniteError:
+        """Return the error of a bad mini-batch, the same on every rank."""
         bad = self._first_bad
         findings = bad[1] if bad is not None and bad[0] == number else []
         return self._session.trace.error(
-            findings, leaves, f"mini-batch {number}", _CONSEQUENCE, advice
+            findings, leaves, f"mini-batch {number}", _CONSEQUENCE, self.advice()
+        )
+
+    def advice(self) -> str:
+        """Describe the settings of a run that diverges, with what to change."""
+        optimizer = self._session.state.optimizer
+        groups = optimizer.param_groups if optimizer is not None else []
+        rates = dict.fromkeys(float(group["lr"]) for group in groups)
+        lr = ", ".join(f"{rate:.3g}" for rate in rates) or "nothing to learn with"
+        stale = ", ".join(f"stage {s}: {k - 1}" for s, k in enumerate(self._order.in_flight))
+        return (
+            f"under policy {self._policy.name} the version difference in updates is {stale}; the "
+            f"learning rate is {lr}: lower it, or let it rise slowly at the start, clip gradients "
+            "(clip_stage_norm, in a run file clip-stage-norm), choose fewer stages or a policy "
+            "that predicts, or train with --mode sync"
         )

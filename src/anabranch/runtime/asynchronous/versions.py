@@ -29,7 +29,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from anabranch.checkpoint import Checkpoint
 from anabranch.runtime.asynchronous.corrections import CORRECTIONS, rate_of
 from anabranch.runtime.asynchronous.prediction import WeightPrediction
-from anabranch.runtime.optimizer_facts import require_rule
 from anabranch.weights import Reading, VersionTracker, WeightPolicy
 from anabranch.weights.base import Step
 
@@ -77,7 +76,6 @@ class VersionedWeights:
         self._last: Storage | None = None
         self._prediction: WeightPrediction | None = None
         if optimizer is not None and self._tracker.predicts:
-            require_rule(policy, optimizer)
             self._prediction = WeightPrediction(optimizer, self._parameters)
 
     @property

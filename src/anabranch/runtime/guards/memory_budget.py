@@ -1,10 +1,8 @@
 """Predicted peaks of all ranks against the memory that there is, before anything is allocated.
 
 A rank that runs out of memory is killed without a word. So its plan's prediction is compared with
-
-- the memory of a device of the cluster that was planned for, where the plan has it;
-- what is free on its GPU, or on the CPU what its host or container can give (Linux); ranks that
-  share it add up.
+what is free on its GPU, or on the CPU with what its host or container can give (Linux); ranks that
+share it add up.
 
 A rank's own parameters are there already, those of other stages are given back when training
 starts. A prediction is not exact; what is refused exceeds by more than ``MARGIN``.
@@ -66,24 +64,8 @@ def lack(plan: Plan, mesh: Mesh, resident_bytes: int, given_bytes: int, place: t
         free = max(free - mesh.connection_bytes(channels(plan.stage_graph)), 0)
     own = torch.tensor([peaks[mesh.rank], resident_bytes, given_bytes, free, home])
     needs = [Need(*map(int, row)) for row in mesh.all_gather(own)]
-    problem = _beyond_cluster(plan, needs) or _beyond_host(needs, place.type)
+    problem = _beyond_host(needs, place.type)
     return f"{problem}; {_REMEDY}" if problem else ""
-
-
-def _beyond_cluster(plan: Plan, needs: Sequence[Need]) -> str:
-    """Describe ranks that exceed the devices that were planned for; empty if none does."""
-    if plan.machines is None:
-        return ""
-    has = plan.machines.memory_bytes
-    over = [rank for rank, need in enumerate(needs) if need.peak_bytes > has]
-    if not over:
-        return ""
-    worst = max(over, key=lambda rank: needs[rank].peak_bytes)
-    return (
-        f"rank {worst} would take {memory_text(needs[worst].peak_bytes)} at its peak by the "
-        f"plan's prediction{_others(len(over))}, but a device of {plan.machines.name} has "
-        f"{memory_text(has)}"
-    )
 
 
 def _beyond_host(needs: Sequence[Need], kind: str) -> str:
@@ -103,10 +85,6 @@ def _beyond_host(needs: Sequence[Need], kind: str) -> str:
                 f"but {where} has {memory_text(free)} free"
             )
     return ""
-
-
-def _others(count: int) -> str:
-    return f" ({count} ranks take too much)" if count > 1 else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

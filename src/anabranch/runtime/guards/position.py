@@ -40,34 +40,26 @@ _RECEIVES = {_NUMBERS[kind] for kind in _KINDS if kind.is_receive}
 
 
 class Phase(IntEnum):
-    """Work of a rank besides the actions of its schedule."""
+    """Work of a rank besides the actions of its schedule, as a number and as text."""
 
-    OUTSIDE = 0
-    START_UP = 1
-    DATA = 2
-    STEP = 3
-    SUMS = 4
-    UPDATE = 5
-    SAVE = 6
-    EVALUATION = 7
-    MOVE = 8
-    TOTALS = 9
-    HELD_OUT = 10
+    text: str
 
+    OUTSIDE = 0, ""
+    START_UP = 1, "in start-up"
+    DATA = 2, "reading data"
+    STEP = 3, ""
+    UPDATE = 5, "in the update"
+    SAVE = 6, "saving a checkpoint"
+    EVALUATION = 7, "in the evaluation"
+    MOVE = 8, "changing to another plan"
+    TOTALS = 9, "adding up gradients and losses"
+    HELD_OUT = 10, "reading held-out data"
 
-_PHASES = {
-    Phase.OUTSIDE: "",
-    Phase.START_UP: "in start-up",
-    Phase.DATA: "reading data",
-    Phase.STEP: "",
-    Phase.SUMS: "waiting for the sums of all ranks",
-    Phase.UPDATE: "in the update",
-    Phase.SAVE: "saving a checkpoint",
-    Phase.EVALUATION: "in the evaluation",
-    Phase.MOVE: "changing to another plan",
-    Phase.TOTALS: "adding up gradients and losses",
-    Phase.HELD_OUT: "reading held-out data",
-}
+    def __new__(cls, number: int, text: str) -> Phase:
+        """Make a member that is a number."""
+        member = int.__new__(cls, number)
+        member._value_, member.text = number, text
+        return member
 
 
 class Position:
@@ -146,12 +138,14 @@ class Position:
 def describe_position(ints: Sequence[int]) -> str:
     """Text for the integers of a position, empty outside of steps and phases."""
     step, stage, microbatch, kind = ints[:_PHASE]
-    phase = phase_of(ints)
-    parts = [_PHASES[phase]] if phase is not Phase.STEP else []
+    phase, is_waiting = phase_of(ints), bool(ints[_WAITS])
+    parts = [phase.text]
     if stage >= 0:
         parts = [f"{_ACTIONS[_KINDS[kind]]} of stage {stage}", f"micro-batch {microbatch}"]
-        parts += [_PHASES[phase]] if phase is Phase.EVALUATION else []
-    if ints[_WAITS] and phase is not Phase.SUMS and kind not in _RECEIVES:
+        parts += [phase.text] if phase is Phase.EVALUATION else []
+    if is_waiting and phase is Phase.TOTALS:
+        parts = ["waiting for the sums of all ranks"]
+    elif is_waiting and kind not in _RECEIVES:
         parts.append("waiting for other ranks")
     if step >= 0:
         when = f"{'mini-batch' if ints[_MINIBATCH] else 'step'} {step}"
@@ -160,9 +154,8 @@ def describe_position(ints: Sequence[int]) -> str:
 
 
 def phase_of(ints: Sequence[int]) -> Phase:
-    """The phase of a position; of who waits for totals, the sums."""
-    phase = Phase(ints[_PHASE])
-    return Phase.SUMS if phase is Phase.TOTALS and ints[_WAITS] else phase
+    """The phase of a position."""
+    return Phase(ints[_PHASE])  # type: ignore[call-arg]
 
 
 def is_settled(ints: Sequence[int]) -> bool:
@@ -172,7 +165,7 @@ def is_settled(ints: Sequence[int]) -> bool:
 
 def waits(ints: Sequence[int]) -> bool:
     """True if this rank waits for another one."""
-    return bool(ints[_WAITS]) or ints[_PHASE] == Phase.SUMS or ints[_DOING] in _RECEIVES
+    return bool(ints[_WAITS]) or ints[_DOING] in _RECEIVES
 
 
 POSITION = Position()

@@ -219,18 +219,26 @@ def require_same_batch(mesh: Mesh, digest: bytes) -> None:
         raise DataError(_refusal(odd))
 
 
-def require_same_copies(mesh: Mesh, copies: Mapping[tuple[int, ...], Collection[Tensor]]) -> None:
+def require_same_copies(
+    mesh: Mesh, held: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]
+) -> None:
     """Accept parameters whose copies are equal, bit for bit.
 
     Args:
-        copies: sets of ranks -> this rank's copies of what they share; the same sets on all ranks,
-            in one order, with nothing where this rank is not one.
+        held: parameter -> the ranks that hold it, the same on all ranks.
+        parameters: those of this rank.
 
     Raises:
         TrainingError: on every rank, naming those whose copies differ.
     """
+    copies: dict[tuple[int, ...], list[Tensor]] = {
+        ranks: [] for ranks in sorted({*held.values()}) if len(ranks) > 1
+    }
     if mesh.size == 1 or not copies:
         return
+    for name, parameter in parameters.items():
+        if held[name] in copies:
+            copies[held[name]].append(parameter)
     digests = torch.tensor([copies_digest(held) for held in copies.values()])
     gathered = [row.tolist() for row in mesh.all_gather(digests)]
     for index, ranks in enumerate(copies):

@@ -24,6 +24,7 @@ from anabranch.profile.storages import Storages
 from anabranch.runtime.data_parallel.gradients import clip, gradients_of, squares_of
 from anabranch.runtime.measurement.peak_memory import PeakMemory
 from anabranch.runtime.numerics.nonfinite import bad_names
+from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.workload import Workload
 
 
@@ -113,7 +114,7 @@ def _temporary_bytes(
 ) -> int:
     """Bytes that an update takes besides parameters, gradients and the optimizer's state."""
     copies, optimizer = _copies(workload, named, place)
-    _give_gradients(copies, optimizer)
+    _give_gradients(workload.module, copies, optimizer)
     _update(copies, optimizer, workload.clip_norm)  # which makes the state
     held = [*copies.values(), *gradients_of(copies).values()]
     for state in optimizer.state.values():
@@ -134,7 +135,7 @@ def _seconds(
     taken: list[float] = []
     deadline = time.perf_counter() + _BUDGET_S
     for repeat in range(-2, _REPEATS):
-        _give_gradients(copies, optimizer)
+        _give_gradients(workload.module, copies, optimizer)
         other.add_(1)  # the passes of a step leave nothing of the optimizer's state in the cache
         accelerator.synchronize(place)
         begun = time.perf_counter()
@@ -157,12 +158,22 @@ def _copies(
     return copies, workload.make_optimizer(list(copies.items()))
 
 
-def _give_gradients(copies: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    # The one that takes rows of tables alone.
-    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
-    for parameter in copies.values():
+def _give_gradients(
+    module: nn.Module, copies: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Give copies gradients of the kind that they have in training: rows where the optimizer takes
+    these alone (``SparseAdam``), or where a table has them and the optimizer is not PyTorch's.
+    """
+    has_rows = set(copies) if isinstance(optimizer, torch.optim.SparseAdam) else set()
+    if taken_gradients(optimizer) is TakenGradients.SPARSE:
+        has_rows |= {
+            f"{path}.weight" if path else "weight"
+            for path, part in module.named_modules()
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        }
+    for name, parameter in copies.items():
         gradient = torch.full_like(parameter, 1e-3)
-        parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
+        parameter.grad = gradient.to_sparse(1) if name in has_rows else gradient
 
 
 def _update(

@@ -30,46 +30,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import NamedTuple, Protocol
 
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
 from anabranch.runtime.transport.base import Channel
-
-
-class Word(IntEnum):
-    """Meaning of a notice."""
-
-    AVAILABLE = 0
-    BEGUN = 1
-    CLOSED = 2
-    HERE = 3
-
-
-class Notice(NamedTuple):
-    """A few numbers of one rank for another: ``number`` is a tag, or that of a set of ranks."""
-
-    rank: int
-    word: Word
-    number: int
-    from_sender: bool = False
-
-
-class Notices(Protocol):
-    """Notices to and from other ranks; those of one rank come in the order of their telling."""
-
-    def tell(self, rank: int, notice: Notice) -> None:
-        """Tell another rank, without waiting; ``notice.rank`` is this one's."""
-        ...
-
-    def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
-        """Return what has come; wait for something if ``wait_s`` is not 0.
-
-        Raises:
-            PeerLostError: if nothing has come and one of some ranks has ended.
-        """
-        ...
+from anabranch.runtime.transport.notices import HostNotices, Notice, Word
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +68,7 @@ class _Line:
 class Handshake:
     """One rank's part."""
 
-    def __init__(self, rank: int, notices: Notices, timeout: float) -> None:
+    def __init__(self, rank: int, notices: HostNotices, timeout: float) -> None:
         self._rank, self._notices, self._timeout = rank, notices, timeout
         self._lines: defaultdict[Channel, _Line] = defaultdict(_Line)
         self._joined: deque[Half] = deque()  # those from the first that is not closed

@@ -11,13 +11,14 @@ import struct
 import threading
 import time
 from collections.abc import Collection
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.transport.base import lost
-from anabranch.runtime.transport.handshake import Notice, Word
 from anabranch.runtime.transport.host import HostTransport
 from anabranch.runtime.transport.process_group import ProcessGroupTransport
 
@@ -27,8 +28,27 @@ _TAG = 1 << 30
 _RECORD = struct.Struct("<qqq")
 
 
+class Word(IntEnum):
+    """Meaning of a notice."""
+
+    AVAILABLE = 0
+    BEGUN = 1
+    CLOSED = 2
+    HERE = 3
+
+
+class Notice(NamedTuple):
+    """A few numbers of one rank for another: ``number`` is a tag, or that of a set of ranks."""
+
+    rank: int
+    word: Word
+    number: int
+    from_sender: bool = False
+
+
 class HostNotices:
-    """Notices through the transports of the host.
+    """Notices through the transports of the host; those of one rank come in the order of their
+    telling.
 
     Args:
         near: to ranks of this host; None if there are none.
@@ -47,6 +67,7 @@ class HostNotices:
             threading.Thread(target=self._listen, name="anabranch notices", daemon=True).start()
 
     def tell(self, rank: int, notice: Notice) -> None:
+        """Tell another rank, without waiting; ``notice.rank`` is this one's."""
         packed = _RECORD.pack(notice.word, notice.number, notice.from_sender)
         message = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         if rank in self._near_ranks:
@@ -57,6 +78,11 @@ class HostNotices:
             self._far.send([message], rank, _TAG)
 
     def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
+        """Return what has come; wait for something if ``wait_s`` is not 0.
+
+        Raises:
+            PeerLostError: if nothing has come and one of some ranks has ended.
+        """
         deadline = time.monotonic() + wait_s
         while True:
             notices = self._heard_far(0.0 if self._near is not None else wait_s)

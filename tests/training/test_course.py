@@ -14,7 +14,7 @@ from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.series import best_evaluation, checkpoints
 from anabranch.errors import DataError, TrainingError
 from anabranch.training import Event, SaveEvery, train, train_async
-from anabranch.training.loop import require_evaluation
+from anabranch.training.course import require_evaluation
 from tests.runtime.small import batch, built, plan, with_options, with_programs
 from tests.runtime.training import sgd
 

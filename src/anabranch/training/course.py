@@ -1,0 +1,290 @@
+"""A run around its steps: how it begins, what is done between them, how it ends.
+
+All ranks evaluate and write checkpoints between the same steps, and never between the batches of
+one update.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from anabranch.checkpoint.series import best_evaluation, mark_best, step_folder
+from anabranch.errors import DataError, TrainingError
+from anabranch.plans.plan import Plan
+from anabranch.record import Run
+from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
+from anabranch.runtime.guards.interrupt import INTERRUPT, SAVE_CLOCK
+from anabranch.runtime.pipeline import Pipeline
+from anabranch.runtime.spare_copies import SpareCopies
+from anabranch.training.events import Callback, CheckpointEvent, EndEvent, EvaluationEvent
+from anabranch.training.reporter import Reporter, TrainingClock
+from anabranch.training.save_every import SaveEvery, require_place
+from anabranch.workload import Batch, Workload
+
+_Pipe = TypeVar("_Pipe", Pipeline, AsyncPipeline)
+
+
+class Course(Generic[_Pipe]):
+    """A run around its steps; arguments are those of ``train``.
+
+    Attributes:
+        batches: until the last step, or until training ends early.
+        start_s: seconds that the pipeline took to be made.
+    """
+
+    def __init__(
+        self,
+        kind: type[_Pipe],
+        workload: Workload,
+        plan: Plan,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        resume: str | Path | None = None,
+        weights: str | Path | None = None,
+        save: str | Path | None = None,
+        save_every: SaveEvery | None = None,
+        evaluate_every: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        **options: Any,
+    ) -> None:
+        if steps is None and epochs is None:
+            raise ValueError("give a number of steps or of epochs")
+        require_evaluation(workload, evaluate_every)
+        self._workload, self._epochs, self._evaluate_every = workload, epochs, evaluate_every
+        self._resume = None if resume is None else Path(resume)
+        self._folder = None if save is None else Path(save)
+        self._copies: SpareCopies | None = options.get("copies")
+        self._goes_on = self._copies is not None and self._copies.reported_steps > 0
+        began = time.perf_counter()
+        make: Callable[..., _Pipe] = kind
+        if self._copies is not None and self._copies.newest is not None:
+            pass  # it goes on from there
+        elif resume is not None:
+            make = partial(kind.resume, resume)
+        elif weights is not None:
+            make = partial(kind.from_weights, weights)
+        self.pipe: _Pipe = make(workload, plan, **options)
+        self.start_s, self._first_step = time.perf_counter() - began, self.pipe.step_number
+        self._saved_at = self._evaluated_at = self.pipe.step_number
+        self._copied_at = -1
+        if isinstance(self.pipe, Pipeline) and self.pipe.copied is not None:
+            self._first_step = int(self.pipe.copied["first_step"])
+            self._copied_at = self.pipe.step_number
+            self._saved_at -= 1  # a checkpoint of that step may never have been finished
+            if save_every is not None and save_every.best:
+                self._evaluated_at -= 1  # nor one that its evaluation asked for
+        done = self.pipe.step_number - self._first_step
+        if epochs is not None and self._first_step and not (self.pipe.epoch or self.pipe.position):
+            _warn_of_untold_epochs(self.pipe)
+        if not self._goes_on:  # otherwise steps were done in that place
+            require_place(self._folder, self._resume, is_series=save_every is not None)
+        left = None if epochs is None else self.pipe.batches_left(epochs)
+        left = None if left is None else left + done
+        total = min((n for n in (steps, left) if n is not None), default=None)
+        self.reporter = Reporter(self.pipe, total, callbacks, self._first_step, self._copies)
+        self.clock = TrainingClock()
+        self._begin_series(save_every if self._folder is not None else None)
+        batches = self._between(self.pipe.batches(epochs=epochs))
+        self.batches = islice(batches, None if steps is None else max(steps - done, 0))
+
+    def _begin_series(self, save_every: SaveEvery | None) -> None:
+        """Count from here to the first of several checkpoints, if there are to be some."""
+        self._save_every = save_every
+        self._metrics: dict[str, float] | None = None  # of the last evaluation
+        self._best = -math.inf
+        self._unfinished: CheckpointEvent | None = None
+        self._unmarked: tuple[Path, Mapping[str, float]] | None = None  # the best, to be complete
+        if self._folder is not None and save_every is not None and save_every.best:
+            save_every.require_metric(self.pipe.metric_names)
+            best = save_every.score(best_evaluation(self._folder))
+            self._best = self.pipe.from_first(best)
+        seconds = save_every.seconds if save_every is not None else None
+        SAVE_CLOCK.start(seconds, rank=self.pipe.rank)
+
+    def _between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches, before each what is due after the step before.
+
+        Where training is to end early there are no more, but never between the batches of an
+        update; what is due is done all the same, as the run that goes on will not do it.
+        """
+        while True:
+            self._look()
+            ends = INTERRUPT.agreed and self.pipe.is_between_updates
+            batch = None if ends else next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _look(self) -> None:
+        """All ranks look between the same steps."""
+        self._look_for_finished()
+        if self._save_every is not None:
+            SAVE_CLOCK.look()
+        if not self.pipe.is_between_updates:
+            return
+        is_best = self._is_crossed(self._evaluate_every, self._evaluated_at) and self._evaluate()
+        if self._save_every is not None:
+            self._look_for_checkpoint(self._save_every, is_best=is_best)
+        self._look_for_copy()
+
+    def _look_for_copy(self) -> None:
+        """Copy the state behind the first step, and when it is due; behind the last there is none,
+        so that whoever goes on has a step to do. Nor is there one before the first: whoever begins
+        anew compares gradients anew.
+        """
+        pipe, done = self.pipe, self.pipe.step_number
+        if self._copies is None or not isinstance(pipe, Pipeline):
+            return
+        first, total = self._first_step, self.reporter.total
+        is_first = self._copied_at < 0
+        is_due = is_first or done - self._copied_at >= self._copies.every
+        if is_due and done > first and (total is None or done < first + total):
+            # That of the first step counts at once, so the next one may come earlier.
+            self._copied_at = first if is_first else done
+            pipe.copy_state({"first_step": self._first_step}, self.reporter.noting())
+
+    def _look_for_checkpoint(self, save_every: SaveEvery, *, is_best: bool) -> None:
+        now = self.pipe.step_number
+        by_steps = self._is_crossed(save_every.steps, self._saved_at)
+        is_due = (by_steps or SAVE_CLOCK.is_due) and now > self._saved_at
+        if is_due or is_best:
+            self._begin(wait=False)
+
+    def _is_crossed(self, every: int | None, before: int) -> bool:
+        """True if a multiple of an interval lies between an earlier step and this one."""
+        return every is not None and self.pipe.step_number // every > before // every
+
+    def _evaluate(self) -> bool:
+        """Evaluate, and say whether this is the best so far, with a place to keep it."""
+        started = time.perf_counter()
+        with self.clock.paused():
+            metrics = self.pipe.evaluate()
+        seconds = time.perf_counter() - started
+        self._evaluated_at, self._metrics = self.pipe.step_number, metrics
+        score = -math.inf if self._save_every is None else self._save_every.score(metrics)
+        is_best = score > self._best
+        if is_best and self._folder is not None:
+            self._unmarked = step_folder(self._folder, self._evaluated_at), metrics
+        self._best = max(score, self._best)
+        self.reporter.tell(EvaluationEvent(self._evaluated_at, metrics, seconds, is_best))
+        return is_best
+
+    def _begin(self, *, wait: bool) -> None:
+        assert self._folder is not None
+        assert self._save_every is not None
+        self._finish()
+        self._saved_at = self.pipe.step_number
+        SAVE_CLOCK.begin()
+        folder = step_folder(self._folder, self._saved_at)
+        if self._is_there(folder):
+            return
+        self._unfinished = CheckpointEvent(self._saved_at, folder)
+        self.pipe.save(folder, wait=wait, keep=self._save_every.keep)
+
+    def _is_there(self, folder: Path) -> bool:
+        """True if a checkpoint was written before the failure after which steps are done again."""
+        return self._goes_on and bool(self.pipe.from_first(float(folder.exists())))
+
+    def _finish(self) -> None:
+        self.pipe.finish_saving()
+        self._look_for_finished()
+
+    def _look_for_finished(self) -> None:
+        if self._unfinished is not None and self._unfinished.folder.exists():
+            self.reporter.tell(self._unfinished)
+            self._unfinished = None
+        if self._unmarked is not None and self._unmarked[0].exists():
+            if self.pipe.rank == 0:
+                with self.pipe.failing():
+                    mark_best(*self._unmarked)
+            self._unmarked = None
+
+    def _end(self) -> Mapping[str, float] | None:
+        """After the last step: keep what was trained before anything else can fail, then evaluate,
+        unless the run was interrupted.
+
+        Returns:
+            Held-out means of the last step, if there are any.
+        """
+        if self._folder is not None and self._save_every is None:
+            if not self._is_there(self._folder):
+                self.pipe.save(self._folder)
+            self.reporter.tell(CheckpointEvent(self.pipe.step_number, self._folder))
+        elif self._folder is not None and self._saved_at < self.pipe.step_number:
+            self._begin(wait=True)
+        self._finish()
+        is_known = self._metrics is not None and self._evaluated_at == self.pipe.step_number
+        if self._workload.eval_data is not None and not is_known and not INTERRUPT.agreed:
+            self._evaluate()
+            self._look_for_finished()
+            is_known = True
+        return self._metrics if is_known else None
+
+    def require_steps(self) -> None:
+        """Refuse a run that has made none."""
+        if self.reporter.losses:
+            return
+        if INTERRUPT.agreed:
+            raise TrainingError(
+                "training was asked to end, by Ctrl-C, before it began: start it anew"
+            )
+        raise nothing_left(self._resume, self.pipe.epoch, self._epochs)
+
+    def finished(self, **figures: Any) -> Run:
+        """Save and evaluate once more, and say what came of it."""
+        held_out = self._end()
+        metrics = dict(self.pipe.metrics if held_out is None else held_out)
+        self.reporter.tell(EndEvent(self.pipe.step_number, metrics, INTERRUPT.agreed))
+        return Run(
+            losses=tuple(self.reporter.losses),
+            metrics=metrics,
+            chance=dict(self._workload.chance),
+            interrupted=INTERRUPT.agreed,
+            gradients=self.pipe.gradient_verdict,
+            resumed="" if self._resume is None else str(self._resume),
+            first_step=self._first_step,
+            samples=tuple(self.reporter.samples),
+            **figures,
+        )
+
+
+def _warn_of_untold_epochs(pipe: _Pipe) -> None:
+    """Warn that a checkpoint comes from a loop with batches of its own."""
+    if pipe.rank == 0:
+        warnings.warn(
+            f"the checkpoint is of step {pipe.step_number}, but of no epoch: a loop of its own has "
+            "trained it, which read its data itself, so epochs and batches count from here; "
+            "ask for those that are left, or read by Pipeline.batches in the loop",
+            stacklevel=4,
+        )
+
+
+def nothing_left(resume: Path | None, done: int, epochs: int | None) -> TrainingError:
+    """Return the error for a checkpoint that has all epochs."""
+    return TrainingError(
+        f"nothing is left to do: {resume} has {done} of {epochs} epochs; ask for more"
+    )
+
+
+def require_evaluation(workload: Workload, every: int | None) -> None:
+    """Accept an interval between evaluations, if any.
+
+    Raises:
+        DataError: if there is no held-out data.
+        ValueError: if it is less than 1.
+    """
+    if every is not None and every < 1:
+        raise ValueError(f"evaluate_every is {every}; it counts steps, from 1")
+    if every is not None and workload.eval_data is None:
+        raise DataError(
+            f"held-out data is to be evaluated every {every} steps, but the workload has none; "
+            "give Workload an eval_data"
+        )

@@ -1,0 +1,98 @@
+"""When a run writes checkpoints, and where.
+
+::
+
+    run/step-400   checkpoints, of which the newest few are kept
+    run/step-600
+    run/best       a link to the one whose held-out data did best, which is kept as well
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from anabranch.checkpoint import MANIFEST, newest
+from anabranch.checkpoint.series import is_unused
+from anabranch.errors import TrainingError
+
+KEPT = 2
+"""Checkpoints of a run: the last one, and one before it in case that is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvery:
+    """Checkpoints during training, each in a folder ``step-N`` of the run's; the last step has one.
+
+    Attributes:
+        steps: between two of them; None for none by steps.
+        seconds: likewise. A checkpoint is written after the step in which it is due, or at the next
+            update (``accumulate``).
+        keep: how many there are at most, the best not counted.
+        best: a held-out mean by which evaluations are compared: ``loss``, of which less is better,
+            or ``NAME:max`` or ``NAME:min``. After the best so far a checkpoint is written, the link
+            ``best`` leads to it, and it is kept however many follow. Empty for none.
+
+    Raises:
+        ValueError: if an interval is not more than 0, or it is not known what is better.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    keep: int = KEPT
+    best: str = ""
+
+    def __post_init__(self) -> None:
+        intervals = (self.steps, self.seconds, self.keep)
+        if any(interval is not None and interval <= 0 for interval in intervals):
+            raise ValueError(f"{self}: intervals and the number of checkpoints are more than 0")
+        if self.best not in ("", "loss") and self.best.partition(":")[2] not in ("min", "max"):
+            raise ValueError(
+                f"best {self.best}: say whether more or less of it is better, {self.best}:max or "
+                f"{self.best}:min"
+            )
+
+    def require_metric(self, metrics: Collection[str]) -> None:
+        """Accept ``best`` for a model with these metrics; TrainingError if it is none of them."""
+        name = self.best.partition(":")[0]
+        if name and name not in ("loss", *metrics):
+            raise TrainingError(
+                f"the best checkpoint is asked for by {name}, but the held-out means of this model "
+                f"are {', '.join(('loss', *metrics))}"
+            )
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """Return the mean that ``best`` names, signed so that more is better; minus infinity where
+        there is none.
+        """
+        name, _, direction = self.best.partition(":")
+        value = metrics.get(name, math.nan)
+        if not math.isfinite(value):
+            return -math.inf
+        return value if direction == "max" else -value
+
+
+def require_place(folder: Path | None, resumed: Path | None, *, is_series: bool) -> None:
+    """Accept the folder for a checkpoint, if any.
+
+    Args:
+        resumed: the checkpoint that training goes on from.
+        is_series: the folder is for several checkpoints, which may be put beside that one.
+
+    Raises:
+        TrainingError: if the folder exists.
+    """
+    if folder is None or not folder.exists() or (is_series and is_unused(folder)):
+        return
+    last = newest(folder) if is_series and resumed is not None else None
+    if last is None or resumed is None or (folder / MANIFEST).exists():
+        raise TrainingError(
+            f"{folder} exists; checkpoints are never written over, name a new folder"
+        )
+    if resumed.resolve() not in (folder.resolve(), last.resolve()):
+        raise TrainingError(
+            f"{folder} exists, and the checkpoint to resume from, {resumed}, is not the last one "
+            "in it; checkpoints are never written over, name a new folder"
+        )
