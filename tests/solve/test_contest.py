@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from anabranch.planner.base import Runs
-from anabranch.plans.stages import StageGraph
+from anabranch.plans.stages import Stage, StageGraph
+from anabranch.solve.contest import Contest
+from anabranch.solve.improvement import SearchBudget
+from anabranch.solve.schedule_choice import AUTO
+from tests.simulator.helpers import cluster, cost_model
 from tests.solve.helpers import Scripted, found, two_stages, with_size
 
 
@@ -69,3 +73,29 @@ def test_a_search_that_is_misled_looks_at_rows_as_well(propose, row, size, shape
     plan = found(cost, 8)
     assert size_of(plan) == size
     assert f"in a {shape}" in plan.notes
+
+
+def test_the_quickest_start_from_each_planner_is_tried_in_every_way():
+    """Not what was found from there, nor stages without replicas."""
+    cost = cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8)
+    graphs = [StageGraph((Stage(("op0",), (0, 1), b),), (), 8) for b in (2, 4, 8)]
+    alone = StageGraph((Stage(("op0",), (0,), 8),), (), 8)
+    search = Starts(graphs[0], [])
+    origins = ["started from the plan of planner even"] * 2
+    origins += ["started from the plan of planner even, then by merge"]
+    search.origins.update(zip(graphs, origins, strict=True))
+    search.origins[alone] = "started from the plan of planner sequential"
+    contest = Contest(cost, AUTO, search, SearchBudget(), may_share=True)
+    contest.judge.consider([*graphs, alone])
+    quickest = min(graphs[:2], key=contest.judge.seconds().__getitem__)
+    assert [*contest._starts()] == [quickest]
+
+
+@dataclass(frozen=True)
+class Starts(Rounds):
+    """Knows where its proposals come from."""
+
+    origins: dict[StageGraph, str] = field(default_factory=dict)
+
+    def origin(self, graph: StageGraph) -> str:
+        return self.origins[graph]

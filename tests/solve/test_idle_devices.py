@@ -10,6 +10,7 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.planner.auto.planner import Auto
 from anabranch.plans.check import check
+from anabranch.plans.plan import Plan
 from anabranch.solve import idle_devices, plan
 from anabranch.solve.idle_devices import parts
 from tests.simulator.helpers import cost_model
@@ -71,6 +72,43 @@ def test_nothing_is_tried_where_the_bound_excludes_it(monkeypatch):
     best = planned(one_operator(0))
     assert best.predicted.step_s == pytest.approx(10.0)
     assert best.predicted.enough_devices is None
+
+
+def test_fewer_devices_are_not_tried_where_a_plan_is_far_from_its_bound():
+    """A plan of 22 s, 2.2 times the bound: half of the devices can hardly be as fast, though their
+    bound is 20 s.
+    """
+    cost = one_operator(0)
+    whole = planned(cost)
+    slow = replace(whole, predicted=replace(whole.figures, step_s=22.0))
+
+    def fail(_: CostModel) -> Plan:
+        raise AssertionError("no search is needed")
+
+    assert idle_devices.with_fewer_devices(slow, cost, fail, fail) is slow
+
+
+def test_fewer_devices_are_searched_wholly_where_a_quick_search_finds_a_shorter_step():
+    """Not where they are nearly as fast."""
+    for parameter_bytes, searches in ((64, 0), (100, 1)):
+        cost, wholly = one_operator(parameter_bytes), list[CostModel]()
+        plans = {d: _on_so_many(cost, d) for d in (1, 2, 4)}
+
+        def search(fewer: CostModel, wholly=wholly, plans=plans) -> Plan:
+            wholly.append(fewer)
+            return plans[fewer.cluster.num_devices]
+
+        def quick(fewer: CostModel, plans=plans) -> Plan:
+            return plans[fewer.cluster.num_devices]
+
+        idle_devices.with_fewer_devices(plans[4], cost, quick, search)
+        assert len(wholly) == searches
+
+
+def _on_so_many(cost: CostModel, devices: int) -> Plan:
+    """The plan for the first devices."""
+    (part,) = (part for part in (cost.cluster, *parts(cost.cluster)) if part.num_devices == devices)
+    return plan(cost.profile, part, 4, optimizer_factor=0.0, planner="data-parallel")
 
 
 def test_a_search_of_fewer_devices_has_less_effort():

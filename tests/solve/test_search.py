@@ -15,6 +15,7 @@ from anabranch.errors import (
     InvalidPlanError,
     SearchStoppedError,
 )
+from anabranch.planner.auto.annealing import Annealing
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
@@ -163,6 +164,22 @@ def test_replicas_share_the_state_of_the_optimizer_where_updates_take_long(propo
     assert alone.predicted.step_s - shared.predicted.step_s >= 15
     assert simulate(shared, slow.profile, slow.cluster).step_s == shared.predicted.step_s
     assert not found(cost(0.0001), 4).shard_optimizer
+
+
+@pytest.mark.parametrize(("parameter_bytes", "searched"), [(0, False), (1000, True)])
+def test_nothing_is_searched_beyond_a_plan_as_short_as_the_bound(
+    monkeypatch, parameter_bytes, searched
+):
+    """Data parallelism where no gradients are summed; with gradients it is far from the bound."""
+    annealed = []
+    monkeypatch.setattr(Annealing, "search", lambda *_: annealed.append(0))
+    cost = cost_model(
+        chain(4), [1] * 4, [1] * 4, cluster(2, bandwidth=100.0), parameter_bytes=parameter_bytes
+    )
+    best = plan(cost.profile, cost.cluster, 8, optimizer_factor=0.0)
+    assert bool(annealed) is searched
+    if not searched:
+        assert best.figures.step_s == pytest.approx(32.0)
 
 
 def test_no_proposals(propose):

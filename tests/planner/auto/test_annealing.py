@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from anabranch.compiled import forked
+from anabranch.planner.auto import annealing as annealing_module
 from anabranch.planner.auto.annealing import Annealing
 from anabranch.planner.auto.draft import Draft
+from anabranch.planner.auto.moves import draw
 from anabranch.planner.auto.settings import Settings
 from anabranch.planner.auto.space import Space
 from tests.planner.auto.test_moves import CHAIN, DIAMOND, draft, space
@@ -53,6 +55,24 @@ def test_the_same_seed_finds_the_same():
 
     assert found(1) == found(1)
     assert len({tuple(found(seed)) for seed in range(5)}) > 1
+
+
+def test_long_evaluations_count_for_several(monkeypatch):
+    """A quarter of the drafts is drawn where each counts for four."""
+    monkeypatch.setattr(forked, "cores", lambda: 1)
+    counts = []
+    for effort in (1, 4):
+        drawn: list[str] = []
+
+        def counted(*args, drawn=drawn):
+            drawn.append("")
+            return draw(*args)
+
+        monkeypatch.setattr(annealing_module, "draw", counted)
+        monkeypatch.setattr(Space, "effort", lambda *_, effort=effort: effort)
+        Annealing(space(CHAIN), slowest, Random(0)).search([draft("000111", "000001")], 120)
+        counts.append(len(drawn))
+    assert counts == [120, 30]
 
 
 @pytest.mark.parametrize(("hotter", "least"), [(1e-6, 1.0), (1.0, 0.5)])
