@@ -41,7 +41,6 @@ from anabranch.runtime.transport import (
     HostTransport,
     NcclTransport,
     ProcessGroupTransport,
-    Router,
     Transport,
     guarded,
     meet,
@@ -163,17 +162,15 @@ class Mesh:
         return NcclTransport(self.rank, groups, wire, place, timeout, handshake, through_host)
 
     def _host_transport(self) -> Transport:
-        host, ranks, remote = self._host_connections(self._timeout)
-        transports: list[Transport] = [t for t in (host, remote) if t is not None]
+        host, _, remote = self._host_connections(self._timeout)
+        if host is not None:
+            host.otherwise = remote
+        transport = host or remote
+        assert transport is not None
         if remote is None and self._near is None and self._handshake is None:
-            self._near = MessageCollectives(transports[0], self.rank)
+            self._near = MessageCollectives(transport, self.rank)
         self.barrier()
-        if len(transports) == 1:
-            return transports[0]
-        assert host is not None
-        assert remote is not None
-        routes: dict[int, Transport] = dict.fromkeys(self._everyone, remote)
-        return Router(routes | dict.fromkeys(ranks, host), transports)
+        return transport
 
     def _host_connections(
         self, timeout: float
