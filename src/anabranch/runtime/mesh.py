@@ -162,9 +162,7 @@ class Mesh:
         return NcclTransport(self.rank, groups, wire, place, timeout, handshake, through_host)
 
     def _host_transport(self) -> Transport:
-        host, _, remote = self._host_connections(self._timeout)
-        if host is not None:
-            host.otherwise = remote
+        host, remote = self._host_connections(self._timeout)
         transport = host or remote
         assert transport is not None
         if remote is None and self._near is None and self._handshake is None:
@@ -174,21 +172,22 @@ class Mesh:
 
     def _host_connections(
         self, timeout: float
-    ) -> tuple[HostTransport | None, frozenset[int], ProcessGroupTransport | None]:
-        """Return a transport to ranks of this host, these ranks, and one to others."""
+    ) -> tuple[HostTransport | None, ProcessGroupTransport | None]:
+        """Return a transport to ranks of this host, and one to others, which the first uses."""
         meeting = meet(self.rank, self.all_gather_bytes)
         host = HostTransport(meeting, self._timeout) if meeting.peers else None
         # A group is made by all ranks together, also by one that does not need it.
         lacks = len(meeting.peers) < self.size - 1
         if not any(map(any, self.all_gather_bytes(bytes([lacks])))):
-            return host, frozenset(meeting.peers), None
+            return host, None
         remote = ProcessGroupTransport(new_group(self._everyone, timeout), timeout)
-        return host, frozenset(meeting.peers), remote
+        if host is not None:
+            host.otherwise = remote
+        return host, remote
 
     def _connect_notices(self) -> None:
         """Make what ranks tell each other by before they give their devices anything."""
-        host, ranks, remote = self._host_connections(_FOREVER_S)
-        self._notices = HostNotices(host, ranks, remote)
+        self._notices = HostNotices(*self._host_connections(_FOREVER_S))
         self._handshake = Handshake(self.rank, self._notices, self._timeout)
 
     def _meeting(self, ranks: Ranks) -> AbstractContextManager[None]:
