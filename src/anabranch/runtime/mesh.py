@@ -41,7 +41,6 @@ from anabranch.runtime.transport import (
     HostTransport,
     NcclTransport,
     ProcessGroupTransport,
-    Router,
     Transport,
     guarded,
     meet,
@@ -163,35 +162,32 @@ class Mesh:
         return NcclTransport(self.rank, groups, wire, place, timeout, handshake, through_host)
 
     def _host_transport(self) -> Transport:
-        host, ranks, remote = self._host_connections(self._timeout)
-        transports: list[Transport] = [t for t in (host, remote) if t is not None]
+        host, remote = self._host_connections(self._timeout)
+        transport = host or remote
+        assert transport is not None
         if remote is None and self._near is None and self._handshake is None:
-            self._near = MessageCollectives(transports[0], self.rank)
+            self._near = MessageCollectives(transport, self.rank)
         self.barrier()
-        if len(transports) == 1:
-            return transports[0]
-        assert host is not None
-        assert remote is not None
-        routes: dict[int, Transport] = dict.fromkeys(self._everyone, remote)
-        return Router(routes | dict.fromkeys(ranks, host), transports)
+        return transport
 
     def _host_connections(
         self, timeout: float
-    ) -> tuple[HostTransport | None, frozenset[int], ProcessGroupTransport | None]:
-        """Return a transport to ranks of this host, these ranks, and one to others."""
+    ) -> tuple[HostTransport | None, ProcessGroupTransport | None]:
+        """Return a transport to ranks of this host, and one to others, which the first uses."""
         meeting = meet(self.rank, self.all_gather_bytes)
         host = HostTransport(meeting, self._timeout) if meeting.peers else None
         # A group is made by all ranks together, also by one that does not need it.
         lacks = len(meeting.peers) < self.size - 1
         if not any(map(any, self.all_gather_bytes(bytes([lacks])))):
-            return host, frozenset(meeting.peers), None
+            return host, None
         remote = ProcessGroupTransport(new_group(self._everyone, timeout), timeout)
-        return host, frozenset(meeting.peers), remote
+        if host is not None:
+            host.otherwise = remote
+        return host, remote
 
     def _connect_notices(self) -> None:
         """Make what ranks tell each other by before they give their devices anything."""
-        host, ranks, remote = self._host_connections(_FOREVER_S)
-        self._notices = HostNotices(host, ranks, remote)
+        self._notices = HostNotices(*self._host_connections(_FOREVER_S))
         self._handshake = Handshake(self.rank, self._notices, self._timeout)
 
     def _meeting(self, ranks: Ranks) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from anabranch import launch
 from anabranch.runtime.guards.failure import PeerLostError
-from anabranch.runtime.transport import HostTransport, ProcessGroupTransport, Router, meet, meeting
+from anabranch.runtime.transport import HostTransport, ProcessGroupTransport, meet, meeting
 from tests.runtime.transport.runners import (
     CPU,
     exchange,
@@ -315,7 +315,8 @@ def _all_to_all() -> tuple[list[str], list[int]]:
             number = int(transport.receive(spec, CPU, other, 0).wait()[0][-1])
         heard.append(number)
     transport.flush()
-    if not isinstance(transport, Router):
+    if isinstance(transport, ProcessGroupTransport) or transport.otherwise is None:
         assert isinstance(transport, HostTransport | ProcessGroupTransport)
         return [type(transport).__name__], heard
-    return [type(transport._routes[other]).__name__ for other in others], heard
+    routes = [transport if other in transport._lines else transport.otherwise for other in others]
+    return [type(route).__name__ for route in routes], heard

@@ -24,9 +24,11 @@ def notices(kind: str) -> HostNotices:
     """
     near = host_transport() if kind != "far" else None
     far = gloo_transport() if kind != "near" else None
-    everyone = frozenset(range(dist.get_world_size()))
-    both = everyone - {2} if dist.get_rank() != 2 else frozenset[int]()
-    return HostNotices(near, {"near": everyone, "far": frozenset(), "both": both}[kind], far)
+    if kind == "both":
+        near.otherwise = far
+        for other in range(3) if dist.get_rank() == 2 else [2]:
+            near._lines.pop(other, None)
+    return HostNotices(near, far)
 
 
 @pytest.mark.parametrize("kind", ["near", "far", "both"])

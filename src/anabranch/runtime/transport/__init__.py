@@ -7,7 +7,7 @@
 A message is a few tensors. Messages between two ranks with one tag arrive in the order they were
 sent. Both ends know shapes and element types beforehand, so nothing but the numbers travels.
 
-base             what every transport does, and several of them as one
+base             what every transport does
 host             through shared memory, between ranks of one host: memory, meeting
 process_group    through torch.distributed (Gloo)
 packing          a message as one piece of memory
@@ -16,7 +16,6 @@ nccl             between ranks with a GPU each: handshake, notices, buffers
 
 from anabranch.runtime.transport.base import Channel as Channel
 from anabranch.runtime.transport.base import Receipt as Receipt
-from anabranch.runtime.transport.base import Router as Router
 from anabranch.runtime.transport.base import Spec as Spec
 from anabranch.runtime.transport.base import Transport as Transport
 from anabranch.runtime.transport.base import guarded as guarded

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from anabranch.runtime.guards.failure import PeerLostError
 from anabranch.runtime.guards.position import POSITION
-from anabranch.runtime.transport.base import Receipt, Spec, listed
+from anabranch.runtime.transport.base import Receipt, Spec, Transport, listed
 from anabranch.runtime.transport.meeting import Meeting, Peer
 from anabranch.runtime.transport.memory import Record, Segment
 from anabranch.runtime.transport.packing import pack, packing_of, specs_of, unpack
@@ -39,11 +39,15 @@ class HostTransport:
     """Messages through shared memory to and from ranks of the same host.
 
     A received tensor may lie in the sender's segment, reused when it is gone; it may be written to.
+
+    Attributes:
+        otherwise: takes messages to and from ranks of other hosts; closed with this one.
     """
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:
         assert meeting.segment is not None
         self._segment = meeting.segment
+        self.otherwise: Transport | None = None
         self._lines = {
             rank: _PeerConnection(rank, peer, timeout)
             for rank, peer in sorted(meeting.peers.items())
@@ -57,7 +61,10 @@ class HostTransport:
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
         if not self._close.alive:
             raise PeerLostError("this rank has broken its connections")
-        line = self._lines[rank]
+        if (line := self._lines.get(rank)) is None:
+            assert self.otherwise is not None
+            self.otherwise.send(tensors, rank, tag)
+            return
         packing = packing_of(specs_of(tensors))
         chunk, index = self._segment.take(packing.nbytes)
         start = chunk.start(index)
@@ -68,7 +75,10 @@ class HostTransport:
         line.peer.wakes_peer.set()
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        return self._lines[rank].post(tuple(specs), device, tag)
+        if (line := self._lines.get(rank)) is None:
+            assert self.otherwise is not None
+            return self.otherwise.receive(specs, device, rank, tag)
+        return line.post(tuple(specs), device, tag)
 
     def arrivals(
         self, tag: int, wait_s: float = 0.0, ranks: Collection[int] = ()
@@ -109,11 +119,15 @@ class HostTransport:
         """See ``Transport``; what was sent is the receiver's already."""
 
     def flush(self) -> None:
-        """See ``Transport``; what was sent is the receiver's already."""
+        """See ``Transport``; what was sent within the host is the receiver's already."""
+        if self.otherwise is not None:
+            self.otherwise.flush()
 
     def close(self) -> None:
         _OPEN.discard(self)
         self._close()
+        if self.otherwise is not None:
+            self.otherwise.close()
 
     def _disown(self) -> None:
         for line in self._lines.values():

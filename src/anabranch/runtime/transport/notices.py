@@ -51,17 +51,12 @@ class HostNotices:
     telling.
 
     Args:
-        near: to ranks of this host; None if there are none.
+        near: to ranks of this host, and otherwise ``far``; None if there are none.
         far: to ranks of other hosts, for nothing else; None if there are none.
     """
 
-    def __init__(
-        self,
-        near: HostTransport | None,
-        near_ranks: frozenset[int],
-        far: ProcessGroupTransport | None,
-    ) -> None:
-        self._near, self._near_ranks, self._far = near, near_ranks, far
+    def __init__(self, near: HostTransport | None, far: ProcessGroupTransport | None) -> None:
+        self._near, self._far = near, far
         self._from_far: queue.SimpleQueue[Notice | BaseException] = queue.SimpleQueue()
         if far is not None:
             threading.Thread(target=self._listen, name="anabranch notices", daemon=True).start()
@@ -70,12 +65,9 @@ class HostNotices:
         """Tell another rank, without waiting; ``notice.rank`` is this one's."""
         packed = _RECORD.pack(notice.word, notice.number, notice.from_sender)
         message = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        if rank in self._near_ranks:
-            assert self._near is not None
-            self._near.send([message], rank, _TAG)
-        else:
-            assert self._far is not None
-            self._far.send([message], rank, _TAG)
+        transport = self._near or self._far
+        assert transport is not None
+        transport.send([message], rank, _TAG)
 
     def heard(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> list[Notice]:
         """Return what has come; wait for something if ``wait_s`` is not 0.
@@ -96,9 +88,8 @@ class HostNotices:
 
     def close(self) -> None:
         """Break the connections."""
-        for transport in (self._near, self._far):
-            if transport is not None:
-                transport.close()
+        if (transport := self._near or self._far) is not None:
+            transport.close()
 
     def _heard_far(self, wait_s: float) -> list[Notice]:
         notices: list[Notice] = []
