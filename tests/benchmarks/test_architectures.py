@@ -40,14 +40,11 @@ def test_a_step_is_that_of_the_whole_batch(
     experts is that of the whole batch. One layer reads texts, pictures and sounds, of Gemma3 and
     where windows are looked at one of each kind.
     """
-    one = {"_TEXT": "num_hidden_layers", "_POSITIONS": "num_hidden_layers"}
-    one = {} if name == "Gemma3" else one
-    for options, layers in {
-        **one,
-        "_VISION": "num_hidden_layers",
-        "_SOUNDS": "encoder_layers",
-    }.items():
-        monkeypatch.setattr(multimodal, options, {**getattr(multimodal, options), layers: 1})
+    layers = {"_VISION": "num_hidden_layers", "_SOUNDS": "encoder_layers"}
+    if name != "Gemma3":
+        layers |= dict.fromkeys(("_TEXT", "_POSITIONS"), "num_hidden_layers")
+    for options, key in layers.items():
+        monkeypatch.setattr(multimodal, options, {**getattr(multimodal, options), key: 1})
     found = examined(name)
     assert found["loss"] == kind
     assert found["loss_error"] < 1e-6

@@ -30,13 +30,13 @@ def raced_once(sides: Any, ranks: int, **options: Any) -> dict[str, list[float]]
     return race.race(sides, ranks, **options | {"turns": 1, "steps": 1, "warm": 1})
 
 
+PLANS_BY_HAND = transformer.plans_by_hand
+
+
 def one_plan_by_hand(captured: Any) -> dict[str, Any]:
     """A row of two stages."""
-    name, plan = next(iter(BY_HAND(captured).items()))
-    return {name: plan}
+    return dict([*PLANS_BY_HAND(captured).items()][:1])
 
-
-BY_HAND = transformer.plans_by_hand
 
 SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "sleeps": ({}, (((2, 4, 1e-4, 2e-4),),)),
