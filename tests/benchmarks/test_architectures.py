@@ -37,13 +37,14 @@ def test_a_step_is_that_of_the_whole_batch(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three stages in micro-batches of two samples; stochastic depth is off. The balance of
-    experts is that of the whole batch. Beside images one layer reads the text, of Gemma3 one of
-    each kind.
+    experts is that of the whole batch. One layer reads texts, pictures and sounds, of Gemma3 and
+    where windows are looked at one of each kind.
     """
+    layers = {"_VISION": "num_hidden_layers", "_SOUNDS": "encoder_layers"}
     if name != "Gemma3":
-        for options in ("_TEXT", "_POSITIONS"):
-            fewer = {**getattr(multimodal, options), "num_hidden_layers": 1}
-            monkeypatch.setattr(multimodal, options, fewer)
+        layers |= dict.fromkeys(("_TEXT", "_POSITIONS"), "num_hidden_layers")
+    for options, key in layers.items():
+        monkeypatch.setattr(multimodal, options, {**getattr(multimodal, options), key: 1})
     found = examined(name)
     assert found["loss"] == kind
     assert found["loss_error"] < 1e-6

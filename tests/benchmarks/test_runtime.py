@@ -30,10 +30,24 @@ def raced_once(sides: Any, ranks: int, **options: Any) -> dict[str, list[float]]
     return race.race(sides, ranks, **options | {"turns": 1, "steps": 1, "warm": 1})
 
 
+PLANS_BY_HAND = transformer.plans_by_hand
+
+
+def one_plan_by_hand(captured: Any) -> dict[str, Any]:
+    """A row of two stages."""
+    return dict([*PLANS_BY_HAND(captured).items()][:1])
+
+
 SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "sleeps": ({}, (((2, 4, 1e-4, 2e-4),),)),
     "messages": ({}, (((4 << 10, 4),),)),
-    "transformer": ({"BATCH": 8, "SIZES": transformer.SIZES | gpu_transformer.SMALL}, ()),
+    "transformer": (
+        {
+            **{"BATCH": 8, "SIZES": transformer.SIZES | gpu_transformer.SMALL},
+            "plans_by_hand": one_plan_by_hand,
+        },
+        (),
+    ),
     "towers": ({"CASES": ((2, 2),), "FORWARD_S": 1e-4, "BACKWARD_S": 2e-4}, ()),
     "memory": ({"COUNTS": (4,), "SAMPLES": 64, "OURS": ("1f1b",), "THEIRS": ("1f1b",)}, ()),
     "halves": ({"SIZES": halves.SIZES | {"layers": "2"}, "LAYERS": 2, "STEPS": 1}, ()),

@@ -1,4 +1,6 @@
-"""The runtime's own transport and sums on the model, and two orders of posting that hang on it."""
+"""The runtime's own transport and sums on the model, and two orders that hang on it: the model sees
+what it should.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from torch import Tensor
 
 from anabranch.runtime.collectives import DeviceSums, Pending
 from anabranch.runtime.process_groups import blocks_of
-from anabranch.runtime.transport import Channel, NcclTransport, Receipt, Spec
+from anabranch.runtime.transport import Channel, NcclTransport, Spec
 from anabranch.runtime.transport.handshake import Half, Handshake
-from anabranch.runtime.transport.notices import Notice, Word
+from anabranch.runtime.transport.notices import Notice
 from tests.gpu_model.gpu import DONE, Operation, World
 from tests.runtime.transport.local import Hub, LocalTransport
 
@@ -166,96 +168,6 @@ class BehindAnything(Handshake):
         return super().offer(channel, give, 0)
 
 
-class SendsFirst(Handshake):
-    """Every receive is given when its send has been; no rank waits for anybody before it sends."""
-
-    def offer(self, channel: Channel, give: Callable[[], None], place: int) -> Half:
-        half = Half(channel, give, place)
-        if channel.sender == self._rank:
-            self._give(half)
-            self._tell(channel, Word.BEGUN)
-        else:
-            self._lines[channel].halves.append(half)
-            self._receive(channel)
-        self.progress()
-        return half
-
-    def progress(self, wait_s: float = 0.0, ranks: Collection[int] = ()) -> None:
-        for notice in self._notices.heard(wait_s):
-            if notice.word is Word.HERE:
-                self._here[notice.rank, notice.number] += 1
-            else:
-                channel = Channel(notice.rank, self._rank, notice.number)
-                self._lines[channel].available += 1
-                self._receive(channel)
-
-    def _receive(self, channel: Channel) -> None:
-        line = self._lines[channel]
-        while line.halves and line.available:
-            line.available -= 1
-            self._give(line.halves.popleft())
-
-
-class PostedAhead:
-    """The order of posting that the runtime had: a communicator per channel, sends at once, a
-    receive when the device has taken the message that the host had taken before it asked.
-    """
-
-    def __init__(self, wire: ModelWire) -> None:
-        self.wire = wire
-        self._waiting: defaultdict[Channel, deque[_PostedReceive]] = defaultdict(deque)
-        self._taken: dict[Channel, Operation | None] = {}
-        self._sent: list[tuple[Tensor, Work]] = []
-        self.kept: list[Tensor] = []  # in place of ``record_stream``
-
-    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        self._sent = [(t, work) for t, work in self._sent if not work.is_completed()]
-        self.post_due()
-        moved = [tensor.detach() for tensor in tensors]
-        (work,) = self.wire.start((self.wire.rank, rank, tag), moved, self.wire.fence())
-        self._sent.append((moved[0], work))
-
-    def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
-        channel = Channel(rank, self.wire.rank, tag)
-        receive = _PostedReceive(self, channel, self._taken.get(channel))
-        self._waiting[channel].append(receive)
-        self.post_due()
-        return receive
-
-    def post_due(self) -> None:
-        for waiting in self._waiting.values():
-            while waiting and (waiting[0].after is None or waiting[0].after.state == DONE):
-                waiting.popleft().post()
-
-    def settle(self) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _PostedReceive:
-    def __init__(self, end: PostedAhead, channel: Channel, after: Operation | None) -> None:
-        self._end, self._channel, self.after = end, channel, after
-
-    def post(self) -> None:
-        self._tensors = [torch.empty(1)]
-        self._end.kept += self._tensors
-        self._works = self._end.wire.start(self._channel, self._tensors, None)
-
-    def wait(self) -> list[Tensor]:
-        self._end.post_due()
-        waiting = self._end._waiting[self._channel]
-        while self in waiting:
-            first = waiting.popleft()
-            if first.after is not None:
-                self._end.wire.world.synchronize(self._end.wire.rank, "a wait for a slot")
-            first.post()
-        self._end.wire.join(self._works)
-        self._end._taken[self._channel] = self._end.wire.fence()
-        return self._tensors
-
-
 class SumsAtOnce:
     """Sums that a device gets where a gradient is complete, as the runtime had it."""
 
@@ -285,16 +197,11 @@ class Rank:
         blocks = max(blocks_of(pairs, size), blocks_of(sets, size))
         self.rank, self.world, self.letters = rank, world, post.letters[rank]
         self.wire = wire = ModelWire(world, rank, blocks)
-        kinds = {"sends first": SendsFirst, "behind anything": BehindAnything}
-        kind = kinds.get(order, Handshake)
+        kind = BehindAnything if order == "behind anything" else Handshake
         self.handshake = handshake = kind(rank, ModelNotices(post, rank), 60.0)
-        self.sums: Any
-        self.transport: Any
-        if order == "posted ahead":
-            self.transport, self.sums = PostedAhead(wire), SumsAtOnce(wire)
-            return
         otherwise = LocalTransport(Hub(), rank)
         self.transport = NcclTransport(rank, pairs, wire, CPU, 60.0, handshake, otherwise)
+        self.sums: Any
         if order == "sums at once":
             self.sums = SumsAtOnce(wire)
             return

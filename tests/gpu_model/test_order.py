@@ -78,21 +78,6 @@ def test_a_wait_at_every_call_in_turn(recorded: Mapping[str, Programs]) -> None:
             replay(programs, seed=call, injected=lambda r, c, at=(rank, call): (r, c) == at)
 
 
-@pytest.mark.parametrize("part", ["two stages: step", "four stages: steps"])
-def test_receives_that_are_posted_ahead_hang(part: str, recorded: Mapping[str, Programs]) -> None:
-    """The order that the runtime had: a receive spins before the host of its sender has what the
-    send needs, and a host that waits for its device meanwhile never comes to its own send.
-    """
-    assert hangs(recorded[part], "posted ahead", 20)["hangs"] > 5
-
-
-def test_sends_that_nobody_waits_for_hang(recorded: Mapping[str, Programs]) -> None:
-    """It is not enough that every receive follows its send: two hosts that have each sent, and then
-    wait for their devices, wait for each other's receive.
-    """
-    assert hangs(recorded["two stages: step"], "sends first", 40)["hangs"] > 5
-
-
 def test_kernels_that_take_all_multiprocessors_hang(recorded: Mapping[str, Programs]) -> None:
     """Why connections have a bounded number of blocks: in any order, a kernel that waits for one
     that its own computation has to feed must leave it room.
