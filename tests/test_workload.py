@@ -69,6 +69,10 @@ def test_an_optimizer_where_its_recipe_should_be_is_refused_at_once(name):
             lambda named: torch.optim.SGD(named, lr=0.1, momentun=0.9),
             r"raised at .*test_workload.py:\d+, in <lambda>: TypeError: .*'momentun'",
         ),
+        (
+            lambda named: torch.optim.SGD([p for p in named if p.ndim > 1], lr=0.1),
+            r"raised at .*, in <listcomp>: AttributeError: 'tuple' object has no attribute 'ndim'",
+        ),
         (partial(torch.optim.SGD, momentun=0.9), r"raised at functools.partial\(.*'momentun'"),
         (lambda named: None, "returned a NoneType; it has to return an optimizer of torch.optim"),
     ],

@@ -164,7 +164,8 @@ class Workload:
 
 def _made(recipe: Callable[[Any], Made], argument: Any, name: str, kind: type[Made]) -> Made:
     """Call a recipe of the user's and check the class of its result."""
-    with naming_place(f"the {name} recipe of the Workload raised", otherwise=repr(recipe)):
+    pairs = "given (name, parameter) pairs, " if name == "optimizer" else ""
+    with naming_place(f"{pairs}the {name} recipe of the Workload raised", otherwise=repr(recipe)):
         made = recipe(argument)
     if not isinstance(made, kind):
         raise WorkloadError(

@@ -196,7 +196,8 @@ def test_autocast_in_the_forward_is_one_operator_and_told():
     nothing is lost.
     """
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    with pytest.warns(CaptureWarning, match=r"^layers.0 \.\. layers.2 are called .* --precision bf16"):
+    told = r"^layers.0 \.\. layers.2 are called .* --precision bf16"
+    with pytest.warns(CaptureWarning, match=told):
         assert len(capture(Autocast(layers), torch.ones(4, 4)).graph) == 1
     capture(Autocast(layers[:1]), torch.ones(4, 4))
 
