@@ -47,6 +47,15 @@ def test_to_meta_keeps_the_nesting():
     assert result["b"] == 4
 
 
+def test_a_module_that_is_wrapped_for_another_way_to_train_is_refused():
+    """Wherever it is inside; the message says what to leave out, and what does the same here."""
+    compiled = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 1)))
+    with pytest.raises(TypeError, match=r"not in OptimizedModule; leave torch.compile out; --comp"):
+        Workload(compiled, torch.ones(2, 2))
+    with pytest.raises(TypeError, match=r"not in DataParallel; pass the module inside"):
+        Workload(torch.nn.DataParallel(torch.nn.Linear(2, 1)), torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("name", ["optimizer", "scheduler"])
 def test_an_optimizer_where_its_recipe_should_be_is_refused_at_once(name):
     """Each rank makes one for its own stages, so that of the whole model is of no use; the message
@@ -68,6 +77,10 @@ def test_an_optimizer_where_its_recipe_should_be_is_refused_at_once(name):
         (
             lambda named: torch.optim.SGD(named, lr=0.1, momentun=0.9),
             r"raised at .*test_workload.py:\d+, in <lambda>: TypeError: .*'momentun'",
+        ),
+        (
+            lambda named: torch.optim.SGD([p for p in named if p.ndim > 1], lr=0.1),
+            r"raised at .*, in <listcomp>: AttributeError: 'tuple' object has no attribute 'ndim'",
         ),
         (partial(torch.optim.SGD, momentun=0.9), r"raised at functools.partial\(.*'momentun'"),
         (lambda named: None, "returned a NoneType; it has to return an optimizer of torch.optim"),

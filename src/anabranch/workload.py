@@ -35,6 +35,18 @@ def adamw(parameters: NamedParameters | Iterable[nn.Parameter]) -> torch.optim.O
     return torch.optim.AdamW(entries, lr=1e-3, fused=fused)
 
 
+_REPLICAS = "pass the module inside; replicas, and what they share, are the plan's to say"
+_WRAPPERS = {
+    "DistributedDataParallel": _REPLICAS,
+    "DataParallel": _REPLICAS,
+    "FullyShardedDataParallel": _REPLICAS,
+    "FSDPModule": "leave fully_shard out; --shard-optimizer shares the optimizer's state",
+    "OptimizedModule": 'leave torch.compile out; --compile inductor (ComputeOptions(compile="induct'
+    'or")) compiles each stage',
+}
+"""Classes of modules that do themselves what a plan does, and what to do instead."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model with its data and optimizer recipe.
@@ -76,8 +88,8 @@ class Workload:
             out, as for adapters of a large model; whoever resumes then has them in the module.
 
     Raises:
-        TypeError: if ``module`` is none, but its class for example; a recipe is what it should
-            make; or the data yields nothing.
+        TypeError: if ``module`` is none, but its class for example, or wrapped for data
+            parallelism; a recipe is what it should make; or the data yields nothing.
         ValueError: if a ``DataLoader`` deals its samples out to replicas.
     """
 
@@ -104,6 +116,12 @@ class Workload:
                 f"{self.module.__name__ if is_class else with_article(type(self.module).__name__)}"
                 f"{', which is a class: make one of it, with ()' if is_class else ''}"
             )
+        for part in self.module.modules():
+            for kind, instead in _WRAPPERS.items():
+                if kind in {base.__name__ for base in type(part).__mro__}:
+                    raise TypeError(
+                        f"the module of a Workload is the plain one, not in {kind}; {instead}"
+                    )
         if isinstance(self.per_sample, str):
             raise TypeError(f"per_sample of a Workload is a list of names: [{self.per_sample!r}]")
         for name, recipe, given in (
@@ -148,7 +166,8 @@ class Workload:
 
 def _made(recipe: Callable[[Any], Made], argument: Any, name: str, kind: type[Made]) -> Made:
     """Call a recipe of the user's and check the class of its result."""
-    with naming_place(f"the {name} recipe of the Workload raised", otherwise=repr(recipe)):
+    pairs = "given (name, parameter) pairs, " if name == "optimizer" else ""
+    with naming_place(f"{pairs}the {name} recipe of the Workload raised", otherwise=repr(recipe)):
         made = recipe(argument)
     if not isinstance(made, kind):
         raise WorkloadError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -282,6 +282,37 @@ def test_the_readme_from_the_module_to_a_trained_model(call, tmp_path):
 
 
 @pytest.mark.dist
+def test_the_optimizer_of_tables_and_all_else_is_both():
+    """Two steps, with a ``state_dict`` between them, are those of SparseAdam and Adam by hand."""
+    page = blocks(ROOT / "docs" / "training.md", "python")
+    names: dict[str, Any] = {"torch": torch}
+    exec(next(block for block in page if "class TablesAndRest" in block), names)
+
+    def gradients(module: torch.nn.Module) -> None:
+        module.zero_grad()
+        module.head(module.table(torch.tensor([1, 3]))).sum().backward()
+
+    ours, by_hand = (
+        torch.nn.ModuleDict({"table": torch.nn.Embedding(5, 4, sparse=True)}) for _ in range(2)
+    )
+    for module in (ours, by_hand):
+        module["head"] = torch.nn.Linear(4, 1)
+    by_hand.load_state_dict(ours.state_dict())
+    tables, rest = (by_hand[name].parameters() for name in ("table", "head"))
+    both = torch.optim.SparseAdam(tables, lr=0.1), torch.optim.Adam(rest, lr=0.1)
+    state = names["TablesAndRest"](ours.named_parameters(), lr=0.1).state_dict()
+    for _ in range(2):
+        optimizer = names["TablesAndRest"](ours.named_parameters(), lr=0.5)
+        optimizer.load_state_dict(state)
+        for module in (ours, by_hand):
+            gradients(module)
+        for part in (optimizer, *both):
+            part.step()
+        state = optimizer.state_dict()
+    for mine, theirs in zip(ours.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_the_script_of_the_quick_start(tmp_path, monkeypatch, capsys):
     """It trains, and prints plan and loss. Run as a script, in this process: another one would only
     import everything again.

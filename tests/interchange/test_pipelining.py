@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from anabranch import launch
+from anabranch.errors import DataError
 from anabranch.interchange.chain import chain_of
 from anabranch.interchange.pipelining import TorchPipeline
 from anabranch.interchange.stages import plain_stages
@@ -70,6 +71,22 @@ def test_schedules_are_those_of_the_plan(schedule: str):
     chosen = on_devices(chosen, [(0,), (1,), (0,), (1,)]) if schedule == "gpipe" else chosen
     losses = under_pytorch("blocks", model, chosen)
     assert losses == pytest.approx(here("blocks", model, chosen), rel=1e-6)
+
+
+def test_a_batch_of_another_size_is_refused_on_every_rank():
+    """Of a larger one samples would be left out, on a smaller one PyTorch would fail."""
+    model = chain("blocks")
+    chosen = plan(model, 2, batch_size=16)
+
+    def rank() -> list[int]:
+        pipeline, told = TorchPipeline(chosen, model.captured), []
+        for samples in (12, 32):
+            with pytest.raises(DataError, match=f"{samples} samples, the plan's 16; .*drop_last"):
+                pipeline.step(batch("blocks", samples, 0))
+            told.append(samples)
+        return told
+
+    assert launch.run(rank, 2, timeout=60.0) == [[12, 32]] * 2
 
 
 def test_replicas_are_pipelines_side_by_side():

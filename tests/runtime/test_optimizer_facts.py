@@ -15,6 +15,7 @@ from anabranch.runtime.optimizer_facts import (
     has_momentum,
     optimizer_of,
     require_rule,
+    unlike_torchs,
     updates_by_element,
 )
 from anabranch.weights import OPTIMIZERS, OptimizerFacts, PipeOptim, PredictStash, SpecTrain, Stash
@@ -46,6 +47,23 @@ def parameters() -> list[nn.Parameter]:
 def test_what_the_recipe_makes(recipe, facts, meta):
     """Also of a model without memory for its parameters."""
     assert optimizer_of(workload(recipe, meta=meta)) == facts
+
+
+class TwoInOne(torch.optim.Optimizer):
+    """Steps of two optimizers, which keep their state to themselves or share it."""
+
+    def __init__(self, parameters, *, share):
+        super().__init__(parameters, {"lr": 0.1})
+        self.parts = [SGD(parameters, 0.1, momentum=0.9), Adam(parameters)]
+        for part in self.parts if share else ():
+            part.state = self.state
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_state_that_a_checkpoint_would_lose_is_told(share):
+    """A ``state_dict`` has the state of the optimizer itself alone."""
+    said = unlike_torchs(TwoInOne(parameters(), share=share))
+    assert ("its state_dict lacks what it keeps in Adam and SGD" in said) is not share
 
 
 def test_groups_by_name_dimension_and_type():

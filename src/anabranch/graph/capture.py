@@ -13,6 +13,7 @@ operations have to be the same ones each time.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
+from anabranch.graph.export import CaptureWarning
 from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import FlatProgram, frame, gradient_calls, schema_name
 from anabranch.graph.flows import Assumption, Flow, above, loss_kind
@@ -86,6 +88,14 @@ def capture(
             f"names; it calls {', '.join(sorted(called))}"
         )
     require_sites(type(module).__name__, rules, exporter.rewrites, exporter.refusals)
+    for first, last in captured.programs.example.uncut():
+        warnings.warn(
+            f"{first} .. {last} are called under torch.autocast, which is captured as one operator "
+            "that no plan cuts; leave autocast out of the forward, and train with --precision bf16 "
+            '(ComputeOptions(precision="bf16"))',
+            CaptureWarning,
+            stacklevel=2,
+        )
     return captured
 
 

@@ -66,6 +66,15 @@ class FlatProgram:
         sources = self.sources.values()
         return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
 
+    def uncut(self) -> Iterator[tuple[str, str]]:
+        """First and last submodule whose parameters each region reads, if it reads several's."""
+        for call in self.calls:
+            read = [self.sources[a] for a in call.all_input_nodes if a in self.sources]
+            names = [s.name.rpartition(".")[0] for s in read if s.kind == PARAMETER]
+            has_region = any(arg.target in self.regions for arg in call.all_input_nodes)
+            if has_region and len(set(names)) > 1:
+                yield names[0], names[-1]
+
     def run(self, find: Callable[[PlaceholderSource], torch.Tensor]) -> list[torch.Tensor]:
         """Compute the outputs without gradients; ``find`` gives the tensors of placeholders."""
         env: dict[fx.Node, Any] = {}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from anabranch.errors import DataError
 from anabranch.graph.capture import Captured
 from anabranch.interchange.chain import chain_of
 from anabranch.interchange.stages import plain_stages
@@ -74,9 +75,19 @@ class TorchPipeline:
         Returns:
             The loss on the rank of the last stage, else None: of this replica's samples, so that
             its mean over replicas is the loss of the batch.
+
+        Raises:
+            DataError: for a batch of another size than planned, on which PyTorch would fail.
         """
         losses: list[Tensor] = []
-        tensors = self._own(self.captured.layout.flatten(batch))
+        whole = self.captured.layout.flatten(batch)
+        samples, planned = len(next(iter(whole.values()))), self.chain.plan.stage_graph.batch_size
+        if samples != planned:
+            raise DataError(
+                f"the batch has {samples} samples, the plan's {planned}; PyTorch's pipelining "
+                "takes batches of one size: leave out a short last one (drop_last=True)"
+            )
+        tensors = self._own(whole)
         inputs: dict[str, Any] = {"batch": tensors} if tensors else {}
         target = torch.zeros(self.chain.num_microbatches)  # of which PyTorch wants some
         self.schedule.step(**inputs, target=target, losses=losses, return_outputs=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 
 import torch
@@ -86,12 +86,29 @@ def unlike_torchs(optimizer: Optimizer) -> str:
     is_torchs = type(optimizer).__module__.startswith(_BY_PARAMETER)
     if is_torchs and not _has_hooks(optimizer):
         return ""
+    lost = ""
+    if inside := sorted(_with_own_state(optimizer)):
+        lost = (
+            f"; its state_dict lacks what it keeps in {' and '.join(inside)}, so whoever resumes "
+            "from a checkpoint begins without that: have these share its state, as in "
+            "docs/training.md"
+        )
     return (
         f"{type(optimizer).__name__} {'has hooks' if is_torchs else 'is not of torch.optim'}: each "
         "rank has one for the parameters of its own stages, so what it computes over several, such "
         "as a norm of them all, is of those alone; what it does by parameter is as in one process, "
-        "and Workload(clip_norm=...) clips by the norm over all stages"
+        f"and Workload(clip_norm=...) clips by the norm over all stages{lost}"
     )
+
+
+def _with_own_state(optimizer: Optimizer) -> set[str]:
+    """Names of optimizers that another one holds, alone or in lists and dicts, with other state."""
+    held: list[object] = []
+    for value in vars(optimizer).values():
+        entries = value.values() if isinstance(value, dict) else value
+        held += entries if isinstance(entries, Iterable) else [value]
+    parts = (part for part in held if isinstance(part, Optimizer))
+    return {type(part).__name__ for part in parts if part.state is not optimizer.state}
 
 
 def _has_hooks(optimizer: Optimizer | None) -> bool:

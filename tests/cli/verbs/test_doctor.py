@@ -27,6 +27,12 @@ def test_the_cluster_that_nobody_named_is_an_example(run):
     assert "is an example" not in out
 
 
+def test_the_first_plan_is_for_batches_of_the_data(document):
+    """As ``train`` and ``verify`` take them, where nobody says a size."""
+    found = document("doctor", "tests.cli.models:loaded", "--cluster", "summit:1x2")
+    assert found["plan"]["batch_size"] == 8
+
+
 def test_a_model_that_cannot_be_captured_is_no_success(run):
     """The document is whole, with the line that stops it."""
     code, out, _ = run("doctor", "tests.cli.models:branching", "--json")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.errors import WorkloadError
+from anabranch.errors import TrainingError, WorkloadError
 from anabranch.profile.profile import UpdateCost
 from anabranch.runtime.measurement.update import fit, measure_update
 from anabranch.workload import Workload
@@ -76,6 +76,15 @@ def test_an_optimizer_that_raises_is_named():
         WorkloadError, match=r"optimizer of the Workload raised in .*test_update.py"
     ):
         measure_update(Workload(nn.Linear(2, 2), (), optimizer=Failing))
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_it_misses_one():
+    """As training refuses it, with what to take."""
+    workload = Workload(
+        nn.Linear(2, 2), (), optimizer=lambda named: torch.optim.LBFGS(dict(named).values())
+    )
+    with pytest.raises(TrainingError, match="take an optimizer whose step needs no closure"):
+        measure_update(workload)
 
 
 def sparse_adam(named):

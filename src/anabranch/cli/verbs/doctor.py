@@ -27,7 +27,10 @@ def doctor(
             "preset or a file [default: summit:1x4, four V100 of one host, as an example]."
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one step.")] = 32,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples of one step [default: the DataLoader's, or 32]."),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="v100, a100, h100 or h200: whose data sheet has the seconds.")
     ] = "v100",
@@ -46,11 +49,12 @@ def doctor(
 
     source = model.source
     machines = usage(read_cluster, cluster or EXAMPLE)
+    workload = source.workload()
     examination = usage(
         examine,
-        source.workload(),
+        workload,
         machines,
-        batch_size,
+        batch_size or workload.batch_size or 32,
         model=source.model,
         device=device,
         granularity=cast("Granularity", source.granularity),

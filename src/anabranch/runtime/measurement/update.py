@@ -23,6 +23,7 @@ from anabranch.profile.profile import UpdateCost
 from anabranch.profile.storages import Storages
 from anabranch.runtime.data_parallel.gradients import clip, gradients_of, squares_of
 from anabranch.runtime.measurement.peak_memory import PeakMemory
+from anabranch.runtime.model_state import refuse_unsupported
 from anabranch.runtime.numerics.nonfinite import bad_names
 from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.workload import Workload
@@ -155,7 +156,9 @@ def _copies(
     for name, parameter in named:
         values = torch.full_like(parameter, 1e-3, device=place, memory_format=torch.preserve_format)
         copies[name] = nn.Parameter(values)
-    return copies, workload.make_optimizer(list(copies.items()))
+    optimizer = workload.make_optimizer(list(copies.items()))
+    refuse_unsupported(optimizer, None)
+    return copies, optimizer
 
 
 def _give_gradients(
