@@ -23,7 +23,7 @@ from anabranch.plans.plan import memory_text, ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import directions, message_table
 from anabranch.simulator.costs import ModelCosts
-from anabranch.solve.bound import longest_way_s, step_bound
+from anabranch.solve.bound import longest_way_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +44,11 @@ class Floor:
 
 
 def work_floor(cost: CostModel, batch_size: int) -> float:
-    """Seconds per device of all operators, each at the slice where a sample takes least."""
-    seconds = float(least_s_per_sample(cost, batch_size).sum())
-    return seconds * batch_size / cost.cluster.num_devices
-
-
-def least_step_s(cost: CostModel, graph: StageGraph) -> float:
-    """Seconds that a step of any plan takes at least: with one stage on each device where this one
-    has, else of any at all.
+    """Seconds of all operators over all devices, or the fewer that compute at once, each operator
+    at the slice where a sample takes least.
     """
-    bound_s = step_bound(cost, graph.batch_size, several=graph.shares_devices)
-    if computed_at_once(cost.cluster) == cost.cluster.num_devices:
-        return bound_s
-    return max(bound_s, _shared_work_floor(cost, graph.batch_size))
-
-
-def _shared_work_floor(cost: CostModel, batch_size: int) -> float:
-    """``work_floor``, where devices share cores over what these compute at once."""
-    cluster = cost.cluster
-    return work_floor(cost, batch_size) * cluster.num_devices / computed_at_once(cluster)
+    seconds = float(least_s_per_sample(cost, batch_size).sum())
+    return seconds * batch_size / computed_at_once(cost.cluster)
 
 
 def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
@@ -73,7 +59,7 @@ def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
     where = f"over {total} devices"
     if at_once < total:
         where += f", worth {at_once:.3g} cores"
-    yield Floor("work", _shared_work_floor(cost, batch_size), where, True)
+    yield Floor("work", work_floor(cost, batch_size), where, True)
     smallest = 1 if cost.profile.proportional else cost.profile.samples[0]
     parts = min(total, max(batch_size // smallest, 1))
     largest = int(per_sample.argmax())

@@ -22,7 +22,8 @@ from anabranch.schedule import (
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
 from anabranch.solve.asynchronous_simulation import simulate_async
-from anabranch.solve.floors import least_step_s
+from anabranch.solve.bound import step_bound
+from anabranch.solve.floors import work_floor
 from anabranch.solve.policy_choice import check_mode
 from anabranch.solve.schedule_choice import scheduled
 from anabranch.timeline import Timeline
@@ -96,6 +97,11 @@ def figures_of(
     timeline: Timeline, graph: StageGraph, cost: CostModel, mode: str = "sync"
 ) -> Prediction:
     """The figures of a plan by its timeline."""
+    several, bound_s = graph.shares_devices, None
+    if mode == "sync":
+        bound_s = step_bound(cost, graph.batch_size, several=several)
+        if cost.cluster.slowdown:  # which the bound leaves out
+            bound_s = max(bound_s, work_floor(cost, graph.batch_size))
     return Prediction(
         step_s=timeline.step_s,
         bottleneck_s_per_sample=bottleneck_s_per_sample(graph, cost),
@@ -103,7 +109,7 @@ def figures_of(
         device_peak_bytes=tuple(timeline.peak_bytes[device] for device in timeline.devices),
         period_s=timeline.period_s,
         exposed_sums=timeline.exposed_sums,
-        bound_s=least_step_s(cost, graph) if mode == "sync" else None,
+        bound_s=bound_s,
     )
 
 
