@@ -154,7 +154,7 @@ def test_tied_parameters_are_refused():
     """Two stages read one parameter and would update it at different times."""
     cost = cost_model(chain(3), [1.0] * 3, [1.0] * 3, cluster(3), parameter_bytes=8, tied=(0, 2))
     graph = one_by_one(3)
-    with pytest.raises(InvalidPlanError, match=r"stages 0, 2 read the same.*gather.*mode sync"):
+    with pytest.raises(InvalidPlanError, match=r"stages 0 and 2 share .*gather.*mode sync"):
         stream.steady(graph, ModelCosts(graph, cost))
 
 

@@ -198,10 +198,10 @@ def test_check_finds_what_is_wrong():
     assert "1 < 4" in problem
     tied = cost_model(chain(4), [1.0] * 4, [2.0] * 4, cluster(4), parameter_bytes=100, tied=(0, 3))
     (problem,) = solve.check_plan(plan, tied.profile, tied.cluster)
-    assert "stages 0, 3 read the same parameters" in problem
+    assert "stages 0 and 3 share parameters; without a flush" in problem
     empty = cost_model(chain(4), [1.0] * 4, [2.0] * 4, cluster(4), tied=(0, 3))  # of no bytes
     (problem,) = solve.check_plan(plan, empty.profile, empty.cluster)
-    assert "stages 0, 3 read the same parameters" in problem
+    assert "stages 0 and 3 share parameters; without a flush" in problem
     small = on_chain(memory_bytes=750)
     (problem,) = solve.check_plan(plan, small.profile, small.cluster)
     assert "4 versions of its weights" in problem

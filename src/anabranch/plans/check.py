@@ -116,6 +116,17 @@ def require_one_stage_each(graph: StageGraph) -> None:
         )
 
 
+def tied_stages_error(stages: Sequence[int], parameter: str = "") -> InvalidPlanError:
+    """Return the error for stages that share a trainable parameter without a flush."""
+    *most, last = map(str, stages)
+    return InvalidPlanError(
+        f"stages {', '.join(most)} and {last} share {parameter or 'parameters'}; without a flush "
+        "each stage makes versions of its weights at its own time, so the copies would part: "
+        "gather the operators that read it in one stage, give each stage a parameter of its own, "
+        "or train with --mode sync"
+    )
+
+
 def _operators(graph: StageGraph, cost: CostModel) -> list[str]:
     known = cost.graph.index
     count = Counter(name for stage in graph.stages for name in stage.operators)

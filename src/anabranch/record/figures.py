@@ -101,7 +101,8 @@ def _of_steps(document: Document) -> Iterator[Figure]:
         yield Figure("bubble", f"{bubble:.1%}", f"{said}{'; ' if said else ''}{share}")
     yield _peak(document)
     for text in document.get("stragglers", ()):
-        yield Figure("slow", text, "at the last look")
+        what, _, how = text.partition(" takes ")
+        yield Figure("slow", what, f"takes {how}, at the last look")
     for text in document.get("plan_changes", ()):
         when, _, why = text.partition(": ")
         yield Figure("another plan", when, why)

@@ -225,8 +225,9 @@ def _predicted(plan: Plan) -> list[Figure]:
 
 def _shape(plan: Plan) -> Figure:
     graph = plan.stage_graph
-    stages = f"{len(graph)} stage{'s' if len(graph) > 1 else ''} on {len(graph.devices)} devices"
-    return Figure("depth", str(graph.depth), stages)
+    counts = {"stage": len(graph), "device": len(graph.devices)}
+    said = (f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items())
+    return Figure("depth", str(graph.depth), " on ".join(said))
 
 
 def _figures(figures: Sequence[Figure]) -> str:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.errors import InvalidPlanError
+from anabranch.plans.check import tied_stages_error
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import checked_order, compute_order
 from anabranch.schedule.asynchronous import ORDER, AsynchronousOrder, repeated
@@ -156,12 +156,7 @@ def least_period_s(graph: StageGraph, costs: StepCosts) -> float:
 def require_untied(costs: StepCosts) -> None:
     """Raise an ``InvalidPlanError`` if stages read the same trainable parameters."""
     for stages in sorted(costs.tied_stages()):
-        raise InvalidPlanError(
-            f"stages {', '.join(map(str, stages))} read the same parameters; in asynchronous "
-            "training every stage updates its own weights when its own backward is done, so tied "
-            "parameters would drift apart: gather their operators in one stage, or train with mode "
-            "sync"
-        )
+        raise tied_stages_error(stages)
 
 
 def record(

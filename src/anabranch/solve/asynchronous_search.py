@@ -24,7 +24,7 @@ from anabranch.solve.contract_tied import because, contract_tied
 from anabranch.solve.every_partition import EveryPartition, brought_down
 from anabranch.solve.improvement import SearchBudget, improve
 from anabranch.solve.phases import Phases, to_its_end
-from anabranch.solve.policy_choice import recommended
+from anabranch.solve.policy_choice import recommended, require_may_cut
 from anabranch.solve.settings import SETTINGS
 from anabranch.solve.version_demands import Proposals, demands, versions_of_flight
 from anabranch.weights import (
@@ -119,13 +119,7 @@ class AsynchronousSearch:
 
     def _best(self, policy: WeightPolicy) -> ScheduledProposal:
         """The best plan under a policy."""
-        coupled = next((op.name for op in self._cost.graph.ops if op.whole_batch), None)
-        if policy.microbatches and coupled is not None:
-            raise InfeasiblePlanError(
-                f"policy {policy.name} cuts mini-batches into micro-batches, and operator "
-                f"{coupled} needs all samples of a batch at once, as a loss does that compares "
-                "them; choose pipeoptim, predict-stash or stash"
-            )
+        require_may_cut(policy, self._cost.graph)
         judge = self._judges[policy.name] = Judge(self._objective(policy))
         phases = self._phases
         reasons: list[InfeasiblePlanError] = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from anabranch.cost import CostModel
+from anabranch.errors import InfeasiblePlanError
+from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.check import stage_bytes
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.asynchronous import ORDER
-from anabranch.weights import OptimizerFacts, policy_named
+from anabranch.weights import OptimizerFacts, WeightPolicy, policy_named
 from anabranch.weights.requirements import recommend
 
 MODES = ("sync", "async")
@@ -33,6 +35,19 @@ def check_mode(mode: str, policy: str, schedule: str = "auto") -> None:
     if schedule not in ("auto", "published", ORDER):
         raise ValueError(
             f"schedule {schedule} is for mode sync; asynchronous training has one order, {ORDER}"
+        )
+
+
+def require_may_cut(policy: WeightPolicy, graph: OpGraph) -> None:
+    """Refuse a policy that cuts mini-batches where an operator needs them whole, with an
+    InfeasiblePlanError; ``recommended`` names none there.
+    """
+    coupled = next((op.name for op in graph.ops if op.whole_batch), None)
+    if policy.microbatches and coupled is not None:
+        raise InfeasiblePlanError(
+            f"policy {policy.name} cuts mini-batches into micro-batches, and operator {coupled} "
+            "needs all samples of a batch at once, as a loss does that compares them; choose "
+            "pipeoptim, predict-stash or stash"
         )
 
 

@@ -250,7 +250,8 @@ def report(examination: Examination) -> str:
         count = f"{branches.operators} operators, {branches.depth} on the longest path"
         lines += ["", f"{count}; {says}"]
     if plan is not None:
-        lines += ["", f"the first plan to try, for {plan.cluster}:", plan.summary()]
+        yours = "--cluster names your devices, such as local:2 for two ranks of this machine"
+        lines += ["", f"the first plan to try, for {plan.cluster} ({yours}):", plan.summary()]
         lines += ["", "memory per device    stage    weights and state         at the peak"]
         lines += [
             f"{device:17d} {stage:8d} {memory_text(weights):>20s} {memory_text(peak):>19s}"

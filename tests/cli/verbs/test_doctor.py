@@ -19,12 +19,10 @@ def test_doctor_examines_a_model(document):
 
 
 def test_the_cluster_that_nobody_named_is_an_example(run):
-    """Which is said, with how to name one's own."""
+    """Beside it stands how to name one's own."""
     code, out, _ = run("doctor", TOWERS, "--batch-size", "8")
     assert code == 0
-    assert "summit:1x4, four V100 of one host, is an example: --cluster names your devices" in out
-    code, out, _ = run("doctor", TOWERS, "--batch-size", "8", "--cluster", "summit:1x2")
-    assert "is an example" not in out
+    assert "to try, for summit:1x4 (--cluster names your devices, such as local:2 for " in out
 
 
 def test_the_first_plan_is_for_batches_of_the_data(document):

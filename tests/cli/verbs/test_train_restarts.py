@@ -50,6 +50,20 @@ def test_with_fewer_devices_training_is_planned_anew(document, monkeypatch, tmp_
     assert len(found["device_peak_bytes"]) <= 1
 
 
+def test_what_is_planned_anew_keeps_mode_and_policy_of_the_plan_file(run, document, monkeypatch):
+    """Neither was named on the command line. A single stage is never stale under any policy, so
+    ``auto`` would choose naive.
+    """
+    options = ("--cluster", "local:2", "--batch-size", "8", "--max-replicas", "1")
+    plan = ("plan", KILLED[1], *options, "--mode", "async", "--policy", "stash", "-o", "p.json")
+    assert run(*plan)[0] == 0
+    left = iter([2, 1])
+    monkeypatch.setattr(Job, "devices_left", lambda job: next(left))
+    found = document("train", KILLED[1], "--plan", "p.json", *SAVED, "--max-restarts", "1")
+    assert (found["mode"], found["policy"]) == ("async", "stash")
+    assert (found["restarts"], len(found["version_difference"])) == (1, 1)
+
+
 def test_with_survive_a_failure_costs_a_few_steps(run, tmp_path):
     """It is said what died and where training goes on; the losses are those of all steps."""
     options = (*KILLED, "--steps", "10", "--seed", "3", "--json")

@@ -69,7 +69,7 @@ def demo(
     with story.chapter(f"Train {steps} steps on {devices} local ranks"):
         predicted = foreseen(job, job.plan)[1].step_s
         result = train_job(job, TrainingSettings(steps=steps, check_gradients=False))
-        result = replace(result, gradients=f"verified: {verified.summary().splitlines()[0]}")
+        result = replace(result, gradients=verified.summary().splitlines()[0])
     with story.chapter("Predicted against measured"):
         from anabranch.record import new_folder
         from anabranch.record.figures import told

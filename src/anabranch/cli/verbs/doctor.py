@@ -13,20 +13,16 @@ from anabranch.cli.settings import AsJson, TrainedModelSettings
 from anabranch.cli.spread import spread
 from anabranch.graph.opgraph import Granularity
 
-EXAMPLE = "summit:1x4"
-"""Cluster of the first plan, where the user names none."""
-
 
 @spread
 def doctor(
     model: TrainedModelSettings,
     cluster: Annotated[
-        str | None,
+        str,
         typer.Option(
-            help="What the first plan is for: local:2 for two ranks of this machine, another "
-            "preset or a file [default: summit:1x4, four V100 of one host, as an example]."
+            help="The first plan is for: a preset, local:2 for two ranks here, or a file."
         ),
-    ] = None,
+    ] = "summit:1x4",
     batch_size: Annotated[
         int | None,
         typer.Option(min=1, help="Samples of one step [default: the DataLoader's, or 32]."),
@@ -48,7 +44,7 @@ def doctor(
     from anabranch.training.doctor import examine, report
 
     source = model.source
-    machines = usage(read_cluster, cluster or EXAMPLE)
+    machines = usage(read_cluster, cluster)
     workload = source.workload()
     examination = usage(
         examine,
@@ -81,10 +77,5 @@ def doctor(
         )
     else:
         say(report(examination))
-        if cluster is None and examination.plan is not None:
-            say(
-                f"{EXAMPLE}, four V100 of one host, is an example: --cluster names your devices, "
-                "such as local:2 for two ranks of this machine"
-            )
     if not examination.capturable:
         raise typer.Exit(1)

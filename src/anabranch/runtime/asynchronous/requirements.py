@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.capture import Captured
 from anabranch.graph.split import Split
-from anabranch.plans.check import require_one_stage_each, stage_bytes
+from anabranch.plans.check import require_one_stage_each, stage_bytes, tied_stages_error
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
@@ -218,17 +217,7 @@ def require_untied(parts: Split, module: nn.Module) -> None:
     tied = {name: stages for name, stages in parts.tied.items() if name in trainable}
     if tied:
         name, stages = next(iter(tied.items()))
-        raise InvalidPlanError(
-            f"stages {_listed(stages)} share parameter {name}; without a flush each stage makes "
-            "versions of its weights at its own time, so the copies would part: gather the "
-            "operators that read it in one stage, give each stage a parameter of its own, or "
-            "train with --mode sync"
-        )
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    *head, last = map(str, numbers)
-    return f"{', '.join(head)} and {last}" if head else last
+        raise tied_stages_error(stages, f"parameter {name}")
 
 
 def choose(
