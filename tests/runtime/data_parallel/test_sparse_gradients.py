@@ -106,6 +106,17 @@ def made(kind: type[nn.Module]) -> Built:
     return Built(capture(module, batch(4)), Workload(module, batch(4)))
 
 
+@pytest.mark.filterwarnings("ignore:Two is not of torch.optim")
+def test_compiled_stages_sum_whole_gradients_and_give_rows_to_who_takes_these_alone() -> None:
+    """SparseAdam refuses others."""
+    model = made(Tables)
+    two = replace(model.workload, optimizer=Two)
+    options = {"compute": ComputeOptions(compile="aot_eager")}
+    found = on_ranks(model, plan(model, 1, replicas=[2]), two, trained, **options)
+    assert [tables for _, _, tables in found] == [[], []]
+    assert_as_alone(model, two, found)
+
+
 def test_without_a_flush_an_optimizer_of_rows_gets_them_from_replicas() -> None:
     """They sum whole gradients, of which it gets the rows that were looked up: as on one rank."""
     model = made(Tables)

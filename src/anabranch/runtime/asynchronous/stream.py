@@ -39,9 +39,9 @@ from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
+from anabranch.runtime.data_parallel.updates import make_rows, row_tables
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.numerics.nonfinite import Finding
-from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
 from anabranch.runtime.session import Session
 from anabranch.runtime.worker import BatchRun, Worker
 from anabranch.runtime.worker_cache import WorkerCache
@@ -117,10 +117,7 @@ class Stream:
         self._reducer = Reducer(
             state.parameters, session.holders, session.mesh, notes=order.round_robin
         )
-        takes_rows = taken_gradients(state.optimizer) is TakenGradients.SPARSE
-        graph = session.captured.graph
-        tables = {p.name for p in graph.parameters if takes_rows and p.table and p.table.sparse}
-        self._tables = [p for name, p in state.parameters.items() if name in tables]
+        self._row_tables = row_tables(session)
         self._turns, self._per_update = order.turns[stage], order.per_update
         self._turn = order.graph.stages[stage].devices.index(session.mesh.device) % self._turns
         self._runs: dict[int, BatchRun] = {}
@@ -232,9 +229,7 @@ class Stream:
         """
         parameters = self._session.state.parameters
         divide(parameters, minibatches)
-        for table in self._tables:  # replicas sum them whole, but the optimizer takes rows alone
-            if table.grad is not None and not table.grad.is_sparse:
-                table.grad = table.grad.to_sparse(1)
+        make_rows(parameters, self._row_tables)
         gradients = gradients_of(parameters)
         norms, outcome = GradientNorms(gradients), run.outcome if run is not None else Outcome()
         outcome.bring(further=[*norms.tensors, *self._reducer.terms])
