@@ -23,6 +23,7 @@ from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.data_parallel.sparse_gradients import SparseBucket
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
+from tests.runtime.asynchronous.plans import async_plan, built_pipeline
 from tests.runtime.small import Batch, Built, num_ranks, plan, train_alone
 
 pytestmark = [
@@ -103,6 +104,35 @@ def made(kind: type[nn.Module]) -> Built:
     torch.manual_seed(0)
     module = kind()
     return Built(capture(module, batch(4)), Workload(module, batch(4)))
+
+
+@pytest.mark.filterwarnings("ignore:Two is not of torch.optim")
+def test_compiled_stages_sum_whole_gradients_and_give_rows_to_who_takes_these_alone() -> None:
+    """SparseAdam refuses others."""
+    model = made(Tables)
+    two = replace(model.workload, optimizer=Two)
+    options = {"compute": ComputeOptions(compile="aot_eager")}
+    found = on_ranks(model, plan(model, 1, replicas=[2]), two, trained, **options)
+    assert [tables for _, _, tables in found] == [[], []]
+    assert_as_alone(model, two, found)
+
+
+def test_without_a_flush_an_optimizer_of_rows_gets_them_from_replicas() -> None:
+    """They sum whole gradients, of which it gets the rows that were looked up: as on one rank."""
+    model = made(Tables)
+    model = replace(model, workload=replace(model.workload, optimizer=Two))
+    data = [batch(8, seed) for seed in range(3)]
+    losses = []
+    for replicas in (1, 2):
+        chosen = async_plan(model, 1, replicas=[replicas])
+        losses.append(
+            launch.run(
+                lambda chosen=chosen: [*built_pipeline(model, chosen).steps(data)],
+                num_ranks(chosen),
+                timeout=LIMIT_S,
+            )[0]
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.fixture(scope="module")

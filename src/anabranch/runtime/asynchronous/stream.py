@@ -39,6 +39,7 @@ from anabranch.runtime.data_feed import samples_of
 from anabranch.runtime.data_parallel.buckets import entries
 from anabranch.runtime.data_parallel.gradients import divide, gradients_of
 from anabranch.runtime.data_parallel.reducer import Reducer
+from anabranch.runtime.data_parallel.updates import make_rows, row_tables
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.numerics.nonfinite import Finding
 from anabranch.runtime.session import Session
@@ -112,6 +113,7 @@ class Stream:
         self._reducer = Reducer(
             state.parameters, session.holders, session.mesh, notes=order.round_robin
         )
+        self._row_tables = row_tables(session)
         self._turns, self._per_update = order.turns[stage], order.per_update
         self._turn = order.graph.stages[stage].devices.index(session.mesh.device) % self._turns
         self._runs: dict[int, BatchRun] = {}
@@ -224,6 +226,7 @@ class Stream:
         """
         parameters = self._session.state.parameters
         divide(parameters, minibatches)
+        make_rows(parameters, self._row_tables)
         gradients = gradients_of(parameters)
         norms, outcome = GradientNorms(gradients), run.outcome if run is not None else Outcome()
         outcome.bring(further=[*norms.tensors, *self._reducer.terms])

@@ -17,10 +17,11 @@ over all of them, is summed over its holders with the last one, and is divided b
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.cost.sparse import rows_pay
 from anabranch.device import accelerator
@@ -58,6 +59,7 @@ class Updates:
         folded = self._folded = self._uses() if exact else {}
         summed = {n: p for n, p in self._parameters.items() if n not in folded}
         tables = _shared_tables(session, accumulate)
+        self._row_tables = row_tables(session)
         self.reducer = Reducer(summed, self._holders, self._mesh, tables=tables)
         self.accumulate, self.accumulated = accumulate, 0
         self._is_open = self._is_last = self._is_alone = False
@@ -156,6 +158,7 @@ class Updates:
             return
         if largest is not None:
             clip(self._updated, squares, largest)
+        make_rows(self._updated, self._row_tables)
         if self._state.optimizer is not None:
             self._state.optimizer.step()
         self.accumulated = 0
@@ -221,6 +224,22 @@ class Updates:
             for use in self._parts.program(s, stage.microbatch_size).tied:
                 uses.setdefault(use.name, []).append((use.order, rank))
         return uses
+
+
+def row_tables(session: Session) -> frozenset[str]:
+    """Names of the tables with sparse gradients, if the optimizer takes these alone."""
+    if taken_gradients(session.state.optimizer) is not TakenGradients.SPARSE:
+        return frozenset()
+    parameters = session.captured.graph.parameters
+    return frozenset(p.name for p in parameters if p.table and p.table.sparse)
+
+
+def make_rows(parameters: Mapping[str, nn.Parameter], tables: Collection[str]) -> None:
+    """Make gradients of tables that were summed whole sparse, without the rows that are zero."""
+    for name in tables:
+        table = parameters.get(name)
+        if table is not None and table.grad is not None and not table.grad.is_sparse:
+            table.grad = table.grad.to_sparse(1)
 
 
 def _shared_tables(session: Session, accumulate: int) -> dict[str, SharedTable]:
