@@ -245,7 +245,7 @@ def test_folders_that_checkpoints_may_go_to(tmp_path: Path):
         (tmp_path / name / "manifest.json").touch()
     with pytest.raises(TrainingError, match="exists; checkpoints are never written over"):
         require_place(tmp_path, None, is_series=True)
-    with pytest.raises(TrainingError, match="exists; checkpoints are never written over"):
+    with pytest.raises(TrainingError, match="or add to those in it with --save-every"):
         require_place(tmp_path, tmp_path, is_series=False)
     require_place(tmp_path, tmp_path, is_series=True)
     require_place(tmp_path, tmp_path / "step-4", is_series=True)

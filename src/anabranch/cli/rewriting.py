@@ -130,11 +130,17 @@ def plan_with_rewrites(
             none where its optimizer needs whole parameters.
 
     Raises:
-        InfeasiblePlanError: if there is no plan at all.
+        InfeasiblePlanError: if there is no plan at all, or none that the optimizer can train.
     """
     from anabranch.solve import splits_of_tables
 
-    tried, failure = Tried(costs), None
+    tried, failure, whole = Tried(costs), None, costs.graph.whole_parameters
+    whole_only = InfeasiblePlanError(
+        f"{', '.join(costs.graph.rewrites) or 'it'} cuts parameters, and the optimizer of the "
+        "model is not known to treat each element of them alone, as SGD, Adam, AdamW and Adagrad do"
+    )
+    if whole and costs.graph.rewrites:
+        raise whole_only
 
     def attempt(*names: str) -> None:
         key = ",".join(names)
@@ -148,12 +154,8 @@ def plan_with_rewrites(
         tried.written = search(costs)
     except InfeasiblePlanError as error:
         failure = error
-    if tries and costs.graph.whole_parameters:
-        why_not = InfeasiblePlanError(
-            "it cuts parameters, and the optimizer of the model is not known to treat each element "
-            "of them alone, as SGD, Adam, AdamW and Adagrad do"
-        )
-        tried.errors, tries = dict.fromkeys(costs.graph.rewritable, why_not), False
+    if tries and whole:
+        tried.errors, tries = dict.fromkeys(costs.graph.rewritable, whole_only), False
     if tries and not (tried.written is not None and tried.written.interrupted):
         for name in (*costs.graph.rewritable, *(() if tried.written else TOO_LARGE)):
             attempt(name)

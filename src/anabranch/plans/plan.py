@@ -103,8 +103,8 @@ TAKE_ROWS = "SparseAdam, or SGD or Adagrad without momentum, weight decay and fu
 """Optimizers of PyTorch that take sparse gradients."""
 
 _SPARSE = (
-    f"sparse gradients of tables: to train with {TAKE_ROWS}; AdamW, the default of a Workload, "
-    "takes none"
+    f"sparse gradients of tables: to train with {TAKE_ROWS}, or with your own that takes them; "
+    "AdamW, the default, does not"
 )
 
 

@@ -86,13 +86,13 @@ def require_place(folder: Path | None, resumed: Path | None, *, is_series: bool)
     """
     if folder is None or not folder.exists() or (is_series and is_unused(folder)):
         return
-    last = newest(folder) if is_series and resumed is not None else None
-    if last is None or resumed is None or (folder / MANIFEST).exists():
-        raise TrainingError(
-            f"{folder} exists; checkpoints are never written over, name a new folder"
-        )
-    if resumed.resolve() not in (folder.resolve(), last.resolve()):
-        raise TrainingError(
-            f"{folder} exists, and the checkpoint to resume from, {resumed}, is not the last one "
-            "in it; checkpoints are never written over, name a new folder"
-        )
+    last = None if resumed is None or (folder / MANIFEST).exists() else newest(folder)
+    known = () if last is None else (folder.resolve(), last.resolve())
+    goes_on = resumed is not None and resumed.resolve() in known
+    if goes_on and is_series:
+        return
+    why = "exists"
+    if last is not None and is_series:
+        why += f", and the checkpoint to resume from, {resumed}, is not the last one in it"
+    way_on = "name a new folder" + (", or add to those in it with --save-every" if goes_on else "")
+    raise TrainingError(f"{folder} {why}; checkpoints are never written over, {way_on}")

@@ -91,6 +91,7 @@ def test_none_leaves_the_model_alone() -> None:
         (["mmt", "--rewrite", "split"], "none of join-split"),
         (["mmt", "--rewrite", "table-split=1"], "at least 2 parts"),
         (["mmt", "--rewrite", "join-split", "--mode", "async"], "--mode sync"),
+        (["tests.cli.models:with_own_optimizer", "--rewrite", "join-split"], "cuts parameters"),
     ],
 )
 def test_rewrites_that_cannot_be_are_refused(arguments: list[str], said: str) -> None:

@@ -315,5 +315,5 @@ def test_the_option_asks_for_an_optimizer_that_takes_it() -> None:
     chosen = plan(model, 1, replicas=[2])
     with pytest.raises(TrainingError, match=r"AdamW, as it is set, takes no sparse gradients.*"):
         on_ranks(model, chosen, model.workload, row_tables, compute=SPARSE)
-    said = "SparseAdam, or SGD or Adagrad without momentum.* AdamW, the default of a Workload"
+    said = "SparseAdam, or SGD or Adagrad without momentum.* AdamW, the default, does not"
     assert re.search(said, replace(chosen, sparse_embeddings=True).summary())
