@@ -49,7 +49,7 @@ class Space:
         if not self.flush or min(sizes) == max(sizes):  # of which a part is run
             return 1
         passes = sum(-(-self.batch_size // size) for size in sizes)
-        return max(1, passes // SETTINGS.passes)
+        return passes // SETTINGS.passes if passes >= SETTINGS.most_passes else 1
 
     @cached_property
     def edges(self) -> Ints:
