@@ -45,11 +45,11 @@ class Space:
 
     def effort(self, draft: Draft) -> int:
         """Number of evaluations that one near a draft counts for: of many passes it takes long."""
-        sizes = draft.setups["microbatch"].tolist()
+        sizes: list[int] = draft.setups["microbatch"].tolist()
         if not self.flush or min(sizes) == max(sizes):  # of which a part is run
             return 1
         passes = sum(-(-self.batch_size // size) for size in sizes)
-        return max(1, passes // SETTINGS.passes)
+        return passes // SETTINGS.passes if passes >= SETTINGS.most_passes else 1
 
     @cached_property
     def edges(self) -> Ints:
