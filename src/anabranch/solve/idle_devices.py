@@ -37,8 +37,9 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
     """The best plan of all numbers of devices, with the fewest that are nearly as fast.
 
     A quick search on part of the cluster is begun where the bound there, of plans with one stage on
-    each device, is low enough, halfway to as far below a plan as it is here; and a whole one where
-    it finds the best plan so far.
+    each device, is low enough: of several devices halfway to as far below a plan as it is here; of
+    one, where plans come near it, below the best. A whole search follows where that finds the best
+    plan so far.
 
     Args:
         plan: the best that uses all devices.
@@ -50,8 +51,11 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
     for part in parts(cost.cluster):
         fewer = replace(cost, cluster=part)
         limit_s = best.figures.step_s / SETTINGS.as_fast
-        if step_bound(fewer, batch_size) > share * limit_s:
+        bound_s = step_bound(fewer, batch_size)
+        if bound_s > limit_s:
             break
+        if bound_s > share * limit_s and part.num_devices > 1:
+            continue
         smaller: Plan | None = None
         try:
             with suppress(InfeasiblePlanError):
