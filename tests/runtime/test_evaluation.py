@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from anabranch.errors import DataError
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import Fetched
 from anabranch.runtime.worker import Worker
@@ -34,6 +35,19 @@ def test_evaluation_is_in_evaluation_mode() -> None:
         model.module.train()
         expected = (16 * losses[0] + 7 * losses[1]) / 23
         assert [r["loss"] for r in results] == pytest.approx([expected] * 3, rel=1e-6)
+
+
+def test_training_goes_on_where_there_is_no_held_out_data() -> None:
+    """All ranks are refused alike, and nothing is under way."""
+    model = built("TwoBranch")
+
+    def work(pipeline: Pipeline) -> float:
+        with pytest.raises(DataError, match="no held-out data"):
+            pipeline.evaluate()
+        return pipeline.step(batch(16, 0))
+
+    losses = run(model, plan(model, 2), work)
+    assert losses[0] == losses[1]
 
 
 def test_a_batch_is_looked_at_when_the_next_one_is_under_way(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -64,6 +65,15 @@ def test_state_that_a_checkpoint_would_lose_is_told(share):
     """A ``state_dict`` has the state of the optimizer itself alone."""
     said = unlike_torchs(TwoInOne(parameters(), share=share))
     assert ("its state_dict lacks what it keeps in Adam and SGD" in said) is not share
+
+
+def test_what_else_an_optimizer_holds_is_left_alone():
+    """A number in a tensor has no entries, a generator is not read, and neither is one without end."""
+    optimizer = TwoInOne(parameters(), share=True)
+    optimizer.scale, optimizer.turns = torch.tensor(1.0), count()
+    optimizer.seeds = iter([1, 2])
+    assert "state_dict lacks" not in unlike_torchs(optimizer)
+    assert (next(optimizer.turns), next(optimizer.seeds)) == (0, 1)
 
 
 def test_groups_by_name_dimension_and_type():

@@ -13,7 +13,7 @@ from anabranch.plans.check import check
 from anabranch.plans.plan import Plan
 from anabranch.solve import idle_devices, plan
 from anabranch.solve.idle_devices import parts
-from tests.simulator.helpers import cost_model
+from tests.simulator.helpers import chain, cluster, cost_model
 
 NODES = Cluster("nodes", "v100", 10**9, (Level("node", 2, 1e15, 0.0), Level("net", 2, 10.0, 0.0)))
 """Two nodes of two devices; 10 bytes/s between the nodes."""
@@ -86,6 +86,17 @@ def test_fewer_devices_are_not_tried_where_a_plan_is_far_from_its_bound():
         raise AssertionError("no search is needed")
 
     assert idle_devices.with_fewer_devices(slow, cost, fail, fail) is slow
+
+
+def test_one_device_is_tried_wherever_its_bound_allows_it():
+    """Each of four operators takes 10 s a sample, and 30 s travel between two: the plan on four
+    devices is far above its bound, but one device takes 160 s as its bound does.
+    """
+    sizes = {"parameter_bytes": 10**4, "value_bytes": 30}
+    cost = cost_model(chain(4), [4.0] * 4, [6.0] * 4, cluster(4, bandwidth=1.0), **sizes)
+    best = planned(cost, planner_options={"evaluations": 300})
+    assert best.stage_graph.devices == (0,)
+    assert best.predicted.step_s == pytest.approx(160.0)
 
 
 def test_fewer_devices_are_searched_wholly_where_a_quick_search_finds_a_shorter_step():

@@ -135,6 +135,17 @@ def test_a_loop_has_to_be_below_the_limit():
     assert best_loop(cost, [graph], seconds, LOOP_SCHEDULES) is None
 
 
+def test_lists_are_tried_where_other_schedules_are_well_behind():
+    """Operators of 3, 6 and 6 s, of which the second follows the first, on two devices in turn: a
+    step takes 15 s with whole backwards, 13 s with split ones, and 9 s as a list.
+    """
+    cost = cost_model(((0, 1),), [1.0, 2.0, 2.0], [2.0, 4.0, 4.0], cluster(2), value_bytes=0)
+    graph = stage_graph(((0, 1),), [(0,), (1,), (0,)], 1)
+    found = best_loop(cost, [graph], 10.0, LOOP_SCHEDULES)
+    assert found is not None
+    assert found[0] == pytest.approx(9.0)
+
+
 @pytest.mark.parametrize("option", [{"shape": "chain"}, {"several": False}])
 def test_a_search_for_other_stages_does_not_begin_with_such_a_plan(option: dict[str, object]):
     """Two branches, each with a stage on both devices: neither in a row, nor one on each."""

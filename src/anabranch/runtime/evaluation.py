@@ -32,9 +32,10 @@ def evaluate(session: Session, loader: Iterable[Batch] | None) -> dict[str, floa
             session.state.require_values()
             session.state.share_buffers()
             workers = training.in_evaluation
-            chosen = feed.held_out(workers.needed_leaves) if loader is None else loader
-            names = workers.captured.metrics
+            names, needed = workers.captured.metrics, workers.needed_leaves
             sums = torch.zeros(1 + len(names), dtype=torch.float64)
+        # Whoever lacks held-out data may go on.
+        chosen = feed.held_out(needed) if loader is None else loader
 
         def add(outcome: Outcome, size: int) -> None:
             shares = [outcome.loss, *(outcome.metrics.get(name, 0.0) for name in names)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from enum import IntEnum
 
 import torch
@@ -105,8 +105,8 @@ def _with_own_state(optimizer: Optimizer) -> set[str]:
     """Names of optimizers that another one holds, alone or in lists and dicts, with other state."""
     held: list[object] = []
     for value in vars(optimizer).values():
-        entries = value.values() if isinstance(value, dict) else value
-        held += entries if isinstance(entries, Iterable) else [value]
+        entries = list(value.values()) if isinstance(value, dict) else value
+        held += entries if isinstance(entries, list | tuple | set) else [value]
     parts = (part for part in held if isinstance(part, Optimizer))
     return {type(part).__name__ for part in parts if part.state is not optimizer.state}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -37,8 +36,10 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
     """The best plan of all numbers of devices, with the fewest that are nearly as fast.
 
     A quick search on part of the cluster is begun where the bound there, of plans with one stage on
-    each device, is low enough, halfway to as far below a plan as it is here; and a whole one where
-    it finds the best plan so far.
+    each device, is low enough: of several devices a quarter of the way to as far below a plan as it
+    is here (halfway lost plans that were 4 to 60 % shorter, of one in 70 small models); of one,
+    where plans come near it, below the best. A whole search follows where that finds the best plan
+    so far.
 
     Args:
         plan: the best that uses all devices.
@@ -46,12 +47,15 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
         quick: raises an ``InfeasiblePlanError`` where nothing fits, as ``search`` does.
     """
     best, enough, batch_size = plan, plan, plan.stage_graph.batch_size
-    share = math.sqrt(step_bound(cost, batch_size) / plan.figures.step_s)
+    share = (step_bound(cost, batch_size) / plan.figures.step_s) ** 0.25
     for part in parts(cost.cluster):
         fewer = replace(cost, cluster=part)
         limit_s = best.figures.step_s / SETTINGS.as_fast
-        if step_bound(fewer, batch_size) > share * limit_s:
+        bound_s = step_bound(fewer, batch_size)
+        if bound_s > limit_s:
             break
+        if bound_s > share * limit_s and part.num_devices > 1:
+            continue
         smaller: Plan | None = None
         try:
             with suppress(InfeasiblePlanError):

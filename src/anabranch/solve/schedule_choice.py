@@ -127,9 +127,8 @@ def best_loop(
     near, best, quick = near[: SETTINGS.most_loops], None, dict[StageGraph, float]()
     for names in ways:
         split, left = not SPLIT_BACKWARDS.isdisjoint(names), passes
-        factor = SETTINGS.list_near if names[0] in LISTS else SETTINGS.split_near
         for graph in sorted(near, key=lambda graph: known[graph] + quick.get(graph, 0.0)):
-            if quick.get(graph, 0.0) > factor * limit:
+            if SETTINGS.split_near * limit < quick.get(graph, 0.0) < math.inf:
                 continue
             if names[0] in LISTS:
                 if _passes(graph) > left:

@@ -183,6 +183,7 @@ def compare(
         for line in remarks(plans, costs.origin):
             say(line)
         can_rewrite = rewrite is None and not (is_async or source.is_file)
+        can_rewrite &= not costs.graph.whole_parameters
         if can_rewrite and (names := ",".join(costs.graph.rewritable)):
             say(f"the model as it is written: plan tries {names} as well, here --rewrite {names}")
         if left := contenders[len(plans) :]:
