@@ -129,5 +129,10 @@ def test_a_folder_may_be_made_with_those_above_it(tmp_path):
     """Unless one of them is a file, or takes no files."""
     assert folder_to_write(tmp_path / "a" / "b") == tmp_path / "a" / "b"
     assert not (tmp_path / "a").exists()
+    (tmp_path / "old").write_text("")
+    with pytest.raises(
+        OutputError, match=r"old is a file, which is not written over; give another"
+    ):
+        folder_to_write(tmp_path / "old")
     with pytest.raises(OutputError, match=r"cannot be written: /proc takes no files"):
         folder_to_write(Path("/proc/none"))

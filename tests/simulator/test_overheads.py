@@ -11,8 +11,9 @@ from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import UpdateCost
-from anabranch.schedule import SCHEDULES
+from anabranch.schedule import SCHEDULES, asynchronous
 from anabranch.schedule.lower import lower
+from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
 from anabranch.timeline import Timeline
@@ -160,3 +161,14 @@ def test_the_timeline_has_what_devices_do_besides():
     ]  # fmt: skip
     times = [time for span in found for time in (span.start, span.end)]
     assert times == pytest.approx([0.0, 0.5, 4.5, 6.5] * 2)
+
+
+def test_the_bubble_without_a_flush_counts_what_shared_cores_prolong():
+    """Two equal stages are busy all the time, half as long again on shared cores: no bubble. It was
+    counted from the seconds that one stage takes alone, a third.
+    """
+    cost = costs(machine(slowdown=(1.0, 1.5)), 1.0, 1.0)
+    graph = asynchronous.warm_up(ROW)
+    steady = stream.steady(graph, ModelCosts(graph, cost))
+    assert steady.period_s == pytest.approx(2 * 1.5)
+    assert steady.bubble == pytest.approx(0.0, abs=1e-9)

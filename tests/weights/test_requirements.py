@@ -126,6 +126,7 @@ def test_a_kept_update_counts_as_a_copy():
     name, reason = of(2, None)
     assert name == "pipeoptim"
     assert "the last update of RMSprop, which is kept," in reason
+    assert "looks at most 1 update ahead" in reason
     assert "at most 3 copies" in reason
     assert of(2, 3)[0] == "pipeoptim"
     name, reason = of(2, 2)

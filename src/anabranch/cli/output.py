@@ -167,6 +167,8 @@ def file_to_write(path: Path | None) -> Path | None:
 
 def folder_to_write(path: Path | None) -> Path | None:
     """Accept a folder that exists or can be made."""
+    if path is not None and path.is_file():
+        raise OutputError(f"{path} is a file, which is not written over; give another name")
     if path is not None and (why := why_not(path)):
         raise OutputError(f"{path} cannot be written: {why}; name another folder")
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,4 +69,15 @@ def write_comparison(
                 timeline = solve.foreseen(plans[contender], costs, cluster)[1]
                 drawn[graph] = contender.name, timeline, graph
     notes = remarks(results, costs.origin)
-    write_page(file, plans[best], [*drawn.values()], [table], notes)
+    shown = plans[best]
+    if shown.mode == "sync":
+        # Beside itself a plan gains nothing.
+        step_s = {c.planner: plans[c].figures.step_s for c in others}
+        chains = [step_s[name] for name in ("chain", "sequential") if name in step_s]
+        figures = replace(
+            shown.figures,
+            data_parallel_s=step_s.get("data-parallel"),
+            chain_s=min(chains, default=None) if best.planner != "chain" else None,
+        )
+        shown = replace(shown, predicted=figures)
+    write_page(file, shown, [*drawn.values()], [table], notes)

@@ -15,7 +15,7 @@ import typer
 from anabranch.cli.output import note
 from anabranch.cli.parsing import powers_of_two, usage
 from anabranch.cli.profile_file import read_profile_file
-from anabranch.cli.progress import measured
+from anabranch.cli.progress import announce, measured
 from anabranch.device.kinds import ACCELERATORS, CPU
 from anabranch.errors import SearchStoppedError
 from anabranch.graph.opgraph import Granularity
@@ -135,6 +135,7 @@ class ModelSource:
                 f"{self.model} is a profile; this needs the model itself, "
                 "by name or package.module:function"
             )
+        announce(f"loading and capturing {self.model}")
         with files_read():  # a kept capture depends on them
             return usage(resolve, self.model, preset=self.preset, options=self.options, meta=meta)
 

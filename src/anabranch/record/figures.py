@@ -179,5 +179,7 @@ def tables(document: Document) -> list[ReportTable]:
         columns = ("part", "predicted, ms", "measured, ms", "more, ms", "what it is")
         tables.append(ReportTable("Predicted against measured", columns, rows))
     if parts := document.get("parts"):
-        tables.append(spent([(part["name"], part["seconds"], part["remark"]) for part in parts]))
+        spent_on = [(part["name"], part["seconds"], part["remark"]) for part in parts]
+        step_s = document["predicted_step_s"] or sum(part["seconds"] for part in parts)
+        tables.append(spent(spent_on, step_s))
     return tables

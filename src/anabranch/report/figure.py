@@ -40,18 +40,17 @@ class ReportTable:
     said: str = ""
 
 
-def spent(parts: Sequence[tuple[str, float, str]]) -> ReportTable:
+def spent(parts: Sequence[tuple[str, float, str]], step_s: float) -> ReportTable:
     """Return a table of the parts of a predicted step: name, seconds, share and remark."""
-    whole = sum(seconds for _, seconds, _ in parts)
     rows = [
-        (name, ms(seconds), f"{seconds / whole if whole else 0.0:.1%}", remark)
+        (name, ms(seconds), f"{seconds / step_s if step_s else 0.0:.1%}", remark)
         for name, seconds, remark in parts
     ]
     return ReportTable(
         "Where the predicted step goes",
         ("part", "ms", "of the step", ""),
-        [*rows, ("together", ms(whole), "100.0%", "")],
-        "The parts are those of the device that computes most; they add up to the step.",
+        [*rows, ("together", ms(step_s), "100.0%", "")],
+        "The parts are those of the critical path: what the end of the step waited for.",
     )
 
 

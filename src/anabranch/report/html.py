@@ -348,7 +348,11 @@ def _about(about: Mapping[str, str]) -> str:
 
 
 def _footer(plan: Plan) -> str:
-    search = time_text(plan.search_s)
-    simulate = time_text(plan.simulate_s + plan.improve_s)
-    said = f"anabranch \u00b7 search {search}, simulation {simulate} \u00b7 costs: {plan.profile}"
+    seconds = {
+        "search": plan.search_s,
+        "simulation": plan.simulate_s,
+        "improvement": plan.improve_s,
+    }
+    took = ", ".join(f"{what} {took_s:.3f} s" for what, took_s in seconds.items())
+    said = f"anabranch \u00b7 {took} \u00b7 costs: {plan.profile}"
     return f"<footer>{escape(said)}</footer>"

@@ -232,13 +232,24 @@ class StepRun:
                     yield OverheadSpan(device, start, end, _WHAT[unit.role])
 
     @cached_property
-    def last_ends(self) -> NDArray[np.float64]:
-        """End of the last action of each device that computes."""
+    def _is_action(self) -> NDArray[np.bool_]:
+        """Per run of a unit, whether that is an action, not bookkeeping."""
         program, size = self.program, self.program.size
         is_action = np.array([unit.role is Role.ACTION for unit in program.units])
-        computes = program.entries < -size
-        device = np.repeat(np.arange(len(program.devices)), np.diff(program.first))[computes]
-        chosen = is_action[~program.entries[computes] - size]
+        return is_action[~program.entries[program.entries < -size] - size]
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds that all devices compute, summed."""
+        runs = self._tables.runs
+        return float((runs["end"] - runs["start"])[self._is_action].sum())
+
+    @cached_property
+    def last_ends(self) -> NDArray[np.float64]:
+        """End of the last action of each device that computes."""
+        program, chosen = self.program, self._is_action
+        device = np.repeat(np.arange(len(program.devices)), np.diff(program.first))
+        device = device[program.entries < -program.size]
         first = np.flatnonzero(np.diff(device[chosen], prepend=-1))
         ends: NDArray[np.float64] = np.maximum.reduceat(self._tables.runs["end"][chosen], first)
         return ends

@@ -57,7 +57,7 @@ class Steady:
     Attributes:
         period_s: seconds from one mini-batch to the next.
         periodic: whether all devices go at that pace; otherwise it is that of the slowest.
-        bubble: share of device time that is not compute.
+        bubble: share of device time that is not compute, which shared cores prolong.
         device_peak_bytes: per device of the plan, ascending, from the fill on.
         simulated: mini-batches times devices that it took, a measure of the work done.
     """
@@ -101,13 +101,13 @@ def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None 
                 break
     minibatches = turns.minibatches if turns else 1
     period_s = slowest_s / REPETITIONS.batches / minibatches
-    busy = sum(busy_s(graph, costs).values())
-    available = period_s * len(graph.devices) * minibatches
+    computed_s = steps[-1].compute_s - steps[-2].compute_s
+    available_s = slowest_s * len(graph.devices)
     curves = memory_of(steps[-1], graph, costs)
     return Steady(
         period_s,
         is_common,
-        1 - busy / available if available else 0.0,
+        max(0.0, 1 - computed_s / available_s) if available_s else 0.0,
         tuple(max(nbytes for _, nbytes in curves[device]) for device in sorted(curves)),
         simulated,
     )

@@ -252,6 +252,12 @@ def report(examination: Examination) -> str:
     if plan is not None:
         yours = "--cluster names your devices, such as local:2 for two ranks of this machine"
         lines += ["", f"the first plan to try, for {plan.cluster} ({yours}):", plan.summary()]
+        if plan.machines is not None and plan.machines.device == "cpu":
+            lines.append(
+                f"this machine was not timed, so its steps take longer or shorter: anabranch plan "
+                f"{model} --cluster {plan.cluster} --batch-size {plan.stage_graph.batch_size} "
+                "times the operators here"
+            )
         lines += ["", "memory per device    stage    weights and state         at the peak"]
         lines += [
             f"{device:17d} {stage:8d} {memory_text(weights):>20s} {memory_text(peak):>19s}"

@@ -47,8 +47,8 @@ def require_fits(
         raise PolicyError(
             f"{name} runs through a mini-batch's micro-batches while the weights of the mini-batch "
             f"before are made, which takes at least as many micro-batches as the pipeline is deep: "
-            f"{microbatches} < {depth}; choose {depth} or more micro-batches per mini-batch, or "
-            "another policy"
+            f"{microbatches} < {depth}; choose {depth} or more micro-batches per mini-batch, as "
+            f"plan --mode async --policy {name} does, or another policy"
         )
     if not policy.microbatches and microbatches != 1:
         raise PolicyError(
@@ -194,7 +194,8 @@ def recommend(
             rule = f"the last update of {optimizer}, which is kept,"
         return "pipeoptim", (
             f"at depth {depth} a prediction by {rule} looks at most "
-            f"{depth - 1} updates ahead, and at most {2 + more} copies of the weights are held"
+            f"{depth - 1} update{'s' * (depth != 2)} ahead, and at most {2 + more} copies of the "
+            "weights are held"
         )
     if room >= depth + 1 + more:
         return "predict-stash", (

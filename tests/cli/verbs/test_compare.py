@@ -191,3 +191,8 @@ def test_a_page_has_the_plans_side_by_side(run, write_chain, tmp_path):
     table = {row.split()[0]: row.split()[1] for row in out.splitlines()[3:6]}
     assert dict(rows) == table
     assert len(re.findall("<h2>Stages: ", html)) >= 2
+    best, *others = (row.split()[0] for row in out.splitlines()[3:6])
+    says = {"data-parallel": "as data parallelism", "sequential": "as the best chain"}
+    for name in others:
+        assert says.get(name, "A step takes") in html, "what the best gains over it"
+    assert says.get(best, "nothing") not in html, "nothing over itself"

@@ -190,3 +190,29 @@ def test_parts_without_a_flush_are_those_of_a_mini_batch(run, document, profile)
     period = f"{made['predicted']['step_s'] * 1e3:.2f} ms"
     assert first.startswith(f"a batch every {period}")
     assert second.startswith(f"of {period} a device has on average: compute ")
+
+
+def test_gains_of_a_file_are_not_those_of_other_costs(run, document, profile, tmp_path):
+    """A page said 1.33x as fast as data parallelism of a plan that gains 1.15x: the step was that
+    of today's costs, data parallelism that of the file.
+    """
+    options = ("--cluster", "summit:1x2", "--batch-size", "16")
+    document("plan", profile, *options, "-o", "plan.json")
+    page = tmp_path / "page.html"
+    assert run("simulate", "plan.json", profile, "--report", str(page))[0] == 0
+    assert "as data parallelism" in page.read_text(encoding="utf-8")
+    plan = json.loads(Path("plan.json").read_text())
+    plan["predicted"]["step_s"] *= 1.2
+    plan["predicted"]["samples_per_s"] /= 1.2
+    Path("plan.json").write_text(json.dumps(plan))
+    assert run("simulate", "plan.json", profile, "--report", str(page))[0] == 0
+    assert "as data parallelism" not in page.read_text(encoding="utf-8")
+
+
+def test_the_parts_of_a_page_add_up_to_its_step(run, document, profile, tmp_path):
+    """To the step that stands at its head, not to the parts that are worth a line."""
+    document("plan", profile, "--cluster", "summit:1x2", "--batch-size", "16", "-o", "plan.json")
+    page = tmp_path / "page.html"
+    found = document("simulate", "plan.json", profile, "--report", str(page), "--why")
+    text = page.read_text(encoding="utf-8")
+    assert f'together</td><td class="">{found["step_s"] * 1e3:.2f}</td>' in text

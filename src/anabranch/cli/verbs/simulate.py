@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -109,7 +110,7 @@ def simulate(
     if report is not None:
         from anabranch.report.figure import ReportTable, spent
 
-        tables = [spent(explanation.parts())] if explanation is not None else []
+        tables = [spent(explanation.parts(), explanation.step_s)] if explanation is not None else []
         if simulated is not None:
             table = staleness_table(shown.policy, simulated.staleness)
             tables = [ReportTable(*table, STALENESS_WORDS)]
@@ -136,8 +137,12 @@ def simulate(
 
 
 def _compared(shown: Plan, file: Plan | None, limit: str) -> Plan:
-    """A simulated plan with the baselines of its file, where these are comparable."""
+    """A simulated plan with the baselines of its file, where these are comparable: not if the
+    plan itself takes another time now, by other costs.
+    """
     known = file.predicted if file is not None else None
+    if known is not None and not math.isclose(known.step_s, shown.figures.step_s, rel_tol=1e-3):
+        known = None
     others = (known.data_parallel_s, known.chain_s) if known is not None else (None, None)
     figures = replace(shown.figures, limit=limit, data_parallel_s=others[0], chain_s=others[1])
     return replace(shown, predicted=figures)
