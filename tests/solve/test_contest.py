@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -89,6 +89,16 @@ def test_the_quickest_start_from_each_planner_is_tried_in_every_way():
     contest.judge.consider([*graphs, alone])
     quickest = min(graphs[:2], key=contest.judge.seconds().__getitem__)
     assert [*contest._starts()] == [quickest]
+
+
+def test_where_state_is_shared_in_any_case_the_starts_are_tried_anyway():
+    """Nothing fits without, so nothing was judged without."""
+    cost = replace(cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8), shard_optimizer=True)
+    graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 8)
+    contest = Contest(cost, AUTO, Starts(graph, []), SearchBudget(), may_share=False)
+    contest.judge.consider([graph])
+    contest.split()
+    assert contest.best_s < float("inf")
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Contest:
                 runs = Runs(shared, split=True)
                 promising = [*self._improving.promising(judge.seconds(), runs)]
                 half = SETTINGS.split_proposals // 2
-                starts = self._starts() if shared else ()
+                starts = self._starts() if shared and self.choice.shared else ()
                 ranked = [*dict.fromkeys([*starts, *promising[:half], *ranked])]
             self._split_some(ranked, shared)
 
