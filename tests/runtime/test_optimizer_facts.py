@@ -68,7 +68,7 @@ def test_state_that_a_checkpoint_would_lose_is_told(share):
 
 
 def test_what_else_an_optimizer_holds_is_left_alone():
-    """A number in a tensor has no entries, a generator is not read, and neither is one without end."""
+    """A number in a tensor has no entries, and no iterator is read, be it without end."""
     optimizer = TwoInOne(parameters(), share=True)
     optimizer.scale, optimizer.turns = torch.tensor(1.0), count()
     optimizer.seeds = iter([1, 2])

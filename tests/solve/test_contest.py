@@ -93,7 +93,8 @@ def test_the_quickest_start_from_each_planner_is_tried_in_every_way():
 
 def test_where_state_is_shared_in_any_case_the_starts_are_tried_anyway():
     """Nothing fits without, so nothing was judged without."""
-    cost = replace(cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8), shard_optimizer=True)
+    cost = cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8)
+    cost = replace(cost, shard_optimizer=True)
     graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 8)
     contest = Contest(cost, AUTO, Starts(graph, []), SearchBudget(), may_share=False)
     contest.judge.consider([graph])
