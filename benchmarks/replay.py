@@ -31,6 +31,7 @@ from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import StageCompute
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.messages import Layout
+from anabranch.runtime.optimizer_facts import require_rule
 from anabranch.schedule.asynchronous import full_pipeline
 from anabranch.weights import WeightPolicy, require_fits, units_in_flight
 from anabranch.workload import Batch, Workload
@@ -98,6 +99,8 @@ class Replay:
         trainable = [(name, p) for name, p in parameters.items() if p.requires_grad]
         optimizer = workload.make_optimizer(trainable) if trainable else None
         scheduler = workload.make_scheduler(optimizer) if optimizer is not None else None
+        if optimizer is not None and self._policy.predicts:
+            require_rule(self._policy, optimizer)
         units = [units_in_flight(st.in_flight, self._microbatches) for st in self.graph.stages]
         return VersionedWeights(
             parameters,

@@ -47,6 +47,8 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
         quick: raises an ``InfeasiblePlanError`` where nothing fits, as ``search`` does.
     """
     best, enough, batch_size = plan, plan, plan.stage_graph.batch_size
+    if not plan.figures.step_s:
+        return plan
     share = (step_bound(cost, batch_size) / plan.figures.step_s) ** 0.25
     for part in parts(cost.cluster):
         fewer = replace(cost, cluster=part)
