@@ -34,6 +34,7 @@ from anabranch.runtime.messages import Layout
 from anabranch.runtime.optimizer_facts import require_rule
 from anabranch.schedule.asynchronous import full_pipeline
 from anabranch.weights import WeightPolicy, require_fits, units_in_flight
+from anabranch.weights.version_tracker import predicts
 from anabranch.workload import Batch, Workload
 
 
@@ -99,7 +100,7 @@ class Replay:
         trainable = [(name, p) for name, p in parameters.items() if p.requires_grad]
         optimizer = workload.make_optimizer(trainable) if trainable else None
         scheduler = workload.make_scheduler(optimizer) if optimizer is not None else None
-        if optimizer is not None and self._policy.predicts:
+        if optimizer is not None and predicts(self._policy):
             require_rule(self._policy, optimizer)
         units = [units_in_flight(st.in_flight, self._microbatches) for st in self.graph.stages]
         return VersionedWeights(
