@@ -29,6 +29,7 @@ class Rounds(Scripted):
     row: int = 0
     shape: str = "graph"
     asked: list[int] = field(default_factory=list)
+    planner_of: dict[StageGraph, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[StageGraph]:
         yield with_size(self.graph, 4 if self.shape == "graph" else self.row)
@@ -80,11 +81,9 @@ def test_the_quickest_start_from_each_planner_is_tried_in_every_way():
     cost = cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8)
     graphs = [StageGraph((Stage(("op0",), (0, 1), b),), (), 8) for b in (2, 4, 8)]
     alone = StageGraph((Stage(("op0",), (0,), 8),), (), 8)
-    search = Starts(graphs[0], [])
-    origins = ["started from the plan of planner even"] * 2
-    origins += ["started from the plan of planner even, then by merge"]
-    search.origins.update(zip(graphs, origins, strict=True))
-    search.origins[alone] = "started from the plan of planner sequential"
+    search = Rounds(graphs[0], [])
+    search.planner_of.update(dict.fromkeys(graphs[:2], "even"))
+    search.planner_of[alone] = "sequential"
     contest = Contest(cost, AUTO, search, SearchBudget(), may_share=True)
     contest.judge.consider([*graphs, alone])
     quickest = min(graphs[:2], key=contest.judge.seconds().__getitem__)
@@ -96,17 +95,7 @@ def test_where_state_is_shared_in_any_case_the_starts_are_tried_anyway():
     cost = cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8)
     cost = replace(cost, shard_optimizer=True)
     graph = StageGraph((Stage(("op0",), (0, 1), 2),), (), 8)
-    contest = Contest(cost, AUTO, Starts(graph, []), SearchBudget(), may_share=False)
+    contest = Contest(cost, AUTO, Rounds(graph, []), SearchBudget(), may_share=False)
     contest.judge.consider([graph])
     contest.split()
     assert contest.best_s < float("inf")
-
-
-@dataclass(frozen=True)
-class Starts(Rounds):
-    """Knows where its proposals come from."""
-
-    origins: dict[StageGraph, str] = field(default_factory=dict)
-
-    def origin(self, graph: StageGraph) -> str:
-        return self.origins[graph]

@@ -244,7 +244,7 @@ class TrainingSettings:
 
     @property
     def length(self) -> str:
-        """What is left to do, in words."""
+        """Text of the steps and epochs that are still to be done."""
         steps, epochs = self.last_step or 0, self.epochs or 0
         ends = [f"for {steps:,} more step{'s' * (steps > 1)}"] * bool(steps)
         ends += [f"until {epochs:,} epoch{'s' * (epochs > 1)} are done"] * bool(epochs)

@@ -116,10 +116,10 @@ class Contest:
         and backwards that are split, may make it the best, and evaluations may be misled.
         """
         first: dict[str, StageGraph] = {}
+        planner_of = self._improving.planner_of if self._improving is not None else {}
         for graph in filter(_is_replicated, self._judges[False].ranked()):
-            origin = self._improving.origin(graph) if self._improving is not None else ""
-            if origin.startswith("started from") and ", then" not in origin:
-                first.setdefault(origin, graph)
+            if graph in planner_of:
+                first.setdefault(planner_of[graph], graph)
         return first.values()
 
     def search_on(self) -> None:

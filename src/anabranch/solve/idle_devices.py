@@ -37,9 +37,8 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
 
     A quick search on part of the cluster is begun where the bound there, of plans with one stage on
     each device, is low enough: of several devices a quarter of the way to as far below a plan as it
-    is here (halfway lost plans that were 4 to 60 % shorter, of one in 70 small models); of one,
-    where plans come near it, below the best. A whole search follows where that finds the best plan
-    so far.
+    is here; of one, where plans come near it, below the best. A whole search follows where that
+    finds the best plan so far.
 
     Args:
         plan: the best that uses all devices.
@@ -49,7 +48,7 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
     best, enough, batch_size = plan, plan, plan.stage_graph.batch_size
     if not plan.figures.step_s:
         return plan
-    share = (step_bound(cost, batch_size) / plan.figures.step_s) ** 0.25
+    share = (step_bound(cost, batch_size) / plan.figures.step_s) ** SETTINGS.fewer_bound
     for part in parts(cost.cluster):
         fewer = replace(cost, cluster=part)
         limit_s = best.figures.step_s / SETTINGS.as_fast

@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, and where.
+"""Times and folders of a run's checkpoints.
 
 ::
 

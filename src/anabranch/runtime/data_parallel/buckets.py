@@ -51,6 +51,7 @@ class Bucket(ABC):
         self._mesh = mesh
         self._own = [shard for shard in shards if shard.rank == mesh.rank]
         self._pending: list[Pending] = []
+
         self.begin()
 
     @property

@@ -155,6 +155,7 @@ class Reducer:
                 self._handles[name] = add(_hook(weakref.ref(self), name))  # type: ignore[no-untyped-call]
         self._waiting = set(self._places) if is_last else set()
         self.terms = []
+
         for queue in self._queues:
             queue.started = 0
             for bucket in queue.buckets:

@@ -40,26 +40,31 @@ _RECEIVES = {_NUMBERS[kind] for kind in _KINDS if kind.is_receive}
 
 
 class Phase(IntEnum):
-    """Work of a rank besides the actions of its schedule, as a number and as text."""
+    """Work of a rank besides the actions of its schedule."""
 
-    text: str
+    OUTSIDE = 0
+    START_UP = 1
+    DATA = 2
+    STEP = 3
+    UPDATE = 4
+    SAVE = 5
+    EVALUATION = 6
+    MOVE = 7
+    TOTALS = 8
+    HELD_OUT = 9
 
-    OUTSIDE = 0, ""
-    START_UP = 1, "in start-up"
-    DATA = 2, "reading data"
-    STEP = 3, ""
-    UPDATE = 5, "in the update"
-    SAVE = 6, "saving a checkpoint"
-    EVALUATION = 7, "in the evaluation"
-    MOVE = 8, "changing to another plan"
-    TOTALS = 9, "adding up gradients and losses"
-    HELD_OUT = 10, "reading held-out data"
 
-    def __new__(cls, number: int, text: str) -> Phase:
-        """Make a member that is a number."""
-        member = int.__new__(cls, number)
-        member._value_, member.text = number, text
-        return member
+_PHASES = {
+    Phase.START_UP: "in start-up",
+    Phase.DATA: "reading data",
+    Phase.UPDATE: "in the update",
+    Phase.SAVE: "saving a checkpoint",
+    Phase.EVALUATION: "in the evaluation",
+    Phase.MOVE: "changing to another plan",
+    Phase.TOTALS: "adding up gradients and losses",
+    Phase.HELD_OUT: "reading held-out data",
+}
+"""Phase -> text; the others have none."""
 
 
 class Position:
@@ -139,10 +144,10 @@ def describe_position(ints: Sequence[int]) -> str:
     """Text for the integers of a position, empty outside of steps and phases."""
     step, stage, microbatch, kind = ints[:_PHASE]
     phase, is_waiting = phase_of(ints), bool(ints[_WAITS])
-    parts = [phase.text]
+    parts = [_PHASES.get(phase, "")]
     if stage >= 0:
         parts = [f"{_ACTIONS[_KINDS[kind]]} of stage {stage}", f"micro-batch {microbatch}"]
-        parts += [phase.text] if phase is Phase.EVALUATION else []
+        parts += [_PHASES[phase]] if phase is Phase.EVALUATION else []
     if is_waiting and phase is Phase.TOTALS:
         parts = ["waiting for the sums of all ranks"]
     elif is_waiting and kind not in _RECEIVES:
@@ -155,7 +160,7 @@ def describe_position(ints: Sequence[int]) -> str:
 
 def phase_of(ints: Sequence[int]) -> Phase:
     """The phase of a position."""
-    return Phase(ints[_PHASE])  # type: ignore[call-arg]
+    return Phase(ints[_PHASE])
 
 
 def is_settled(ints: Sequence[int]) -> bool:
