@@ -7,7 +7,7 @@ import pytest
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.simulator.judge import Judge
-from anabranch.simulator.objective import ShortestPeriod
+from anabranch.simulator.objective import ShortestPeriod, ShortestStep
 from anabranch.weights import policy_named
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
@@ -64,6 +64,19 @@ def test_likely_ones_come_first(cost):
     judge.consider([in_two(cost, cut) for cut in (1, 2, 3)])
     alone.consider([in_two(cost, 3)])
     assert judge.simulated == alone.simulated
+
+
+def test_a_limit_that_none_comes_to():
+    """12 s of compute are within 13 s, but messages take 2 s more: two stages fit, and are no
+    better than what the limit was taken from.
+    """
+    machines = cluster(2, bandwidth=100.0)
+    cost = cost_model(chain(6), [1.0] * 6, [1.0] * 6, machines, value_bytes=100)
+    judge = Judge(ShortestStep(cost, ("1f1b",)))
+    judge.best_s = 13.0
+    assert not judge.consider([in_two(cost, 3)])
+    assert judge.simulated
+    assert judge.winner("test").proposal == in_two(cost, 3)
 
 
 def test_no_simulation_beyond_what_is_allowed(cost):

@@ -50,7 +50,8 @@ class Judge:
         *,
         in_order: bool = False,
     ) -> bool:
-        """Judge proposals until ``simulated`` comes to ``allowed``; whether one is the best now.
+        """Judge proposals until ``simulated`` comes to ``allowed``; whether one is the best now, as
+        simulated: one that is only the first to fit is not.
 
         Args:
             in_order: likely ones come first, whose results prune the rest. Otherwise those with the
@@ -68,7 +69,7 @@ class Judge:
             for candidate in sorted(candidates, key=lambda candidate: candidate.least_s):
                 if self.simulated < allowed:
                     self._consider(candidate)
-        return self.best is not before
+        return self.best is not before and bool(self._equals)
 
     def _consider(self, candidate: ScheduledProposal) -> None:
         proposal = candidate.proposal
