@@ -29,16 +29,31 @@ same holds for these in place of ``busy``, and with the way back in place of the
 Only those r count that operator o allows: the way and its own seconds fit in T. Its gradients are
 final after its own last backward, so ``busy`` and the all-reduce follow one another there. (While
 that was left out, plans for the 60 cases of the map in ``benchmarks/planners`` were within 1.74
-times the bound in the median, and now 1.35.) The least T for which all of this holds is the bound.
-Devices that share cores do all of the work on these, so that a step is at least as long as that.
-The bound holds for plans with one stage on each device; messages are left out of it, since any two
-operators may share a device. A device with several stages may work at an early one while a late one
-has no inputs, and sum up one while it computes another. For plans with such devices only the first
-sum is left, of ``busy`` alone, and the work on cores.
+times the bound in the median, and then 1.31.)
+
+Messages are left out of this, since any two operators may share a device. But the stage of o may
+fill a group of devices, such as a node, and then every value comes in by the port of the group or
+is made in the stage itself. The last device to begin has waited for the first micro-batch of all
+values that come, and what the stage makes for o it computes and sums as well, all but one backward
+before the gradients of o are final::
+
+    came(v)        min of  micro-batch * bytes of v / bandwidth   and   inside(o')
+    inside(o')     passes of o' but the last backward  +  all-reduce  +  came by all that o' reads
+
+Here o' makes v, and a value or operator with several readers or values counts in equal parts. Such
+an o allows steps that are no shorter than ``came`` by what it reads, all of its passes and its
+all-reduce. Replicas in several groups have a slower one. (That took the 1.31 to 1.23.)
+
+The least T for which all of this holds is the bound. Devices that share cores do all of the work on
+these, so that a step is at least as long as that. The bound holds for plans with one stage on each
+device. A device with several stages may work at an early one while a late one has no inputs, and
+sum up one while it computes another. For plans with such devices only the first sum is left, of
+``busy`` alone, and the work on cores.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -138,13 +153,25 @@ class _Relaxation:
             fitting = samples <= max(-(-batch_size // replicas), samples[0])
             passes = batch_size / replicas / samples[fitting, None]
             compute_s = passes * (forward_s + backward_s)[fitting]
-            ring_s = transfer_s(held.summed, *cost.ring_price((0, replicas - 1), replicas))
+            byte_s, latency_s = cost.ring_price((0, replicas - 1), replicas)
+            ring_s = transfer_s(held.summed, byte_s, latency_s)
             row = replicas - 1
             busy[row] = compute_s.min(axis=0) + update_s / replicas
             returned[row] = (passes * (forward_s + inputs_s)[fitting]).min(axis=0)
-            summed[row] = np.maximum(compute_s - backward_s[fitting], 0.0).min(axis=0) + ring_s
+            # The latency is of a bucket, which may have gradients of other operators as well.
+            summed[row] = np.maximum(compute_s - backward_s[fitting], 0.0).min(axis=0)
+            summed[row] += held.summed * byte_s
             own_s = busy[row] + ring_s
             least[row] = before_s + np.maximum(own_s, returned[row] + behind_s)
+        for level, replicas in enumerate(cost.cluster.group_sizes[:-1]):
+            if replicas <= min(shape[0] - 1, batch_size):
+                apart_s = np.inf
+                if replicas > 1:
+                    price = cost.ring_price((0, replicas), replicas)
+                    apart_s = before_s + busy[replicas - 1] + transfer_s(held.summed, *price)
+                filled_s = _filled_s(cost, batch_size, level, samples, forward_s, backward_s)
+                filled_s += update_s / replicas
+                least[replicas - 1] = np.maximum(least[replicas - 1], np.minimum(filled_s, apart_s))
         first_s, last_s, idle_s = forward_s[0], inputs_s[0], before_s + behind_s
         return _Relaxation(busy, returned, summed, least, first_s, last_s, idle_s, before_s)
 
@@ -183,6 +210,49 @@ class _Relaxation:
             rest_s = taken(np.maximum(rest, 0.0), rest_summed)
             needed = max(needed, float((rest_s / left_s).sum()))
         return needed
+
+
+def _filled_s(
+    cost: CostModel,
+    batch_size: int,
+    level: int,
+    samples: Floats,
+    forward_s: Floats,
+    backward_s: Floats,
+) -> Floats:
+    """Return per operator the shortest step of a stage that fills a group of devices, without its
+    update.
+
+    Args:
+        level: of the group.
+        samples: counts, and [count, operator] the seconds for them.
+    """
+    replicas = cost.cluster.group_sizes[level]
+    summed = cost.own_parameter_bytes.summed
+    byte_s, latency_s = cost.ring_price((0, replicas - 1), replicas)
+    most = samples[samples <= max(-(-batch_size // replicas), samples[0])]
+    forward_s, backward_s = (
+        np.minimum.accumulate(seconds[: len(most)] / most[:, None], axis=0)
+        for seconds in (forward_s, backward_s)
+    )
+    # A slice of the first micro-batch has one sample more than the count before, or more.
+    sizes = np.append(replicas * most[0], replicas * most[:-1] + 1)
+    # Of each micro-batch the last device to begin may have a sample less than others.
+    fewest = batch_size / replicas - np.ceil(batch_size / sizes) * (1 - 1 / replicas)
+    forwards_s = np.maximum(fewest, 0.0)[:, None] * forward_s
+    inside_s = forwards_s + np.maximum(fewest - most, 0.0)[:, None] * backward_s + summed * byte_s
+    bandwidth = cost.cluster.level_link(level + 1).bandwidth
+    came_s = np.zeros_like(inside_s)
+    made = Counter(value.producer for value in cost.graph.values)
+    for value in sorted(cost.graph.values, key=lambda value: value.producer):
+        maker = value.producer
+        if maker != BATCH:
+            message_s = np.array([value.size(size) for size in sizes]) / bandwidth
+            way_s = np.minimum(message_s, (inside_s + came_s)[:, maker] / made[maker])
+            for reader in value.consumers:
+                came_s[:, reader] += way_s / len(value.consumers)
+    own_s = forwards_s + np.maximum(fewest, 0.0)[:, None] * backward_s
+    return np.asarray((came_s + own_s + transfer_s(summed, byte_s, latency_s)).min(axis=0))
 
 
 def _updated_bytes(cost: CostModel, batch_size: int) -> Floats:
