@@ -113,6 +113,25 @@ def test_gradients_of_inputs_go_back_by_what_they_take():
     assert step_bound(cost, 8) == pytest.approx(2 + 8 * 3 + 4, rel=1e-3)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_large_slices_make_the_way_long_and_small_ones_the_work(several: bool):
+    """Three operators in a row on three devices, 3 s to launch and 1 s a sample, forward and back,
+    half of a backward for weights. Four samples in slices of up to two take 20 s of work on each
+    device. Slices of three and four take 16 and 14 s, but a first one of two and three takes 25 and
+    30 s to the end and back: no mean of both is below 20 s for all.
+    """
+    counts = (1, 2, 3, 4)
+    times = tuple(3.0 + n for n in counts)
+    waiting = tuple(t / 2 for t in times)
+    values = (Value(0, (1,), 0), Value(1, (2,), 0))
+    graph = OpGraph((Op("a"), Op("b"), Op("c")), values)
+    costs = (OpCost(times, times, 0, weight_s=waiting),) * 3
+    cost = CostModel(Profile(graph, counts, costs, "v100", "measured"), cluster(3))
+    assert work_floor(cost, 4) == pytest.approx(14.0)
+    assert step_bound(cost, 4, several=several) == pytest.approx(20.0, rel=1e-3)
+    assert _least_step_s(cost, 4) >= 20.0
+
+
 @pytest.mark.parametrize(("value_bytes", "expected"), [(3, 3 + 16), (100, 8 + 16)])
 def test_what_a_stage_reads_comes_to_its_node_or_is_made_there(value_bytes: int, expected: float):
     """Two nodes of one device, and gradients that keep each operator on one of them. The second
@@ -159,6 +178,7 @@ def test_no_plan_of_a_small_model_is_below_the_bound(
     bound = step_bound(cost, batch)
     assert bound >= work_floor(cost, batch) * (1 - 1e-3)
     assert bound <= _least_step_s(cost, batch) * (1 + 1e-9)
+    assert step_bound(cost, batch, several=True) <= bound
 
 
 def _least_step_s(cost: CostModel, batch: int) -> float:
