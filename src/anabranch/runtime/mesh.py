@@ -17,12 +17,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
-from anabranch.runtime.collectives import (
-    DeviceSums,
-    MessageCollectives,
-    Pending,
-    staged,
-)
+from anabranch.runtime.collectives import DeviceSums, MessageCollectives, Pending, staged
 from anabranch.runtime.guards.shared_failure import SharedFailure
 from anabranch.runtime.process_groups import (
     abort,
