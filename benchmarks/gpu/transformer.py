@@ -16,13 +16,7 @@ from anabranch.runtime import texts
 from benchmarks.gpu.case import Case, Row
 from benchmarks.runtime import ours
 from benchmarks.runtime.race import Side, Step, medians, rank_times, slowest
-from benchmarks.runtime.transformer import (
-    BATCH,
-    SIZES,
-    LossOnly,
-    plans_by_hand,
-    torch_sides,
-)
+from benchmarks.runtime.transformer import BATCH, SIZES, LossOnly, plans_by_hand, torch_sides
 
 LARGE = {"sequence": "256", "hidden": "1024", "heads": "16", "feedforward": "4096"}
 """On a GPU: 100 million parameters in as many layers."""

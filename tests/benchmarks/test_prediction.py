@@ -15,13 +15,7 @@ from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import Span, Timeline
 from benchmarks.prediction import __main__ as prediction
-from benchmarks.prediction.__main__ import (
-    Case,
-    beside,
-    mean_profile,
-    row_of,
-    sizes_of,
-)
+from benchmarks.prediction.__main__ import Case, beside, mean_profile, row_of, sizes_of
 from tests.simulator.helpers import cost_model
 
 

@@ -17,15 +17,7 @@ from anabranch.weights import POLICIES, PredictStash, units_in_flight, versions_
 from anabranch.workload import Workload
 from benchmarks.replay import Replay
 from tests.runtime.asynchronous import reference
-from tests.runtime.asynchronous.models import (
-    OPTIMIZERS,
-    Cut,
-    Shared,
-    batches,
-    cut,
-    halving,
-    suited,
-)
+from tests.runtime.asynchronous.models import OPTIMIZERS, Cut, Shared, batches, cut, halving, suited
 
 POLICY_NAMES = sorted(POLICIES)
 

@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 
 from anabranch import cli
-from anabranch.cli.output import (
-    Warnings,
-    file_to_write,
-    folder_to_write,
-    print_rows,
-    print_table,
-)
+from anabranch.cli.output import Warnings, file_to_write, folder_to_write, print_rows, print_table
 from anabranch.errors import OutputError
 
 

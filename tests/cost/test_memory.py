@@ -39,7 +39,7 @@ def memory(
     weights: StageWeights = WEIGHTS, size: Any = 8, replicas: Any = 3, **options: Any
 ) -> DeviceMemory:
     """Micro-batches of 8 on 3 replicas, so 3 samples on the fullest; Adam, one receive ahead."""
-    settings = ("optimizer_factor", "receive_slots", "shard_optimizer")
+    settings = ("optimizer_factor", "shard_optimizer")
     chosen = {name: options.pop(name) for name in settings if name in options}
     cost = CostModel(PROFILE, Cluster.preset("local:1"), **chosen)
     return cost.memory(weights, size, replicas, **options)
@@ -80,8 +80,6 @@ def test_recomputation_keeps_one_inside():
     [
         ({"versions": 3}, 2 * 800),
         ({"optimizer_factor": 0.0}, -2 * 800),
-        ({"receive_slots": 0}, -35),
-        ({"receive_slots": 4}, 3 * 35),
     ],
 )
 def test_options(options, more):
@@ -194,7 +192,7 @@ def test_an_update_with_temporaries_counts_where_it_takes_more_than_a_backward()
     """Ten bytes of parameters, the largest of six: 30 with gradients and one state, and then the
     temporaries; a micro-batch in flight is less.
     """
-    common = (10.0, 10.0, 10.0, 6.0, 1.0, 0.0, 2.0, 0.0, 0.0, 1, 0, 1, 1.0, 0)
+    common = (10.0, 10.0, 10.0, 6.0, 0.0, 0.0, 3.0, 0.0, 0.0, 1, 0, 1, 1.0)
     assert DeviceMemory(*memory_terms(*common)).peak(1) == 33
     assert DeviceMemory(*memory_terms(*common, all_temporary=1.0)).peak(1) == 40
     assert DeviceMemory(*memory_terms(*common, largest_temporary=2.0)).peak(1) == 42

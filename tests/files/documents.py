@@ -12,11 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from anabranch.errors import FileFormatError
-from anabranch.files import (
-    load_cluster,
-    load_plan,
-    load_profile,
-)
+from anabranch.files import load_cluster, load_plan, load_profile
 
 # The folder is the same for all examples of a property; every example overwrites its file.
 same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,14 +10,8 @@ from hypothesis import given
 
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
-from anabranch.files import (
-    load_cluster,
-    save_cluster,
-)
-from tests.files.documents import (
-    CLUSTER,
-    same_folder,
-)
+from anabranch.files import load_cluster, save_cluster
+from tests.files.documents import CLUSTER, same_folder
 from tests.strategies import clusters
 
 

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import FileFormatError
-from anabranch.files.imported_graph import (
-    Edge,
-    ImportedGraph,
-    ImportedNode,
-    unique_names,
-)
+from anabranch.files.imported_graph import Edge, ImportedGraph, ImportedNode, unique_names
 from anabranch.graph.opgraph import BATCH, Parameter, Value
 
 

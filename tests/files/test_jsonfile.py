@@ -14,25 +14,11 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
-from anabranch.files import (
-    load_cluster,
-    load_plan,
-    load_profile,
-    save_cluster,
-    save_profile,
-)
+from anabranch.files import load_cluster, load_plan, load_profile, save_cluster, save_profile
 from anabranch.files.jsonfile import read_regular
 from anabranch.graph.opgraph import Op, OpGraph
 from anabranch.profile.profile import OpCost, Profile
-from tests.files.documents import (
-    CLUSTER,
-    KINDS,
-    PLAN,
-    PROFILE,
-    edited,
-    refusal,
-    same_folder,
-)
+from tests.files.documents import CLUSTER, KINDS, PLAN, PROFILE, edited, refusal, same_folder
 
 
 def test_file_is_for_people(tmp_path: Path) -> None:

@@ -14,22 +14,11 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster
 from anabranch.errors import FileFormatError
-from anabranch.files import (
-    load_plan,
-    plan_to_dict,
-    save_cluster,
-    save_plan,
-)
+from anabranch.files import load_plan, plan_to_dict, save_cluster, save_plan
 from anabranch.graph.opgraph import ModelSize
 from anabranch.plans.plan import CHANGED, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
-from tests.files.documents import (
-    CLUSTER,
-    PLAN,
-    edited,
-    refusal,
-    same_folder,
-)
+from tests.files.documents import CLUSTER, PLAN, edited, refusal, same_folder
 from tests.strategies import clusters, plans
 
 

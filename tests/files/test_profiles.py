@@ -8,17 +8,10 @@ from pathlib import Path
 
 from hypothesis import given
 
-from anabranch.files import (
-    load_profile,
-    profile_to_dict,
-    save_profile,
-)
+from anabranch.files import load_profile, profile_to_dict, save_profile
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
 from anabranch.profile.profile import OpCost, Profile
-from tests.files.documents import (
-    PROFILE,
-    same_folder,
-)
+from tests.files.documents import PROFILE, same_folder
 from tests.strategies import profiles
 
 

@@ -11,11 +11,7 @@ from anabranch.errors import DataError
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.placement import Fetched
 from anabranch.runtime.worker import Worker
-from tests.runtime.small import (
-    batch,
-    built,
-    plan,
-)
+from tests.runtime.small import batch, built, plan
 from tests.runtime.training import run
 
 pytestmark = pytest.mark.dist

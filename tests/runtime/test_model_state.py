@@ -6,19 +6,11 @@ import pytest
 import torch
 
 from anabranch import launch
-from anabranch.errors import (
-    TrainingError,
-)
+from anabranch.errors import TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
-from tests.runtime.small import (
-    Built,
-    batch,
-    built,
-    plan,
-    with_options,
-)
+from tests.runtime.small import Built, batch, built, plan, with_options
 from tests.runtime.training import BATCHES, LIMIT_S, run, sgd
 
 pytestmark = pytest.mark.dist

@@ -15,11 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch.errors import (
-    DataError,
-    NonFiniteError,
-    StageFailedError,
-)
+from anabranch.errors import DataError, NonFiniteError, StageFailedError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch import launch
+from anabranch.device import accelerator
 from anabranch.errors import TrainingError
 from anabranch.runtime import assignment, model_state
 from anabranch.runtime.pipeline import Pipeline
@@ -102,10 +103,16 @@ def test_a_model_of_the_cpu_trains_on_a_gpu() -> None:
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
 
 
-def test_a_whole_model_runs_on_its_gpu_where_there_is_room() -> None:
+def test_a_whole_model_runs_on_its_gpu_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are elsewhere, and gradients, in half of what is free; 20 bytes each here."""
     module, gpu = nn.Linear(4, 1), torch.device("cuda", 0)
-    assert roomy_home(module, gpu, 80) == gpu
-    assert roomy_home(module, gpu, 79) == torch.device("cpu")
-    assert roomy_home(module.requires_grad_(False), gpu, 40) == gpu
+
+    def home(free_bytes: int) -> torch.device:
+        monkeypatch.setattr(accelerator, "free_bytes", lambda _: free_bytes)
+        return roomy_home(module, gpu)
+
+    assert home(80) == gpu
+    assert home(79) == torch.device("cpu")
+    module.requires_grad_(False)
+    assert home(40) == gpu
     assert roomy_home(module, torch.device("cpu")) == torch.device("cpu")

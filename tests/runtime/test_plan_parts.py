@@ -6,14 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from anabranch.errors import (
-    InvalidPlanError,
-)
+from anabranch.errors import InvalidPlanError
 from anabranch.runtime.pipeline import Pipeline
-from tests.runtime.small import (
-    built,
-    plan,
-)
+from tests.runtime.small import built, plan
 
 pytestmark = pytest.mark.dist
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.small import (
-    batch,
-    built,
-    plan,
-    with_options,
-)
+from tests.runtime.small import batch, built, plan, with_options
 from tests.runtime.training import alone, sgd, train
 
 pytestmark = pytest.mark.dist

@@ -13,14 +13,7 @@ from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
-from tests.runtime.small import (
-    Batch,
-    Built,
-    batch,
-    num_ranks,
-    plan,
-    train_alone,
-)
+from tests.runtime.small import Batch, Built, batch, num_ranks, plan, train_alone
 
 LIMIT_S = 60.0
 

@@ -8,21 +8,8 @@ import pytest
 
 from anabranch.compiled import records
 from anabranch.cost.overheads import slowdown_of
-from anabranch.simulator.engine import (
-    begin_job,
-    end_job,
-    expect,
-    expect_at,
-    next_event,
-    tournament,
-)
-from anabranch.simulator.records import (
-    ClockRecord,
-    DeviceRecord,
-    HostRecord,
-    NodeRecord,
-    Tables,
-)
+from anabranch.simulator.engine import begin_job, end_job, expect, expect_at, next_event, tournament
+from anabranch.simulator.records import ClockRecord, DeviceRecord, HostRecord, NodeRecord, Tables
 
 
 def tables(slots: int, speeds: tuple[float, ...] = ()) -> Tables:

@@ -19,13 +19,7 @@ from anabranch.simulator.program import compile_schedule, in_a_row
 from anabranch.simulator.run import run, step_seconds
 from anabranch.simulator.step import tables_of
 from anabranch.timeline import Timeline
-from tests.simulator.helpers import (
-    chain,
-    cluster,
-    cost_model,
-    priced_stage_graphs,
-    simulate,
-)
+from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, simulate
 from tests.strategies import stage_graphs
 
 NAMES = ("op0", "op1", "op2")

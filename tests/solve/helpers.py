@@ -14,9 +14,7 @@ from anabranch.planner.base import WHOLE, Runs
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.schedule import SCHEDULES
-from anabranch.solve import (
-    plan,
-)
+from anabranch.solve import plan
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
-from anabranch.graph.opgraph import LookupTable, Op, OpGraph, Parameter
+from anabranch.graph.opgraph import LookupTable, Op, OpGraph, Parameter, Value
 from anabranch.planner.exhaustive import Exhaustive
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.schedule import SCHEDULES, compute_order
@@ -113,6 +113,42 @@ def test_gradients_of_inputs_go_back_by_what_they_take():
     assert step_bound(cost, 8) == pytest.approx(2 + 8 * 3 + 4, rel=1e-3)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_large_slices_make_the_way_long_and_small_ones_the_work(several: bool):
+    """Three operators in a row on three devices, 3 s to launch and 1 s a sample, forward and back,
+    half of a backward for weights. Four samples in slices of up to two take 20 s of work on each
+    device. Slices of three and four take 16 and 14 s, but a first one of two and three takes 25 and
+    30 s to the end and back: no mean of both is below 20 s for all.
+    """
+    counts = (1, 2, 3, 4)
+    times = tuple(3.0 + n for n in counts)
+    waiting = tuple(t / 2 for t in times)
+    values = (Value(0, (1,), 0), Value(1, (2,), 0))
+    graph = OpGraph((Op("a"), Op("b"), Op("c")), values)
+    costs = (OpCost(times, times, 0, weight_s=waiting),) * 3
+    cost = CostModel(Profile(graph, counts, costs, "v100", "measured"), cluster(3))
+    assert work_floor(cost, 4) == pytest.approx(14.0)
+    assert step_bound(cost, 4, several=several) == pytest.approx(20.0, rel=1e-3)
+    assert _least_step_s(cost, 4) >= 20.0
+
+
+@pytest.mark.parametrize(("value_bytes", "expected"), [(3, 3 + 16), (100, 8 + 16)])
+def test_what_a_stage_reads_comes_to_its_node_or_is_made_there(value_bytes: int, expected: float):
+    """Two nodes of one device, and gradients that keep each operator on one of them. The second
+    computes 16 s for 8 samples, after 3 s of link for the first of these. Where a message takes
+    longer, one stage has both, and at least all forwards of the first precede its last backward.
+    """
+    times = (1.0, 2.0, 4.0, 8.0)
+    values = (Value(0, (1,), value_bytes),)
+    graph = OpGraph(
+        (Op("a", ("p",)), Op("b", ("q",))), values, (Parameter("p", 10**6), Parameter("q", 10**6))
+    )
+    profile = Profile(graph, (1, 2, 4, 8), (OpCost(times, times, 0),) * 2, "v100", "measured")
+    cost = CostModel(profile, cluster(1, 2, bandwidth=1.0))
+    assert step_bound(cost, 8) == pytest.approx(expected, rel=1e-3)
+    assert _least_step_s(cost, 8) >= expected
+
+
 @given(priced_stage_graphs())
 def test_no_step_is_below_the_bound(drawn):
     """Stages, replicas, micro-batches, schedule and links as they may be."""
@@ -124,18 +160,25 @@ def test_no_step_is_below_the_bound(drawn):
 @settings(max_examples=25, deadline=None)
 @given(
     planning_profiles(4, series_parallel=False),
-    st.integers(1, 4),
+    st.sampled_from([(1, None), (2, None), (3, None), (4, None), (4, 2), (4, 1), (6, 2), (6, 3)]),
     st.integers(1, 8),
     st.sampled_from([1.0, 4.0, 1e9]),
+    st.sampled_from([0.0, 0.0, 2.0]),
     st.booleans(),
 )
-def test_no_plan_of_a_small_model_is_below_the_bound(profile, devices, batch, bandwidth, shared):
-    """Of all partitions, replicas and micro-batch sizes, under the schedules of the planner."""
-    cost = planning_cost(profile, devices, bandwidth=bandwidth)
-    cost = replace(cost, shard_optimizer=shared)
+def test_no_plan_of_a_small_model_is_below_the_bound(
+    profile, devices, batch, bandwidth, latency, shared
+):
+    """Of all partitions, replicas and micro-batch sizes, under the schedules of the planner, on one
+    level of links and on nodes that share a network card.
+    """
+    total, node = devices
+    links = {"node": node, "bandwidth": bandwidth, "latency_s": latency}
+    cost = replace(planning_cost(profile, total, **links), shard_optimizer=shared)
     bound = step_bound(cost, batch)
     assert bound >= work_floor(cost, batch) * (1 - 1e-3)
     assert bound <= _least_step_s(cost, batch) * (1 + 1e-9)
+    assert step_bound(cost, batch, several=True) <= bound
 
 
 def _least_step_s(cost: CostModel, batch: int) -> float:

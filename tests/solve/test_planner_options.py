@@ -2,10 +2,7 @@
 
 import pytest
 
-from anabranch.solve import (
-    bottleneck_s_per_sample,
-    options_of,
-)
+from anabranch.solve import bottleneck_s_per_sample, options_of
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import Limited, Published, found, two_stages
 

@@ -10,12 +10,7 @@ from anabranch.graph.opgraph import LookupTable
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage
 from anabranch.profile.profile import Profile, UpdateCost
-from anabranch.solve.rewriting import (
-    choose_rewrite,
-    gain_note,
-    rewrite_notes,
-    splits_of_tables,
-)
+from anabranch.solve.rewriting import choose_rewrite, gain_note, rewrite_notes, splits_of_tables
 from tests.cli.examples import a_plan
 from tests.simulator.helpers import cluster, cost_model
 

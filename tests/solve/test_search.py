@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 
 from anabranch import planner as planners
 from anabranch.cost import CostModel
-from anabranch.errors import (
-    BudgetError,
-    InfeasiblePlanError,
-    InvalidPlanError,
-    SearchStoppedError,
-)
+from anabranch.errors import BudgetError, InfeasiblePlanError, InvalidPlanError, SearchStoppedError
 from anabranch.planner.auto.annealing import Annealing
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import Stage, StageGraph
@@ -22,15 +17,7 @@ from anabranch.profile.profile import UpdateCost
 from anabranch.schedule import SCHEDULES
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.run import step_seconds
-from anabranch.solve import (
-    comparable,
-    compare,
-    contest,
-    plan,
-    simulate,
-    simulation,
-    step_search,
-)
+from anabranch.solve import comparable, compare, contest, plan, simulate, simulation, step_search
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import Limited, Proposals, Published, found, two_stages, with_size
 

@@ -5,20 +5,13 @@ from dataclasses import replace
 import pytest
 
 from anabranch import solve
-from anabranch.errors import (
-    InvalidPlanError,
-    PolicyError,
-)
+from anabranch.errors import InvalidPlanError, PolicyError
 from anabranch.graph.opgraph import Op, OpGraph, Value
 from anabranch.plans.plan import CHANGED, Plan, Prediction
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile
 from anabranch.schedule import SCHEDULES
-from anabranch.solve import (
-    check_plan,
-    ideal_step_s,
-    simulate,
-)
+from anabranch.solve import check_plan, ideal_step_s, simulate
 from anabranch.weights import OPTIMIZERS
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
 from tests.solve.helpers import a_plan, asynchronous, on_chain, two_stages

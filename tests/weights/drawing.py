@@ -5,13 +5,7 @@ from __future__ import annotations
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.asynchronous import stage_actions
 from anabranch.schedule.schedule import Kind
-from anabranch.weights import (
-    Reading,
-    VersionTracker,
-    WeightPolicy,
-    units_in_flight,
-    versions_held,
-)
+from anabranch.weights import Reading, VersionTracker, WeightPolicy, units_in_flight, versions_held
 
 
 def draw(policy: WeightPolicy, graph: StageGraph, count: int, *, microbatches: int = 1) -> str:

@@ -44,13 +44,7 @@ from anabranch.cli.verbs.report import report
 from anabranch.cli.verbs.simulate import simulate
 from anabranch.cli.verbs.train import train
 from anabranch.cli.verbs.verify import verify
-from anabranch.errors import (
-    AnabranchError,
-    LoaderError,
-    StageFailedError,
-    WorkloadError,
-    shadowed,
-)
+from anabranch.errors import AnabranchError, LoaderError, StageFailedError, WorkloadError, shadowed
 
 _MEANT = {
     "why": "anabranch simulate PLAN --why",

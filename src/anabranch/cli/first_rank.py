@@ -40,4 +40,4 @@ def agreed(search: Callable[[], Plan]) -> Plan:
         raise failure
     if not received:
         raise typer.Exit(1)  # the first rank says why; the others just end
-    return plan or plan_from_dict(received, "the plan of rank 0")
+    return plan or plan_from_dict(received)

@@ -99,22 +99,17 @@ class TrainingProgress:
     """Shows loss, samples per second and the step beside its prediction, on standard error.
 
     A terminal has a bar, and as much beside it as a line holds; elsewhere a line is written every
-    ``every_s`` seconds. The loss is the mean over the last ten, the time of a mini-batch without a
+    ten seconds. The loss is the mean over the last ten, the time of a mini-batch without a
     flush (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says
     nothing. What was slow beside the others at the last look is named. Steps are counted on from
     the ``earlier`` ones, which attempts before a restart have done.
     """
 
     def __init__(
-        self,
-        predicted_step_s: float,
-        every_s: float = 10.0,
-        *,
-        is_async: bool = False,
-        earlier: int = 0,
+        self, predicted_step_s: float, *, is_async: bool = False, earlier: int = 0
     ) -> None:
         self._predicted_s, self._earlier = predicted_step_s, earlier
-        self._every_s, self._is_async = every_s, is_async
+        self._is_async = is_async
         self._started = self._shown = time.monotonic()
         self._seconds: list[float] = []
         self._samples: list[int] = []
@@ -142,7 +137,7 @@ class TrainingProgress:
         self._losses.append(event.loss)
         last = event.done == event.total
         now = time.monotonic()
-        if not last and now - self._shown < (0.1 if terminal else self._every_s):
+        if not last and now - self._shown < (0.1 if terminal else 10.0):
             return
         self._shown = now
         line = self._bar(event, now) if terminal else self._line(event, now)

@@ -3,7 +3,7 @@
     n        samples on the fullest replica: micro-batch size / replicas, rounded up
     fixed    parameters + trainable * (versions + optimizer factor)
                of the optimizer factor, where replicas share its state, the part of one of them
-             + receive slots * (entering + gradients of what leaves)
+             + entering + gradients of what leaves      received ahead
              - tables + rows / replicas     where gradients of tables are the rows of a batch
              + a pass                       besides what is kept (``StagePasses``)
              + kept * n                     with recomputation: the inside of one micro-batch
@@ -19,7 +19,7 @@
 
 The versions of the trainable weights include the current one, whose place on top is taken by the
 gradients, which lie in the buckets of their all-reduce. What enters is held until the backward;
-receives of each kind are posted ahead. Without a measurement the optimizer is taken to update in
+a receive of each kind is posted ahead. Without a measurement the optimizer is taken to update in
 place, as the fused ones do; others need some more (``torch.optim`` with ``foreach``: as much as the
 trainable parameters), mostly less than what is in flight before.
 """
@@ -100,7 +100,6 @@ def memory_terms(
     terms: Number,
     versions: Number,
     optimizer_factor: float,
-    receive_slots: Number,
     tables: Number = 0.0,
     rows: Number = 0.0,
     all_temporary: float = 0.0,
@@ -117,12 +116,11 @@ def memory_terms(
         all_temporary: see ``UpdateCost``, and so for ``largest_temporary``.
     """
     state = parameters + trainable * versions + updated * optimizer_factor
-    ahead = receive_slots * (entering + returning)
     inside = kept * recompute
     dense = np.maximum(updated - tables, 0.0)
     bucket = np.minimum(updated, np.maximum(largest_gradient, np.minimum(dense, BUCKET_BYTES)))
     return (
-        state - tables + rows / replicas + ahead,
+        state - tables + rows / replicas + entering + returning,
         entering + (kept - inside),
         inside + passing,
         np.maximum(

@@ -40,7 +40,6 @@ class CostModel:
         cluster: links and memory.
         optimizer_factor: optimizer state in bytes per byte of trainable parameter (Adam 2, SGD with
             momentum 1).
-        receive_slots: receives posted ahead per channel, beyond the micro-batches in flight.
         updates: of the weights in one batch, each with its all-reduce; more than 1 where a planner
             is asked for a row of mini-batches without a flush.
         shard_optimizer: whether replicas share the optimizer's state, see ``Pipeline``; in memory,
@@ -52,7 +51,6 @@ class CostModel:
     profile: Profile
     cluster: Cluster
     optimizer_factor: float = 2.0
-    receive_slots: int = 1
     updates: int = 1
     shard_optimizer: bool = False
     sparse_embeddings: bool = False
@@ -328,7 +326,6 @@ class CostModel:
                 np.minimum(replicas - 1, terms),
                 versions,
                 self.optimizer_factor,
-                self.receive_slots,
                 weights.tables,
                 weights.rows,
                 self.update.all_temporary,

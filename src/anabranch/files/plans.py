@@ -57,8 +57,9 @@ def load_plan(path: FilePath) -> Plan:
     return build(path, _to_plan, read_document(path, PLAN, _PlanFile))
 
 
-def plan_from_dict(document: dict[str, Any], where: str) -> Plan:
-    """A plan from what ``plan_to_dict`` gave, in another process say; ``where`` for errors."""
+def plan_from_dict(document: dict[str, Any]) -> Plan:
+    """A plan from what ``plan_to_dict`` gave on rank 0."""
+    where = "the plan of rank 0"
     return build(where, _to_plan, validate(document, _PlanFile, where))
 
 

@@ -31,13 +31,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anabranch.graph.call_traits import (
-    arguments,
-    base_name,
-    dims_along,
-    has_classes,
-    tensor,
-)
+from anabranch.graph.call_traits import arguments, base_name, dims_along, has_classes, tensor
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     PARAMETER,

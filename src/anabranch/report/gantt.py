@@ -31,13 +31,7 @@ from anabranch.report.theme import (
     text_width,
     ticks,
 )
-from anabranch.report.timeline_layout import (
-    STYLE,
-    Graphs,
-    Panel,
-    TimelineLayout,
-    arrange,
-)
+from anabranch.report.timeline_layout import STYLE, Graphs, Panel, TimelineLayout, arrange
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Span, Timeline
 

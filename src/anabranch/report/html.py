@@ -22,16 +22,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.report import charts, gantt, names, page_data, stagegraph, timeline_layout
 from anabranch.report.figure import Figure, ReportTable
 from anabranch.report.stage_table import NOT_MEASURED, WeightVersions, busy_shares, stage_table
-from anabranch.report.theme import (
-    DARK,
-    FONT,
-    LIGHT,
-    PIXELS,
-    Drawing,
-    escape,
-    num,
-    style,
-)
+from anabranch.report.theme import DARK, FONT, LIGHT, PIXELS, Drawing, escape, num, style
 from anabranch.timeline import Timeline
 
 BUTTONS = (

@@ -17,12 +17,7 @@ from torch import Tensor
 
 from anabranch.device import accelerator
 from anabranch.errors import InvalidPlanError
-from anabranch.runtime.collectives import (
-    DeviceSums,
-    MessageCollectives,
-    Pending,
-    staged,
-)
+from anabranch.runtime.collectives import DeviceSums, MessageCollectives, Pending, staged
 from anabranch.runtime.guards.shared_failure import SharedFailure
 from anabranch.runtime.process_groups import (
     abort,
@@ -209,14 +204,14 @@ class Mesh:
         gathered = self.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [tensor.numpy().tobytes() for tensor in gathered]
 
-    def all_reduce(self, tensor: Tensor, ranks: Ranks | None = None) -> Tensor:
-        """Sum over the ranks of a set (by default all), in place."""
-        return self.start_all_reduce(tensor, ranks).wait()
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
+        return self.start_all_reduce(tensor).wait()
 
     @staged
     def start_all_reduce(self, tensor: Tensor, ranks: Ranks | None = None) -> Pending:
-        """Start ``all_reduce`` in the background. Ranks of one set start their collectives in one
-        order.
+        """Start to sum over the ranks of a set (by default all), in place and in the background.
+        Ranks of one set start their collectives in one order.
         """
         near = partial(MessageCollectives.all_reduce, tensor=tensor)
         return self._start(ranks, tensor, near, partial(dist.all_reduce, tensor))

@@ -50,22 +50,16 @@ def move(tensors: Iterable[Tensor], place: torch.device) -> None:
             tensor.data = tensor.data.to(place)
 
 
-def roomy_home(
-    module: nn.Module, home: torch.device, free_bytes: int | None = None
-) -> torch.device:
+def roomy_home(module: nn.Module, home: torch.device) -> torch.device:
     """Choose where a whole model runs once, with its gradients: on its GPU if half of its free
     memory has room for what is missing, else on the CPU.
-
-    Args:
-        free_bytes: of the GPU, by default as it says.
     """
     if not accelerator.has_own_memory(home):
         return home
-    free = accelerator.free_bytes(home) if free_bytes is None else free_bytes
     sizes = [(p, p.numel() * p.element_size()) for p in module.parameters()]
     weights = sum(size for p, size in sizes if p.device != home)
     gradients = sum(size for p, size in sizes if p.requires_grad)
-    return home if weights + gradients <= free // 2 else torch.device("cpu")
+    return home if weights + gradients <= accelerator.free_bytes(home) // 2 else torch.device("cpu")
 
 
 def uploaded(tensor: Tensor, place: torch.device) -> Tensor:

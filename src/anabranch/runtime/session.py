@@ -23,11 +23,7 @@ from anabranch.runtime.checkpointing import Checkpointing
 from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
 from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.position import POSITION, Phase
-from anabranch.runtime.guards.same_batch import (
-    RECENT_BATCHES,
-    BatchCheck,
-    batch_digest,
-)
+from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchCheck, batch_digest
 from anabranch.runtime.guards.store_watch import watch_ranks
 from anabranch.runtime.initialisation import SEEDS
 from anabranch.runtime.mesh import Mesh

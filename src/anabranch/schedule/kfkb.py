@@ -20,11 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from anabranch.errors import InvalidScheduleError
-from anabranch.plans.in_flight import (
-    least_in_flight,
-    waited_for_samples,
-    with_in_flight,
-)
+from anabranch.plans.in_flight import least_in_flight, waited_for_samples, with_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import Room
 from anabranch.schedule.schedule import Action, Kind, Order, Schedule, compute

@@ -16,12 +16,7 @@ from __future__ import annotations
 import math
 
 from anabranch.compiled import Table
-from anabranch.simulator.records import (
-    ClockRecord,
-    HostRecord,
-    NodeRecord,
-    Tables,
-)
+from anabranch.simulator.records import ClockRecord, HostRecord, NodeRecord, Tables
 
 
 def tournament(slots: int) -> list[tuple[int, int, float]]:

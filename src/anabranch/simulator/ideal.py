@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan
-from anabranch.schedule import (
-    compute_order,
-)
+from anabranch.schedule import compute_order
 from anabranch.simulator import stream
 from anabranch.simulator.costs import StageTimes
 from anabranch.simulator.run import step_seconds

@@ -37,13 +37,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule import checked_order, compute_order
 from anabranch.schedule.asynchronous import ORDER, AsynchronousOrder, repeated
 from anabranch.simulator.costs import StepCosts
-from anabranch.simulator.run import (
-    REPETITIONS,
-    collector_paused,
-    memory_of,
-    simulate,
-    timeline_of,
-)
+from anabranch.simulator.run import REPETITIONS, collector_paused, memory_of, simulate, timeline_of
 from anabranch.simulator.step import StepRun
 from anabranch.simulator.sums import least_sum_s
 from anabranch.timeline import Timeline

@@ -8,18 +8,8 @@ from __future__ import annotations
 
 from anabranch.plans.prices import bottleneck_s_per_sample
 from anabranch.simulator.ideal import ideal_step_s
-from anabranch.solve.asynchronous_simulation import (
-    Simulated,
-    require_asynchronous,
-    simulate_async,
-)
-from anabranch.solve.comparison import (
-    BASELINES,
-    baselines,
-    comparable,
-    compare,
-    compare_policies,
-)
+from anabranch.solve.asynchronous_simulation import Simulated, require_asynchronous, simulate_async
+from anabranch.solve.comparison import BASELINES, baselines, comparable, compare, compare_policies
 from anabranch.solve.explanation import Explanation, explain
 from anabranch.solve.faults import check_plan
 from anabranch.solve.planner_options import options_of

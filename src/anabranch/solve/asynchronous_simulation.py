@@ -6,17 +6,13 @@ from dataclasses import dataclass, replace
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.errors import (
-    InvalidPlanError,
-)
+from anabranch.errors import InvalidPlanError
 from anabranch.plans.check import require_few, require_one_stage_each, require_suits
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import bottleneck_s_per_sample
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import (
-    asynchronous,
-)
+from anabranch.schedule import asynchronous
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.staleness import Staleness, staleness

@@ -29,16 +29,38 @@ same holds for these in place of ``busy``, and with the way back in place of the
 Only those r count that operator o allows: the way and its own seconds fit in T. Its gradients are
 final after its own last backward, so ``busy`` and the all-reduce follow one another there. (While
 that was left out, plans for the 60 cases of the map in ``benchmarks/planners`` were within 1.74
-times the bound in the median, and now 1.35.) The least T for which all of this holds is the bound.
-Devices that share cores do all of the work on these, so that a step is at least as long as that.
-The bound holds for plans with one stage on each device; messages are left out of it, since any two
-operators may share a device. A device with several stages may work at an early one while a late one
-has no inputs, and sum up one while it computes another. For plans with such devices only the first
-sum is left, of ``busy`` alone, and the work on cores.
+times the bound in the median, and then 1.31.)
+
+Messages are left out of this, since any two operators may share a device. But the stage of o may
+fill a group of devices, such as a node, and then every value comes in by the port of the group or
+is made in the stage itself. The last device to begin has waited for the first micro-batch of all
+values that come, and what the stage makes for o it computes and sums as well, all but one backward
+before the gradients of o are final::
+
+    came(v)        min of  micro-batch * bytes of v / bandwidth   and   inside(o')
+    inside(o')     passes of o' but the last backward  +  all-reduce  +  came by all that o' reads
+
+Here o' makes v, and a value or operator with several readers or values counts in equal parts. Such
+an o allows steps that are no shorter than ``came`` by what it reads, all of its passes and its
+all-reduce. Replicas in several groups have a slower one. (That took the 1.31 to 1.23.)
+
+Large slices take less time per sample, small ones come sooner to the end of the model and back. A
+step is at least the work over D devices, and as long as the way of the first micro-batch, so with
+any weight m, each operator with the slice that suits it best::
+
+    sum over o of  min over n of  B / n * (f(n) + b(n)) / D  +  m * (f(n) + i(n)) on the way
+                                                                      <=  (1 + m) * T
+
+The least T for which all of this holds is the bound. Devices that share cores do all of the work on
+these, so that a step is at least as long as that. The bound holds for plans with one stage on each
+device. A device with several stages may work at an early one while a late one has no inputs, and
+sum up one while it computes another. For plans with such devices only the first sum is left, of
+``busy`` alone, and the work with the way.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -61,13 +83,42 @@ def step_bound(cost: CostModel, batch_size: int, *, several: bool = False) -> fl
     all with ``several``.
     """
     relaxed = _Relaxation.of(cost, batch_size)
-    low = work_floor(cost, batch_size)
+    low = _work_and_way_s(cost, batch_size)
     high = max(low, float(relaxed.least[0].max() + relaxed.busy[0].sum()))
     while high - low > SETTINGS.bound_rounding * high:
         middle = (low + high) / 2
         fits = relaxed.fits(middle, several=several)
         low, high = (low, middle) if fits else (middle, high)
     return low
+
+
+def _work_and_way_s(cost: CostModel, batch_size: int) -> float:
+    """Largest of the means of all work over the devices and of the ways of the first micro-batch,
+    those at least half as long as the longest, where each operator has the slice for which that
+    mean is least.
+    """
+    samples, forward_s, backward_s, inputs_s = _least_seconds(cost, batch_size)
+    edges, ends = _way_back(cost)
+    inputs_s[:, ends] = backward_s[:, ends]
+    rate_s = np.minimum.accumulate((forward_s + backward_s) / samples[:, None], axis=0)
+    work_s = rate_s * batch_size / computed_at_once(cost.cluster)
+    before_s, forwards = _longest_paths(np.zeros(len(cost.graph)), forward_s[0], cost.graph.edges)
+    back = ((consumer, producer) for producer, consumer in edges)
+    returned_s, backwards = _longest_paths(before_s + forward_s[0], inputs_s[0], back)
+    ways_s = returned_s[ends] + inputs_s[0, ends]
+    chosen = ends[ways_s >= ways_s.max() / 2]
+    passed = np.zeros((2, len(cost.graph)))
+    for op in chosen.tolist():
+        for row, previous in ((1, backwards), (0, forwards)):
+            passed[row, op] += 1 / len(chosen)
+            while previous[op] >= 0:
+                op = previous[op]
+                passed[row, op] += 1 / len(chosen)
+    # The fullest slice is larger than the count before, so the others are as large at least.
+    first = np.maximum(np.arange(len(samples)) - 1, 0)
+    way_s = forward_s[first] * passed[0] + inputs_s[first] * passed[1]
+    weights = (0.0, *np.exp2(np.arange(-6.0, 2.0, 0.5)))
+    return max(float((work_s + m * way_s).min(axis=0).sum() / (1 + m)) for m in weights)
 
 
 def work_floor(cost: CostModel, batch_size: int) -> float:
@@ -138,13 +189,25 @@ class _Relaxation:
             fitting = samples <= max(-(-batch_size // replicas), samples[0])
             passes = batch_size / replicas / samples[fitting, None]
             compute_s = passes * (forward_s + backward_s)[fitting]
-            ring_s = transfer_s(held.summed, *cost.ring_price((0, replicas - 1), replicas))
+            byte_s, latency_s = cost.ring_price((0, replicas - 1), replicas)
+            ring_s = transfer_s(held.summed, byte_s, latency_s)
             row = replicas - 1
             busy[row] = compute_s.min(axis=0) + update_s / replicas
             returned[row] = (passes * (forward_s + inputs_s)[fitting]).min(axis=0)
-            summed[row] = np.maximum(compute_s - backward_s[fitting], 0.0).min(axis=0) + ring_s
+            # The latency is of a bucket, which may have gradients of other operators as well.
+            summed[row] = np.maximum(compute_s - backward_s[fitting], 0.0).min(axis=0)
+            summed[row] += held.summed * byte_s
             own_s = busy[row] + ring_s
             least[row] = before_s + np.maximum(own_s, returned[row] + behind_s)
+        for level, replicas in enumerate(cost.cluster.group_sizes[:-1]):
+            if replicas <= min(shape[0] - 1, batch_size):
+                apart_s = np.inf
+                if replicas > 1:
+                    price = cost.ring_price((0, replicas), replicas)
+                    apart_s = before_s + busy[replicas - 1] + transfer_s(held.summed, *price)
+                filled_s = _filled_s(cost, batch_size, level, samples, forward_s, backward_s)
+                filled_s += update_s / replicas
+                least[replicas - 1] = np.maximum(least[replicas - 1], np.minimum(filled_s, apart_s))
         first_s, last_s, idle_s = forward_s[0], inputs_s[0], before_s + behind_s
         return _Relaxation(busy, returned, summed, least, first_s, last_s, idle_s, before_s)
 
@@ -183,6 +246,49 @@ class _Relaxation:
             rest_s = taken(np.maximum(rest, 0.0), rest_summed)
             needed = max(needed, float((rest_s / left_s).sum()))
         return needed
+
+
+def _filled_s(
+    cost: CostModel,
+    batch_size: int,
+    level: int,
+    samples: Floats,
+    forward_s: Floats,
+    backward_s: Floats,
+) -> Floats:
+    """Return per operator the shortest step of a stage that fills a group of devices, without its
+    update.
+
+    Args:
+        level: of the group.
+        samples: counts, and [count, operator] the seconds for them.
+    """
+    replicas = cost.cluster.group_sizes[level]
+    summed = cost.own_parameter_bytes.summed
+    byte_s, latency_s = cost.ring_price((0, replicas - 1), replicas)
+    most = samples[samples <= max(-(-batch_size // replicas), samples[0])]
+    forward_s, backward_s = (
+        np.minimum.accumulate(seconds[: len(most)] / most[:, None], axis=0)
+        for seconds in (forward_s, backward_s)
+    )
+    # A slice of the first micro-batch has one sample more than the count before, or more.
+    sizes = np.append(replicas * most[0], replicas * most[:-1] + 1)
+    # Of each micro-batch the last device to begin may have a sample less than others.
+    fewest = batch_size / replicas - np.ceil(batch_size / sizes) * (1 - 1 / replicas)
+    forwards_s = np.maximum(fewest, 0.0)[:, None] * forward_s
+    inside_s = forwards_s + np.maximum(fewest - most, 0.0)[:, None] * backward_s + summed * byte_s
+    bandwidth = cost.cluster.level_link(level + 1).bandwidth
+    came_s = np.zeros_like(inside_s)
+    made = Counter(value.producer for value in cost.graph.values)
+    for value in sorted(cost.graph.values, key=lambda value: value.producer):
+        maker = value.producer
+        if maker != BATCH:
+            message_s = np.array([value.size(size) for size in sizes]) / bandwidth
+            way_s = np.minimum(message_s, (inside_s + came_s)[:, maker] / made[maker])
+            for reader in value.consumers:
+                came_s[:, reader] += way_s / len(value.consumers)
+    own_s = forwards_s + np.maximum(fewest, 0.0)[:, None] * backward_s
+    return np.asarray((came_s + own_s + transfer_s(summed, byte_s, latency_s)).min(axis=0))
 
 
 def _updated_bytes(cost: CostModel, batch_size: int) -> Floats:
@@ -230,7 +336,20 @@ def _way_back(cost: CostModel) -> tuple[set[tuple[int, int]], Ints]:
 
 def _path_before(seconds: Floats, edges: Iterable[tuple[int, int]]) -> Floats:
     """Return per operator the seconds of the longest path of operators before it."""
-    before = np.zeros(len(seconds))
-    for a, b in sorted(edges):
-        before[b] = max(before[b], before[a] + seconds[a])
-    return before
+    return _longest_paths(np.zeros(len(seconds)), seconds, edges)[0]
+
+
+def _longest_paths(
+    begin_s: Floats, seconds: Floats, edges: Iterable[tuple[int, int]]
+) -> tuple[Floats, list[int]]:
+    """Return per operator when the longest path to it ends, and the one before it there, or -1.
+
+    Args:
+        begin_s: per operator, when it may begin at the earliest.
+        edges: all forward or all back.
+    """
+    ends_s, previous = begin_s.copy(), [-1] * len(seconds)
+    for a, b in sorted(edges, key=lambda edge: edge[0] if edge[0] < edge[1] else -edge[0]):
+        if ends_s[a] + seconds[a] > ends_s[b]:
+            ends_s[b], previous[b] = ends_s[a] + seconds[a], a
+    return ends_s, previous

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from anabranch.cluster import Cluster
-from anabranch.errors import (
-    InvalidPlanError,
-    InvalidScheduleError,
-    PolicyError,
-)
+from anabranch.errors import InvalidPlanError, InvalidScheduleError, PolicyError
 from anabranch.plans.check import check as check_stages
 from anabranch.plans.check import too_many_microbatches, unfit_sizes
 from anabranch.plans.edges import EVERY_EDGE, message_edges
 from anabranch.plans.plan import Plan
 from anabranch.plans.prices import prices_of
 from anabranch.profile.profile import Profile
-from anabranch.schedule import (
-    asynchronous,
-    schedule_of,
-)
+from anabranch.schedule import asynchronous, schedule_of
 from anabranch.simulator import stream
 from anabranch.simulator.costs import ModelCosts
 from anabranch.solve.asynchronous_simulation import ages_of, require_asynchronous, turns_of
-from anabranch.weights import (
-    OptimizerFacts,
-    policy_named,
-)
+from anabranch.weights import OptimizerFacts, policy_named
 
 
 def check_plan(

@@ -7,18 +7,12 @@ from dataclasses import replace
 
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
-from anabranch.errors import (
-    InvalidPlanError,
-)
+from anabranch.errors import InvalidPlanError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import bottleneck_s_per_sample, prices_of
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
-from anabranch.schedule import (
-    asynchronous,
-    checked_order,
-    rule_named,
-)
+from anabranch.schedule import asynchronous, checked_order, rule_named
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.run import run
 from anabranch.solve.asynchronous_simulation import simulate_async

@@ -93,7 +93,7 @@ class Adaptation:
             decision = [document, why, self._is_over]
             document, why, self._is_over = texts.from_first(decision)
         if document is not None:
-            self._change(chosen or plan_from_dict(document, "the plan of rank 0"), why)
+            self._change(chosen or plan_from_dict(document), why)
 
     def _compare(self, replanner: Replanner) -> bool:
         """Note what is slow; False where nothing is predicted of the plan."""

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 
 from anabranch.cluster import Cluster, Level
 from anabranch.planner.dapple.links import Place
-from anabranch.planner.dapple.placement import (
-    Machines,
-    append_first,
-    fresh_first,
-    scatter_first,
-)
+from anabranch.planner.dapple.placement import Machines, append_first, fresh_first, scatter_first
 
 
 @pytest.mark.parametrize(

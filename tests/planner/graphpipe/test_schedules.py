@@ -7,12 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.planner.graphpipe.chains import line
-from anabranch.planner.graphpipe.schedules import (
-    ENDLESS,
-    Configuration,
-    Schedules,
-    configurations,
-)
+from anabranch.planner.graphpipe.schedules import ENDLESS, Configuration, Schedules, configurations
 from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Part
 from tests.planner.helpers import TWO_PROFILED, cost_model
 from tests.strategies import planning_profiles

@@ -7,13 +7,7 @@ import numpy as np
 from anabranch.cluster import Cluster, Level
 from anabranch.cost import CostModel
 from anabranch.cost.stage_weights import Border, StageWeights, Traffic
-from anabranch.planner.toolkit.prices import (
-    UNBOUNDED,
-    MicrobatchPrices,
-    Part,
-    period_s,
-    traffic_s,
-)
+from anabranch.planner.toolkit.prices import UNBOUNDED, MicrobatchPrices, Part, period_s, traffic_s
 from anabranch.planner.toolkit.problem import Problem
 from tests.planner import shapes
 from tests.planner.helpers import TWO_NODES, TWO_PROFILED, cost_model, two_priced

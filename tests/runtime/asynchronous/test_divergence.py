@@ -9,18 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from anabranch.errors import (
-    NonFiniteError,
-)
+from anabranch.errors import NonFiniteError
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from tests.runtime.asynchronous.models import batches, cut
-from tests.runtime.asynchronous.running import (
-    fresh,
-    on_ranks,
-    pipeline,
-    plan_of,
-    start_of,
-)
+from tests.runtime.asynchronous.running import fresh, on_ranks, pipeline, plan_of, start_of
 
 pytestmark = pytest.mark.dist
 

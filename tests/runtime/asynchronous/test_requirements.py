@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from anabranch import launch
-from anabranch.errors import (
-    AnabranchError,
-    InfeasiblePlanError,
-    InvalidPlanError,
-    PolicyError,
-)
+from anabranch.errors import AnabranchError, InfeasiblePlanError, InvalidPlanError, PolicyError
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.runtime.asynchronous.requirements import (
@@ -31,16 +26,8 @@ from anabranch.weights import PredictStash, Stash
 from tests.runtime import small
 from tests.runtime.asynchronous.models import Cut, batches, cut
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
-from tests.runtime.asynchronous.running import (
-    fresh,
-    on_ranks,
-    pipeline,
-    plan_of,
-    start_of,
-)
-from tests.runtime.asynchronous.running import (
-    refusal as refusal_in_turn,
-)
+from tests.runtime.asynchronous.running import fresh, on_ranks, pipeline, plan_of, start_of
+from tests.runtime.asynchronous.running import refusal as refusal_in_turn
 from tests.runtime.small import built, num_ranks, plan, with_options
 
 plain_sgd = partial(torch.optim.SGD, lr=0.1)

@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from anabranch.errors import (
-    InvalidPlanError,
-    NonFiniteError,
-    PolicyError,
-    StageFailedError,
-)
+from anabranch.errors import InvalidPlanError, NonFiniteError, PolicyError, StageFailedError
 from anabranch.runtime.asynchronous.pipeline import AsyncPipeline
 from anabranch.weights import PredictStash
 from anabranch.workload import Batch

@@ -13,12 +13,7 @@ from anabranch.cluster import GIB
 from anabranch.errors import InfeasiblePlanError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.data_parallel.gradients import Holders
-from anabranch.runtime.guards.memory_budget import (
-    Need,
-    _beyond_host,
-    _container_free,
-    _host_free,
-)
+from anabranch.runtime.guards.memory_budget import Need, _beyond_host, _container_free, _host_free
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.plan_parts import parts_of
 from tests.runtime.small import batch, built, plan

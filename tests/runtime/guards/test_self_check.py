@@ -7,19 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.errors import (
-    NonFiniteError,
-    TrainingError,
-)
+from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.verification import even_plan
 from anabranch.workload import Workload
-from tests.runtime.small import (
-    batch,
-    built,
-    plan,
-)
+from tests.runtime.small import batch, built, plan
 from tests.runtime.training import BATCHES, run, train
 
 pytestmark = pytest.mark.dist

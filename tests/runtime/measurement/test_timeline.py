@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from anabranch.runtime.pipeline import Pipeline
-from tests.runtime.small import (
-    built,
-    plan,
-)
+from tests.runtime.small import built, plan
 from tests.runtime.training import BATCHES, run
 
 pytestmark = pytest.mark.dist

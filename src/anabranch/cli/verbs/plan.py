@@ -36,11 +36,7 @@ from anabranch.cli.settings import (
 )
 from anabranch.cli.source import ModelSource
 from anabranch.cli.spread import spread
-from anabranch.errors import (
-    AnabranchError,
-    InvalidPlanError,
-    SearchStoppedError,
-)
+from anabranch.errors import AnabranchError, InvalidPlanError, SearchStoppedError
 from anabranch.plans.plan import BASELINE_NAMES, gain_text, time_text
 
 if TYPE_CHECKING:

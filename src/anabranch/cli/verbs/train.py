@@ -17,12 +17,7 @@ from anabranch.cli.first_rank import on_first
 from anabranch.cli.job import Job
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say
-from anabranch.cli.preflight import (
-    executed_plan,
-    refuse_mode,
-    require_new_run,
-    require_trainable,
-)
+from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
 from anabranch.cli.restarts import (
     begin_surviving,
     first_step,
@@ -30,13 +25,7 @@ from anabranch.cli.restarts import (
     restarted,
     train_with_restarts,
 )
-from anabranch.cli.run_results import (
-    how_to_go_on,
-    keep_run,
-    say_run,
-    say_stopped,
-    say_stopping,
-)
+from anabranch.cli.run_results import how_to_go_on, keep_run, say_run, say_stopped, say_stopping
 from anabranch.cli.settings import AsJson, OtherModelSettings, RunFolder
 from anabranch.cli.spread import options_set, spread
 from anabranch.cli.training_settings import (

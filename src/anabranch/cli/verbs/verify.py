@@ -10,12 +10,7 @@ import typer
 from anabranch.cli.job import Job
 from anabranch.cli.output import print_json, say, say_error
 from anabranch.cli.rewriting import required_rewrites
-from anabranch.cli.settings import (
-    AsJson,
-    LocalPlanSettings,
-    NamedRewrites,
-    TrainedModelSettings,
-)
+from anabranch.cli.settings import AsJson, LocalPlanSettings, NamedRewrites, TrainedModelSettings
 from anabranch.cli.spread import spread
 
 

@@ -65,7 +65,7 @@ class Evaluator:
         numbers = (
             *(batch_size, max_replicas or devices, versions is None),
             *(covered[0], covered[-1]),
-            *(cost.receive_slots, cluster.memory_bytes, cost.optimizer_factor),
+            *(cluster.memory_bytes, cost.optimizer_factor),
             *(cost.update.byte_s, calibration.pass_s),
             *(calibration.message_s, calibration.message_byte_s),
             computed_at_once(cluster) if len(paces) else 0.0,

@@ -52,7 +52,7 @@ def price_messages(problem: PricedModel, stages: Table[StageRecord], state: Stat
         _route(edge, problem.levels, state)
         size, last = min(source.microbatch, target.microbatch), min(source.last, target.last)
         for way in range(2):
-            edge.posted[way] = numbers.receive_slots
+            edge.posted[way] = 1
             nbytes = message_bytes(edge, way, size)
             if nbytes > 0:
                 target.apart = max(target.apart, nbytes * edge.apart_s)

@@ -172,9 +172,9 @@ def _turn(stage: StageRecord, at: float) -> None:
     stage.way = int(stage.done[0] >= min(stage.total, flight))
 
 
-def _take(s: int, batch_size: int, slots: int, state: State) -> None:
+def _take(s: int, batch_size: int, state: State) -> None:
     """A stage takes the messages of its next action, as far as they are sent; for each one it posts
-    the receive of a later one, which may have waited for that. With the last it can begin.
+    the receive of the next one, which may have waited for that. With the last it can begin.
     """
     stage = state.stages[s]
     way, size = stage.way, stage.microbatch
@@ -182,7 +182,7 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
     if done == stage.total or stage.until < np.inf:
         return
     stop = min((done + 1) * size, batch_size)
-    first = (done + slots) * size
+    first = (done + 1) * size
     while stage.taken < stage.edges[way]:
         e = state.edges_of[way, s, stage.taken]
         edge = state.edges[e]
@@ -191,10 +191,10 @@ def _take(s: int, batch_size: int, slots: int, state: State) -> None:
         if sent < stop:
             return
         stage.ready = max(stage.ready, state.arrivals[way, e, done])
-        edge.posted[way] = done + slots + 1
+        edge.posted[way] = done + 2
         samples = min(sent, batch_size, first + size) - first
         if samples > 0:
-            _send(e, way, done + slots, samples, stage.ready, state)
+            _send(e, way, done + 1, samples, stage.ready, state)
         stage.taken += 1
     if len(state.paces) > 0:  # it waits for nobody, but how quick it is then depends on others
         stage.until = stage.ready
@@ -275,7 +275,6 @@ def _sum(s: int, state: State) -> float:
 
 def _run(
     batch_size: int,
-    slots: int,
     stages: Table[StageRecord],
     update: float,
     state: State,
@@ -305,7 +304,7 @@ def _run(
             slow = s
         _turn(stage, 0.0)
     for s in range(len(stages)):
-        _take(s, batch_size, slots, state)
+        _take(s, batch_size, state)
     passes = samples // stages[slow].microbatch  # of a period
     limit -= hidden * passes * _period_s(stages[slow]) + update + apart
     first, last, period = shown // 3 * passes, 2 * shown // 3 * passes, 0.0
@@ -358,10 +357,10 @@ def _run(
                 samples = min(high, (j + 1) * size) - max(low, j * size)
                 _send(e, way, j, samples, end, state)
         _turn(stage, end)
-        _take(s, batch_size, slots, state)
+        _take(s, batch_size, state)
         for i in range(stage.edges[1 - way]):
             receiver = state.edges[state.edges_of[1 - way, s, i]].ends[1 - way]
-            _take(receiver, batch_size, slots, state)
+            _take(receiver, batch_size, state)
         if way == 1 and done + 1 == stage.total:
             step = max(step, end + stage.owed)
     return step + apart + update + hidden * period
@@ -409,5 +408,5 @@ def step_s(
     if not flush:
         least = max(least, _busiest_port_s(batch_size, state))
     if flush and least <= limit:
-        least = max(_run(batch_size, numbers.receive_slots, stages, update, state, limit), least)
+        least = max(_run(batch_size, stages, update, state, limit), least)
     return least if least <= limit else np.inf

@@ -51,7 +51,6 @@ class Numbers:
     flush: int
     fewest: int  # samples that the profile covers
     most: int
-    receive_slots: int
     memory: float
     optimizer_factor: float
     update_byte: float

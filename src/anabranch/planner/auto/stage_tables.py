@@ -251,7 +251,6 @@ def fit_memory(sharded: bool, numbers: Numbers, stages: Table[StageRecord], stat
             min(stage.replicas - 1, MOST_TERMS),
             1 + numbers.more_versions + numbers.versions_in_flight * stage.least,
             numbers.optimizer_factor,
-            numbers.receive_slots,
             stage.tables,
             stage.rows,
             numbers.all_temporary,

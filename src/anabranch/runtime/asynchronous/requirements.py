@@ -27,12 +27,7 @@ from anabranch.profile.estimate import estimate
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.optimizer_facts import facts_of, require_rule
 from anabranch.schedule import rule_named
-from anabranch.schedule.asynchronous import (
-    AsynchronousOrder,
-    full_pipeline,
-    repeated,
-    round_robin,
-)
+from anabranch.schedule.asynchronous import AsynchronousOrder, full_pipeline, repeated, round_robin
 from anabranch.schedule.kfkb import require_in_flight
 from anabranch.weights import (
     OptimizerFacts,
