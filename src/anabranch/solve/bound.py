@@ -51,6 +51,9 @@ any weight m, each operator with the slice that suits it best::
     sum over o of  min over n of  B / n * (f(n) + b(n)) / D  +  m * (f(n) + i(n)) on the way
                                                                       <=  (1 + m) * T
 
+(In 20 of the cases this is more, up to a sixth: mmt with 64 samples on 128 devices is within 1.62
+times the bound in place of 1.91.)
+
 The least T for which all of this holds is the bound. Devices that share cores do all of the work on
 these, so that a step is at least as long as that. The bound holds for plans with one stage on each
 device. A device with several stages may work at an early one while a late one has no inputs, and
