@@ -56,10 +56,13 @@ def test_what_is_slow_and_another_plan_are_in_the_line(capsys):
     assert capsys.readouterr().err.endswith("step 500.00 ms (predicted 250.00)\n")
 
 
-def test_steps_are_counted_on_after_a_restart(capsys):
-    """Twenty of a hundred were done by the attempt before, so this one is to do eighty."""
-    TrainingProgress(0.5, every_s=0.0, earlier=20)(StepEvent(57, 37, 80, 0, 1.0, {}, 1.0, 8))
+def test_steps_are_counted_on_from_those_before_resume(capsys):
+    """Twenty of a hundred were done before, or by an attempt that failed; eighty are to be done."""
+    TrainingProgress(0.5, every_s=0.0)(StepEvent(57, 37, 80, 0, 1.0, {}, 1.0, 8))
     assert capsys.readouterr().err.startswith("step 57/100, ")
+    # Without an end they are counted on as well.
+    TrainingProgress(0.5, every_s=0.0)(StepEvent(57, 37, None, 0, 1.0, {}, 1.0, 8))
+    assert capsys.readouterr().err.startswith("step 57, ")
 
 
 def train(total: int | None) -> None:

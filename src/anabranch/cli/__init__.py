@@ -141,9 +141,10 @@ def main() -> None:
     except AnabranchError as error:
         if os.environ.get("ANABRANCH_DEBUG"):
             raise
-        # Where something else than ours has raised, its traceback says more.
+        # What something else than ours has raised has a traceback that says more.
         is_theirs = isinstance(error, StageFailedError | WorkloadError | LoaderError)
-        more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs else ""
+        has_trace = error.__cause__ is not None or hasattr(error, "__notes__")
+        more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs and has_trace else ""
         code = exit_code(error)
         _fail(type(error).__name__, str(error), code, more=more, as_json=as_json)
     except OSError as error:

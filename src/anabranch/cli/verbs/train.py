@@ -106,13 +106,11 @@ def train(
 
     options = compute.options()
     job = _seeded(partial(Job.of, model.source, local), training.seed)
-    begun = training
     if is_restarted():
         training = restarted(training)
     is_async = flush.is_async(job.plan)
     refuse_mode(is_async, flush, compute, training)
     shown, policy = _plan(job, local, training, options, flush, compute)
-    first = first_step(begun)
     if ranks not in (None, len(shown.stage_graph.devices)):
         raise InvalidPlanError(
             f"the plan is for {len(shown.stage_graph.devices)} devices, but torchrun has started "
@@ -175,7 +173,6 @@ def train(
             fewer=partial(plan_fewer, asked),
             is_async=is_async,
             predicted_s=predicted_s(),
-            earlier=first_step(asked) - first,
             on_interrupt=say_stopping,
             compute=options,
             **special,
