@@ -92,12 +92,17 @@ def require_trainable(
     Raises:
         DataError: if there is nothing to train on, or to evaluate, or batches have another size.
         TrainingError: if the checkpoint to write exists already, or the one to read has all epochs.
-        FileFormatError: if the one to read is none, or there are no weights to begin with.
+        FileFormatError: if the one to read is none, or of another model, or there are no weights to
+            begin with.
+        TrainingError, WorkloadError: if a pipeline cannot step the optimizer or the scheduler, as
+            far as stand-ins for the parameters tell.
         PolicyError: if policy, optimizer, clipping and precision do not go together.
     """
     from anabranch.checkpoint import Checkpoint
     from anabranch.checkpoint.plain import PlainWeights
     from anabranch.data.loaders import Loader
+    from anabranch.runtime.model_state import keys_of
+    from anabranch.runtime.optimizer_facts import refuse_unsupported, stand_in
     from anabranch.training import require_place
     from anabranch.training.course import nothing_left, require_evaluation
 
@@ -112,12 +117,18 @@ def require_trainable(
     require_place(training.save, resume, is_series=saves is not None)
     require_evaluation(workload, training.evaluate_every)
     training.loggers()
+    if (optimizer := stand_in(workload)) is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # told where training begins
+            refuse_unsupported(optimizer, workload.make_scheduler(optimizer))
     if resume is not None:
-        done = Checkpoint(resume).progress.epoch
+        checkpoint = Checkpoint(resume)
+        checkpoint.require_module(workload.module)
+        done = checkpoint.progress.epoch
         if training.epochs is not None and done >= training.epochs:
             raise nothing_left(resume, done, training.epochs)
     if training.weights is not None:
-        PlainWeights(training.weights)
+        keys_of(PlainWeights(training.weights), workload.module)
     if is_async:
         from anabranch.runtime.asynchronous.requirements import require_recipes
 

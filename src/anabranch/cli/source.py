@@ -177,11 +177,12 @@ class ModelSource:
         # Parameters have memory only where they are measured.
         build = partial(self.workload, meta=not _is_here(device))
         if mode == "async" and facts is None:
-            from anabranch.runtime.asynchronous.requirements import require_no_common_norm
+            from anabranch.runtime.asynchronous.requirements import common_norm_remark
             from anabranch.runtime.optimizer_facts import optimizer_of
 
             workload = build()
-            require_no_common_norm(workload)
+            if remark := common_norm_remark(workload):
+                note(remark)
             facts = optimizer_of(workload)
             return self._costs(lambda: workload, device, counts), facts
         return self._costs(build, device, counts), facts

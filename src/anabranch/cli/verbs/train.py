@@ -103,6 +103,7 @@ def train(
     if ranks is not None and local.plan_file is None:
         local = replace(local, devices=local.devices or ranks)
     from anabranch.graph.loss_kinds import told
+    from anabranch.runtime.asynchronous.requirements import clipped_by_stage
 
     options = compute.options()
     job = _seeded(partial(Job.of, model.source, local), training.seed)
@@ -110,6 +111,7 @@ def train(
         training = restarted(training)
     is_async = flush.is_async(job.plan)
     refuse_mode(is_async, flush, compute, training)
+    job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
     shown, policy = _plan(job, local, training, options, flush, compute)
     if ranks not in (None, len(shown.stage_graph.devices)):
         raise InvalidPlanError(
@@ -256,6 +258,12 @@ def _plan(
     metrics = job.captured.metrics  # ranks of torchrun capture at the same time
     if (saves := training.saves()) is not None:
         saves.require_metric(metrics)
+    if compute.sparse_embeddings and not is_async:
+        from anabranch.runtime.optimizer_facts import require_sparse_updates, stand_in
+
+        graph = job.captured.graph
+        tables = [parameter.name for parameter in graph.parameters if parameter.table]
+        require_sparse_updates(stand_in(job.workload, tables), graph, tables)
     search = partial(
         job.search,
         local,
