@@ -24,6 +24,7 @@ from anabranch.cli.output import (
     Warnings,
     exit_code,
     print_json,
+    remarks_at_end,
     say_error,
     without_colour,
 )
@@ -90,12 +91,15 @@ _verbs = (
 
 
 def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb, which says so where Ctrl-C ends it and it has not said so itself."""
+    """The verb with its remarks behind it, which says so where Ctrl-C ends it and it has not said
+    so itself.
+    """
 
     @wraps(verb)
     def call(*arguments: Any, **options: Any) -> None:
         try:
-            verb(*arguments, **options)
+            with remarks_at_end():
+                verb(*arguments, **options)
         except KeyboardInterrupt:
             as_json = asks_for_json(sys.argv[1:])
             _fail("Interrupted", "ended by Ctrl-C", INTERRUPTED, as_json=as_json)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from anabranch.cli.clusters import note_crowded, note_uncalibrated
+from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
 from anabranch.cli.first_rank import on_first
 from anabranch.cli.job import Job
 from anabranch.cli.local_run import train_job
-from anabranch.cli.output import INTERRUPTED, note, say
+from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.preflight import (
     executed_plan,
     refuse_mode,
@@ -120,9 +120,9 @@ def train(
         )
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and local.plan_file is not None and shown.predicted is not None:
-        note_uncalibrated(shown)
+        remark_uncalibrated(shown)
     if local.plan_file is not None and local.device == "cpu" and "RANK" not in os.environ:
-        note_crowded(shown)
+        remark_crowded(shown)
     if is_first and not as_json:
         say(shown.summary())
         say(shown.glossary)
@@ -131,6 +131,7 @@ def train(
         if training.resume is not None:
             done, more = first_step(training), training.length
             say(f"goes on from {training.resume}, after step {done:,}, {more}")
+    say_remarks()
     special: dict[str, Any] = {"accumulate": compute.accumulate}
     if is_async:
         special = {
