@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
 from anabranch.cli.parsing import powers_of_two, usage
-from anabranch.cli.progress import begin_compiling, measured
+from anabranch.cli.progress import announce, begin_compiling, measured
 from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
@@ -116,6 +116,7 @@ class Job:
         }
         profile = self.profile or self.measure(batch_size)
         begin_compiling(planner)  # not beside what is timed
+        announce(f"planning for {cluster.num_devices} devices")
         best_plan = usage(
             plan,
             profile,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anabranch.cli.job import Job
-from anabranch.cli.progress import TrainingProgress
+from anabranch.cli.progress import TrainingProgress, announce
 from anabranch.cli.restarts import surviving
 from anabranch.cli.training_settings import TrainingSettings
 
@@ -91,6 +91,8 @@ def train_job(
         assert fewer is not None
         survival = surviving(job, training, devices, fewer, predicted_s, recoveries.append)
         options["copies"] = survival.copies
+    compared = ", and comparing gradients with one process" * training.check_gradients
+    announce(f"starting {devices} rank{'s' * (devices > 1)}{compared}")
     try:
         run = launch.run(
             rank,

@@ -204,6 +204,23 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_planned(
 
 
 @pytest.mark.dist
+def test_what_is_done_before_the_first_step_is_said(run, monkeypatch):
+    """On a terminal: planning, and what ranks do before they train, take seconds each."""
+    said: list[str] = []
+    for module in ("job", "local_run", "rewriting"):
+        monkeypatch.setattr(f"anabranch.cli.{module}.announce", said.append)
+    assert run(*PIPELINE, "--steps", "1")[0] == 0
+    assert said == [
+        "planning for 2 devices",
+        "starting 2 ranks, and comparing gradients with one process",
+    ]
+    said.clear()
+    where = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines")
+    assert run("plan", TOWERS, *where)[0] == 0
+    assert said == ["planning with rewrite join-split"]
+
+
+@pytest.mark.dist
 def test_checkpoint_and_weights_of_another_model_are_refused_before_it_is_captured(
     run, tmp_path, request
 ):
