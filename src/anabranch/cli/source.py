@@ -244,10 +244,10 @@ def model_in_file(model: str, file: Path, command: str) -> str:
 
 def model_of_plan(context: typer.Context, model: str, file: Path) -> str:
     """Return ``model_in_file`` for the model of a plan, whose verb takes another one behind it."""
-    return model_in_file(model, file, _command_naming(context, model, file))
+    return model_in_file(model, file, command_naming(context, model, file))
 
 
-def _command_naming(context: typer.Context, model: str, file: Path) -> str:
+def command_naming(context: typer.Context, model: str, file: Path) -> str:
     """Return the command that runs, with its options, and with the model named behind the file."""
     words = ["anabranch", str(context.info_name), str(file), model]
     for parameter in context.command.params:
