@@ -119,7 +119,7 @@ def train(
             f"{ranks} processes; start one per device"
         )
     is_first = os.environ.get("RANK", "0") == "0"
-    if is_first and local.plan_file is not None and shown.predicted is not None:
+    if is_first and local.plan_file and shown.predicted is not None and job.profile is None:
         remark_uncalibrated(shown)
     if local.plan_file is not None and local.device == "cpu" and "RANK" not in os.environ:
         remark_crowded(shown)
@@ -289,4 +289,6 @@ def _plan(
         round_robin=flush.round_robin,
         checked=(job.captured, options) if is_file else None,
     )
+    if shown.predicted is None and job.plan.predicted is not None:
+        shown = on_first(partial(job.predicted, shown))
     return shown, policy
