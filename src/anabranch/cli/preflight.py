@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.output import why_not
+from anabranch.cli.output import note, why_not
 from anabranch.cli.training_settings import ComputeSettings, FlushSettings, TrainingSettings
 from anabranch.errors import DataError, OutputError, TrainingError
 from anabranch.plans.in_flight import with_in_flight
@@ -113,6 +113,11 @@ def require_trainable(
         )
     if isinstance(workload.data, Loader):
         workload.data.require_batch_size(batch_size)
+        if workload.data.is_short_of(batch_size):
+            note(
+                f"the data has fewer samples than a batch of {batch_size}, for which plan and "
+                "prediction are: every batch is a short one; take a smaller --batch-size"
+            )
     resume, saves = training.resume, training.saves()
     require_place(training.save, resume, is_series=saves is not None)
     require_evaluation(workload, training.evaluate_every)

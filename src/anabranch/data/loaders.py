@@ -126,6 +126,10 @@ class Loader:
                 return len(self.source)
         return None
 
+    def is_short_of(self, batch_size: int) -> bool:
+        """True for a data set with fewer samples than a batch."""
+        return self._is_indexed_set and len(self.source) < batch_size
+
     @property
     def has_state(self) -> bool:
         """True if the source saves and loads its position."""
