@@ -267,7 +267,7 @@ def interrupted(plan: Plan | AnabranchError) -> bool:
     return plan.interrupted
 
 
-class Taken(NamedTuple):
+class BestPlan(NamedTuple):
     """The best plan compared: the fastest or, without a flush, that of the policy which ``auto``
     takes for the planner of the fastest, if it was compared.
 
@@ -286,16 +286,16 @@ class Taken(NamedTuple):
 
 def taken(
     results: Results, costs: Profile, cluster: Cluster, optimizer: OptimizerFacts | None
-) -> Taken:
+) -> BestPlan:
     """Choose the best plan compared."""
     plans = plans_among(results)
     fastest = min(plans, key=lambda contender: plans[contender].figures.step_s)
     if not _is_async(results):
-        return Taken(fastest)
+        return BestPlan(fastest)
     if (asked := fastest._replace(policy="auto")) in plans:
         policy = plans[asked].policy
         reasons = (note.partition(f"policy {policy}: ")[2] for note in plans[asked].notes)
-        return Taken(asked, policy, next(filter(None, reasons), "as it is asked for"))
+        return BestPlan(asked, policy, next(filter(None, reasons), "as it is asked for"))
     from anabranch.solve import auto_policy
 
     # auto looks at the fastest stages of any policy, which are those of naive.
@@ -304,7 +304,7 @@ def taken(
     if isinstance(results.get(fastest._replace(policy=policy)), AnabranchError):
         policy, why = "naive", f"under {policy}, which would be better, there is no plan"
     contender = fastest._replace(policy=policy)
-    return Taken(contender if contender in plans else fastest, policy, why)
+    return BestPlan(contender if contender in plans else fastest, policy, why)
 
 
 def why_none(results: Results) -> AnabranchError | None:

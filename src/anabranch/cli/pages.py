@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.cli.comparison import Results, Taken, comparison, plans_among, remarks
+from anabranch.cli.comparison import BestPlan, Results, comparison, plans_among, remarks
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -52,7 +52,7 @@ def write_comparison(
     costs: Profile,
     cluster: Cluster,
     optimizer: OptimizerFacts | None,
-    best: Taken,
+    best: BestPlan,
 ) -> None:
     """Write the page of the best plan, with the others beside it: stages and timelines of three."""
     from anabranch import solve

@@ -99,9 +99,8 @@ def require_trainable(
         PolicyError: if policy, optimizer, clipping and precision do not go together.
     """
     from anabranch.checkpoint import Checkpoint
-    from anabranch.checkpoint.plain import PlainWeights
     from anabranch.data.loaders import Loader
-    from anabranch.runtime.model_state import keys_of
+    from anabranch.runtime.model_state import require_weights
     from anabranch.runtime.optimizer_facts import refuse_unsupported, stand_in
     from anabranch.training import require_place
     from anabranch.training.course import nothing_left, require_evaluation
@@ -133,11 +132,19 @@ def require_trainable(
         if training.epochs is not None and done >= training.epochs:
             raise nothing_left(resume, done, training.epochs)
     if training.weights is not None:
-        keys_of(PlainWeights(training.weights), workload.module)
+        require_weights(training.weights, workload.module)
     if is_async:
         from anabranch.runtime.asynchronous.requirements import require_recipes
 
         require_recipes(workload, compute, policy)
+
+
+def require_rows_taken(workload: Workload, captured: Captured) -> None:
+    """Accept sparse gradients of tables; raises TrainingError if the optimizer takes none."""
+    from anabranch.runtime.optimizer_facts import require_sparse_updates, stand_in
+
+    tables = [parameter.name for parameter in captured.graph.parameters if parameter.table]
+    require_sparse_updates(stand_in(workload, tables), captured.graph, tables)
 
 
 def require_new_run(run: Path | None) -> None:

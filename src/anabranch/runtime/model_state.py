@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -336,6 +337,11 @@ class ModelState:
             for name, tensor in {**self._everything(), **self._tensors()}.items()
             if (self._needs_all or name in held or self._is_unheld(name)) and not tensor.is_meta
         }
+
+
+def require_weights(path: str | Path, module: nn.Module) -> None:
+    """Check that plain weights are there and have the tensors of a module; see ``keys_of``."""
+    keys_of(PlainWeights(path), module)
 
 
 def keys_of(weights: PlainWeights, module: nn.Module) -> dict[str, str]:

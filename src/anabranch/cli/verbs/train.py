@@ -21,6 +21,7 @@ from anabranch.cli.preflight import (
     executed_plan,
     refuse_mode,
     require_new_run,
+    require_rows_taken,
     require_trainable,
 )
 from anabranch.cli.restarts import (
@@ -260,11 +261,7 @@ def _plan(
     if (saves := training.saves()) is not None:
         saves.require_metric(metrics)
     if compute.sparse_embeddings and not is_async:
-        from anabranch.runtime.optimizer_facts import require_sparse_updates, stand_in
-
-        graph = job.captured.graph
-        tables = [parameter.name for parameter in graph.parameters if parameter.table]
-        require_sparse_updates(stand_in(job.workload, tables), graph, tables)
+        require_rows_taken(job.workload, job.captured)
     search = partial(
         job.search,
         local,
