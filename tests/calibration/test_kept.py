@@ -23,14 +23,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_local_ranks_have_what_was_kept():
     """Four ranks have the links and figures of the two that were measured, and it is said."""
-    file = keep(cluster(2))
+    keep(cluster(2))
     found, said = calibrated(Cluster.preset("local:4"))
     assert found.num_devices == 4
     assert found.levels[0].bandwidth == 10.0
     assert found.levels[0].latency_s == 8.0
     assert found.calibration == calibration()
     assert found.memory_bytes == Cluster.preset("local:4").memory_bytes
-    assert said == f"local:4 as calibrated on 2026-01-31 ({file})"
+    assert said == "local:4 as calibrated on 2026-01-31"
 
 
 def test_one_of_a_busy_machine_is_used_with_a_remark():
@@ -108,9 +108,9 @@ def test_remarks_on_predictions(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kept.OtherLoad, "cores", lambda self: busy[0])
     local = cluster(2, machine=replace(this_machine(), cores=2))
     (said,) = remarks(local, 0.0)
-    assert "others keep 1.5 of the 2 processor cores busy" in said
+    assert "others keep 1.5 of the 2 cores busy" in said
     assert remarks(replace(local, name="summit:1x2"), 0.0) == []
     busy[0] = 0.1
     assert remarks(local, 0.0) == []
     (said,) = remarks(cluster(3, machine=this_machine()), 0.0)
-    assert said.startswith("3 ranks take turns on 2 processor cores, which makes predictions rough")
+    assert said.startswith("3 ranks take turns on 2 cores: steps may take a third more or less")

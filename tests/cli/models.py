@@ -103,6 +103,21 @@ def without_momentum() -> Workload:
     return replace(towers(), optimizer=partial(torch.optim.SGD, lr=0.01))
 
 
+def common_norm() -> Workload:
+    """The same, clipped by the norm over all stages."""
+    return replace(without_momentum(), clip_norm=1.0)
+
+
+def on_a_plateau() -> Workload:
+    """One whose scheduler waits for a metric."""
+    return replace(towers(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def with_failing_scheduler() -> Workload:
+    """One whose scheduler cannot be made."""
+    return replace(towers(), scheduler=partial(torch.optim.lr_scheduler.StepLR, 1))
+
+
 class OwnSGD(torch.optim.SGD):
     """Of nobody's, so that it may compute over whole parameters."""
 
@@ -121,6 +136,12 @@ def loaded() -> Workload:
     """One whose loader makes batches of its own size."""
     samples = [{n: t[i] for n, t in batch.items()} for batch in batches(8, 0) for i in range(8)]
     return replace(towers(), data=DataLoader(samples, batch_size=8))
+
+
+def without_a_whole_batch() -> Workload:
+    """One whose loader drops the only batch, which is a short one."""
+    samples = [{n: t[0] for n, t in next(batches(1, 0)).items()}]
+    return replace(towers(), data=DataLoader(samples, batch_size=8, drop_last=True))
 
 
 def with_wide_batches() -> Workload:

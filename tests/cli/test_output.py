@@ -6,12 +6,23 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from anabranch import cli
-from anabranch.cli.output import Warnings, file_to_write, folder_to_write, print_rows, print_table
+from anabranch.cli.output import (
+    Warnings,
+    file_to_write,
+    folder_to_write,
+    print_rows,
+    print_table,
+    remark,
+    remarks_at_end,
+    say,
+    say_remarks,
+)
 from anabranch.errors import OutputError
 
 
@@ -130,3 +141,24 @@ def test_a_folder_may_be_made_with_those_above_it(tmp_path):
         folder_to_write(tmp_path / "old")
     with pytest.raises(OutputError, match=r"cannot be written: /proc takes no files"):
         folder_to_write(Path("/proc/none"))
+
+
+def test_remarks_on_a_prediction_stand_behind_the_result_once(capfd):
+    """In one line; what was said in the middle of a command is not said again at its end, and a
+    command that fails says nothing but why.
+    """
+    with remarks_at_end():
+        remark("rough")
+        remark("busy")
+        remark("rough")
+        say("the result")
+        say_remarks()
+        remark("busy")
+        remark("old")
+    assert capfd.readouterr() == ("the result\n", "rough; busy\nold\n")
+    with suppress(ValueError), remarks_at_end():
+        remark("rough")
+        raise ValueError
+    with remarks_at_end():
+        pass
+    assert capfd.readouterr() == ("", "")

@@ -56,10 +56,16 @@ def test_what_is_slow_and_another_plan_are_in_the_line(capsys):
     assert capsys.readouterr().err.endswith("step 500.00 ms (predicted 250.00)\n")
 
 
-def test_steps_are_counted_on_after_a_restart(capsys):
-    """Twenty of a hundred were done by the attempt before, so this one is to do eighty."""
-    TrainingProgress(0.5, earlier=20)(StepEvent(100, 80, 80, 0, 1.0, {}, 1.0, 8))
-    assert capsys.readouterr().err.startswith("step 100/100, ")
+def test_steps_are_counted_on_from_those_before_resume(capsys):
+    """Twenty of a hundred were done before, or by an attempt that failed; eighty are to be done."""
+    progress = TrainingProgress(0.5)
+    progress._shown = 0
+    progress(StepEvent(57, 37, 80, 0, 1.0, {}, 1.0, 8))
+    assert capsys.readouterr().err.startswith("step 57/100, ")
+    # Without an end they are counted on as well.
+    progress._shown = 0
+    progress(StepEvent(57, 37, None, 0, 1.0, {}, 1.0, 8))
+    assert capsys.readouterr().err.startswith("step 57, ")
 
 
 def train(total: int | None) -> None:

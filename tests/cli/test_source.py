@@ -11,7 +11,8 @@ import pytest
 import typer
 
 from anabranch.calibration.kept import keep
-from anabranch.cli.clusters import note_uncalibrated
+from anabranch.cli.clusters import remark_uncalibrated
+from anabranch.cli.output import remarks_at_end
 from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
 from anabranch.files import load_plan, load_profile
@@ -170,9 +171,11 @@ def test_a_plan_without_a_calibration_says_what_to_do(
     """Calibrate and plan again; plan again alone where the calibration is there by now."""
     monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path))
     plan = replace(simple_plan(), machines=Cluster.preset("local:1"))
-    note_uncalibrated(plan)
+    with remarks_at_end():
+        remark_uncalibrated(plan)
     keep(cluster(2))
-    note_uncalibrated(plan)
+    with remarks_at_end():
+        remark_uncalibrated(plan)
     before, after = capsys.readouterr().err.splitlines()
     assert before.endswith("cost each other; anabranch cluster --calibrate, then plan again")
     assert after.endswith("this machine is calibrated by now: plan again")

@@ -300,3 +300,28 @@ def test_columns_are_arrays_tensors_and_functions():
 def test_the_batch_size_is_the_loaders():
     assert Loader(DataLoader(NUMBERS, batch_size=4), shuffle=True).batch_size == 4
     assert Loader(NUMBERS, shuffle=True).batch_size is None
+
+
+@pytest.mark.parametrize(
+    ("source", "is_short", "message"),
+    [
+        (TensorDataset(NUMBERS), True, ""),
+        (TensorDataset(NUMBERS[:0]), True, "TensorDataset has no batch of 12 samples"),
+        (DataLoader(TensorDataset(NUMBERS), batch_size=12), False, ""),
+        (
+            DataLoader(TensorDataset(NUMBERS), batch_size=12, drop_last=True),
+            False,
+            "DataLoader has no batch of 12 samples; take a smaller --batch-size",
+        ),
+        (DataLoader(TensorDataset(NUMBERS), batch_size=5), False, "has batches of 5 samples"),
+    ],
+)
+def test_data_without_a_batch_is_refused_and_a_short_one_is_known(source, is_short, message):
+    """Before it is read: a DataLoader says how many batches it has, a data set how many samples."""
+    loader = Loader(source, shuffle=False)
+    assert loader.is_short_of(12) is is_short
+    if not message:
+        loader.require_batch_size(12)
+        return
+    with pytest.raises(DataError, match=message):
+        loader.require_batch_size(12)

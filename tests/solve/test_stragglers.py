@@ -28,6 +28,7 @@ def timeline(*busy_s: float, source: str = "measured", late_s: float = 0.0) -> T
 
 
 EXPECTED = timeline(0.040, 0.041, 0.042, source="predicted")
+LATE = timeline(0.040, 0.041, 0.042, late_s=0.02)
 
 
 def test_a_device_that_takes_longer_than_the_others_is_named() -> None:
@@ -52,22 +53,33 @@ def test_of_two_devices_the_slower_one_is_named() -> None:
     assert found.devices == (1,)
 
 
+def test_a_device_without_others_is_not_called_slow() -> None:
+    """It has none to be compared with: three times as long as predicted is a wrong prediction."""
+    alone = timeline(0.04, source="predicted")
+    assert stragglers([timeline(0.12)], alone) == []
+
+
+def test_the_only_link_is_compared_with_its_prediction() -> None:
+    """From device 1 to device 2, as device 0 does nothing; the text names no others."""
+    expected, late = (replace(t, spans=t.spans[3:]) for t in (EXPECTED, LATE))
+    (found,) = stragglers([late], expected)
+    assert str(found) == "link 1-2 takes 21.0 times as long as predicted, 20 ms a step"
+
+
 def test_a_link_that_takes_longer_than_the_others_is_named() -> None:
     """By messages whose receivers were waiting: 21 ms in place of 1 ms. Where devices share cores
     they waited for one.
     """
-    late = timeline(0.040, 0.041, 0.042, late_s=0.02)
-    (found,) = stragglers([late], EXPECTED)
-    assert stragglers([late], EXPECTED, shares_cores=True) == []
+    (found,) = stragglers([LATE], EXPECTED)
+    assert stragglers([LATE], EXPECTED, shares_cores=True) == []
     assert found.devices == (1, 2)
     assert str(found).startswith("link 1-2 takes 21.0 times as long as predicted beside the others")
 
 
 def test_messages_that_nobody_waited_for_say_nothing() -> None:
     """The receiver came later; how long the message took is not known."""
-    late = timeline(0.040, 0.041, 0.042, late_s=0.02)
     spans = tuple(
         replace(span, start=span.end - 1e-6) if span.action.kind.is_receive else span
-        for span in late.spans
+        for span in LATE.spans
     )
-    assert stragglers([replace(late, spans=spans)], EXPECTED) == []
+    assert stragglers([replace(LATE, spans=spans)], EXPECTED) == []

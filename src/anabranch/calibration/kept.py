@@ -53,7 +53,7 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
     if not file.is_file():
         return cluster, (
             f"{cluster.name} is not calibrated, so predictions leave out what ranks cost each "
-            f"other on this machine; {COMMAND} measures that once"
+            f"other; {COMMAND} measures that once"
         )
     try:
         measured = load_cluster(file)
@@ -65,7 +65,7 @@ def calibrated(cluster: Cluster) -> tuple[Cluster, str]:
     if doubt := _doubt(calibration):
         return cluster, f"the calibration {doubt}, so it is not used; {COMMAND} makes a new one"
     links = replace(measured.levels[0], size=cluster.num_devices)
-    said = f"{cluster.name} as calibrated on {calibration.date} ({file})"
+    said = f"{cluster.name} as calibrated on {calibration.date}"
     if calibration.remark:
         said += f"; {calibration.remark}"
     return replace(cluster, levels=(links,), calibration=calibration), said
@@ -91,16 +91,16 @@ def remarks(cluster: Cluster, seconds: float = 0.1) -> list[str]:
     sentences = []
     if cores := cluster.shared_cores:
         sentences.append(
-            f"{cluster.num_devices} ranks take turns on {cores} processor cores, which makes "
-            "predictions rough: steps may take a third more or less"
+            f"{cluster.num_devices} ranks take turns on {cores} cores: steps may take a third "
+            "more or less"
         )
     if cluster.calibration is not None:
         load = OtherLoad()
         time.sleep(seconds)
         if (busy := load.cores()) > BUSY * cluster.calibration.machine.cores:
             sentences.append(
-                f"others keep {busy:.1f} of the {cluster.calibration.machine.cores} processor "
-                "cores busy at the moment; while they do, steps take longer than is predicted"
+                f"others keep {busy:.1f} of the {cluster.calibration.machine.cores} cores busy at "
+                "the moment: meanwhile steps take longer"
             )
     return sentences
 

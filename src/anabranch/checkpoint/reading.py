@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.checkpoint.manifest import (
     MANIFEST,
@@ -74,6 +74,17 @@ class Checkpoint(SavedState):
                 )
         for name, size in self.manifest.files.items():
             self._check_file(name, size)
+
+    def require_module(self, module: nn.Module) -> None:
+        """Check that the checkpoint is of a model with the tensors of this one, by the manifest
+        alone; raises FileFormatError, which names what differs.
+        """
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.require_model(tensors)
+        for name, tensor in tensors.items():
+            # One that was cut is there in parts, which are compared when they are read.
+            if entry := self.manifest.tensors.get(f"model/{name}"):
+                self.require_type(f"model/{name}", f"{entry.dtype}{entry.shape}", tensor)
 
     def _way_on(self) -> str:
         """Suggest another folder, one further in or that of ``--save``, where no manifest is."""

@@ -63,7 +63,7 @@ class SavedState:
         start = f"{prefix}/"
         return [key.removeprefix(start) for key in self._stored if key.startswith(start)]
 
-    def require_model(self, names: Sequence[str]) -> None:
+    def require_model(self, names: Collection[str]) -> None:
         """Check that the state is that of a model with these tensors.
 
         Raises:
@@ -113,12 +113,20 @@ class SavedState:
             tensor = read_by_name(key, self._stored[whole_name(key)], self._read)
         except (ValueError, IndexError, RuntimeError) as error:
             raise FileFormatError(f"{self.where}: tensor {key}: {error}") from error
-        if like is not None and (tensor.shape != like.shape or tensor.dtype != like.dtype):
-            raise FileFormatError(
-                f"{self.where}: tensor {key} is {type_text(tensor.dtype, tensor.shape)}, but the "
-                f"model has {type_text(like.dtype, like.shape)} there"
-            )
+        if like is not None:
+            self.require_type(key, type_text(tensor.dtype, tensor.shape), like)
         return tensor
+
+    def require_type(self, key: str, stored: str, like: Tensor) -> None:
+        """Check that a tensor that is ``stored`` as such has the type and shape of ``like``.
+
+        Raises:
+            FileFormatError: naming file, key and both.
+        """
+        if stored != (expected := type_text(like.dtype, like.shape)):
+            raise FileFormatError(
+                f"{self.where}: tensor {key} is {stored}, but the model has {expected} there"
+            )
 
 
 def saved_in_parts(

@@ -24,6 +24,7 @@ from anabranch.cli.output import (
     Warnings,
     exit_code,
     print_json,
+    remarks_at_end,
     say_error,
     without_colour,
 )
@@ -84,12 +85,15 @@ _verbs = (
 
 
 def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb, which says so where Ctrl-C ends it and it has not said so itself."""
+    """The verb with its remarks behind it, which says so where Ctrl-C ends it and it has not said
+    so itself.
+    """
 
     @wraps(verb)
     def call(*arguments: Any, **options: Any) -> None:
         try:
-            verb(*arguments, **options)
+            with remarks_at_end():
+                verb(*arguments, **options)
         except KeyboardInterrupt:
             as_json = asks_for_json(sys.argv[1:])
             _fail("Interrupted", "ended by Ctrl-C", INTERRUPTED, as_json=as_json)
@@ -135,9 +139,10 @@ def main() -> None:
     except AnabranchError as error:
         if os.environ.get("ANABRANCH_DEBUG"):
             raise
-        # Where something else than ours has raised, its traceback says more.
+        # What something else than ours has raised has a traceback that says more.
         is_theirs = isinstance(error, StageFailedError | WorkloadError | LoaderError)
-        more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs else ""
+        has_trace = error.__cause__ is not None or hasattr(error, "__notes__")
+        more = " (ANABRANCH_DEBUG=1 shows the traceback)" if is_theirs and has_trace else ""
         code = exit_code(error)
         _fail(type(error).__name__, str(error), code, more=more, as_json=as_json)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.output import note
+from anabranch.cli.output import note, remark
 from anabranch.cli.parsing import usage
 from anabranch.cluster import Cluster
 from anabranch.errors import InvalidPlanError
@@ -38,7 +38,9 @@ def cluster_to_plan_for(text: str, *, calibrated: bool = True) -> Cluster:
 
 
 def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
-    """A cluster of local ranks with the kept calibration of this machine; what is used is said."""
+    """A cluster of local ranks with the kept calibration of this machine; what is used is said
+    behind the result.
+    """
     if not calibrated:
         return replace(cluster, calibration=None)
     from anabranch.calibration import kept
@@ -46,7 +48,7 @@ def as_calibrated(cluster: Cluster, *, calibrated: bool = True) -> Cluster:
     cluster, sentence = kept.calibrated(cluster)
     for said in (sentence, *kept.remarks(cluster)):
         if said:
-            note(said)
+            remark(said)
     return cluster
 
 
@@ -56,20 +58,20 @@ def note_other_model(plan: Plan, graph: OpGraph) -> None:
         note(said)
 
 
-def note_uncalibrated(plan: Plan) -> None:
+def remark_uncalibrated(plan: Plan) -> None:
     """Say that the prediction of a plan file for local ranks leaves something out, if it does."""
     from anabranch.calibration.kept import COMMAND, is_calibrated, is_local
 
     if plan.machines is not None and is_local(plan.machines):
         is_by_now = is_calibrated(plan.machines)
         todo = "this machine is calibrated by now: plan" if is_by_now else f"{COMMAND}, then plan"
-        note(
+        remark(
             f"the plan was made for {plan.machines.name} without a calibration, so its prediction "
             f"leaves out what ranks cost each other; {todo} again"
         )
 
 
-def note_crowded(plan: Plan) -> None:
+def remark_crowded(plan: Plan) -> None:
     """Say that more ranks than there are processor cores will compute here by a plan for devices
     of which each computes on its own; the prediction for local ranks knows that they do not.
     """
@@ -77,7 +79,7 @@ def note_crowded(plan: Plan) -> None:
     is_foreseen = machines.cores if machines is not None else plan.cluster.startswith("local:")
     ranks, cores = len(plan.stage_graph.devices), os.cpu_count() or 1
     if ranks > cores and not is_foreseen:
-        note(
+        remark(
             f"{ranks} ranks take turns on {cores} processor core{'s' if cores > 1 else ''} here, "
             f"but the plan for {plan.cluster} has a device for each, so how long steps take says "
             "nothing about the plan; anabranch rehearse waits as long as its devices would compute"

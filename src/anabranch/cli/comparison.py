@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from anabranch.errors import AnabranchError, BudgetError, InfeasiblePlanError, SearchStoppedError
 
 if TYPE_CHECKING:
+    from anabranch.cluster import Cluster
     from anabranch.plans.plan import Plan
+    from anabranch.profile.profile import Profile
     from anabranch.simulator.staleness import Staleness
     from anabranch.weights import OptimizerFacts
 
@@ -263,6 +265,46 @@ def interrupted(plan: Plan | AnabranchError) -> bool:
     if isinstance(plan, AnabranchError):
         return isinstance(plan, SearchStoppedError)
     return plan.interrupted
+
+
+class BestPlan(NamedTuple):
+    """The best plan compared: the fastest or, without a flush, that of the policy which ``auto``
+    takes for the planner of the fastest, if it was compared.
+
+    Attributes:
+        policy: that ``auto`` takes; empty with a flush, as is the reason.
+    """
+
+    contender: Contender
+    policy: str = ""
+    why: str = ""
+
+    def lines(self) -> list[str]:
+        """Text on the policy, if there is one."""
+        return [f"policy auto takes {self.policy}: {self.why}"] if self.policy else []
+
+
+def taken(
+    results: Results, costs: Profile, cluster: Cluster, optimizer: OptimizerFacts | None
+) -> BestPlan:
+    """Choose the best plan compared."""
+    plans = plans_among(results)
+    fastest = min(plans, key=lambda contender: plans[contender].figures.step_s)
+    if not _is_async(results):
+        return BestPlan(fastest)
+    if (asked := fastest._replace(policy="auto")) in plans:
+        policy = plans[asked].policy
+        reasons = (note.partition(f"policy {policy}: ")[2] for note in plans[asked].notes)
+        return BestPlan(asked, policy, next(filter(None, reasons), "as it is asked for"))
+    from anabranch.solve import auto_policy
+
+    # auto looks at the fastest stages of any policy, which are those of naive.
+    best = plans.get(fastest._replace(policy="naive"), plans[fastest])
+    policy, why = auto_policy(best, costs, cluster, optimizer)
+    if isinstance(results.get(fastest._replace(policy=policy)), AnabranchError):
+        policy, why = "naive", f"under {policy}, which would be better, there is no plan"
+    contender = fastest._replace(policy=policy)
+    return BestPlan(contender if contender in plans else fastest, policy, why)
 
 
 def why_none(results: Results) -> AnabranchError | None:

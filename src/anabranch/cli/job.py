@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from anabranch.cli.clusters import as_calibrated, cluster_to_plan_for
 from anabranch.cli.parsing import powers_of_two, usage
-from anabranch.cli.progress import begin_compiling, measured
+from anabranch.cli.progress import announce, begin_compiling, measured
 from anabranch.cli.settings import LocalPlanSettings
 from anabranch.cli.source import ModelSource
 from anabranch.cluster import Cluster
 from anabranch.device.kinds import CPU, kind_of
+from anabranch.errors import AnabranchError
 from anabranch.remembered import remembered
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ class Job:
         }
         profile = self.profile or self.measure(batch_size)
         begin_compiling(planner)  # not beside what is timed
+        announce(f"planning for {cluster.num_devices} devices")
         best_plan = usage(
             plan,
             profile,
@@ -132,15 +135,24 @@ class Job:
 
     def predicted(self, plan: Plan) -> Plan:
         """The plan with the figures that it has by operators measured here; with none if it was
-        made for devices that are not.
+        made for devices that are not, or runs otherwise than it can be simulated.
         """
         if plan.device.split(":")[0] != self.device or plan.machines is None:
             return replace(plan, predicted=None)
-        from anabranch.solve import foreseen
+        from anabranch.runtime.optimizer_facts import optimizer_of
+        from anabranch.solve import foreseen, simulate_async
 
         cluster = as_calibrated(plan.machines) if self._calibrated else plan.machines
         profile = self.profile or self.measure(plan.stage_graph.batch_size)
-        return replace(foreseen(plan, profile, cluster)[0], profile=profile.origin)
+        if plan.mode == "sync":
+            return replace(foreseen(plan, profile, cluster)[0], profile=profile.origin)
+        predicted = None
+        with suppress(AnabranchError):
+            facts = optimizer_of(self.workload)
+            simulated = simulate_async(plan, profile, cluster, optimizer=facts).plan
+            if simulated.stage_graph == plan.stage_graph:
+                predicted = simulated.predicted
+        return replace(plan, predicted=predicted, machines=cluster, profile=profile.origin)
 
     def devices_left(self) -> int:
         """Devices for ranks, where some may have gone since the plan was made.

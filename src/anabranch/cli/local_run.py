@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anabranch.cli.job import Job
-from anabranch.cli.progress import TrainingProgress
+from anabranch.cli.progress import TrainingProgress, announce
 from anabranch.cli.restarts import surviving
 from anabranch.cli.training_settings import TrainingSettings
 
@@ -24,7 +24,6 @@ def train_job(
     *,
     is_async: bool = False,
     predicted_s: float = 0.0,
-    earlier: int = 0,
     on_interrupt: Callable[[], None] | None = None,
     fewer: Callable[[int], float] | None = None,
     **options: Any,
@@ -33,7 +32,6 @@ def train_job(
     mini-batch) shown beside the measured; ``on_interrupt`` is that of ``launch.run``.
 
     Args:
-        earlier: steps that attempts before this one have done.
         fewer: plans the job for so many devices (``training.survive``), and returns
             ``predicted_s`` of that plan.
     """
@@ -75,10 +73,7 @@ def train_job(
             check_gradients=training.check_gradients,
             check_batches=training.check_batches,
             evaluate_every=training.evaluate_every,
-            callbacks=(
-                TrainingProgress(predicted_s, is_async=is_async, earlier=earlier),
-                *logs,
-            ),
+            callbacks=(TrainingProgress(predicted_s, is_async=is_async), *logs),
             device=job.device,
             # Who watches is sooner.
             timeout=max(timeout_s, TIMEOUTS.patience_s) + TIMEOUTS.patience_s,
@@ -96,6 +91,8 @@ def train_job(
         assert fewer is not None
         survival = surviving(job, training, devices, fewer, predicted_s, recoveries.append)
         options["copies"] = survival.copies
+    compared = ", and comparing gradients with one process" * training.check_gradients
+    announce(f"starting {devices} rank{'s' * (devices > 1)}{compared}")
     try:
         run = launch.run(
             rank,

@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,6 +131,31 @@ def say_written(path: Path | None) -> None:
 def note(text: str) -> None:
     """A remark on standard error, so that standard output stays a document."""
     typer.secho(text, err=True, fg=None if os.environ.get("NO_COLOR") else "yellow")
+
+
+_REMARKS: dict[str, bool] = {}
+"""Remark on a prediction -> whether it was said."""
+
+
+def remark(text: str) -> None:
+    """Keep a remark on a prediction for the end of the result."""
+    _REMARKS.setdefault(text, False)
+
+
+def say_remarks() -> None:
+    """Note the remarks that were kept, each once, in one line."""
+    if waiting := [text for text, is_said in _REMARKS.items() if not is_said]:
+        sys.stdout.flush()
+        note("; ".join(waiting))
+    _REMARKS.update(dict.fromkeys(waiting, True))
+
+
+@contextmanager
+def remarks_at_end() -> Iterator[None]:
+    """Inside, remarks wait for the end; a failure drops them."""
+    _REMARKS.clear()
+    yield
+    say_remarks()
 
 
 def say_error(text: str) -> None:

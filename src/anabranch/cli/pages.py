@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.cli.comparison import Results, comparison, plans_among, remarks
+from anabranch.cli.comparison import BestPlan, Results, comparison, plans_among, remarks
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -52,24 +52,29 @@ def write_comparison(
     costs: Profile,
     cluster: Cluster,
     optimizer: OptimizerFacts | None,
+    best: BestPlan,
 ) -> None:
     """Write the page of the best plan, with the others beside it: stages and timelines of three."""
     from anabranch import solve
     from anabranch.report.figure import ReportTable
 
     plans = plans_among(results)
-    best, *others = sorted(plans, key=lambda c: plans[c].figures.step_s)
+    first = best.contender
+    others = [c for c in sorted(plans, key=lambda c: plans[c].figures.step_s) if c != first]
     headings, rows = comparison(results, optimizer)
     table = ReportTable("Plans side by side", [" ".join(text.split()) for text in headings], rows)
     drawn: dict[StageGraph, tuple[str, Timeline, StageGraph]] = {}
-    if plans[best].mode == "sync":
-        for contender in (best, *others):
-            graph = plans[contender].stage_graph
-            if graph not in drawn and len(drawn) < 3:
-                timeline = solve.foreseen(plans[contender], costs, cluster)[1]
-                drawn[graph] = contender.name, timeline, graph
-    notes = remarks(results, costs.origin)
-    shown = plans[best]
+    for contender in (first, *others):
+        plan, graph = plans[contender], plans[contender].stage_graph
+        if graph in drawn or len(drawn) == 3:
+            continue
+        if plan.mode == "sync":
+            drawn[graph] = contender.name, solve.foreseen(plan, costs, cluster)[1], graph
+        else:
+            simulated = solve.simulate_async(plan, costs, cluster, optimizer=optimizer)
+            drawn[graph] = contender.name, simulated.timeline, simulated.graph
+    notes = [*best.lines(), *remarks(results, costs.origin)]
+    shown = plans[first]
     if shown.mode == "sync":
         # Beside itself a plan gains nothing.
         step_s = {c.planner: plans[c].figures.step_s for c in others}
@@ -77,7 +82,7 @@ def write_comparison(
         figures = replace(
             shown.figures,
             data_parallel_s=step_s.get("data-parallel"),
-            chain_s=min(chains, default=None) if best.planner != "chain" else None,
+            chain_s=min(chains, default=None) if first.planner != "chain" else None,
         )
         shown = replace(shown, predicted=figures)
     write_page(file, shown, [*drawn.values()], [table], notes)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from anabranch.cli.output import why_not
+from anabranch.cli.output import note, why_not
 from anabranch.cli.training_settings import ComputeSettings, FlushSettings, TrainingSettings
 from anabranch.errors import DataError, OutputError, TrainingError
 from anabranch.plans.in_flight import with_in_flight
@@ -92,12 +92,16 @@ def require_trainable(
     Raises:
         DataError: if there is nothing to train on, or to evaluate, or batches have another size.
         TrainingError: if the checkpoint to write exists already, or the one to read has all epochs.
-        FileFormatError: if the one to read is none, or there are no weights to begin with.
+        FileFormatError: if the one to read is none, or of another model, or there are no weights to
+            begin with.
+        TrainingError, WorkloadError: if a pipeline cannot step the optimizer or the scheduler, as
+            far as stand-ins for the parameters tell.
         PolicyError: if policy, optimizer, clipping and precision do not go together.
     """
     from anabranch.checkpoint import Checkpoint
-    from anabranch.checkpoint.plain import PlainWeights
     from anabranch.data.loaders import Loader
+    from anabranch.runtime.model_state import require_weights
+    from anabranch.runtime.optimizer_facts import refuse_unsupported, stand_in
     from anabranch.training import require_place
     from anabranch.training.course import nothing_left, require_evaluation
 
@@ -108,20 +112,39 @@ def require_trainable(
         )
     if isinstance(workload.data, Loader):
         workload.data.require_batch_size(batch_size)
+        if workload.data.is_short_of(batch_size):
+            note(
+                f"the data has fewer samples than a batch of {batch_size}, for which plan and "
+                "prediction are: every batch is a short one; take a smaller --batch-size"
+            )
     resume, saves = training.resume, training.saves()
     require_place(training.save, resume, is_series=saves is not None)
     require_evaluation(workload, training.evaluate_every)
     training.loggers()
+    if (optimizer := stand_in(workload)) is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # told where training begins
+            refuse_unsupported(optimizer, workload.make_scheduler(optimizer))
     if resume is not None:
-        done = Checkpoint(resume).progress.epoch
+        checkpoint = Checkpoint(resume)
+        checkpoint.require_module(workload.module)
+        done = checkpoint.progress.epoch
         if training.epochs is not None and done >= training.epochs:
             raise nothing_left(resume, done, training.epochs)
     if training.weights is not None:
-        PlainWeights(training.weights)
+        require_weights(training.weights, workload.module)
     if is_async:
         from anabranch.runtime.asynchronous.requirements import require_recipes
 
         require_recipes(workload, compute, policy)
+
+
+def require_rows_taken(workload: Workload, captured: Captured) -> None:
+    """Accept sparse gradients of tables; raises TrainingError if the optimizer takes none."""
+    from anabranch.runtime.optimizer_facts import require_sparse_updates, stand_in
+
+    tables = [parameter.name for parameter in captured.graph.parameters if parameter.table]
+    require_sparse_updates(stand_in(workload, tables), captured.graph, tables)
 
 
 def require_new_run(run: Path | None) -> None:

@@ -101,15 +101,12 @@ class TrainingProgress:
     A terminal has a bar, and as much beside it as a line holds; elsewhere a line is written every
     ten seconds. The loss is the mean over the last ten, the time of a mini-batch without a
     flush (``is_async``) the mean since the pipeline was full. A ``predicted_step_s`` of 0 says
-    nothing. What was slow beside the others at the last look is named. Steps are counted on from
-    the ``earlier`` ones, which attempts before a restart have done.
+    nothing. What was slow at the last look is named. Steps are counted on from those that were
+    done before the run was resumed, or started again.
     """
 
-    def __init__(
-        self, predicted_step_s: float, *, is_async: bool = False, earlier: int = 0
-    ) -> None:
-        self._predicted_s, self._earlier = predicted_step_s, earlier
-        self._is_async = is_async
+    def __init__(self, predicted_step_s: float, *, is_async: bool = False) -> None:
+        self._predicted_s, self._is_async = predicted_step_s, is_async
         self._started = self._shown = time.monotonic()
         self._seconds: list[float] = []
         self._samples: list[int] = []
@@ -182,15 +179,16 @@ class TrainingProgress:
         if not event.total or width < _LEAST_BAR:
             return f"{count} {line}"[: console.width - 1]
         with console.capture() as bar:
-            console.print(ProgressBar(event.total, event.done, width=width), end="")
+            before = event.step - event.done
+            console.print(ProgressBar(before + event.total, event.step, width=width), end="")
         return f"{count} {bar.get()} {line}"
 
     def _words(self, event: StepEvent) -> tuple[str, str, str]:
         """The unit, how many are done, and the loss."""
-        what, earlier = "mini-batch" if self._is_async else "step", self._earlier
+        what = "mini-batch" if self._is_async else "step"
         loss = sum(self._losses) / len(self._losses)
-        total = f"/{event.total + earlier}" if event.total else ""
-        return what, f"{what} {event.done + earlier}{total}", f"loss {loss:.4f}"
+        total = f"/{event.step - event.done + event.total}" if event.total else ""
+        return what, f"{what} {event.step}{total}", f"loss {loss:.4f}"
 
     def _typical(self) -> tuple[float, float]:
         """Seconds of a step, and samples per second."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from anabranch.cli.parsing import usage
+from anabranch.cli.progress import announce
 from anabranch.cli.source import ModelSource
 from anabranch.errors import CaptureError, InfeasiblePlanError
 
@@ -146,6 +147,7 @@ def plan_with_rewrites(
         key = ",".join(names)
         try:
             rewritten = profile_of(replace(source, rewrites=names))
+            announce(f"planning with rewrite {key}")
             tried.plans[key] = search(rewritten), rewritten
         except (CaptureError, InfeasiblePlanError) as error:
             tried.errors[key] = error

@@ -177,11 +177,12 @@ class ModelSource:
         # Parameters have memory only where they are measured.
         build = partial(self.workload, meta=not _is_here(device))
         if mode == "async" and facts is None:
-            from anabranch.runtime.asynchronous.requirements import require_no_common_norm
+            from anabranch.runtime.asynchronous.requirements import common_norm_remark
             from anabranch.runtime.optimizer_facts import optimizer_of
 
             workload = build()
-            require_no_common_norm(workload)
+            if remark := common_norm_remark(workload):
+                note(remark)
             facts = optimizer_of(workload)
             return self._costs(lambda: workload, device, counts), facts
         return self._costs(build, device, counts), facts
@@ -243,10 +244,10 @@ def model_in_file(model: str, file: Path, command: str) -> str:
 
 def model_of_plan(context: typer.Context, model: str, file: Path) -> str:
     """Return ``model_in_file`` for the model of a plan, whose verb takes another one behind it."""
-    return model_in_file(model, file, _command_naming(context, model, file))
+    return model_in_file(model, file, command_naming(context, model, file))
 
 
-def _command_naming(context: typer.Context, model: str, file: Path) -> str:
+def command_naming(context: typer.Context, model: str, file: Path) -> str:
     """Return the command that runs, with its options, and with the model named behind the file."""
     words = ["anabranch", str(context.info_name), str(file), model]
     for parameter in context.command.params:

@@ -94,12 +94,18 @@ class Loader:
         return size
 
     def require_batch_size(self, batch_size: int) -> None:
-        """Raises DataError if the source makes batches of another size."""
+        """Raises DataError if the source makes batches of another size, or none of this one."""
         if self.batch_size not in (None, batch_size):
             raise DataError(
                 f"the {type(self.source).__name__} has batches of {self.batch_size} samples, and "
                 f"{batch_size} are asked for; give both one batch size (--batch-size "
                 f"{self.batch_size}), or the Workload the data set itself"
+            )
+        if self.num_batches(batch_size) == 0:
+            name = type(self.source).__name__
+            raise DataError(
+                f"the {name} has no batch of {batch_size} samples; take a smaller --batch-size, or "
+                "a DataLoader without drop_last, if its data set has any samples at all"
             )
 
     @property
@@ -119,6 +125,10 @@ class Loader:
             with suppress(TypeError, NotImplementedError):
                 return len(self.source)
         return None
+
+    def is_short_of(self, batch_size: int) -> bool:
+        """True for a data set with fewer samples than a batch."""
+        return self._is_indexed_set and len(self.source) < batch_size
 
     @property
     def has_state(self) -> bool:

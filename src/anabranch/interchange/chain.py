@@ -60,6 +60,12 @@ _ROW = (
 )
 
 
+def require_chain(plan: Plan) -> None:
+    """Refuse a plan that is no pipeline of PyTorch's whatever its model; see ``chain_of``."""
+    if reasons := [*_reasons(plan)]:
+        raise not_expressible("PyTorch's pipelining", reasons, _ROW)
+
+
 def chain_of(plan: Plan, model: OpGraph) -> StageChain:
     """Return a plan as a pipeline of PyTorch's.
 
@@ -67,7 +73,7 @@ def chain_of(plan: Plan, model: OpGraph) -> StageChain:
         NotExpressibleError: with every reason why it is none.
     """
     graph = plan.stage_graph
-    if reasons := [*_reasons(plan, model)]:
+    if reasons := [*_reasons(plan), *_model_reasons(graph, model)]:
         way = _BRANCHES if any(_skipped(graph, model)) else _ROW
         raise not_expressible("PyTorch's pipelining", reasons, way)
     rows = list(dict.fromkeys(frozenset(stage.devices) for stage in graph.stages))
@@ -91,15 +97,21 @@ def not_expressible(program: str, reasons: list[str], way: str) -> NotExpressibl
     )
 
 
-def _reasons(plan: Plan, model: OpGraph) -> Iterator[str]:
-    """Generate what PyTorch's pipelining cannot express."""
-    graph = plan.stage_graph
+def _reasons(plan: Plan) -> Iterator[str]:
+    """Generate what PyTorch's pipelining cannot express of a plan."""
     if plan.mode == "async":
         yield f"it is asynchronous ({plan.policy}), and PyTorch updates weights after every step"
     if plan.rewrites:
         yield f"it rewrites the model ({', '.join(plan.rewrites)}), and PyTorch runs it as it is"
-    yield from _edge_reasons(graph, model)
-    yield from _size_reasons(graph)
+    yield from _edge_reasons(plan.stage_graph)
+    yield from _size_reasons(plan.stage_graph)
+
+
+def _model_reasons(graph: StageGraph, model: OpGraph) -> Iterator[str]:
+    """Generate what it cannot express of a model in these stages."""
+    for source, target in _skipped(graph, model):
+        reads = f"stage {target} reads a value of stage {source}"
+        yield f"{reads}, and PyTorch sends to the next only"
     for s in whole_batch_stages(graph, model):
         if graph.num_microbatches(s) > 1 or graph.stages[s].replicas > 1:
             yield f"stage {s} compares samples of the whole batch with each other"
@@ -114,16 +126,13 @@ def _reasons(plan: Plan, model: OpGraph) -> Iterator[str]:
             yield f"{shared}, whose gradient PyTorch adds up nowhere"
 
 
-def _edge_reasons(graph: StageGraph, model: OpGraph) -> Iterator[str]:
+def _edge_reasons(graph: StageGraph) -> Iterator[str]:
     for s, before in enumerate(graph.predecessors):
         if len(before) > 1 or (s and not before):
             waits = f"waits for stages {_listed(before)}" if before else "waits for none"
             if graph.shape == "graph":
                 yield f"its stages form a graph, in which stage {s} {waits}, and PyTorch's a chain"
                 return
-    for source, target in _skipped(graph, model):
-        reads = f"stage {target} reads a value of stage {source}"
-        yield f"{reads}, and PyTorch sends to the next only"
 
 
 def _skipped(graph: StageGraph, model: OpGraph) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ MODELS: Mapping[str, str] = {
     "candle-uno": "drug response: 7 feed-forward branches",
     "two-branch": "case study: 2 branches of 4 x (attention, linear, linear)",
     "transformer": "sequential language model, no branches",
-    "glyphs": "does this name belong to this picture? image and text tower, real data",
+    "glyphs": "image and text tower that learn whether a name belongs to a picture, real data",
 }
 """Name -> what it is, in one line."""
 

@@ -1,4 +1,4 @@
-"""An image tower and a text tower on the glyphs of a font: does this name belong to this picture?
+"""An image tower and a text tower that learn whether a name belongs to a picture of a font's glyph.
 
     image -> patches -> transformer layers -> largest over patches --+
                                                                      +-- cosine -> belongs or not

@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,13 @@ from anabranch.checkpoint.plain import PlainWeights
 from anabranch.checkpoint.saved_state import SavedState
 from anabranch.device import accelerator
 from anabranch.errors import TrainingError
-from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.slices import view_named, whole_name
-from anabranch.plans.plan import TAKE_ROWS
 from anabranch.runtime.assignment import Assignment
 from anabranch.runtime.data_parallel.gradients import same_start, share_first
 from anabranch.runtime.data_parallel.shards import replace_parameters
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
+from anabranch.runtime.optimizer_facts import refuse_unsupported
 from anabranch.runtime.placement import move
 from anabranch.workload import Workload
 
@@ -97,17 +96,6 @@ class ModelState:
         self.optimizer = self._optimizer(workload)
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
-
-    def require_sparse_updates(self, graph: OpGraph) -> None:
-        """Raise a TrainingError where the optimizer takes no sparse gradients of tables."""
-        tables = [p.name for p in graph.parameters if p.table and p.name in self.parameters]
-        if tables and taken_gradients(self.optimizer) is TakenGradients.DENSE:
-            raise TrainingError(
-                f"{type(self.optimizer).__name__}, as it is set, takes no sparse gradients, "
-                f"which sparse_embeddings gives {', '.join(tables)}; have the Workload's optimizer "
-                f"be {TAKE_ROWS}, or train with --no-sparse-embeddings "
-                "(sparse_embeddings=False), also by this plan"
-            )
 
     def _slice(self) -> None:
         """Make the slices that this rank holds, in memory of their own: fused optimizers take
@@ -331,11 +319,7 @@ class ModelState:
         Raises:
             FileFormatError: naming file and tensor, if they are of another model or damaged.
         """
-        aliases, transient = listed_names(self._module)
-        names = {name: [name] for name in self._everything()}
-        for alias, name in aliases.items():
-            names[name].append(alias)
-        keys = weights.match(names, transient)
+        keys = keys_of(weights, self._module)
         with torch.no_grad():
             for name, tensor in self._wanted().items():
                 whole = whole_name(name)
@@ -353,6 +337,24 @@ class ModelState:
             for name, tensor in {**self._everything(), **self._tensors()}.items()
             if (self._needs_all or name in held or self._is_unheld(name)) and not tensor.is_meta
         }
+
+
+def require_weights(path: str | Path, module: nn.Module) -> None:
+    """Check that plain weights are there and have the tensors of a module; see ``keys_of``."""
+    keys_of(PlainWeights(path), module)
+
+
+def keys_of(weights: PlainWeights, module: nn.Module) -> dict[str, str]:
+    """Return by which name weights have each tensor of a module.
+
+    Raises:
+        FileFormatError: if one is missing, or there are others.
+    """
+    aliases, transient = listed_names(module)
+    names = {name: [name] for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    for alias, name in aliases.items():
+        names[name].append(alias)
+    return weights.match(names, transient)
 
 
 def listed_names(module: nn.Module) -> tuple[dict[str, str], list[str]]:
@@ -386,17 +388,3 @@ def _is_forgotten(parameter: nn.Parameter) -> bool:
     """True for a tensor that ``ModelState.forget_others`` has left: one NaN for all elements."""
     is_one = parameter.numel() > 0 and not any(parameter.stride()) and not parameter.is_meta
     return is_one and bool(torch.isnan(parameter.detach().flatten()[0]))
-
-
-def refuse_unsupported(optimizer: object, scheduler: object) -> None:
-    """Raises TrainingError for what a step of a pipeline cannot drive."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TrainingError(
-            "LBFGS evaluates the loss several times per step, which a pipeline's step does not; "
-            "take an optimizer whose step needs no closure"
-        )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise TrainingError(
-            "ReduceLROnPlateau needs a metric at every step; leave Workload.scheduler out and call "
-            "it yourself with what Pipeline.evaluate returns (Pipeline.optimizer is this rank's)"
-        )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from enum import IntEnum
 
 import torch
 from torch import nn, optim
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from anabranch.errors import TrainingError
+from anabranch.graph.opgraph import OpGraph
+from anabranch.plans.plan import TAKE_ROWS
 from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
 from anabranch.weights.optimizers import Rule
 from anabranch.workload import Workload
@@ -56,7 +59,7 @@ def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
 
 def optimizer_of(workload: Workload) -> OptimizerFacts | None:
     """Facts of the workload's optimizer; None if nothing is trained or stand-ins are refused."""
-    optimizer = _stand_in(workload)
+    optimizer = stand_in(workload)
     return None if optimizer is None else facts_of(optimizer)
 
 
@@ -75,7 +78,7 @@ def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
     """Return True if the workload's optimizer is known to treat each element of these parameters
     alone, so that it takes sparse gradients; hooks on its steps are unknown.
     """
-    optimizer = _stand_in(workload, names)
+    optimizer = stand_in(workload, names)
     return type(optimizer) in BY_ELEMENT and not _has_hooks(optimizer)
 
 
@@ -116,8 +119,10 @@ def _has_hooks(optimizer: Optimizer | None) -> bool:
     return any(getattr(optimizer, name, None) for name in hooks)
 
 
-def _stand_in(workload: Workload, names: Collection[str] | None = None) -> Optimizer | None:
-    """The optimizer that the recipe makes for parameters (all) of one element each."""
+def stand_in(workload: Workload, names: Collection[str] | None = None) -> Optimizer | None:
+    """The optimizer that the recipe makes for parameters (all) of one element each; None if there
+    are none, or the recipe takes no others than the model's.
+    """
     stand_ins = [
         (name, nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype)))
         for name, p in workload.module.named_parameters()
@@ -128,7 +133,7 @@ def _stand_in(workload: Workload, names: Collection[str] | None = None) -> Optim
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # whoever trains will see them
-            return workload.optimizer(stand_ins)
+            return workload.make_optimizer(stand_ins)
     except Exception:  # the user's own code, written for other parameters; training will say why
         return None
 
@@ -155,3 +160,31 @@ def taken_gradients(optimizer: Optimizer | None) -> TakenGradients:
     besides = ("momentum", "weight_decay", "fused")
     takes_sparse = not any(group.get(key) for group in optimizer.param_groups for key in besides)
     return TakenGradients.EITHER if takes_sparse else TakenGradients.DENSE
+
+
+def refuse_unsupported(optimizer: object, scheduler: object) -> None:
+    """Raises TrainingError for what a step of a pipeline cannot drive."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TrainingError(
+            "LBFGS evaluates the loss several times per step, which a pipeline's step does not; "
+            "take an optimizer whose step needs no closure"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TrainingError(
+            "ReduceLROnPlateau needs a metric at every step; leave Workload.scheduler out and call "
+            "it yourself with what Pipeline.evaluate returns (Pipeline.optimizer is this rank's)"
+        )
+
+
+def require_sparse_updates(
+    optimizer: Optimizer | None, graph: OpGraph, held: Container[str]
+) -> None:
+    """Raise a TrainingError where an optimizer takes no sparse gradients of the tables held."""
+    tables = [p.name for p in graph.parameters if p.table and p.name in held]
+    if tables and taken_gradients(optimizer) is TakenGradients.DENSE:
+        raise TrainingError(
+            f"{type(optimizer).__name__}, as it is set, takes no sparse gradients, "
+            f"which sparse_embeddings gives {', '.join(tables)}; have the Workload's optimizer "
+            f"be {TAKE_ROWS}, or train with --no-sparse-embeddings "
+            "(sparse_embeddings=False), also by this plan"
+        )

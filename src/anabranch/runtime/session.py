@@ -30,6 +30,7 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.optimizer_facts import require_sparse_updates
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
@@ -128,7 +129,9 @@ class Session:
                 needs_all=self.first.needs_all,
             )
             if compute.sparse_embeddings:
-                self.state.require_sparse_updates(self.captured.graph)
+                require_sparse_updates(
+                    self.state.optimizer, self.captured.graph, self.state.parameters
+                )
             self.workers = WorkerCache(
                 self.captured,
                 self.parts,

@@ -13,7 +13,7 @@ from anabranch.solve.comparison import BASELINES, baselines, comparable, compare
 from anabranch.solve.explanation import Explanation, explain
 from anabranch.solve.faults import check_plan
 from anabranch.solve.planner_options import options_of
-from anabranch.solve.policy_choice import MODES, check_mode
+from anabranch.solve.policy_choice import MODES, auto_policy, check_mode
 from anabranch.solve.rewriting import choose_rewrite, gain_note, splits_of_tables
 from anabranch.solve.schedule_choice import AUTO
 from anabranch.solve.search import plan
@@ -25,6 +25,7 @@ __all__ = [
     "MODES",
     "Explanation",
     "Simulated",
+    "auto_policy",
     "baselines",
     "bottleneck_s_per_sample",
     "check_mode",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import OpGraph
 from anabranch.plans.check import stage_bytes
+from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
+from anabranch.profile.profile import Profile
 from anabranch.schedule.asynchronous import ORDER
 from anabranch.weights import OptimizerFacts, WeightPolicy, policy_named
 from anabranch.weights.requirements import recommend
@@ -64,6 +67,13 @@ def recommended(
     return recommend(
         graph.depth, optimizer or unknown, batch_size=batch_size, versions=_room(graph, cost)
     )
+
+
+def auto_policy(
+    plan_: Plan, profile: Profile, cluster: Cluster, optimizer: OptimizerFacts | None = None
+) -> tuple[str, str]:
+    """Return the policy that ``auto`` takes for the stages of an asynchronous plan, and why."""
+    return recommended(plan_.stage_graph, CostModel(profile, cluster), optimizer)
 
 
 def _room(graph: StageGraph, cost: CostModel) -> int | None:

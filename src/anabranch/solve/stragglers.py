@@ -39,16 +39,19 @@ class Straggler:
         devices: one, or the two ends of a link.
         times: how many times as long it takes as others would.
         seconds: in a step, more than if it were as the others are.
+        is_alone: the only link, which has just its own prediction to be compared with.
     """
 
     devices: tuple[int, ...]
     times: float
     seconds: float
+    is_alone: bool = False
 
     def __str__(self) -> str:
         where = "-".join(map(str, self.devices))
         what = "device" if len(self.devices) == 1 else "link"
-        how = f"{self.times:.1f} times as long as predicted beside the others"
+        how = f"{self.times:.1f} times as long as predicted"
+        how += "" if self.is_alone else " beside the others"
         return f"{what} {where} takes {how}, {self.seconds * 1e3:.3g} ms a step"
 
 
@@ -93,12 +96,13 @@ def _slow(measured: _Seconds, expected: _Seconds, least: float) -> list[Straggle
     }
     slow = []
     for key, ratio in ratios.items():
-        # One that has no others is compared with its own prediction alone.
-        others = [other for peer, other in ratios.items() if peer != key] or [1.0]
-        usual = max(statistics.median_low(others), 1.0 if len(key) > 1 else 0.0)
+        others, is_link = [other for peer, other in ratios.items() if peer != key], len(key) > 1
+        if not (others or is_link):
+            continue  # of a device alone that is a matter of the prediction
+        usual = max(statistics.median_low(others or [1.0]), float(is_link))
         if ratio > least * usual:
             more = (ratio - usual) * predicted_s[key] * len(expected[key])
-            slow.append(Straggler(key, ratio / usual, more))
+            slow.append(Straggler(key, ratio / usual, more, is_alone=not others))
     return slow
 
 

@@ -25,7 +25,7 @@ from anabranch.profile.profile import Profile
 from anabranch.record.run import versions
 from anabranch.runtime.assignment import refused_between_gpus
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.model_state import refuse_unsupported
+from anabranch.runtime.optimizer_facts import refuse_unsupported
 from anabranch.solve import plan
 from anabranch.workload import Workload
 

@@ -133,6 +133,33 @@ def test_compare_puts_policies_side_by_side(run, four_files):
     assert "auto, 2bw: 4 stages, 4 micro-batches of 1" in out
 
 
+def test_the_page_without_a_flush_begins_with_the_policy_of_auto(run, four_files, tmp_path):
+    """All are as fast; it is said which one that is, and the page has a timeline of it."""
+
+    def head(html: str) -> str:
+        text = html[html.index("<body") : html.index("Plans side by side")]
+        return re.sub("<[^>]*>", " ", text)
+
+    asked = ("compare", *four_files, "--mode", "async", "--optimizer", "sgd-momentum")
+    code, out, err = run(*asked, "--report", "page.html", "-o", "c.json")
+    assert code == 0, err
+    said = "policy auto takes pipeoptim: at depth 4 a prediction"
+    (line,) = (line for line in out.splitlines() if line.startswith("policy auto takes"))
+    assert line.startswith(said)
+    assert json.loads((tmp_path / "c.json").read_text())["auto_policy"] == "pipeoptim"
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert said in html
+    assert "pipeoptim" in head(html)
+    assert "naive" not in head(html)
+    assert "auto, pipeoptim" in html[html.index("Some mini-batches") :]
+    assert said in run(*asked, "--policy", "auto", "--policy", "naive")[1]
+    # Of those that were asked for, where that is none of them.
+    code, out, err = run(*asked, "--policy", "stash", "--report", "page.html")
+    assert code == 0, err
+    assert said in out
+    assert "stash" in head((tmp_path / "page.html").read_text(encoding="utf-8"))
+
+
 def test_compare_document(run, four_files):
     """Plans with policy and staleness; planners that are named each have their own."""
     code, out, err = run("compare", *four_files, "--mode", "async", "--planner", "pipedream",

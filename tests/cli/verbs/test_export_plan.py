@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from anabranch.cli.source import ModelSource
 from anabranch.files import save_plan
 from anabranch.workload import Workload
 from tests.interchange.models import Blocks, batch, chain
@@ -73,8 +74,22 @@ def test_replicas_are_explained(run, tmp_path: Path):
     )
 
 
-def test_a_graph_is_refused_with_every_reason(run, tmp_path: Path):
-    """Stages that wait for two others, and sizes and replicas that differ."""
+def test_a_plan_from_a_profile_names_the_command_that_would_work(run, tmp_path: Path):
+    """A profile knows operators, not the modules that other programs ask for."""
+    chosen = replace(plan(chain("blocks"), 4), model="ours/profile.json")
+    save_plan(chosen, tmp_path / "plan.json")
+    code, _, err = run("export-plan", "plan.json", "--torchtitan", "-o", "titan")
+    assert code == 2
+    assert "was planned by the profile ours/profile.json" in err
+    command = "anabranch export-plan plan.json package.module:function -o titan --torchtitan"
+    assert command in err
+
+
+def test_a_graph_is_refused_with_every_reason(run, tmp_path: Path, monkeypatch):
+    """Stages that wait for two others, and sizes and replicas that differ; before the model is
+    captured, which may take minutes.
+    """
+    monkeypatch.setattr(ModelSource, "capture", None)
     model = built("TwoBranch")
     sizes, replicas = [4, 8, 6], [1, 2, 1]
     file = written(model, tmp_path, 3, microbatch_size=sizes, replicas=replicas)

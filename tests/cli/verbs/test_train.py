@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from anabranch.cli.job import Job
 from anabranch.cli.verbs.train import _seeded
 from anabranch.errors import WorkloadError
 
@@ -179,11 +182,14 @@ def _nothing_is_captured(monkeypatch):
     ("model", "arguments", "message"),
     [
         ("clipped", [], "PolicyError: clip_norm 1 is the norm over all stages"),
-        ("clipped", [], "pass clip_stage_norm (in a run file clip-stage-norm)"),
+        ("clipped", [], 'run.toml, where the file says model = "tests.cli.models:clipped"'),
         ("towers", ["--precision", "fp16"], "PolicyError: fp16 scales the loss"),
         ("towers", ["--policy", "spectrain"], "PolicyError: spectrain predicts with the momentum"),
         ("without_data", [], "DataError: the workload has no data"),
         ("loaded", ["--batch-size", "6"], "DataLoader has batches of 8 samples, and 6 are asked"),
+        ("without_a_whole_batch", ["--batch-size", "8"], "DataLoader has no batch of 8 samples"),
+        ("on_a_plateau", [], "TrainingError: ReduceLROnPlateau needs a metric at every step"),
+        ("with_failing_scheduler", [], "WorkloadError: the scheduler recipe of the Workload"),
         ("towers", ["--save", "."], "TrainingError: . exists"),
         ("towers", ["--resume", "nothing"], "FileFormatError: nothing is no checkpoint"),
     ],
@@ -198,6 +204,52 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_planned(
 
 
 @pytest.mark.dist
+def test_what_is_done_before_the_first_step_is_said(run, monkeypatch):
+    """On a terminal: planning, and what ranks do before they train, take seconds each."""
+    said: list[str] = []
+    for module in ("job", "local_run", "rewriting"):
+        monkeypatch.setattr(f"anabranch.cli.{module}.announce", said.append)
+    assert run(*PIPELINE, "--steps", "1")[0] == 0
+    assert said == [
+        "planning for 2 devices",
+        "starting 2 ranks, and comparing gradients with one process",
+    ]
+    said.clear()
+    where = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines")
+    assert run("plan", TOWERS, *where)[0] == 0
+    assert said == ["planning with rewrite join-split"]
+
+
+@pytest.mark.dist
+def test_checkpoint_and_weights_of_another_model_are_refused_before_it_is_captured(
+    run, tmp_path, request
+):
+    """By name and shape, of a checkpoint, by name of weights; ranks compare all of it again."""
+    assert run("train", TOWERS, "--devices", "1", "--steps", "1", "--save", "kept")[0] == 0
+    save_file({"head.weight": torch.zeros(1, 32)}, tmp_path / "head.safetensors")
+    request.getfixturevalue("_nothing_is_captured")
+    code, _, err = run("train", TOWERS, "-o", "width=8", "--resume", "kept")
+    assert code == 1
+    assert re.search(r"tensor model/\S+ is float32\[16, .*\], but the model has float32\[8, ", err)
+    code, _, err = run("train", "tests.cli.models:normed", "--resume", "kept")
+    assert code == 1
+    assert "the checkpoint is of another model" in err
+    code, _, err = run("train", TOWERS, "--weights", "head.safetensors")
+    assert code == 1
+    assert "do not have the same tensors: it lacks" in err
+
+
+def test_sparse_gradients_that_the_optimizer_does_not_take_are_refused_before_measuring(
+    run, run_file, monkeypatch
+):
+    """AdamW, the default, has no state for rows."""
+    monkeypatch.setattr(Job, "measure", None)
+    code, _, err = run("train", *run_file("dlrm", preset="small", sparse_embeddings=True))
+    assert code == 1
+    assert "TrainingError: AdamW, as it is set, takes no sparse gradients" in err
+
+
+@pytest.mark.dist
 def test_gradients_are_clipped_stage_by_stage(document, run_file, tmp_path):
     """The key reaches the pipeline: without momentum and rate decay, losses are others."""
     slow = ("train", "tests.cli.models:without_momentum", *PIPELINE[2:], "--mode", "async")
@@ -206,6 +258,11 @@ def test_gradients_are_clipped_stage_by_stage(document, run_file, tmp_path):
     free = document(*slow[:2], *again)["losses"]
     clipped = document("train", *run_file(slow[1], clip_stage_norm=1e-6), *again)["losses"]
     loose = document("train", *run_file(slow[1], clip_stage_norm=1e6), *again)["losses"]
+    # Also in place of the norm over all stages, which there cannot be.
+    common = document(
+        "train", *run_file("tests.cli.models:common_norm", clip_stage_norm=1e-6), *again
+    )
+    assert common["losses"] == clipped
     assert clipped[0] == loose[0] == free[0]
     assert clipped != free
     assert loose == free
@@ -369,7 +426,7 @@ def test_figures_that_could_not_be_kept_are_refused_first(run, tmp_path, monkeyp
 
 @pytest.mark.dist
 def test_the_header_is_that_of_the_run(run, tmp_path):
-    """A plan for pipeoptim under stash: neither its reason nor its figures are told."""
+    """A plan for pipeoptim under stash: not its reason is told, and figures are predicted anew."""
     options = ("--cluster", "local:2", "--batch-size", "8", "--max-replicas", "1")
     made = ("plan", TOWERS, *options, "--no-baselines", "--mode", "async", "-o", "plan.json")
     code, out, err = run(*made)
@@ -378,11 +435,12 @@ def test_the_header_is_that_of_the_run(run, tmp_path):
     train = ("train", TOWERS, "--plan", "plan.json", "--steps", "4", "--out", "a")
     code, out, err = run(*train, "--policy", "stash")
     assert code == 0, err
-    assert "without a calibration" not in " ".join(err.split())  # the prediction is of the other
+    assert "without a calibration" not in err  # the prediction is of this moment
     assert "asynchronous 1f1b, stash, batch 8" in out
     assert "pipeoptim" not in out
-    assert "a batch every" not in out
-    assert "predicted" not in err
+    assert "a batch every" in out
+    assert re.search(r"not measured, predicted [\d.]+ KiB", out)
+    assert "not predicted" not in out
     assert "0.0 MiB" not in out
     page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
     assert "policy stash" in page

@@ -31,6 +31,14 @@ def test_training_goes_on_from_the_last_checkpoint(document, tmp_path):
     assert found["losses"] == pytest.approx(whole["losses"][6:], rel=1e-5)
 
 
+def test_of_a_killed_rank_no_traceback_is_promised(run, tmp_path):
+    """There is none, as no Python code has raised anything."""
+    code, _, err = run(*KILLED, "--steps", "9")
+    assert code == 1
+    assert "StageFailedError: rank 1 was killed by signal 9" in err
+    assert "ANABRANCH_DEBUG" not in err
+
+
 def test_where_no_checkpoint_is_kept_training_begins_again(run, tmp_path):
     """Once; it is said why, and from where."""
     code, _, err = run(*KILLED, "--steps", "9", "--max-restarts", "1", "--json")

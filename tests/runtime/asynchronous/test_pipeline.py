@@ -405,9 +405,10 @@ def test_clipping_is_by_the_norm_of_each_stage() -> None:
     """The reference clips before each stage's update, which is where a stage has its gradients."""
     model = cut("chain 2", "momentum")
     data = batches(6)
+    common = replace(model.workload, clip_norm=0.01)  # in whose place it is
 
     def work() -> dict[str, Tensor]:
-        pipe = pipeline(model, plan_of(model), clip_stage_norm=0.05)
+        pipe = pipeline(model, plan_of(model), workload=common, clip_stage_norm=0.05)
         list(pipe.steps(data))
         return held(pipe)
 

@@ -36,7 +36,7 @@ plain_sgd = partial(torch.optim.SGD, lr=0.1)
 @pytest.mark.parametrize(
     ("options", "compute", "policy", "message"),
     [
-        ({"clip_norm": 2.0}, PLAIN, None, r"clip_norm 2 .* pass clip_stage_norm"),
+        ({"clip_norm": 2.0}, PLAIN, None, r"clip_norm 2 .* take clip_stage_norm in its place"),
         ({}, ComputeOptions(precision="fp16"), None, "take bf16"),
         ({}, PLAIN, "spectrain", "the optimizer is AdamW"),
         ({}, PLAIN, "none", "unknown policy 'none'; there are naive, stash"),

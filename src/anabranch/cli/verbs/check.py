@@ -23,7 +23,14 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Is PLAN valid? Structure and schedule alone or, with MODEL, also conditions C1-C4 and memory.
+    """Is PLAN valid? Structure and schedule alone or, with MODEL, also its operators and memory.
+
+    The conditions of a valid plan, with MODEL all four, and that it fits into memory:
+
+    - C1: stages hold every operator once, and no path leaves a stage and comes back to it
+    - C2: a value that another stage needs runs along a stage edge, and the edges form no cycle
+    - C3: stages lie on devices of the cluster, without a flush each on its own
+    - C4: each stage goes through its micro-batches in order, forward before backward
 
     Exits with 1 if the plan has a problem.
     """

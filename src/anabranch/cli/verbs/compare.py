@@ -18,6 +18,7 @@ from anabranch.cli.comparison import (
     plan_or_error,
     remarks,
     staleness_document,
+    taken,
     why_none,
 )
 from anabranch.cli.output import (
@@ -79,8 +80,8 @@ def compare(
     report: Annotated[
         Path | None,
         typer.Option(
-            help="Write a self-contained HTML page with all figures and, with a flush, the stages "
-            "and timelines of the best plans.",
+            help="Write a self-contained HTML page with all figures, and the stages and timelines "
+            "of the best plans.",
             callback=file_to_write,
         ),
     ] = None,
@@ -153,6 +154,7 @@ def compare(
     plans = _search(contenders, results)
 
     error = why_none(plans)
+    best = None if error is not None else taken(plans, costs, cluster, optimizer)
     document = {
         "model": model.model,
         "cluster": planning.cluster,
@@ -168,19 +170,21 @@ def compare(
     }
     if is_async:
         document |= {"mode": "async", "optimizer": optimizer.name if optimizer else None}
+    if best is not None and is_async:
+        document["auto_policy"] = best.policy
     if error is not None:
         document |= {"error": type(error).__name__, "message": str(error)}
     if model.file is not None:
         model.file.write_text(json_text(document), encoding="utf-8")
-    if report is not None and error is None:
-        write_comparison(report, plans, costs, cluster, optimizer)
+    if report is not None and best is not None:
+        write_comparison(report, plans, costs, cluster, optimizer, best)
     if as_json:
         print_json(document)
     else:
         batches = "mini-batches of" if is_async else "batch"
         title = f"{_short(model.model)} on {_short(planning.cluster)}, {batches}"
         print_table(f"{title} {planning.batch_size}", *comparison(plans, optimizer))
-        for line in remarks(plans, costs.origin):
+        for line in (*(best.lines() if best is not None else ()), *remarks(plans, costs.origin)):
             say(line)
         can_rewrite = rewrite is None and not (is_async or source.is_file)
         can_rewrite &= not costs.graph.whole_parameters

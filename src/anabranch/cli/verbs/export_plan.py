@@ -10,7 +10,7 @@ import typer
 
 from anabranch.cli.output import folder_to_write, note, print_json
 from anabranch.cli.settings import AsJson, PlanFile
-from anabranch.cli.source import ModelSource, Preset, model_of_plan
+from anabranch.cli.source import ModelSource, Preset, command_naming, model_of_plan
 from anabranch.errors import OutputError
 
 
@@ -47,10 +47,17 @@ def export_plan(
     `anabranch export-plan plan.json MODEL --torchtitan -o titan`
     """
     from anabranch.files import load_plan
-    from anabranch.interchange.chain import chain_of
+    from anabranch.interchange.chain import chain_of, require_chain
     from anabranch.interchange.torchtitan import SCHEDULE_FILE, torchtitan_options
 
     plan = load_plan(plan_file)
+    require_chain(plan)
+    if model is None and ModelSource(plan.model).is_file:
+        command = command_naming(context, "package.module:function", plan_file)
+        raise typer.BadParameter(
+            f"{plan_file} was planned by the profile {plan.model}, and the names of modules are "
+            f"the model's own: {command}"
+        )
     model = model or model_of_plan(context, plan.model, plan_file)
     source = ModelSource.of_plan(plan, model, preset)
     captured = source.capture(source.workload(meta=True))

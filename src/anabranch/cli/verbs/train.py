@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from anabranch.cli.clusters import note_crowded, note_uncalibrated
+from anabranch.cli.clusters import remark_crowded, remark_uncalibrated
 from anabranch.cli.first_rank import on_first
 from anabranch.cli.job import Job
 from anabranch.cli.local_run import train_job
-from anabranch.cli.output import INTERRUPTED, note, say
-from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
+from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
+from anabranch.cli.preflight import (
+    executed_plan,
+    refuse_mode,
+    require_new_run,
+    require_rows_taken,
+    require_trainable,
+)
 from anabranch.cli.restarts import (
     begin_surviving,
     first_step,
@@ -92,26 +98,26 @@ def train(
     if ranks is not None and local.plan_file is None:
         local = replace(local, devices=local.devices or ranks)
     from anabranch.graph.loss_kinds import told
+    from anabranch.runtime.asynchronous.requirements import clipped_by_stage
 
     options = compute.options()
     job = _seeded(partial(Job.of, model.source, local), training.seed)
-    begun = training
     if is_restarted():
         training = restarted(training)
     is_async = flush.is_async(job.plan)
     refuse_mode(is_async, flush, compute, training)
+    job.workload = clipped_by_stage(job.workload, flush.clip_stage_norm)
     shown, policy = _plan(job, local, training, options, flush, compute)
-    first = first_step(begun)
     if ranks not in (None, len(shown.stage_graph.devices)):
         raise InvalidPlanError(
             f"the plan is for {len(shown.stage_graph.devices)} devices, but torchrun has started "
             f"{ranks} processes; start one per device"
         )
     is_first = os.environ.get("RANK", "0") == "0"
-    if is_first and local.plan_file is not None and shown.predicted is not None:
-        note_uncalibrated(shown)
+    if is_first and local.plan_file and shown.predicted is not None and job.profile is None:
+        remark_uncalibrated(shown)
     if local.plan_file is not None and local.device == "cpu" and "RANK" not in os.environ:
-        note_crowded(shown)
+        remark_crowded(shown)
     if is_first and not as_json:
         say(shown.summary())
         say(shown.glossary)
@@ -120,6 +126,7 @@ def train(
         if training.resume is not None:
             done, more = first_step(training), training.length
             say(f"goes on from {training.resume}, after step {done:,}, {more}")
+    say_remarks()
     special: dict[str, Any] = {"accumulate": compute.accumulate}
     if is_async:
         special = {
@@ -164,7 +171,6 @@ def train(
             fewer=partial(plan_fewer, asked),
             is_async=is_async,
             predicted_s=predicted_s(),
-            earlier=first_step(asked) - first,
             on_interrupt=say_stopping,
             compute=options,
             **special,
@@ -248,6 +254,8 @@ def _plan(
     metrics = job.captured.metrics  # ranks of torchrun capture at the same time
     if (saves := training.saves()) is not None:
         saves.require_metric(metrics)
+    if compute.sparse_embeddings and not is_async:
+        require_rows_taken(job.workload, job.captured)
     search = partial(
         job.search,
         local,
@@ -272,4 +280,6 @@ def _plan(
         round_robin=flush.round_robin,
         checked=(job.captured, options) if is_file else None,
     )
+    if shown.predicted is None and job.plan.predicted is not None:
+        shown = on_first(partial(job.predicted, shown))
     return shown, policy

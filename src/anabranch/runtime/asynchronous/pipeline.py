@@ -33,6 +33,7 @@ from anabranch.runtime.asynchronous.requirements import (
     asynchronous_stages,
     budgeted,
     choose,
+    clipped_by_stage,
     order_of,
     require_asynchronous,
 )
@@ -85,7 +86,7 @@ class AsyncPipeline(BasePipeline):
             the half-precision copies that their forward made, under any policy. A stage with
             recomputation runs its forward again under the weights of the backward, which with
             ``naive``, ``pipeoptim`` and ``spectrain`` are other ones than at first.
-        clip_stage_norm: largest norm of a stage's own gradients, instead of ``clip_norm`` of the
+        clip_stage_norm: largest norm of a stage's own gradients, in place of ``clip_norm`` of the
             workload, which is over all stages.
         check_memory: see ``Pipeline``; only for plans of mode ``async``, whose prediction knows of
             versions, and with ``round_robin``, for which the need is computed.
@@ -119,6 +120,7 @@ class AsyncPipeline(BasePipeline):
     ) -> None:
         if clip_stage_norm is not None and not clip_stage_norm > 0:
             raise ValueError(f"clip_stage_norm is a norm, more than 0; not {clip_stage_norm}")
+        workload = clipped_by_stage(workload, clip_stage_norm)
         graph = asynchronous_stages(plan)
         self._order = order = order_of(plan, graph, in_turns=round_robin)
         is_predicted = plan.mode == "async" and order.round_robin == plan.round_robin

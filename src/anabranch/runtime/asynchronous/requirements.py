@@ -174,23 +174,33 @@ def require_asynchronous(
     require_recipes(workload, compute)
 
 
-def require_no_common_norm(workload: Workload) -> None:
-    """Refuse gradients that are clipped by their norm over all stages."""
-    if workload.clip_norm is not None:
-        raise PolicyError(
-            f"clip_norm {workload.clip_norm:g} is the norm over all stages, which would have to "
-            "wait for each other in every update, and their gradients of one mini-batch are not "
-            "there at one time; leave clip_norm out and pass clip_stage_norm (in a run file "
-            "clip-stage-norm), which clips the gradients of each stage by themselves, or train "
-            "with --mode sync"
-        )
+def common_norm_remark(workload: Workload) -> str:
+    """Say why gradients cannot be clipped by their norm over all stages, and what can be done
+    instead; empty where they are not.
+    """
+    if workload.clip_norm is None:
+        return ""
+    return (
+        f"clip_norm {(norm := workload.clip_norm):g} is the norm over all stages, which would have "
+        "to wait for each other in every update, and their gradients of one mini-batch are not "
+        "there at one time; take clip_stage_norm in its place, which clips the gradients of each "
+        "stage by themselves: anabranch train run.toml, where the file says model = "
+        f'"{workload.name or "MODEL"}", mode = "async" and clip-stage-norm = {norm:g}; or train '
+        "with --mode sync"
+    )
+
+
+def clipped_by_stage(workload: Workload, clip_stage_norm: float | None) -> Workload:
+    """Return the workload without its norm over all stages where each stage has its own."""
+    return workload if clip_stage_norm is None else replace(workload, clip_norm=None)
 
 
 def require_recipes(
     workload: Workload, compute: ComputeOptions, policy: WeightPolicy | str | None = None
 ) -> None:
     """Refuse, without a plan, what only all ranks together know, and a policy that does not fit."""
-    require_no_common_norm(workload)
+    if remark := common_norm_remark(workload):
+        raise PolicyError(remark)
     if compute.precision == "fp16":
         raise PolicyError(
             "fp16 scales the loss of a mini-batch by what the gradients of all stages did in the "

@@ -23,9 +23,8 @@ from anabranch.profile.profile import UpdateCost
 from anabranch.profile.storages import Storages
 from anabranch.runtime.data_parallel.gradients import clip, gradients_of, squares_of
 from anabranch.runtime.measurement.peak_memory import PeakMemory
-from anabranch.runtime.model_state import refuse_unsupported
 from anabranch.runtime.numerics.nonfinite import bad_names
-from anabranch.runtime.optimizer_facts import TakenGradients, taken_gradients
+from anabranch.runtime.optimizer_facts import TakenGradients, refuse_unsupported, taken_gradients
 from anabranch.workload import Workload
 
 
