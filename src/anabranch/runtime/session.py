@@ -34,6 +34,7 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
+from anabranch.runtime.optimizer_facts import require_updates
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
@@ -133,6 +134,8 @@ class Session:
             )
             if compute.sparse_embeddings:
                 self.state.require_sparse_updates(self.captured.graph)
+            elif compute.backend is None:  # compiled backwards give whole gradients
+                require_updates(workload, self.captured.graph)
             self.workers = WorkerCache(
                 self.captured,
                 self.parts,

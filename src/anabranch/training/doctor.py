@@ -26,6 +26,7 @@ from anabranch.record.run import versions
 from anabranch.runtime.assignment import refused_between_gpus
 from anabranch.runtime.compute.programs import is_random
 from anabranch.runtime.model_state import refuse_unsupported
+from anabranch.runtime.optimizer_facts import require_updates
 from anabranch.solve import plan
 from anabranch.workload import Workload
 
@@ -100,6 +101,10 @@ def examine(
         )
     except CaptureError as error:
         return Examination(name, versions(), str(error), findings=tuple(findings))
+    try:
+        require_updates(workload, captured.graph)
+    except TrainingError as error:
+        findings.append(f"it cannot be trained: {error}")
     findings += _of_graph(captured)
     width, first, peaks = None, None, []
     counts = sorted({1 << i for i in range(batch_size.bit_length())} | {batch_size})
