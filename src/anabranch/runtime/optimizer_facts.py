@@ -137,7 +137,7 @@ def require_updates(workload: Workload, graph: OpGraph) -> None:
     try:
         optimizer.step()
     except Exception as error:
-        if "sparse" not in str(error).lower():  # an optimizer for a GPU, or one that needs a closure
+        if "sparse" not in str(error).lower():  # it is for a GPU, or needs a closure
             return
         told = f"sparse gradients (sparse=True) of {', '.join(tables) or 'no table'}"
         raise TrainingError(
