@@ -157,7 +157,8 @@ def _of_module(module: nn.Module) -> list[str]:
         )
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+        if parameter.requires_grad:
+            names[id(parameter)].append(name)
     tied = [" = ".join(same) for same in names.values() if len(same) > 1]
     if tied:
         findings.append(
