@@ -83,13 +83,13 @@ def export(
         raise TrainingError(f"no tensor of {saved.folder} has a name with {chosen!r} first{held}")
     saved.verify()
     tensors = {name: saved.tensor(f"model/{first}") for first, name in files.items()}
-    found = parts.get(chosen)
+    pretrained = parts.get(chosen)
     # Adapters are no part of a model that ``from_pretrained`` could make.
-    part = None if trained or saved.frozen or (found and found.adapter) else found
-    weights, adapter = WEIGHTS, found.adapter_config if found and trained else None
-    if found and adapter and path.suffix != ".safetensors":
+    part = None if trained or saved.frozen or (pretrained and pretrained.adapter) else pretrained
+    weights, adapter = WEIGHTS, pretrained.adapter_config if pretrained and trained else None
+    if pretrained and adapter and path.suffix != ".safetensors":
         weights = _ADAPTER
-        tensors = {_name_in_peft(name, found.adapter): t for name, t in tensors.items()}
+        tensors = {_name_in_peft(name, pretrained.adapter): t for name, t in tensors.items()}
     with written_whole(path, SafetensorError) as partial:
         if path.suffix == ".safetensors":
             save_file(tensors, partial, {"format": "pt"})

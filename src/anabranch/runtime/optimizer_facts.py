@@ -139,10 +139,10 @@ def require_updates(workload: Workload, graph: OpGraph) -> None:
     except Exception as error:
         if "sparse" not in str(error).lower():  # it is for a GPU, or needs a closure
             return
-        told = f"sparse gradients (sparse=True) of {', '.join(tables) or 'no table'}"
+        gradients = f"sparse gradients (sparse=True) of {', '.join(tables) or 'no table'}"
         raise TrainingError(
-            f"{type(optimizer).__name__} cannot update this model, which has {told} and dense ones "
-            f"of all else: {error}; leave sparse=True out, or have the Workload's optimizer be "
+            f"{type(optimizer).__name__} cannot update this model, which has {gradients} and "
+            f"dense ones of all else: {error}; leave sparse=True out, or have the Workload's optimizer be "
             f"{TAKE_ROWS}; SparseAdam takes such tables alone, so it needs another one beside it "
             "for the rest, as in docs/training.md"
         ) from error
