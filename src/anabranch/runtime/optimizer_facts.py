@@ -142,9 +142,9 @@ def require_updates(workload: Workload, graph: OpGraph) -> None:
         gradients = f"sparse gradients (sparse=True) of {', '.join(tables) or 'no table'}"
         raise TrainingError(
             f"{type(optimizer).__name__} cannot update this model, which has {gradients} and "
-            f"dense ones of all else: {error}; leave sparse=True out, or have the Workload's optimizer be "
-            f"{TAKE_ROWS}; SparseAdam takes such tables alone, so it needs another one beside it "
-            "for the rest, as in docs/training.md"
+            f"dense ones of all else: {error}; leave sparse=True out, or have the Workload's "
+            f"optimizer be {TAKE_ROWS}; SparseAdam takes such tables alone, so it needs another "
+            "one beside it for the rest, as in docs/training.md"
         ) from error
 
 
