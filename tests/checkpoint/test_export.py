@@ -17,6 +17,7 @@ from anabranch import launch
 from anabranch.checkpoint import Checkpoint, load_state_dict
 from anabranch.checkpoint.export import WEIGHTS, export
 from anabranch.errors import FileFormatError, TrainingError
+from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
 from benchmarks.architectures.models import SAMPLES, build
@@ -166,3 +167,45 @@ def test_other_weights_are_not_taken_for_a_part(tmp_path: Path):
     names = {name: [name] for name in ("a.weight", "b.weight")}
     with pytest.raises(FileFormatError, match="lacks 2"):
         PlainWeights(tmp_path / "one.safetensors").match(names, ())
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank adapter under the names that peft gives them."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def test_a_lora_adapter_is_written_as_peft_reads_it(tmp_path: Path):
+    """The adapter alone under peft's names, with its configuration; the whole model has no
+    ``config.json``, by which transformers would look for layers without adapters. An adapter with
+    other names in peft's files is written as it is.
+    """
+    config = {"peft_type": "LORA", "r": 2, "target_modules": {"v_proj", "q_proj"}}
+    for folder, fields in (("lora", config), ("dora", {**config, "use_dora": True})):
+        module, example = build("Llama")
+        module.requires_grad_(False)
+        attention: Any = module.model.layers[0].self_attn
+        attention.q_proj = Adapted(attention.q_proj)
+        module.peft_config = {"default": fields}
+        job = Workload(module, example, optimizer=sgd)
+        trained(Built(capture(module, example), job), example, tmp_path / folder, num_stages=1)
+    made = export(tmp_path / "lora", tmp_path / "adapter", trained=True)
+    names = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in made.path.iterdir()} == names
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    found = load_file(made.path / "adapter_model.safetensors")
+    assert found.keys() == {f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"}
+    read = json.loads((made.path / "adapter_config.json").read_text())
+    assert read == {**config, "target_modules": ["q_proj", "v_proj"], "inference_mode": True}
+    for output, whole in (("whole", True), ("dora-adapter", False)):
+        made = export(
+            tmp_path / ("lora" if whole else "dora"), tmp_path / output, trained=not whole
+        )
+        assert [path.name for path in made.path.iterdir()] == [WEIGHTS]

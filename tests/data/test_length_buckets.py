@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anabranch.data.length_buckets import LengthBuckets
+from anabranch.data.packed import PackedBatch, Rows
 from anabranch.errors import DataError
 
 FILL = {"input_ids": 9, "attention_mask": 0, "labels": -100}
@@ -70,6 +71,17 @@ def test_what_cannot_be_padded_is_refused(without: str, fill: Any, says: str) ->
 
     with pytest.raises(ValueError, match=says):
         LengthBuckets.of([sentences([3, 9])], collate, 1, fill)
+
+
+def test_batches_that_are_packed_are_padded_before() -> None:
+    """Their indices count the tokens of a sample, so all have to be of one length."""
+
+    def collate(samples: list[list[int]]) -> PackedBatch:
+        return PackedBatch(padded(samples), Rows())
+
+    assert LengthBuckets.of([sentences([7] * 5)], collate, 2, FILL) is None
+    with pytest.raises(ValueError, match=r"input_ids.*multimodal_batch has made cannot be padded"):
+        LengthBuckets.of([sentences([3, 9])], collate, 1, FILL)
 
 
 def test_a_longer_batch_than_all_that_were_seen_is_named() -> None:

@@ -52,10 +52,11 @@ def test_batch_values_have_bytes_per_sample() -> None:
     [
         ((torch.ones(4, 2), torch.ones(3)), r"0 \(4, 2\), 1 \(3,\)"),
         ((torch.ones(4), torch.tensor(1.0)), r"1 \(\)"),
+        ((torch.ones(7), torch.ones(4)), r"0 has another number of entries .*EmbeddingBag"),
         ((torch.ones(0, 2),), "no samples"),
         ((1, None), "holds no tensor"),
     ],
-    ids=["other size", "scalar", "empty", "no tensor"],
+    ids=["other size", "scalar", "ragged", "empty", "no tensor"],
 )
 def test_refuses_batches_without_common_samples(example: Any, complaint: str) -> None:
     """The message lists the shapes."""

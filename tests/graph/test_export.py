@@ -29,8 +29,9 @@ from tests.graph.nets import Net, Returns, batch, one_stage, stage_each
         (lambda h: SimpleNamespace(loss=h.mean(), size=h.norm(), count=3), ("size", "count")),
         (lambda h: {"hits": (h > 0).sum(), "loss": h.mean()}, ("hits",)),
         (lambda h: {"loss": h.mean(), "tag": "a", "none": None, "hits": [h.sum()]}, ()),
+        (lambda h: (h.mean(), {"loss": 0, "top": h.max(), "logits": h}), ("top",)),
     ],
-    ids=["tensor", "mapping", "object", "integer", "no numbers"],
+    ids=["tensor", "mapping", "object", "integer", "no numbers", "loss and mapping"],
 )
 def test_loss_and_metrics(make: Callable[[torch.Tensor], Any], metrics: tuple[str, ...]) -> None:
     """The loss is the tensor or the entry ``loss``; further scalars and numbers are metrics."""
@@ -40,6 +41,7 @@ def test_loss_and_metrics(make: Callable[[torch.Tensor], Any], metrics: tuple[st
     assert captured.metrics == metrics
     assert tuple(found) == metrics
     out = make(module.first(batch()[0]))
+    out = out[0] if isinstance(out, tuple) else out
     expected = out if isinstance(out, torch.Tensor) else dict(getattr(out, "__dict__", out))["loss"]
     assert torch.equal(loss, expected)
 

@@ -89,3 +89,25 @@ def test_a_count_that_weighs_samples_couples_them() -> None:
     """
     graph = capture(PerToken(), batch(4)).graph
     assert graph.loss_kind == "coupled"
+
+
+class SeveralTasks(nn.Module):
+    """A loss of each task over the samples that have its label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.score = nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, kind: Tensor, score: Tensor, scored: Tensor) -> Tensor:
+        labelled = kind >= 0
+        of_kind = F.cross_entropy(self.kind(x)[labelled], kind[labelled])
+        return of_kind + F.mse_loss(self.score(x).squeeze(-1)[scored], score[scored])
+
+
+def test_losses_of_samples_that_masks_select_are_captured() -> None:
+    """How many each mask selects is known of no batch; the layers keep their micro-batches."""
+    masks = torch.tensor([0, 1, -1, 2, 0, 1, 2, -1]), torch.tensor([True, False] * 4)
+    example = {"x": torch.rand(8, 4), "kind": masks[0], "score": torch.rand(8), "scored": masks[1]}
+    ops = capture(SeveralTasks(), example).graph.ops
+    assert [op.name for op in ops if not op.whole_batch] == ["kind", "score"]
+    assert [op.name for op in ops if op.whole_batch] == [WHOLE_BATCH_LOSS]

@@ -51,6 +51,28 @@ def test_every_trait_is_named() -> None:
         assert words in told
 
 
+class FrozenTie(nn.Module):
+    """A table that two layers share and nobody trains, and one with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sparse = nn.Linear(6, 6), nn.Embedding(9, 6, sparse=True)
+        self.again, self.head = self.first, nn.Linear(6, 1)
+        self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor, row: Tensor) -> Tensor:
+        both = self.again(self.first(x)) + self.sparse(row)
+        return self.head(both).square().mean()
+
+
+def test_an_optimizer_that_cannot_train_the_model_is_named() -> None:
+    """AdamW takes no sparse gradients. A tie of frozen layers has no gradients to be summed."""
+    example = {"x": torch.rand(4, 6), "row": torch.arange(4)}
+    told = "\n".join(examine(Workload(FrozenTie(), example), CLUSTER, 8).findings)
+    assert "it cannot be trained: AdamW cannot update this model" in told
+    assert "tied weights" not in told
+
+
 def test_samples_depend_on_each_other_from_the_first_operator_on() -> None:
     """In the order of the graph, a normalisation over the whole batch before the loss."""
     together = Everything()

@@ -19,10 +19,13 @@ from transformers.feature_extraction_utils import BatchFeature
 
 from anabranch import launch
 from anabranch.checkpoint.export import export
+from anabranch.data.packed import call_module
 from anabranch.graph.capture import capture
+from anabranch.multimodal import multimodal_batch
 from anabranch.training import SaveEvery
 from anabranch.training.huggingface import Trainer, batch_size, training_options, workload_of
 from benchmarks.architectures.models import build
+from benchmarks.architectures.multimodal import ragged, small
 from tests.runtime.small import Built, plan
 from tests.runtime.training import sgd
 
@@ -267,3 +270,41 @@ def test_padding_to_the_longest_of_a_batch_has_buckets_by_itself(tmp_path: Path)
     with torch.no_grad():
         assert torch.equal(model(**given).logits, again(**given).logits)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token == "w60"
+
+
+class Pictured(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """A picture and a text for each sample, as a processor gives them."""
+
+    def __init__(self, count: int) -> None:
+        self.samples = [ragged("Llava", (1,), seed=number) for number in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.samples[index]
+
+
+@pytest.mark.dist
+def test_a_vision_language_model_trains_with_the_collator_of_its_page() -> None:
+    """Losses of training and of ``evaluate`` are those of the model's own forward."""
+    model, untrained, data = small("Llava"), small("Llava"), Pictured(16)
+    untrained.load_state_dict(model.state_dict())
+    model.model.vision_tower.requires_grad_(False)
+
+    def own(samples: list[Any]) -> dict[str, Tensor]:
+        return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+
+    def packed(samples: list[Any]) -> Any:
+        return multimodal_batch(model, own(samples), images=1)
+
+    args = arguments(max_steps=1, gradient_accumulation_steps=1, warmup_steps=0, save_strategy="no")
+    trainer = Trainer(model, args, packed, data, data, devices=2)
+    whole = own(data.samples)
+    before = untrained.eval()(**whole).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-4)
+    (batch,) = list(trainer.workload.data(BATCH, 0))[:1]
+    run = trainer.train(trainer.plan(planner="even", max_replicas=1))
+    expected = call_module(untrained.train(), batch).loss.item()
+    assert run.losses == pytest.approx([expected], rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] != pytest.approx(before, rel=1e-4)

@@ -23,6 +23,7 @@ from anabranch.errors import TrainingError
 from anabranch.graph.slices import whole_name
 
 WEIGHTS = "model.safetensors"
+_ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def export(
             a model of Hugging Face, ``config.json``, which ``from_pretrained`` reads.
         prefix: export the part of the module whose names begin so, without it: ``model.``. By
             default that of the only model of Hugging Face in the module, if it is all of it.
-        trained: only what was trained, such as adapters; a folder gets no ``config.json``.
+        trained: only what was trained, such as adapters; a folder gets no ``config.json``, but is
+            what ``PeftModel.from_pretrained`` reads where peft has put one LoRA adapter in.
 
     Raises:
         FileFormatError: if the checkpoint is incomplete or damaged.
@@ -81,14 +83,21 @@ def export(
         raise TrainingError(f"no tensor of {saved.folder} has a name with {chosen!r} first{held}")
     saved.verify()
     tensors = {name: saved.tensor(f"model/{first}") for first, name in files.items()}
-    # Adapters alone are no model that ``from_pretrained`` could make.
-    part = None if trained or saved.frozen else parts.get(chosen)
+    pretrained = parts.get(chosen)
+    # Adapters are no part of a model that ``from_pretrained`` could make.
+    part = None if trained or saved.frozen or (pretrained and pretrained.adapter) else pretrained
+    weights, adapter = WEIGHTS, pretrained.adapter_config if pretrained and trained else None
+    if pretrained and adapter and path.suffix != ".safetensors":
+        weights = _ADAPTER
+        tensors = {_name_in_peft(name, pretrained.adapter): t for name, t in tensors.items()}
     with written_whole(path, SafetensorError) as partial:
         if path.suffix == ".safetensors":
             save_file(tensors, partial, {"format": "pt"})
         else:
             partial.mkdir()
-            save_file(tensors, partial / WEIGHTS, {"format": "pt"})
+            save_file(tensors, partial / weights, {"format": "pt"})
+            if adapter:
+                (partial / "adapter_config.json").write_text(adapter)
             if part is not None:
                 (partial / "config.json").write_text(part.config)
             if part is not None and part.generation_config is not None:
@@ -125,6 +134,12 @@ def written_whole(path: Path, kind: type[BaseException]) -> Iterator[Path]:
         partial.rename(path)
     except (OSError, kind) as error:
         raise TrainingError(f"{path} cannot be written: {error}") from error
+
+
+def _name_in_peft(name: str, adapter: str) -> str:
+    """The name that a trained tensor of a model has in peft's own files."""
+    plain = name.replace(f".modules_to_save.{adapter}.", ".")
+    return f"base_model.model.{plain}".replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
 
 
 def _exported_names(names: Mapping[str, Sequence[str]], prefix: str) -> dict[str, str]:

@@ -26,12 +26,16 @@ class Pretrained(Strict):
         architecture: its class.
         config: what ``config.json`` has.
         generation_config: what ``generation_config.json`` has; None where nothing is generated.
+        adapter: name of the adapter that peft has put into it; or empty.
+        adapter_config: what ``adapter_config.json`` of peft has; None but for one LoRA adapter.
     """
 
     prefix: str
     architecture: str
     config: str
     generation_config: str | None = None
+    adapter: str = ""
+    adapter_config: str | None = None
 
 
 def pretrained_in(module: nn.Module) -> list[Pretrained]:
@@ -59,7 +63,22 @@ def _described(model: Any) -> Pretrained:
         architecture=architecture,
         config=config.to_json_string(),
         generation_config=generation,
+        **_adapter(getattr(model, "peft_config", None)),
     )
+
+
+def _adapter(configs: Any) -> dict[str, Any]:
+    """The fields of an adapter, of the configurations that peft leaves in a model by names."""
+    if not isinstance(configs, Mapping) or not configs:
+        return {}
+    name, config = next(iter(configs.items()))
+    fields = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    # What has other names in the files of peft than in the model.
+    others = fields.get("use_dora"), fields.get("trainable_token_indices")
+    if len(configs) > 1 or fields.get("peft_type") != "LORA" or any(others):
+        return {"adapter": name}
+    text = json.dumps({**fields, "inference_mode": True}, default=sorted, indent=2)
+    return {"adapter": name, "adapter_config": text}
 
 
 SCHEMA = "anabranch.checkpoint/1"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from anabranch.data.packed import PackedBatch
 from anabranch.errors import DataError
 
 
@@ -64,7 +65,7 @@ class LengthBuckets:
     @staticmethod
     def of(
         data_sets: Sequence[Any],
-        collate: Callable[[list[Any]], Mapping[str, Tensor]],
+        collate: Callable[[list[Any]], Mapping[str, Tensor] | PackedBatch],
         batch_size: int,
         fill: Mapping[str, float],
     ) -> LengthBuckets | None:
@@ -74,13 +75,22 @@ class LengthBuckets:
             ValueError: if something else than what can be padded has several lengths.
         """
         sizes_seen: list[dict[str, int]] = []
+        is_packed = False
         for data in data_sets:
             for index in range(0, len(data), math.ceil(len(data) / LengthBuckets.looked_at)):
-                tensors = collate([data[index]])
+                batch = collate([data[index]])
+                is_packed = isinstance(batch, PackedBatch)
+                tensors = batch.tensors if isinstance(batch, PackedBatch) else batch
                 sizes_seen.append({n: t.shape[1] for n, t in tensors.items() if t.dim() > 1})
         names = [name for name in sizes_seen[0] if len({sizes[name] for sizes in sizes_seen}) > 1]
         if not names:
             return None
+        if is_packed:
+            raise ValueError(
+                f"other sizes in other samples of {', '.join(names)}, and what multimodal_batch "
+                "has made cannot be padded: let the collator pad to max_length before it, and give "
+                "it images=, the most that a sample has"
+            )
         if missing := [name for name in names if name not in fill]:
             raise ValueError(
                 f"{', '.join(missing)} has other sizes in other samples, and no padding for it is "

@@ -168,6 +168,12 @@ def _rows_advice(sizes: Mapping[str, tuple[int, ...]]) -> str:
                 f"{parts} and flatten the first two dimensions in the forward; a vision-language "
                 "model of transformers takes batches of anabranch.multimodal_batch as it is"
             )
+    if several := [name for name, size in sizes.items() if size and size[0] > samples > 0]:
+        return (
+            f"; if {several[0]} has another number of entries for each sample, as the indices of "
+            "an EmbeddingBag with offsets, pad it to [samples, longest]: padding_idx leaves the "
+            "padding out"
+        )
     return ""
 
 

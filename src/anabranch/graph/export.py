@@ -18,7 +18,7 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -85,8 +85,9 @@ def scalars(output: Any) -> dict[str, torch.Tensor]:
         returned = ", ".join(entries) or type(output).__name__
         raise CaptureError(
             f"the module's forward returned no loss, but {returned}; it has to return a scalar "
-            "tensor, a tuple (numerator, denominator) of two, or an object or mapping with such an "
-            "entry named loss (pass the labels in the batch)"
+            "tensor, a tuple (numerator, denominator) of two, an object or mapping with such an "
+            "entry named loss, or a tuple of the loss and a mapping of metrics (pass the labels in "
+            "the batch)"
         )
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise CaptureError(
@@ -127,17 +128,22 @@ def _shape(value: torch.Tensor) -> str:
 
 def _is_fraction(value: Any) -> bool:
     """True for a loss that is a pair of numerator and denominator."""
-    return (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and all(isinstance(part, torch.Tensor) and part.dim() == 0 for part in value)
+    return _is_pair(value) and all(
+        isinstance(part, torch.Tensor) and part.dim() == 0 for part in value
     )
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def _entries(output: Any) -> dict[str, Any]:
     fields = _fields(output)
     if isinstance(output, torch.Tensor) or (_is_fraction(output) and "loss" not in fields):
         return {"loss": output}
+    if not fields and _is_pair(output) and isinstance(output[1], Mapping):
+        loss, metrics = output
+        return {**_entries(metrics), "loss": loss}
     if hasattr(output, "items"):
         return {str(name): value for name, value in output.items()}
     return fields or dict(getattr(output, "__dict__", {}))

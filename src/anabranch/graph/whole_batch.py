@@ -93,9 +93,12 @@ def _is_small(node: fx.Node, program: FlatProgram, flow: SampleFlow) -> bool:
     """True if rows of a sum take less than what it sums, where that can be sent."""
     value = tensor(node)
     assert value is not None
-    inputs = [tensor(n) for n in node.all_input_nodes if flow.flows[n].kind == "samples"]
-    sent = [x.numel() // program.samples for x in inputs if x is not None]
-    folded = any(x is not None and program.samples not in x.shape for x in inputs)
+    values = [tensor(n) for n in node.all_input_nodes if flow.flows[n].kind == "samples"]
+    inputs = [x for x in values if x is not None]
+    # What a mask selects has a size that depends on the data.
+    sized = [x for x in inputs if all(isinstance(size, int) for size in x.shape)]
+    sent = [x.numel() // program.samples for x in sized]
+    folded = len(sized) < len(inputs) or any(program.samples not in x.shape for x in sized)
     return value.numel() <= max([*sent, _FOLDED_NUMEL if folded else 0])
 
 

@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import OpGraph
+from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import TAKE_ROWS
 from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
 from anabranch.weights.optimizers import Rule
@@ -119,15 +120,49 @@ def _has_hooks(optimizer: Optimizer | None) -> bool:
     return any(getattr(optimizer, name, None) for name in hooks)
 
 
-def stand_in(workload: Workload, names: Collection[str] | None = None) -> Optimizer | None:
-    """The optimizer that the recipe makes for parameters (all) of one element each; None if there
-    are none, or the recipe takes no others than the model's.
+def require_updates(workload: Workload, graph: OpGraph) -> None:
+    """Accept an optimizer that takes sparse gradients of the tables that ask for them, and others
+    of all other parameters; those that are not PyTorch's are not tried.
+
+    Raises:
+        TrainingError: for Adam with such tables, or SparseAdam with anything else.
+    """
+    names = (p.name for p in graph.parameters if p.table is not None and p.table.sparse)
+    tables = sorted({whole_name(name) for name in names})
+    optimizer = stand_in(workload, tables=tables)
+    if optimizer is None or not type(optimizer).__module__.startswith(_BY_PARAMETER):
+        return
+    if not tables and not isinstance(optimizer, optim.SparseAdam):
+        return
+    try:
+        optimizer.step()
+    except Exception as error:
+        if "sparse" not in str(error).lower():  # it is for a GPU, or needs a closure
+            return
+        gradients = f"sparse gradients (sparse=True) of {', '.join(tables) or 'no table'}"
+        raise TrainingError(
+            f"{type(optimizer).__name__} cannot update this model, which has {gradients} and "
+            f"dense ones of all else: {error}; leave sparse=True out, or have the Workload's "
+            f"optimizer be {TAKE_ROWS}; SparseAdam takes such tables alone, so it needs another "
+            "one beside it for the rest, as in docs/training.md"
+        ) from error
+
+
+def stand_in(
+    workload: Workload, names: Collection[str] | None = None, tables: Collection[str] = ()
+) -> Optimizer | None:
+    """The optimizer that the recipe makes for parameters (all) of one element each, which have
+    gradients, those of tables sparse ones; None if there are none, or the recipe takes no others
+    than the model's.
     """
     stand_ins = [
         (name, nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype)))
         for name, p in workload.module.named_parameters()
         if p.requires_grad and (names is None or name in names)
     ]
+    for name, parameter in stand_ins:
+        gradient = torch.ones_like(parameter)
+        parameter.grad = gradient.to_sparse(1) if name in tables else gradient
     if not stand_ins:
         return None
     try:

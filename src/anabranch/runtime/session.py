@@ -30,7 +30,7 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
-from anabranch.runtime.optimizer_facts import require_sparse_updates
+from anabranch.runtime.optimizer_facts import require_sparse_updates, require_updates
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
@@ -132,6 +132,8 @@ class Session:
                 require_sparse_updates(
                     self.state.optimizer, self.captured.graph, self.state.parameters
                 )
+            elif compute.backend is None:  # compiled backwards give whole gradients
+                require_updates(workload, self.captured.graph)
             self.workers = WorkerCache(
                 self.captured,
                 self.parts,

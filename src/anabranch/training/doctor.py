@@ -25,7 +25,7 @@ from anabranch.profile.profile import Profile
 from anabranch.record.run import versions
 from anabranch.runtime.assignment import refused_between_gpus
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.optimizer_facts import refuse_unsupported
+from anabranch.runtime.optimizer_facts import refuse_unsupported, require_updates
 from anabranch.solve import plan
 from anabranch.workload import Workload
 
@@ -100,6 +100,10 @@ def examine(
         )
     except CaptureError as error:
         return Examination(name, versions(), str(error), findings=tuple(findings))
+    try:
+        require_updates(workload, captured.graph)
+    except TrainingError as error:
+        findings.append(f"it cannot be trained: {error}")
     findings += _of_graph(captured)
     width, first, peaks = None, None, []
     counts = sorted({1 << i for i in range(batch_size.bit_length())} | {batch_size})
@@ -152,7 +156,8 @@ def _of_module(module: nn.Module) -> list[str]:
         )
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+        if parameter.requires_grad:
+            names[id(parameter)].append(name)
     tied = [" = ".join(same) for same in names.values() if len(same) > 1]
     if tied:
         findings.append(

@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from anabranch.checkpoint import load_state_dict
 from anabranch.data.length_buckets import LengthBuckets
+from anabranch.data.packed import PackedBatch, call_module
 from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import Plan
@@ -87,7 +88,8 @@ def workload_of(
         devices: of the plan. A batch is as large as that of ``Trainer`` on so many.
         data_collator: a list of samples -> a batch of tensors; by default that of the
             ``processing_class`` (a tokenizer), or ``default_collate``. It may pad to the longest of
-            a batch: then the workload has length buckets.
+            a batch: then the workload has length buckets. For a vision-language model it ends
+            with ``multimodal_batch``, and pads to one length.
         fill: name of a tensor with sequences in dimension 1 -> its padding, where
             that is not known.
         optimizer: a recipe as ``Workload`` has, in place of the one that ``args`` describe.
@@ -272,11 +274,12 @@ class Trainer:
         total, predictions, labels, mode = 0.0, None, None, self.model.training
         self.model.eval()
         for batch in DataLoader(data, batch_size=size, collate_fn=self._collate):
+            tensors = batch.tensors if isinstance(batch, PackedBatch) else batch
             with torch.no_grad():
-                loss, logits = _outputs(self.model(**batch))
-            total += float(loss) * len(next(iter(batch.values())))
+                loss, logits = _outputs(call_module(self.model, batch))
+            total += float(loss) * len(next(iter(tensors.values())))
             if self.compute_metrics is not None:
-                label = batch.get("labels")
+                label = tensors.get("labels")
                 logits = self._preprocess(logits, label) if self._preprocess else logits
                 predictions = logits if predictions is None else concat(predictions, logits)
                 labels = label if labels is None else concat(labels, label)
@@ -303,13 +306,16 @@ class Trainer:
         return capture(self.workload.module, self.workload.example, granularity=granularity)
 
 
-def _as_dict(
+def _as_batch(
     collate: Callable[[list[Any]], Any], taken: set[str] | None, samples: list[Any]
-) -> dict[str, Any]:
-    """A batch as a plain mapping; collators of Hugging Face make a class of their own."""
+) -> dict[str, Any] | PackedBatch:
+    """A batch of ``multimodal_batch``, or a plain mapping; collators of Hugging Face make a class
+    of their own.
+    """
     if taken is not None and isinstance(samples[0], Mapping):
         samples = [{key: v for key, v in sample.items() if key in taken} for sample in samples]
-    return dict(collate(samples))
+    batch = collate(samples)
+    return batch if isinstance(batch, PackedBatch) else dict(batch)
 
 
 def _in_bucket(buckets: LengthBuckets, collate: Any, samples: list[Any]) -> dict[str, Any]:
@@ -317,7 +323,7 @@ def _in_bucket(buckets: LengthBuckets, collate: Any, samples: list[Any]) -> dict
 
 
 def _collator(model: nn.Module, args: Any, collator: Any, processing_class: Any) -> Any:
-    """A list of samples -> a mapping of tensors; columns that the model does not take are left
+    """A list of samples -> a batch of tensors; columns that the model does not take are left
     out before, as ``Trainer`` does.
     """
     if collator is None and hasattr(processing_class, "pad"):
@@ -327,7 +333,7 @@ def _collator(model: nn.Module, args: Any, collator: Any, processing_class: Any)
     taken = None
     if TrainerArguments.of(args).remove_unused_columns:
         taken = {*inspect.signature(model.forward).parameters, "label", "label_ids", "labels"}
-    return partial(_as_dict, collator or default_collate, taken)
+    return partial(_as_batch, collator or default_collate, taken)
 
 
 def _padding(model: nn.Module, processing_class: Any) -> dict[str, float]:

@@ -21,6 +21,7 @@ from anabranch.graph.capture import capture
 from anabranch.plans.plan import Plan
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.data_parallel.sparse_gradients import SparseBucket
+from anabranch.runtime.optimizer_facts import require_updates
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
@@ -317,3 +318,20 @@ def test_the_option_asks_for_an_optimizer_that_takes_it() -> None:
         on_ranks(model, chosen, model.workload, row_tables, compute=SPARSE)
     said = "SparseAdam, or SGD or Adagrad without momentum.* AdamW, the default, does not"
     assert re.search(said, replace(chosen, sparse_embeddings=True).summary())
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SparseAdam])
+def test_an_optimizer_that_takes_other_gradients_is_refused_before_it_trains(
+    optimizer: Any,
+) -> None:
+    """AdamW takes no sparse ones, SparseAdam no others; SGD takes both, and optimizers that are not
+    PyTorch's are not tried.
+    """
+    model = made(Tables)
+    workload = replace(
+        model.workload, optimizer=lambda named: optimizer([p for _, p in named], lr=0.1)
+    )
+    with pytest.raises(TrainingError, match=r"cannot update .*\(sparse=True\) of words.weight and"):
+        on_ranks(model, plan(model, 1), workload, row_tables)
+    for other in (sgd, Two):
+        require_updates(replace(workload, optimizer=other), model.captured.graph)

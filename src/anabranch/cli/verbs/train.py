@@ -252,6 +252,11 @@ def _plan(
         batch_size=job.batch_size(local),
     )
     metrics = job.captured.metrics  # ranks of torchrun capture at the same time
+    is_sparse = options.sparse_embeddings or (job.plan is not None and job.plan.sparse_embeddings)
+    if options.backend is None and not is_sparse:
+        from anabranch.runtime.optimizer_facts import require_updates
+
+        require_updates(job.workload, job.captured.graph)
     if (saves := training.saves()) is not None:
         saves.require_metric(metrics)
     if compute.sparse_embeddings and not is_async:

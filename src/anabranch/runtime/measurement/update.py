@@ -175,7 +175,7 @@ def _give_gradients(
         }
     for name, parameter in copies.items():
         gradient = torch.full_like(parameter, 1e-3)
-        parameter.grad = gradient.to_sparse(1) if name in has_rows else gradient
+        parameter.grad = gradient.to_sparse(1) if name in has_rows and gradient.dim() else gradient
 
 
 def _update(
