@@ -123,21 +123,6 @@ class Messages:
     def __len__(self) -> int:
         return len(self.table)
 
-    @staticmethod
-    def joined(parts: Sequence[Messages]) -> Messages:
-        """Concatenate messages."""
-        sizes = [len(part) for part in parts]
-
-        def before(lengths: Sequence[int]) -> Ints:
-            return np.repeat(np.cumsum([0, *lengths])[:-1], sizes)
-
-        table = concatenated([part.table for part in parts])
-        ports = before([len(part.ports) for part in parts])
-        table["first"] += ports
-        table["stop"] += ports
-        table["opener"] += np.where(table["opener"] >= 0, before(sizes), 0)
-        return Messages(table, np.concatenate([part.ports for part in parts]))
-
     def repeated(self, count: int) -> Messages:
         """Repeat messages for a number of steps; receives are posted at once in the first step
         only.
@@ -156,26 +141,6 @@ def concatenated(tables: Sequence[Table[MessageRecord]]) -> Table[MessageRecord]
     return cast("Table[MessageRecord]", rows.view(np.recarray))
 
 
-def _priced(
-    costs: StepCosts, sender: Ints, receiver: Ints, nbytes: Floats, opener: Ints
-) -> Messages:
-    """Messages by these columns."""
-    count = 1 + int(max(sender.max(initial=0), receiver.max(initial=0)))
-    pairs, way = np.unique(sender * count + receiver, return_inverse=True)
-    ends = zip(*(side.tolist() for side in divmod(pairs, count)), strict=True)
-    routes = [costs.route(a, b) for a, b in ends]
-    per_byte_s, latency_s = np.array([route[:2] for route in routes]).reshape(-1, 2).T
-    sizes, size = np.unique(nbytes, return_inverse=True)
-    end_s = np.array([costs.message_s(float(n)) for n in sizes])
-    bounds = np.array([0, *accumulate(len(route.ports) for route in routes)])
-    table = records(MessageRecord, len(opener))
-    table["first"], table["stop"] = bounds[:-1][way], bounds[1:][way]
-    table["occupies"], table["latency"] = nbytes * per_byte_s[way], latency_s[way]
-    table["end"], table["arrival"] = end_s[size], math.inf
-    table["opener"], table["ready"], table["waiter"] = opener, opener < 0, -1
-    return Messages(table, np.array([port for r in routes for port in r.ports], np.int64))
-
-
 def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists) -> Messages:
     """Number the messages that ``lower`` would put in, those of each stage edge in a row, and list
     them before and behind the computes.
@@ -184,46 +149,62 @@ def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists
     index[[*schedule.actions]] = np.arange(len(schedule.actions))
     positions = Positions(schedule.orders.values(), len(graph))
     ways = [*directions(graph, costs.message_edges)]
-    if not ways:
-        nothing = np.zeros(0, np.int64)
-        return _priced(costs, nothing, nothing, np.zeros(0), nothing)
-    edges = [_edge_messages(graph, costs, *way) for way in ways]
-    ends, parts = zip(*edges, strict=True)
-    messages = Messages.joined(parts)
-    a, i, b, j = np.concatenate(ends, axis=1)
-    source, target, forward = np.repeat(ways, [*map(len, parts)], axis=0).T
-    numbers, senders, receivers = np.arange(len(messages)), index[a], index[b]
+    tables = [message_table(graph, s, t, forward=forward) for s, t, forward in ways]
+    way = np.repeat(np.arange(len(ways)), np.array([part.shape[1] for part in tables], np.int64))
+    table = np.concatenate([np.zeros((6, 0), np.int64), *tables], axis=1)
+    source, target, forward = np.array(ways, np.int64).reshape(-1, 3)[way].T
+    numbers, (i, a, j, b, *_) = np.arange(len(way)), table
+    senders, receivers = index[a], index[b]
     lists.put(senders, place(positions.of(senders, source, forward, i), SENDS), ~numbers)
     lists.put(receivers, place(positions.of(receivers, target, forward, j), RECEIVES), numbers)
-    return messages
+    return _priced(costs, ways, way, table)
 
 
-def _edge_messages(
-    graph: StageGraph, costs: StepCosts, source: int, target: int, forward: bool
-) -> tuple[Ints, Messages]:
-    """Return the messages of one stage edge after rows of senders, their micro-batches, and those
-    of receivers.
-    """
+def _priced(
+    costs: StepCosts, ways: Sequence[tuple[int, int, bool]], way: Ints, table: Ints
+) -> Messages:
+    """Price the messages of a table as ``message_table``; ``way`` has the place of each in ways."""
+    _, sender, microbatch, receiver, start, stop = table
+    most = 1 + int((stop - start).max(initial=0))
+    kinds, kind = np.unique(way * most + stop - start, return_inverse=True)
+    nbytes = [_message_bytes(costs, ways[n // most], n % most) for n in kinds.tolist()]
+    count = 1 + int(table[[1, 3]].max(initial=0))
+    channel = (way * count + sender) * count + receiver
+    order = np.argsort(channel, kind="stable")
+    first = np.flatnonzero(np.diff(channel[order], prepend=-1))
+    lengths = np.diff(first, append=len(order))
+    ends = zip(sender[order[first]].tolist(), receiver[order[first]].tolist(), strict=True)
+    routes = [costs.route(a, b) for a, b in ends]
+    prices = np.array([route[:2] for route in routes], np.float64).reshape(-1, 2)
+    bounds = np.array([0, *accumulate(len(route.ports) for route in routes)])
+    opener = np.full(len(order), -1)
+    opener[order] = _openers(channel[order], microbatch[order], order)
+    messages = records(MessageRecord, len(order))
+    messages["first"][order] = np.repeat(bounds[:-1], lengths)
+    messages["stop"][order] = np.repeat(bounds[1:], lengths)
+    per_byte_s, messages["latency"][order] = np.repeat(prices, lengths, axis=0).T
+    messages["occupies"] = np.array(nbytes, np.float64)[kind]
+    messages["occupies"][order] *= per_byte_s
+    messages["end"] = np.array([costs.message_s(n) for n in nbytes], np.float64)[kind]
+    messages["opener"], messages["ready"], messages["waiter"] = opener, opener < 0, -1
+    messages["arrival"] = math.inf
+    return Messages(messages, np.array([port for r in routes for port in r.ports], np.int64))
+
+
+def _message_bytes(costs: StepCosts, way: tuple[int, int, bool], samples: int) -> float:
+    """Bytes of a message between stages, of activations or gradients."""
+    source, target, forward = way
     edge = (source, target) if forward else (target, source)
-    i, a, j, b, start, stop = message_table(graph, source, target, forward=forward)
-    samples, size = np.unique(stop - start, return_inverse=True)
-    nbytes = [costs.message_bytes(*edge, n)[not forward] for n in samples.tolist()]
-    opener = _openers(a * (graph.devices[-1] + 1) + b, j)
-    return np.array([a, i, b, j]), _priced(costs, a, b, np.array(nbytes, np.float64)[size], opener)
+    return float(costs.message_bytes(*edge, samples)[not forward])
 
 
-def _openers(way: Ints, microbatch: Ints) -> Ints:
-    """Per message, with which one its receive is posted: the last of the micro-batch before it on
-    its way; -1 for at once.
+def _openers(channel: Ints, microbatch: Ints, number: Ints) -> Ints:
+    """Per message of sorted channels, with which one its receive is posted: the last of the
+    micro-batch before it in its channel; -1 for at once.
     """
-    opener = np.full(len(way), -1)
-    if not len(way):
-        return opener
-    order = np.argsort(way, kind="stable")
-    way, microbatch = way[order], microbatch[order]
-    begins = np.flatnonzero(np.diff(way, prepend=-1) | np.diff(microbatch, prepend=-1))
-    last = np.append(begins[1:], len(way)) - 1
+    if not len(channel):
+        return channel
+    begins = np.flatnonzero(np.diff(channel, prepend=-1) | np.diff(microbatch, prepend=-1))
     before = np.full(len(begins), -1)
-    before[1:] = np.where(way[begins[1:]] == way[begins[:-1]], order[last[:-1]], -1)
-    opener[order] = np.repeat(before, last - begins + 1)
-    return opener
+    before[1:] = np.where(channel[begins[1:]] == channel[begins[:-1]], number[begins[1:] - 1], -1)
+    return np.repeat(before, np.diff(begins, append=len(channel)))
