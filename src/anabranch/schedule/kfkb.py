@@ -27,7 +27,7 @@ from anabranch.plans.in_flight import (
 )
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import Room
-from anabranch.schedule.schedule import Action, Kind, Order, Schedule, compute
+from anabranch.schedule.schedule import Action, Kind, Order, Schedule, computes_of
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def _most_behind(graph: StageGraph, x: int, y: int, in_flight: int) -> int:
 @lru_cache(maxsize=1 << 10)
 def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Order:
     """Return the computes of a stage: ``in_flight`` forwards, k backwards, k forwards, ..."""
-    forwards = [compute(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
-    backwards = [compute(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
-    result = forwards[:in_flight]
+    forwards = computes_of(stage, Kind.FORWARD, num_microbatches)
+    backwards = computes_of(stage, Kind.BACKWARD, num_microbatches)
+    result = [*forwards[:in_flight]]
     for done in range(0, num_microbatches, k):
         result += backwards[done : done + k]
         result += forwards[in_flight + done : in_flight + done + k]
