@@ -137,7 +137,7 @@ class Order(tuple[Action, ...]):
     @cached_property
     def is_lowered(self) -> bool:
         """True if the order has sends and receives."""
-        return any(action.peer >= 0 for action in self)
+        return len(_where(self.columns[1], (k for k in Kind if k.is_send or k.is_receive))) > 0
 
     @cached_property
     def columns(self) -> tuple[Ints, Ints, Ints]:
