@@ -201,7 +201,7 @@ class Auto:
         also where it fits only with replicas that share the optimizer's state.
         """
         planner: Any = PLANNERS[name]()
-        given = {**vars(self), "fewer_stages": True, "tolerance": SETTINGS.tolerance}
+        given = {**vars(self), "fewer_stages": True}
         options = {option: given[option] for option in vars(planner) if option in given}
         shared = name == "data-parallel"
         cost = replace(problem.cost, shard_optimizer=True) if shared else problem.cost

@@ -19,8 +19,6 @@ class Settings:
             beyond the default goes there.
         starts: proposals of other planners that are annealed first: the most promising, unlike each
             other. Then the better half of what that ends with, for twice as long, down to two.
-        tolerance: of the slowest stage of plans by bisection that are starts: annealing moves
-            operators anyway.
         hot: temperature at the beginning of a round, as a share of the step: drafts so much slower
             are taken with probability 1/e. With 0.02 steps are .4 % longer, with 0.006 .1 %.
         hotter: where the round before found nothing better: small models are at the end of what is
@@ -46,7 +44,6 @@ class Settings:
     passes: int = 500
     few: int = 16
     starts: int = 8
-    tolerance: float = 0.05
     hot: float = 0.01
     hotter: float = 0.2
     cold: float = 0.001
