@@ -112,13 +112,27 @@ def test_includes_the_all_reduce():
     assert least_step_s(graph, ModelCosts(graph, cost)) == 10
 
 
+def test_includes_what_the_busiest_port_carries():
+    """Four messages of 4 s each leave device 0; they are priced if 10 s of work are not enough."""
+    cost = cost_model(chain(2), [1] * 2, [1] * 2, cluster(2, bandwidth=2), value_bytes=8)
+    graph = stage_graph(chain(2), [(0,), (1,)], 4)
+    costs = ModelCosts(graph, cost)
+    assert least_step_s(graph, costs) == least_step_s(graph, costs, 10) == 16
+    assert least_step_s(graph, costs, 9) == 10
+
+
 @given(stage_graphs(max_stages=5, max_replicas=3), st.sampled_from(sorted(SCHEDULES)), st.data())
 def test_no_step_is_shorter(graph: StageGraph, schedule, data):
     """Otherwise pruning by it would lose the best plan."""
     seconds = st.lists(st.integers(0, 5), min_size=len(graph), max_size=len(graph))
     machines = cluster(len(graph.devices), bandwidth=8, latency_s=0.5)
     cost = cost_model(
-        graph.edges, data.draw(seconds), data.draw(seconds), machines, parameter_bytes=16
+        graph.edges,
+        data.draw(seconds),
+        data.draw(seconds),
+        machines,
+        parameter_bytes=16,
+        value_bytes=data.draw(st.integers(0, 16)),
     )
     stages = [(stage.devices, stage.microbatch_size) for stage in graph.stages]
     devices, sizes = zip(*stages, strict=True)

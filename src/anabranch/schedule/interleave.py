@@ -89,14 +89,15 @@ def _lanes(graph: StageGraph, orders: Sequence[Order]) -> Lanes:
     begin = first[np.cumsum([0, *replicas])[:-1]]  # of each stage's first lane
     parts: list[tuple[Ints, Ints, Floats]] = []
     for s, order in enumerate(orders):
-        rows = [(a.kind.is_forward, 1 + (a.kind is Kind.BACKWARD), a.microbatch) for a in order]
-        forward, times, microbatch = np.array(rows, np.int64).T
+        _, kind, microbatch = np.array(order.columns)
+        forward = (kind == Kind.FORWARD.number).astype(np.int64)
+        times = 1.0 + (kind == Kind.BACKWARD.number)
         size = graph.stages[s].microbatch_size
         start = microbatch * size
         stop = np.minimum(start + size, graph.batch_size)
         for replica in range(replicas[s]):
             begun, ended = part_of(start, stop, replicas[s], replica)
-            parts.append((forward, start, (ended - begun) * times.astype(np.float64)))
+            parts.append((forward, start, (ended - begun) * times))
     is_forward, sample, seconds = (np.concatenate([part[x] for part in parts]) for x in range(3))
 
     def numbers(s: int, forward: bool, devices: Ints, microbatches: Ints) -> Ints:

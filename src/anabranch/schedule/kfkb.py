@@ -23,7 +23,7 @@ from anabranch.errors import InvalidScheduleError
 from anabranch.plans.in_flight import least_in_flight, waited_for_samples, with_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.base import Room
-from anabranch.schedule.schedule import Action, Kind, Order, Schedule, compute
+from anabranch.schedule.schedule import Action, Kind, Order, Schedule, computes_of
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def _most_behind(graph: StageGraph, x: int, y: int, in_flight: int) -> int:
 @lru_cache(maxsize=1 << 10)
 def alternate(stage: int, num_microbatches: int, in_flight: int, k: int) -> Order:
     """Return the computes of a stage: ``in_flight`` forwards, k backwards, k forwards, ..."""
-    forwards = [compute(stage, Kind.FORWARD, i) for i in range(num_microbatches)]
-    backwards = [compute(stage, Kind.BACKWARD, i) for i in range(num_microbatches)]
-    result = forwards[:in_flight]
+    forwards = computes_of(stage, Kind.FORWARD, num_microbatches)
+    backwards = computes_of(stage, Kind.BACKWARD, num_microbatches)
+    result = [*forwards[:in_flight]]
     for done in range(0, num_microbatches, k):
         result += backwards[done : done + k]
         result += forwards[in_flight + done : in_flight + done + k]

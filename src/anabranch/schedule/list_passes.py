@@ -20,7 +20,7 @@ from anabranch.schedule.list_scheduler import (
     ListState,
     run,
 )
-from anabranch.schedule.schedule import Kind, Order, compute
+from anabranch.schedule.schedule import Action, Kind, Order, computes_of
 
 SECONDS = 3.0
 """Seconds of a sample at the slowest stage: 1 s of them are its forward, by default."""
@@ -148,18 +148,16 @@ class ListPasses:
 
     def orders(self, schedule: ScheduledList) -> dict[int, Order]:
         """Return the passes of each device; those with the same stages share one object."""
-        order = schedule.order
-        stage = self._stage[order]
-        names = [
-            (Kind.FORWARD, Kind.BACKWARD if whole else Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-            for whole in self._is_first.tolist()
-        ]
-        orders: dict[tuple[int, ...], Order] = {}
-        for stages in self._lanes:
-            own = order[np.isin(stage, stages)]
-            rows = (self._stage[own], self._kind[own], self._microbatch[own])
-            passes = zip(*(row.tolist() for row in rows), strict=True)
-            orders[stages] = Order(compute(s, names[s][kind], i) for s, kind, i in passes)
+        actions: list[Action] = []
+        for s, count in enumerate(self._count.tolist()):
+            backwards = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+            for kind in (Kind.FORWARD, *((Kind.BACKWARD,) if self._is_first[s] else backwards)):
+                actions += computes_of(s, kind, count)
+        order, stage = schedule.order, self._stage[schedule.order]
+        orders = {
+            stages: Order(actions[number] for number in order[np.isin(stage, stages)].tolist())
+            for stages in self._lanes
+        }
         return {device: orders[stages] for device, stages in self.graph.stages_of.items()}
 
     @cached_property

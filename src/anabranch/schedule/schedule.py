@@ -14,8 +14,7 @@ order before the first step.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -44,6 +43,11 @@ class Kind(StrEnum):
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
     UPDATE = "U"
+
+    @cached_property
+    def number(self) -> int:
+        """Place among the kinds."""
+        return [*Kind].index(self)
 
     @cached_property
     def is_compute(self) -> bool:
@@ -119,10 +123,12 @@ class Action:
 _PATTERN = re.compile(r"(\d+)(F|B|I|W|U|SF|RF|SB|RB)(\d+)(?:[<>](\d+)@(\d+)\[(\d+):(\d+)\])?")
 
 
-@lru_cache(maxsize=1 << 16)
-def compute(stage: int, kind: Kind, microbatch: int) -> Action:
-    """Return a cached action: planning makes thousands of schedules from a few hundred of them."""
-    return Action(stage, kind, microbatch)
+@lru_cache(maxsize=1 << 12)
+def computes_of(stage: int, kind: Kind, count: int) -> tuple[Action, ...]:
+    """Return cached actions of the first micro-batches: planning makes thousands of schedules from
+    a few hundred of them.
+    """
+    return tuple(Action(stage, kind, i) for i in range(count))
 
 
 class Order(tuple[Action, ...]):
@@ -131,16 +137,23 @@ class Order(tuple[Action, ...]):
     @cached_property
     def is_lowered(self) -> bool:
         """True if the order has sends and receives."""
-        return any(action.peer >= 0 for action in self)
+        return len(_where(self.columns[1], (k for k in Kind if k.is_send or k.is_receive))) > 0
+
+    @cached_property
+    def columns(self) -> tuple[Ints, Ints, Ints]:
+        """Stage, kind by its number, and micro-batch of each action."""
+        stages = _array([action.stage for action in self])
+        kinds = _array([action.kind.number for action in self])
+        return stages, kinds, _array([action.microbatch for action in self])
 
     @cached_property
     def passes(self) -> Mapping[tuple[int, bool], Ints]:
         """(stage, is forward) -> positions of computes with messages."""
-        result: dict[tuple[int, bool], list[int]] = defaultdict(list)
-        for position, action in enumerate(self):
-            if action.kind.has_messages:
-                result[action.stage, action.kind.is_forward].append(position)
-        return {key: _array(positions) for key, positions in result.items()}
+        stage, kind, _ = self.columns
+        passes = _where(kind, [kind for kind in Kind if kind.has_messages])
+        is_forward = kind[passes] == Kind.FORWARD.number
+        parts = _alike(stage[passes], is_forward)
+        return {(int(stage[passes[at[0]]]), bool(is_forward[at[0]])): passes[at] for at in parts}
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
@@ -153,22 +166,28 @@ class Order(tuple[Action, ...]):
 
     @remembered
     def _split(self, stages: frozenset[int]) -> Order:
-        def halves(a: Action) -> tuple[Action, ...]:
-            if a.kind is not Kind.BACKWARD or a.stage not in stages:
-                return (a,)
-            kinds = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-            return tuple(compute(a.stage, kind, a.microbatch) for kind in kinds)
-
-        return Order(half for action in self for half in halves(action))
+        count = 1 + max((action.microbatch for action in self), default=-1)
+        gradients, weights = (
+            {s: computes_of(s, kind, count) for s in stages}
+            for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+        )
+        halves: list[Action] = []
+        for action in self:
+            if action.kind is Kind.BACKWARD and (s := action.stage) in stages:
+                halves += gradients[s][action.microbatch], weights[s][action.microbatch]
+            else:
+                halves.append(action)
+        return Order(halves)
 
     @cached_property
     def counts(self) -> Mapping[tuple[int, Kind], int] | None:
         """(stage, kind) -> number of actions; None if micro-batches are out of order."""
-        done: dict[tuple[int, Kind], int] = defaultdict(int)
-        for action in self:
-            if action.microbatch != done[action.stage, action.kind]:
+        stage, kind, microbatch = self.columns
+        done: dict[tuple[int, Kind], int] = {}
+        for at in _alike(stage, kind):
+            if microbatch[at].tolist() != [*range(len(at))]:
                 return None
-            done[action.stage, action.kind] += 1
+            done[int(stage[at[0]]), self[at[0]].kind] = len(at)
         return done
 
     @remembered
@@ -178,31 +197,51 @@ class Order(tuple[Action, ...]):
         Args:
             per_update: micro-batches per update, by stage; empty for a single update.
         """
-        last = {
-            (a.stage, a.microbatch // per_update[a.stage] if per_update else 0): at
-            for at, a in enumerate(self)
-            if a.kind.ends_backward
-        }
-        return {at: stage for (stage, _), at in last.items()}
+        stage, kind, microbatch = self.columns
+        ends = _where(kind, [kind for kind in Kind if kind.ends_backward])
+        update = microbatch[ends] // _array(per_update)[stage[ends]] if per_update else 0 * ends
+        last = [int(ends[at[-1]]) for at in _alike(stage[ends], update)]
+        return {at: int(stage[at]) for at in last}
 
     @remembered
     def computes(self, per_update: tuple[int, ...] = ()) -> list[tuple[Action, bool, Ints]]:
         """Group equal computes: a representative, True for last backwards, their positions."""
-        ends, groups = self.last_backwards(per_update), dict[object, list[int]]()
-        final: dict[int, int] = defaultdict(int)  # last micro-batches may have fewer samples
-        for a in self:
-            final[a.stage] = max(final[a.stage], a.microbatch)
-        for at, a in enumerate(self):
-            if a.peer < 0:
-                key = a.stage, a.kind, a.microbatch == final[a.stage], at in ends
-                groups.setdefault(key, []).append(at)
-        return [(self[at[0]], at[0] in ends, _array(at)) for at in groups.values()]
+        import numpy as np
+
+        stage, kind, microbatch = self.columns
+        final = np.zeros(1 + stage.max(initial=0), np.int64)
+        np.maximum.at(final, stage, microbatch)  # last micro-batches may have fewer samples
+        is_end = np.zeros(len(self), np.bool_)
+        is_end[[*self.last_backwards(per_update)]] = True
+        computes = _where(kind, [kind for kind in Kind if kind.is_compute])
+        rows = np.array([stage, kind, microbatch == final[stage], is_end])[:, computes]
+        groups = (computes[at] for at in _alike(*rows))
+        return [(self[at[0]], bool(is_end[at[0]]), at) for at in groups]
 
 
-def _array(positions: list[int]) -> Ints:
+def _array(numbers: Sequence[int]) -> Ints:
     import numpy as np
 
-    return np.array(positions, np.int64)
+    return np.array(numbers, np.int64)
+
+
+def _where(kinds: Ints, some: Iterable[Kind]) -> Ints:
+    """Return the positions of actions of some kinds."""
+    import numpy as np
+
+    return np.flatnonzero(np.isin(kinds, [kind.number for kind in some]))
+
+
+def _alike(*columns: Ints) -> list[Ints]:
+    """Return the positions of rows that are equal, ascending; groups begin in ascending order."""
+    import numpy as np
+
+    keys = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        keys = keys * (1 + int(column.max(initial=0))) + column
+    order = np.argsort(keys, kind="stable")
+    parts = np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
+    return sorted(parts, key=lambda part: int(part[0])) if len(order) else []
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+
 from anabranch.cost import CostModel
 from anabranch.cost.buckets import turn
 from anabranch.cost.communication import Route
@@ -290,15 +292,16 @@ class ModelCosts(StepCosts):
         """Return the peak of a device that computes in this order. Gradients of weights that wait
         keep what their backward takes on top.
         """
-        held = {s: self.held(s) for s in order.stages}
-        now = peak = sum(float(stage.resident) for stage in held.values())
-        for action in order:
-            stage = held[action.stage]
-            taken, released = bytes_changed(action.kind, float(stage.flight), float(stage.backward))
-            now += taken
-            peak = max(peak, now)
-            now -= released
-        return peak
+        resident = 0.0
+        changes = np.zeros((1 + max(order.stages, default=0), len(Kind), 2))
+        for s in order.stages:
+            held = self.held(s)
+            resident += float(held.resident)
+            for kind in Kind:
+                taken, released = bytes_changed(kind, float(held.flight), float(held.backward))
+                changes[s, kind.number] = taken, -released
+        stages, kinds, _ = order.columns
+        return float(np.cumsum([resident, *changes[stages, kinds].flat]).max())
 
     def most_in_flight(self, stage: int, capacity: float) -> int:
         """Return the micro-batches of a stage that so much memory of its devices holds; stages of

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from anabranch.compiled import Table, record_type, records
+from anabranch.compiled import Floats, Ints, Table, record_type, records
+from anabranch.cost.communication import Route
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
+from anabranch.remembered import remembered
 from anabranch.schedule.lower import directions, message_table
 from anabranch.schedule.schedule import Order, Schedule
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.records import MessageRecord
-
-Ints = NDArray[np.int64]
 
 T = TypeVar("T", int, Ints)
 
@@ -106,9 +106,6 @@ def require_in_order(schedule: Schedule, graph: StageGraph) -> None:
         )
 
 
-Floats = NDArray[np.float64]
-
-
 @dataclass(frozen=True)
 class Messages:
     """Every message of a step before its clock runs.
@@ -122,21 +119,6 @@ class Messages:
 
     def __len__(self) -> int:
         return len(self.table)
-
-    @staticmethod
-    def joined(parts: Sequence[Messages]) -> Messages:
-        """Concatenate messages."""
-        sizes = [len(part) for part in parts]
-
-        def before(lengths: Sequence[int]) -> Ints:
-            return np.repeat(np.cumsum([0, *lengths])[:-1], sizes)
-
-        table = concatenated([part.table for part in parts])
-        ports = before([len(part.ports) for part in parts])
-        table["first"] += ports
-        table["stop"] += ports
-        table["opener"] += np.where(table["opener"] >= 0, before(sizes), 0)
-        return Messages(table, np.concatenate([part.ports for part in parts]))
 
     def repeated(self, count: int) -> Messages:
         """Repeat messages for a number of steps; receives are posted at once in the first step
@@ -156,74 +138,122 @@ def concatenated(tables: Sequence[Table[MessageRecord]]) -> Table[MessageRecord]
     return cast("Table[MessageRecord]", rows.view(np.recarray))
 
 
-def _priced(
-    costs: StepCosts, sender: Ints, receiver: Ints, nbytes: Floats, opener: Ints
-) -> Messages:
-    """Messages by these columns."""
-    count = 1 + int(max(sender.max(initial=0), receiver.max(initial=0)))
-    pairs, way = np.unique(sender * count + receiver, return_inverse=True)
-    ends = zip(*(side.tolist() for side in divmod(pairs, count)), strict=True)
-    routes = [costs.route(a, b) for a, b in ends]
-    per_byte_s, latency_s = np.array([route[:2] for route in routes]).reshape(-1, 2).T
-    sizes, size = np.unique(nbytes, return_inverse=True)
-    end_s = np.array([costs.message_s(float(n)) for n in sizes])
-    bounds = np.array([0, *accumulate(len(route.ports) for route in routes)])
-    table = records(MessageRecord, len(opener))
-    table["first"], table["stop"] = bounds[:-1][way], bounds[1:][way]
-    table["occupies"], table["latency"] = nbytes * per_byte_s[way], latency_s[way]
-    table["end"], table["arrival"] = end_s[size], math.inf
-    table["opener"], table["ready"], table["waiter"] = opener, opener < 0, -1
-    return Messages(table, np.array([port for r in routes for port in r.ports], np.int64))
+class Transfers(NamedTuple):
+    """Messages of a stage graph under any schedule, those of each stage edge in a row.
+
+    Attributes:
+        ends: of each message: rows of sending and receiving stages, and whether it goes forward.
+        table: as ``message_table``.
+        nbytes: of each.
+        occupies: seconds of the ports on its way.
+        order: their numbers by channel, which is a stage edge between two devices.
+        first: where those of a channel begin in this order.
+        routes: of each channel.
+    """
+
+    ends: Ints
+    table: Ints
+    nbytes: Floats
+    occupies: Floats
+    order: Ints
+    first: Ints
+    routes: list[Route]
+
+
+def transfers_of(graph: StageGraph, costs: StepCosts) -> Transfers:
+    """Return the messages of a stage graph."""
+    ways = [*directions(graph, costs.message_edges)]
+    tables = [message_table(graph, s, t, forward=forward) for s, t, forward in ways]
+    way = np.repeat(np.arange(len(ways)), np.array([part.shape[1] for part in tables], np.int64))
+    table = np.concatenate([np.zeros((6, 0), np.int64), *tables], axis=1)
+    _, sender, _, receiver, start, stop = table
+    most = 1 + int((stop - start).max(initial=0))
+    kinds, kind = np.unique(way * most + stop - start, return_inverse=True)
+    sizes = [_message_bytes(costs, ways[n // most], n % most) for n in kinds.tolist()]
+    nbytes = np.array(sizes, np.float64)[kind]
+    count = 1 + int(table[[1, 3]].max(initial=0))
+    channel = (way * count + sender) * count + receiver
+    order = np.argsort(channel, kind="stable")
+    first = np.flatnonzero(np.diff(channel[order], prepend=-1))
+    devices = zip(sender[order[first]].tolist(), receiver[order[first]].tolist(), strict=True)
+    routes = [costs.route(a, b) for a, b in devices]
+    per_byte_s = np.array([route.per_byte_s for route in routes], np.float64)
+    occupies = nbytes.copy()
+    occupies[order] *= np.repeat(per_byte_s, np.diff(first, append=len(order)))
+    ends = np.array(ways, np.int64).reshape(-1, 3)[way].T
+    return Transfers(ends, table, nbytes, occupies, order, first, routes)
+
+
+@remembered
+def port_seconds(costs: StepCosts, graph: StageGraph) -> Mapping[int, float]:
+    """Sum the seconds that messages of a step occupy each port."""
+    transfers, carried = transfers_of(graph, costs), defaultdict[int, float](float)
+    summed = np.add.reduceat(transfers.occupies[transfers.order], transfers.first)
+    for route, seconds in zip(transfers.routes, summed.tolist(), strict=True):
+        for port in route.ports:
+            carried[port] += seconds
+    return carried
+
+
+def port_seconds_with_sums(costs: StepCosts, graph: StageGraph) -> dict[int, float]:
+    """Sum the seconds that messages and all-reduces of a step occupy each port."""
+    carried = defaultdict(float, port_seconds(costs, graph))
+    for work in costs.all_reduces():
+        for port in work.ports:
+            carried[port] += work.seconds
+    return carried
 
 
 def put_in(schedule: Schedule, graph: StageGraph, costs: StepCosts, lists: Lists) -> Messages:
-    """Number the messages that ``lower`` would put in, those of each stage edge in a row, and list
-    them before and behind the computes.
+    """Number the messages that ``lower`` would put in, and list them before and behind the
+    computes.
     """
     index = np.zeros(max(*graph.devices, *schedule.actions) + 1, np.int64)
     index[[*schedule.actions]] = np.arange(len(schedule.actions))
     positions = Positions(schedule.orders.values(), len(graph))
-    ways = [*directions(graph, costs.message_edges)]
-    if not ways:
-        nothing = np.zeros(0, np.int64)
-        return _priced(costs, nothing, nothing, np.zeros(0), nothing)
-    edges = [_edge_messages(graph, costs, *way) for way in ways]
-    ends, parts = zip(*edges, strict=True)
-    messages = Messages.joined(parts)
-    a, i, b, j = np.concatenate(ends, axis=1)
-    source, target, forward = np.repeat(ways, [*map(len, parts)], axis=0).T
-    numbers, senders, receivers = np.arange(len(messages)), index[a], index[b]
+    transfers = transfers_of(graph, costs)
+    (source, target, forward), (i, a, j, b, *_) = transfers.ends, transfers.table
+    numbers, senders, receivers = np.arange(len(i)), index[a], index[b]
     lists.put(senders, place(positions.of(senders, source, forward, i), SENDS), ~numbers)
     lists.put(receivers, place(positions.of(receivers, target, forward, j), RECEIVES), numbers)
-    return messages
+    return _priced(costs, transfers)
 
 
-def _edge_messages(
-    graph: StageGraph, costs: StepCosts, source: int, target: int, forward: bool
-) -> tuple[Ints, Messages]:
-    """Return the messages of one stage edge after rows of senders, their micro-batches, and those
-    of receivers.
-    """
+def _priced(costs: StepCosts, transfers: Transfers) -> Messages:
+    """Price messages and link each to the one with which its receive is posted."""
+    order, first, routes = transfers.order, transfers.first, transfers.routes
+    lengths = np.diff(first, append=len(order))
+    bounds = np.array([0, *accumulate(len(route.ports) for route in routes)])
+    latency_s = np.array([route.latency_s for route in routes], np.float64)
+    sizes, size = np.unique(transfers.nbytes, return_inverse=True)
+    end_s = np.array([costs.message_s(n) for n in sizes.tolist()], np.float64)
+    opener = np.full(len(order), -1)
+    channel = np.repeat(np.arange(len(first)), lengths)
+    opener[order] = _openers(channel, transfers.table[2, order], order)
+    messages = records(MessageRecord, len(order))
+    messages["first"][order] = bounds[:-1][channel]
+    messages["stop"][order] = bounds[1:][channel]
+    messages["latency"][order] = latency_s[channel]
+    messages["occupies"], messages["end"] = transfers.occupies, end_s[size]
+    messages["opener"], messages["ready"], messages["waiter"] = opener, opener < 0, -1
+    messages["arrival"] = math.inf
+    return Messages(messages, np.array([port for r in routes for port in r.ports], np.int64))
+
+
+def _message_bytes(costs: StepCosts, way: tuple[int, int, bool], samples: int) -> float:
+    """Bytes of a message between stages, of activations or gradients."""
+    source, target, forward = way
     edge = (source, target) if forward else (target, source)
-    i, a, j, b, start, stop = message_table(graph, source, target, forward=forward)
-    samples, size = np.unique(stop - start, return_inverse=True)
-    nbytes = [costs.message_bytes(*edge, n)[not forward] for n in samples.tolist()]
-    opener = _openers(a * (graph.devices[-1] + 1) + b, j)
-    return np.array([a, i, b, j]), _priced(costs, a, b, np.array(nbytes, np.float64)[size], opener)
+    return float(costs.message_bytes(*edge, samples)[not forward])
 
 
-def _openers(way: Ints, microbatch: Ints) -> Ints:
-    """Per message, with which one its receive is posted: the last of the micro-batch before it on
-    its way; -1 for at once.
+def _openers(channel: Ints, microbatch: Ints, number: Ints) -> Ints:
+    """Per message of sorted channels, with which one its receive is posted: the last of the
+    micro-batch before it in its channel; -1 for at once.
     """
-    opener = np.full(len(way), -1)
-    if not len(way):
-        return opener
-    order = np.argsort(way, kind="stable")
-    way, microbatch = way[order], microbatch[order]
-    begins = np.flatnonzero(np.diff(way, prepend=-1) | np.diff(microbatch, prepend=-1))
-    last = np.append(begins[1:], len(way)) - 1
+    if not len(channel):
+        return channel
+    begins = np.flatnonzero(np.diff(channel, prepend=-1) | np.diff(microbatch, prepend=-1))
     before = np.full(len(begins), -1)
-    before[1:] = np.where(way[begins[1:]] == way[begins[:-1]], order[last[:-1]], -1)
-    opener[order] = np.repeat(before, last - begins + 1)
-    return opener
+    before[1:] = np.where(channel[begins[1:]] == channel[begins[:-1]], number[begins[1:] - 1], -1)
+    return np.repeat(before, np.diff(begins, append=len(channel)))

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anabranch.compiled import Ints
 from anabranch.plans.stages import StageGraph
 from anabranch.remembered import remembered
 from anabranch.schedule.schedule import Action, Kind, Schedule
@@ -27,7 +28,6 @@ from anabranch.simulator.events import Role
 from anabranch.simulator.messages import (
     COMPUTE,
     UPDATE,
-    Ints,
     Lists,
     Messages,
     place,

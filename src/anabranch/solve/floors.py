@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from anabranch.cost.overheads import computed_at_once
 from anabranch.plans.plan import memory_text, ranges
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule.lower import directions, message_table
 from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.messages import port_seconds_with_sums
 from anabranch.solve.bound import least_s_per_sample, longest_way_s, work_floor
 
 
@@ -61,20 +61,7 @@ def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
 
 def _busiest_link(graph: StageGraph, costs: ModelCosts) -> Floor:
     """Seconds of all transfers through the port that carries most."""
-    carried: dict[int, float] = defaultdict(float)
-    for source, target, forward in directions(graph, costs.message_edges):
-        edge = (source, target) if forward else (target, source)
-        _, senders, _, receivers, starts, stops = message_table(
-            graph, source, target, forward=forward
-        )
-        ways = zip(senders.tolist(), receivers.tolist(), (stops - starts).tolist(), strict=True)
-        for (sender, receiver, samples), count in Counter(ways).items():
-            route, nbytes = costs.route(sender, receiver), costs.message_bytes(*edge, samples)
-            for port in route.ports:
-                carried[port] += count * nbytes[not forward] * route.per_byte_s
-    for work in costs.all_reduces():
-        for port in work.ports:
-            carried[port] += work.seconds
+    carried = port_seconds_with_sums(costs, graph)
     if not carried:
         return Floor("busiest_link", 0.0, "nothing is sent", False)
     busiest = max(carried, key=lambda port: carried[port])
