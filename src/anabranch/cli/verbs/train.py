@@ -20,8 +20,8 @@ from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
 from anabranch.cli.preflight import (
     executed_plan,
     refuse_mode,
+    require_gradients_taken,
     require_new_run,
-    require_rows_taken,
     require_trainable,
 )
 from anabranch.cli.restarts import (
@@ -252,15 +252,12 @@ def _plan(
         batch_size=job.batch_size(local),
     )
     metrics = job.captured.metrics  # ranks of torchrun capture at the same time
-    is_sparse = options.sparse_embeddings or (job.plan is not None and job.plan.sparse_embeddings)
-    if options.backend is None and not is_sparse:
-        from anabranch.runtime.optimizer_facts import require_updates
-
-        require_updates(job.workload, job.captured.graph)
     if (saves := training.saves()) is not None:
         saves.require_metric(metrics)
-    if compute.sparse_embeddings and not is_async:
-        require_rows_taken(job.workload, job.captured)
+    asks_for_rows = bool(compute.sparse_embeddings) and not is_async
+    has_rows = job.plan is not None and job.plan.sparse_embeddings
+    if asks_for_rows or not (has_rows or options.backend):  # compiled, gradients are dense
+        require_gradients_taken(job.workload, job.captured, sparse_embeddings=asks_for_rows)
     search = partial(
         job.search,
         local,
@@ -268,7 +265,7 @@ def _plan(
         mode="async" if is_async else "sync",
         policy=flush.policy or "",
         shard_optimizer=compute.shard_optimizer,
-        sparse_embeddings=bool(compute.sparse_embeddings) and not is_async,
+        sparse_embeddings=asks_for_rows,
     )
     is_file = job.plan is not None
     job.plan = job.plan or on_first(search)
