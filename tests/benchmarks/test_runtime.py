@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import transformer as gpu_transformer
-from benchmarks.planners.common import Row
+from benchmarks.planners.common import Row, profile_of
 from benchmarks.runtime import (
     __main__,
     checks,
@@ -50,8 +51,20 @@ SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     ),
     "towers": ({"CASES": ((2, 2),), "FORWARD_S": 1e-4, "BACKWARD_S": 2e-4}, ()),
     "memory": ({"COUNTS": (4,), "SAMPLES": 64, "OURS": ("1f1b",), "THEIRS": ("1f1b",)}, ()),
-    "halves": ({"SIZES": halves.SIZES | {"layers": "2"}, "LAYERS": 2, "STEPS": 1}, ()),
-    "emulated": ({"DEVICES": 4, "DATA_PARALLEL": {}, "GRAPHS": {"candle-uno": 4096}}, ()),
+    "halves": (
+        {
+            "SIZES": halves.SIZES | gpu_transformer.SMALL | {"layers": "2"},
+            **{"LAYERS": 2, "STEPS": 1},
+        },
+        (),
+    ),
+    "emulated": (
+        {
+            **{"DEVICES": 4, "DATA_PARALLEL": {}, "GRAPHS": {"candle-uno": 4096}},
+            "profile_of": partial(profile_of, branches="2", layers="1"),
+        },
+        (),
+    ),
     "host": ({"MICROBATCHES": 4, "TURNS": 1, "SIZES": host.SIZES | {"layers": "3"}}, ()),
     "profile": ({"MICROBATCHES": 4, "STEPS": 2}, ()),
     "checks": ({"MODELS": ("two-branch",), "REPEATS": 1}, ()),
