@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import transformer as gpu_transformer
 from benchmarks.planners.common import Row, profile_of
-from benchmarks.runtime import (
-    __main__,
-    checks,
-    emulated,
-    halves,
-    host,
-    memory,
-    messages,
-    profile,
-    race,
-    sleeps,
-    towers,
-    transformer,
-)
+from benchmarks.runtime import __main__, halves, host, race, transformer
 
 
 def raced_once(sides: Any, ranks: int, **options: Any) -> dict[str, list[float]]:
@@ -72,20 +60,6 @@ SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 """Section -> constants of its module, and arguments, with which it takes seconds."""
 
 
-MODULES = {
-    "sleeps": sleeps,
-    "messages": messages,
-    "transformer": transformer,
-    "towers": towers,
-    "memory": memory,
-    "halves": halves,
-    "emulated": emulated,
-    "host": host,
-    "profile": profile,
-    "checks": checks,
-}
-
-
 def test_every_section_is_among_the_small_ones():
     """A new one would otherwise never be run here."""
     assert SMALL.keys() == __main__.SECTIONS.keys()
@@ -95,7 +69,7 @@ def test_every_section_is_among_the_small_ones():
 @pytest.mark.parametrize("name", list(SMALL))
 def test_a_section_measures_and_shows(name: str, monkeypatch: pytest.MonkeyPatch):
     """Every measured number is finite, and every row is in the table."""
-    module = MODULES[name]
+    module = import_module(f"benchmarks.runtime.{name}")
     constants, arguments = SMALL[name]
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)

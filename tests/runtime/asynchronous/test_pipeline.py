@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +18,6 @@ from torch import Tensor
 from anabranch import launch
 from anabranch.errors import (
     DataError,
-    FileFormatError,
     InvalidPlanError,
     NonFiniteError,
     StageFailedError,
@@ -440,21 +437,6 @@ def test_metrics_are_those_of_the_loss() -> None:
 # Failures
 
 
-def test_a_rank_that_dies_ends_the_others() -> None:
-    """In the middle of the steady state; it is named with what it did."""
-    model = cut("chain 3")
-
-    def work() -> None:
-        pipe = pipeline(model, plan_of(model))
-        for loss in pipe.steps(batches(12)):
-            if pipe.rank == 1 and pipe.step_number == 7:
-                os.kill(os.getpid(), signal.SIGKILL)
-            assert loss > 0
-
-    with pytest.raises(StageFailedError, match="rank 1 was killed by signal 9"):
-        on_ranks(plan_of(model), work)
-
-
 def test_what_raises_in_a_stage_is_located() -> None:
     """By stage, micro-batch and mini-batch."""
     model = cut("chain 3")
@@ -555,17 +537,6 @@ def test_ranks_that_would_not_all_compare_their_memory() -> None:
     assert "disagree on the options" in first
     assert "check_memory True" in first
     assert "check_memory False" in first
-
-
-def test_a_batch_of_another_make_is_refused() -> None:
-    model = cut("chain 2")
-
-    def work() -> str:
-        with pytest.raises(DataError) as caught:
-            pipeline(model, plan_of(model)).step({"x": torch.zeros(4, 6)})
-        return str(caught.value)
-
-    assert len(set(on_ranks(plan_of(model), work))) == 1
 
 
 # The policy and the counts in flight
@@ -715,15 +686,3 @@ def test_checkpoints_pass_between_the_modes(tmp_path: Path) -> None:
     assert losses[0] == expected[0]
     assert losses[1] == expected[1]
     assert losses[2] == train(twin.by_hand, "stash", data[3:])[0]
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    model = cut("chain 2")
-
-    def work() -> None:
-        AsyncPipeline.resume(
-            tmp_path / "none", model.workload, plan_of(model), captured=model.captured
-        )
-
-    with pytest.raises(FileFormatError, match="no such folder"):
-        on_ranks(plan_of(model), work)
