@@ -70,7 +70,7 @@ def test_every_micro_batch_size_has_the_gradients_of_the_whole_batch(name: str) 
     """
     model, given = built(name), batch(9, 3)
     expected = reference(model.module, given, [(0, 9)])
-    for size in (1, 4):
+    for size in (4, 1):
         cut = plan(model, 2, batch_size=9, microbatch_size=size)
         alone = on_devices(cut, [(0,), (0,)])
         pipeline = Pipeline(model.workload, alone, captured=model.captured, check_gradients=False)

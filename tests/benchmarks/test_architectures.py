@@ -83,13 +83,15 @@ def test_what_has_no_graph_is_refused_with_class_line_and_a_way_on(name: str, sa
 
 
 def test_published_sizes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, for a few devices; of 48 layers one."""
-    layers = {"n_embd": 1600, "n_layer": 1, "n_head": 25}
-    chosen = replace(ARCHITECTURES["GPT2"], published=layers)
-    monkeypatch.setitem(ARCHITECTURES, "GPT2", chosen)
+    """On the meta device, for a few devices; of 26 tables two."""
+    chosen = replace(
+        ARCHITECTURES["EmbeddingBags"], published={"tables": 2, "rows": 10**6, "width": 64}
+    )
+    monkeypatch.setitem(ARCHITECTURES, "EmbeddingBags", chosen)
     monkeypatch.setattr(planning, "CLUSTERS", {"v100": "summit:1x4", "h100": "dgx-h100:1x8"})
     monkeypatch.setattr(planning, "BATCH", 8)
     monkeypatch.setattr(auto, "SETTINGS", replace(auto.SETTINGS, evaluations=100))
-    found = planning.planned("GPT2")
-    assert found["step_s"] > 0
-    assert found["devices"] == 4
+    found = planning.planned("EmbeddingBags")
+    assert found["parameters"] > 10**7
+    assert found["data_parallel_step_s"] >= found["step_s"] > 0
+    assert 1 <= found["devices"] <= 4

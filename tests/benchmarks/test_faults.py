@@ -39,7 +39,8 @@ def test_every_part_is_expected():
 def test_a_part_counts(name: str, monkeypatch: pytest.MonkeyPatch):
     """With the figures that a large number of cases would have; those of time are not asserted."""
     monkeypatch.setattr(processes, "STEPS", 12)
-    monkeypatch.setattr(survival, "STEPS", 20)
+    monkeypatch.setattr(survival, "STEPS", 12)
+    monkeypatch.setattr(survival, "EVERY", 4)
     monkeypatch.setattr(hosts, "TIMEOUT_S", 2.0)
     monkeypatch.setattr(unequal, "STEPS", 2)
     monkeypatch.setattr(unequal, "BATCH", 16)

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import transformer as gpu_transformer
-from benchmarks.planners.common import Row
-from benchmarks.runtime import (
-    __main__,
-    checks,
-    emulated,
-    halves,
-    host,
-    memory,
-    messages,
-    profile,
-    race,
-    sleeps,
-    towers,
-    transformer,
-)
+from benchmarks.planners.common import Row, profile_of
+from benchmarks.runtime import __main__, halves, host, race, transformer
 
 
 def raced_once(sides: Any, ranks: int, **options: Any) -> dict[str, list[float]]:
@@ -50,27 +39,25 @@ SMALL: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     ),
     "towers": ({"CASES": ((2, 2),), "FORWARD_S": 1e-4, "BACKWARD_S": 2e-4}, ()),
     "memory": ({"COUNTS": (4,), "SAMPLES": 64, "OURS": ("1f1b",), "THEIRS": ("1f1b",)}, ()),
-    "halves": ({"SIZES": halves.SIZES | {"layers": "2"}, "LAYERS": 2, "STEPS": 1}, ()),
-    "emulated": ({"DEVICES": 4, "DATA_PARALLEL": {}, "GRAPHS": {"candle-uno": 4096}}, ()),
+    "halves": (
+        {
+            "SIZES": halves.SIZES | gpu_transformer.SMALL | {"layers": "2"},
+            **{"LAYERS": 2, "STEPS": 1},
+        },
+        (),
+    ),
+    "emulated": (
+        {
+            **{"DEVICES": 4, "DATA_PARALLEL": {}, "GRAPHS": {"candle-uno": 4096}},
+            "profile_of": partial(profile_of, branches="2", layers="1"),
+        },
+        (),
+    ),
     "host": ({"MICROBATCHES": 4, "TURNS": 1, "SIZES": host.SIZES | {"layers": "3"}}, ()),
     "profile": ({"MICROBATCHES": 4, "STEPS": 2}, ()),
     "checks": ({"MODELS": ("two-branch",), "REPEATS": 1}, ()),
 }
 """Section -> constants of its module, and arguments, with which it takes seconds."""
-
-
-MODULES = {
-    "sleeps": sleeps,
-    "messages": messages,
-    "transformer": transformer,
-    "towers": towers,
-    "memory": memory,
-    "halves": halves,
-    "emulated": emulated,
-    "host": host,
-    "profile": profile,
-    "checks": checks,
-}
 
 
 def test_every_section_is_among_the_small_ones():
@@ -82,7 +69,7 @@ def test_every_section_is_among_the_small_ones():
 @pytest.mark.parametrize("name", list(SMALL))
 def test_a_section_measures_and_shows(name: str, monkeypatch: pytest.MonkeyPatch):
     """Every measured number is finite, and every row is in the table."""
-    module = MODULES[name]
+    module = import_module(f"benchmarks.runtime.{name}")
     constants, arguments = SMALL[name]
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)

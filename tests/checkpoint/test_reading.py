@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.runtime.small import Built, batch, built, num_ranks, plan, with_optio
 pytestmark = pytest.mark.dist
 
 LIMIT_S = 60.0
+SHARD = "rank-0.safetensors"
 
 
 def sgd(parameters: NamedParameters) -> torch.optim.Optimizer:
@@ -46,8 +48,14 @@ def data(batch_size: int, epoch: int) -> list[dict[str, torch.Tensor]]:
     return [batch(n, 10 * epoch + i) for i, n in enumerate((batch_size, batch_size, 6))]
 
 
-def steps(pipeline: Pipeline, count: int) -> list[float]:
-    return [pipeline.step(each) for each, _ in zip(pipeline.batches(), range(count), strict=False)]
+def steps(pipeline: Pipeline, count: int, saved_at: int = -1, folder: Path = Path()) -> list[float]:
+    """Losses of some steps, after one of which a checkpoint may be saved; training goes on."""
+    losses: list[float] = []
+    for each, _ in zip(pipeline.batches(), range(count), strict=False):
+        losses.append(pipeline.step(each))
+        if len(losses) == saved_at:
+            pipeline.save(folder)
+    return losses
 
 
 Result = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -84,9 +92,9 @@ def joined(results: list[Result]) -> Result:
 
 @pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Norm", "Dropout"])
 def test_resuming_under_another_plan_changes_no_bit(name: str, tmp_path: Path) -> None:
-    """Four steps, a checkpoint, three more under other plans, against seven without a break:
-    losses, parameters, running means. The break is inside an epoch. Dropout repeats where the
-    stages are the same.
+    """Four steps, a checkpoint, and three more, which are also made under other plans: losses,
+    parameters, running means. The break is inside an epoch. Dropout repeats where the stages are
+    the same.
     """
     model = with_programs(built(name), 6)
     workload = with_options(model, optimizer=amsgrad, scheduler=cosine, data=data, clip_norm=1.0)
@@ -95,12 +103,7 @@ def test_resuming_under_another_plan_changes_no_bit(name: str, tmp_path: Path) -
 
     def whole(make: Callable[..., Pipeline]) -> Result:
         pipeline = make()
-        return final(pipeline, steps(pipeline, 7)[4:])
-
-    def half(make: Callable[..., Pipeline]) -> None:
-        pipeline = make()
-        steps(pipeline, 4)
-        pipeline.save(folder)
+        return final(pipeline, steps(pipeline, 7, 4, folder)[4:])
 
     def rest(make: Callable[..., Pipeline]) -> Result:
         pipeline = make(folder)
@@ -108,7 +111,6 @@ def test_resuming_under_another_plan_changes_no_bit(name: str, tmp_path: Path) -
         return final(pipeline, steps(pipeline, 3))
 
     losses, parameters, buffers = joined(run(model, workload, first, whole))
-    run(model, workload, first, half)
     others = [first] if name == "Dropout" else [plan(model, 1), plan(model, 3, schedule="gpipe")]
     for other in others:
         again, found, means = joined(run(model, workload, other, rest))
@@ -142,39 +144,42 @@ def test_schedulers_made_of_schedulers_resume(tmp_path: Path) -> None:
 
     def whole(make: Callable[..., Pipeline]) -> Result:
         pipeline = make()
-        return final(pipeline, steps(pipeline, 6)[2:])
-
-    def half(make: Callable[..., Pipeline]) -> None:
-        pipeline = make()
-        steps(pipeline, 2)
-        pipeline.save(folder)
+        return final(pipeline, steps(pipeline, 6, 2, folder)[2:])
 
     def rest(make: Callable[..., Pipeline]) -> Result:
         pipeline = make(folder)
         return final(pipeline, steps(pipeline, 4))
 
     losses, parameters, _ = joined(run(model, workload, plan(model, 2), whole))
-    run(model, workload, plan(model, 2), half)
-    for other in (plan(model, 2), plan(model, 3), plan(model, 1)):
+    for other in (plan(model, 3), plan(model, 1)):
         again, found, _ = joined(run(model, workload, other, rest))
         assert again == pytest.approx(losses, rel=1e-6)
         for name, value in parameters.items():
             torch.testing.assert_close(found[name], value)
 
 
-def saved(tmp_path: Path, name: str = "Chain") -> tuple[Built, Workload, Path]:
+Saved = tuple[Built, Workload, Path]
+
+
+def trained(folder: Path, name: str) -> Saved:
     """A checkpoint of one rank after one step."""
     model = built(name)
     workload = with_options(model, optimizer=sgd, data=data)
-    folder = tmp_path / "saved"
-
-    def work(make: Callable[..., Pipeline]) -> None:
-        pipeline = make()
-        steps(pipeline, 1)
-        pipeline.save(folder)
-
-    run(model, workload, plan(model, 1), work)
+    run(model, workload, plan(model, 1), lambda make: steps(make(), 1, 1, folder))
     return model, workload, folder
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A checkpoint, made once for all tests."""
+    return trained(tmp_path_factory.mktemp("chain") / "saved", "Chain")
+
+
+@pytest.fixture
+def saved(chain: Saved, tmp_path: Path) -> Saved:
+    """A copy of it, to be damaged."""
+    model, workload, folder = chain
+    return model, workload, Path(shutil.copytree(folder, tmp_path / "saved"))
 
 
 def resume(model: Built, workload: Workload, folder: Path) -> None:
@@ -224,23 +229,6 @@ def test_no_such_checkpoint(tmp_path: Path) -> None:
         resume(model, model.workload, tmp_path / "nowhere")
 
 
-def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
-    model, workload, folder = saved(tmp_path)
-    file = folder / "rank-0.safetensors"
-    size = file.stat().st_size
-    file.write_bytes(file.read_bytes()[:-8])
-    message = f"rank-0.safetensors has {size - 8} bytes, but {size} were written"
-    with pytest.raises(FileFormatError, match=message):
-        resume(model, workload, folder)
-
-
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    model, workload, folder = saved(tmp_path)
-    (folder / "rank-0.safetensors").unlink()
-    with pytest.raises(FileFormatError, match=r"rank-0.safetensors is missing"):
-        resume(model, workload, folder)
-
-
 def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """With the right checksum: by somebody who knows how to make one."""
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -249,44 +237,60 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
-def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
-    model, workload, folder = saved(tmp_path)
+def cut_short(folder: Path) -> None:
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-8])
+
+
+def removed(folder: Path) -> None:
+    (folder / SHARD).unlink()
+
+
+def forgotten(folder: Path) -> None:
     edited(folder, lambda m: m["tensors"].pop("model/head.bias"))
-    with pytest.raises(FileFormatError, match=r"only one of them has model/head.bias"):
-        resume(model, workload, folder)
 
 
-def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
-    """With the file and both shapes."""
-    model, workload, folder = saved(tmp_path)
-    file = folder / "rank-0.safetensors"
-    tensors = load_file(file)
+def of_another_shape(folder: Path) -> None:
+    tensors = load_file(folder / SHARD)
     tensors["model/head.bias"] = torch.zeros(5)
     told = json.loads((folder / "manifest.json").read_text())
-    save_file(tensors, file, {"checkpoint": told["id"]})
+    save_file(tensors, folder / SHARD, {"checkpoint": told["id"]})
 
     def change(manifest: dict[str, Any]) -> None:
-        manifest["files"][file.name] = file.stat().st_size
-        manifest["checksums"][file.name] = file_checksum(file)
+        manifest["files"][SHARD] = (folder / SHARD).stat().st_size
+        manifest["checksums"][SHARD] = file_checksum(folder / SHARD)
         manifest["tensors"]["model/head.bias"]["shape"] = [5]
 
     edited(folder, change)
-    with pytest.raises(FileFormatError, match=r"head.bias is float32\[5\].*has float32\[3\]"):
-        resume(model, workload, folder)
 
 
-def test_a_manifest_that_lies_is_found_out(tmp_path: Path) -> None:
-    """The shape in the manifest is not that in the file."""
-    model, workload, folder = saved(tmp_path)
+def lied_about(folder: Path) -> None:
     edited(folder, lambda m: m["tensors"]["model/head.bias"].update(shape=[4]))
-    with pytest.raises(FileFormatError, match=r"float32\[3\], but the manifest says float32\[4\]"):
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_short, r"rank-0.safetensors has \d+ bytes, but \d+ were written"),
+        (removed, r"rank-0.safetensors is missing"),
+        (forgotten, r"only one of them has model/head.bias"),
+        (of_another_shape, r"head.bias is float32\[5\].*has float32\[3\]"),
+        (lied_about, r"float32\[3\], but the manifest says float32\[4\]"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(
+    damage: Callable[[Path], None], message: str, saved: Saved
+) -> None:
+    """With the file, sizes and shapes; ``test_damage.py`` has damages that are drawn."""
+    model, workload, folder = saved
+    damage(folder)
+    with pytest.raises(FileFormatError, match=message):
         resume(model, workload, folder)
 
 
 @pytest.mark.parametrize("name", ["../rank-0.safetensors", "/etc/passwd", "model.pt"])
-def test_only_our_own_files_are_opened(name: str, tmp_path: Path) -> None:
+def test_only_our_own_files_are_opened(name: str, saved: Saved) -> None:
     """A manifest cannot lead out of its folder."""
-    _, _, folder = saved(tmp_path)
+    _, _, folder = saved
     edited(folder, lambda m: m["tensors"]["model/head.bias"].update(file=name))
     with pytest.raises(FileFormatError, match=r"model/head.bias"):
         Checkpoint(folder)
@@ -295,20 +299,20 @@ def test_only_our_own_files_are_opened(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:no gradient reaches")
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     """One with more tensors than the model, as much as one with fewer."""
-    _, _, folder = saved(tmp_path, "Unused")
+    _, _, folder = trained(tmp_path / "saved", "Unused")
     chain = built("Chain")
     with pytest.raises(FileFormatError, match="tensors that the model lacks, such as cut"):
         resume(chain, with_options(chain, optimizer=sgd), folder)
 
 
-def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    model, _, folder = saved(tmp_path)
+def test_the_state_of_another_optimizer_is_refused(saved: Saved) -> None:
+    model, _, folder = saved
     with pytest.raises(FileFormatError, match=r"resumes with AdamW, but .* that of SGD"):
         resume(model, with_options(model, optimizer=amsgrad), folder)
 
 
-def test_a_scheduler_that_was_not_there_is_refused(tmp_path: Path) -> None:
-    model, workload, folder = saved(tmp_path)
+def test_a_scheduler_that_was_not_there_is_refused(saved: Saved) -> None:
+    model, workload, folder = saved
     with pytest.raises(FileFormatError, match="scheduler is null"):
         resume(model, with_options(model, optimizer=workload.optimizer, scheduler=cosine), folder)
 

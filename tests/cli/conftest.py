@@ -42,7 +42,7 @@ def _captured_once(monkeypatch):
     measure = whole.measure_workload
 
     def built(model: ModelSource, *, meta: bool = False) -> Workload:
-        lasting = model.model in MODELS or model.model.startswith("tests.cli.models:")
+        lasting = model.model in MODELS or model.model.startswith("tests.cli.")
         if meta or not lasting:
             return build(model, meta=meta)
         key = model.model, model.preset, *model.options.items()
@@ -73,7 +73,7 @@ def _captured_once(monkeypatch):
         return _MEASURED[key]
 
     monkeypatch.setattr("typer.main.get_command", lambda _: _COMMAND)
-    few = replace(auto_planner.SETTINGS, evaluations=200)  # how good plans are is no matter here
+    few = replace(auto_planner.SETTINGS, evaluations=100, further=50)  # good plans are no matter
     monkeypatch.setattr(auto_planner, "SETTINGS", few)
     monkeypatch.setattr(ModelSource, "workload", built)
     monkeypatch.setattr(ModelSource, "capture", captured)

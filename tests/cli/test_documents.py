@@ -120,28 +120,28 @@ SEQUENCES = ("tokens", "mask", "labels")
 
 
 @pytest.fixture(scope="module")
-def captured_job(tmp_path_factory):
-    """A model with its data, captured once for all pages."""
+def planned_job(tmp_path_factory):
+    """A model with its data, captured, estimated and planned for one rank once for all pages."""
     write_model(ROOT / "docs" / "workloads.md", folder := tmp_path_factory.mktemp("page"))
     job = resolve(f"{folder}/mymodel.py:workload")
     job = replace(job, eval_data=lambda size: job.data(size, 1))
-    return job, anabranch.capture(job.module, job.example)
-
-
-@pytest.fixture
-def at_hand(captured_job, tmp_path, monkeypatch):
-    """What a reader of any page has: a model, its data in several forms, a profile, plans for one
-    rank, and files.
-    """
-    monkeypatch.chdir(tmp_path)
-    job, captured = captured_job
-    monkeypatch.setattr("anabranch.runtime.assignment.captured_for", lambda *_: captured)
+    captured = anabranch.capture(job.module, job.example)
     profile = anabranch.estimate(captured, "v100", (1, 2, 4, 8, 16, 32))
     plans = [
         anabranch.plan(profile, anabranch.Cluster.preset(f"local:{n}"), 32, planner="even")
         for n in (1, 2)
     ]
-    plan, other = (on_one_rank(plan) for plan in plans)
+    return job, captured, profile, *map(on_one_rank, plans)
+
+
+@pytest.fixture
+def at_hand(planned_job, tmp_path, monkeypatch):
+    """What a reader of any page has: a model, its data in several forms, a profile, plans for one
+    rank, and files.
+    """
+    monkeypatch.chdir(tmp_path)
+    job, captured, profile, plan, other = planned_job
+    monkeypatch.setattr("anabranch.runtime.assignment.captured_for", lambda *_: captured)
     save_file(job.module.state_dict(), tmp_path / "bert-base")
     np.save(tmp_path / "pixels.npy", np.zeros((8, 2), np.float32))
     return {

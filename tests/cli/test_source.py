@@ -127,7 +127,7 @@ def test_a_plan_remembers_the_samples(run, graph: str, tmp_path: Path) -> None:
 def test_a_plan_knows_how_its_model_was_built(run):
     """check, simulate and train build it again like that; what the user says goes before."""
     built = ("two-branch", "--preset", "small", "-o", "layers=1", "--granularity", "block")
-    where = ("--cluster", "summit:1x2", "--batch-size", "8", "--no-baselines")
+    where = ("--cluster", "summit:1x2", "--batch-size", "8", "--no-baselines", "--planner", "even")
     code, _, err = run("plan", *built, *where, "-o", "plan.json")
     assert code == 0, err
     plan = load_plan("plan.json")

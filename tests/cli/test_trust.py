@@ -30,7 +30,8 @@ EVIL = """
 SHELL = "os:system"
 FILE = "FOLDER/evil.py:workload"
 MODULE = "evil:workload"
-PLANNED = ("plan", "two-branch", "--preset", "small", "-o", "layers=1", "--device", "v100")
+SMALL = ("two-branch", "--preset", "small", "-o", "layers=1")
+PLANNED = ("plan", *SMALL, "--device", "v100")
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +95,9 @@ _PLANS: list[str] = []
     [
         ("simulate", "plan.json"),
         ("check", "plan.json"),
-        ("check", "plan.json", "two-branch"),
-        ("verify", "two-branch", "--plan", "plan.json"),
-        ("train", "two-branch", "--plan", "plan.json", "--steps", "1"),
+        ("check", "plan.json", *SMALL, "--device", "v100"),
+        ("verify", *SMALL, "--plan", "plan.json"),
+        ("train", *SMALL, "--plan", "plan.json", "--steps", "1"),
         (*PLANNED, "--cluster", "summit:1x2", "--batch-size", "8", "--from", "plan.json"),
     ],
     ids=lambda command: f"{command[0]}-{len(command)}",

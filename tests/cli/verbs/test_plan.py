@@ -201,7 +201,7 @@ def test_a_plan_remembers_how_its_model_was_built(document, tmp_path):
     plan = str(tmp_path / "plan.json")
     made = document(
         "plan", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8", "-o", "width=32",
-        "--granularity", "operator", "-o", plan,
+        "--granularity", "operator", "--planner", "even", "--no-baselines", "-o", plan,
     )  # fmt: skip
     assert made["options"] == {"width": "32"}
     assert made["granularity"] == "operator"

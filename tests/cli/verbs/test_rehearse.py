@@ -18,7 +18,7 @@ def test_a_plan_of_a_model_runs_without_its_weights(document, tmp_path):
     plan = str(tmp_path / "plan.json")
     made = document(
         "plan", TOWERS, "--cluster", "summit:1x2", "--batch-size", "8", "-o", "width=32",
-        "--max-replicas", "1", "-o", plan,
+        "--max-replicas", "1", "--planner", "even", "--no-baselines", "-o", plan,
     )  # fmt: skip
     options = (TOWERS, "--plan", plan, "--steps", "2", "--out")
     found = document("train", "--emulate", *options, "run")

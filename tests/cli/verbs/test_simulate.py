@@ -173,7 +173,8 @@ def test_too_few_micro_batches(run, four_files):
 
 def test_a_command_that_names_the_function_has_all_options(run, document, profile):
     """So that whoever copies it loses none."""
-    document("plan", profile, "--cluster", "summit:1x2", "--batch-size", "16", "-o", "plan.json")
+    quick = ("--planner", "even", "--no-baselines", "-o", "plan.json")
+    document("plan", profile, "--cluster", "summit:1x2", "--batch-size", "16", *quick)
     plan = json.loads(Path("plan.json").read_text())
     Path("plan.json").write_text(json.dumps(plan | {"model": "my:workload"}))
     code, _, err = run("simulate", "plan.json", "--why", "--report", "page.html")

@@ -371,9 +371,9 @@ def test_more_ranks_than_cores_are_told_to_say_nothing_of_time(run, monkeypatch)
     """Where the plan has a device for each of them; a plan for local ranks knows of the cores."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     said = "2 ranks take turns on 1 processor core here, but the plan for summit:1x2"
-    options = ("--batch-size", "8", "--max-replicas", "1", "--no-baselines", "-o", "plan.json")
+    options = ("--batch-size", "8", "--max-replicas", "1", "--no-baselines", "--planner", "even")
     for cluster, count in {"summit:1x2": 1, "local:2": 0}.items():
-        planned = ("--cluster", cluster, "--device", "v100", *options)
+        planned = ("--cluster", cluster, "--device", "v100", *options, "-o", "plan.json")
         assert run("plan", TOWERS, *planned)[0] == 0
         code, _, err = run("train", TOWERS, "--plan", "plan.json", "--steps", "1")
         assert (code, " ".join(err.split()).count(said)) == (0, count), err
@@ -453,7 +453,8 @@ def test_batch_normalisation_is_planned_trained_and_verified(run, document, tmp_
     """One sample has no statistics, so nothing is measured or planned with one."""
     model = "tests.cli.models:normed"
     where = ("--cluster", "local:2", "--batch-size", "8", "--max-replicas", "1")
-    as_written = ("--rewrite", "none")  # a join that is split adds up in another order
+    # A join that is split adds up in another order.
+    as_written = ("--rewrite", "none", "--planner", "even")
     code, _, err = run("plan", model, *where, *as_written, "--no-baselines", "-o", "plan.json")
     assert code == 0, err
     assert "warning: Normed fails with 1 sample" in err

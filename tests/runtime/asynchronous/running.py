@@ -113,6 +113,35 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor], what: object
         assert torch.equal(tensor, theirs[name]), (name, what)
 
 
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def trained(
+    model: Cut, chosen: Plan, data: Sequence[Batch], policy: Any = "stash", **options: Any
+) -> list[Trained]:
+    """Losses and parameters of every rank after some mini-batches."""
+
+    def work() -> Trained:
+        pipe = pipeline(model, chosen, policy, **options)
+        return list(pipe.steps(data)), held(pipe)
+
+    return on_ranks(chosen, work)
+
+
+def assert_trained(results: Sequence[Trained], losses: Sequence[float], twin: Cut) -> None:
+    """Every rank has these losses, and all have the reference's parameters, bit for bit."""
+    assert all(rank[0] == losses for rank in results)
+    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+
+
+def assert_near(results: Sequence[Trained], losses: Sequence[float], twin: Cut) -> None:
+    """Likewise, where sums are made in another order."""
+    assert all(rank[0] == pytest.approx(losses, rel=1e-9) for rank in results)
+    theirs = by_hand(twin)
+    for name, tensor in whole([rank[1] for rank in results]).items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-10)
+
+
 def until_not_finite(
     pipe: AsyncPipeline, data: Sequence[Batch], held_out: Sequence[Batch]
 ) -> tuple[list[float], str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +18,6 @@ from torch import Tensor
 from anabranch import launch
 from anabranch.errors import (
     DataError,
-    FileFormatError,
     InvalidPlanError,
     NonFiniteError,
     StageFailedError,
@@ -39,7 +36,9 @@ from tests.runtime.asynchronous.models import batches, cut, halving
 from tests.runtime.asynchronous.plans import async_plan, built_pipeline
 from tests.runtime.asynchronous.reference import train
 from tests.runtime.asynchronous.running import (
+    assert_near,
     assert_same,
+    assert_trained,
     by_hand,
     fresh,
     held,
@@ -47,6 +46,7 @@ from tests.runtime.asynchronous.running import (
     pipeline,
     plan_of,
     start_of,
+    trained,
     until_not_finite,
     whole,
 )
@@ -112,8 +112,7 @@ def test_evaluation_in_the_middle_drains_and_training_fills_again() -> None:
     results = on_ranks(plan_of(model), work)
     twin = cut("two branches", "adam", scheduler=halving)
     losses = train(twin.by_hand, "pipeoptim", data, fills=(0, 6))
-    assert all(rank[0] == losses for rank in results)
-    assert_same(whole([rank[2] for rank in results]), by_hand(twin))
+    assert_trained([(rank[0], rank[2]) for rank in results], losses, twin)
     assert len({rank[1]["loss"] for rank in results}) == 1
 
 
@@ -150,22 +149,23 @@ def test_a_loop_that_is_left_leaves_minibatches_in_flight() -> None:
 
     results = on_ranks(plan_of(model), work)
     twin = cut("chain 3")
-    losses = train(twin.by_hand, "stash", data)
-    assert all(rank[0] == losses[5:] for rank in results)
-    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+    assert_trained(results, train(twin.by_hand, "stash", data)[5:], twin)
+
+
+class Late(torch.optim.SGD):
+    """Rank 1 takes its time, so that the others have left before it."""
+
+    def step(self, closure: Any = None) -> Any:
+        """See ``Optimizer``."""
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        return super().step(closure)
 
 
 @pytest.mark.parametrize("ends", ["leaves", "raises"])
 def test_a_rank_that_ends_leaves_the_others_its_messages(ends: str) -> None:
     """All ranks leave the loop and end; rank 1 is late, and still gets what others had sent."""
     model = cut("chain 3")
-
-    class Late(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            if torch.distributed.get_rank() == 1:
-                time.sleep(0.1)
-            return super().step(closure)
-
     workload = replace(model.workload, optimizer=partial(Late, lr=0.1))
 
     def stream() -> Iterator[Batch]:
@@ -216,15 +216,8 @@ def test_a_short_last_minibatch_is_a_unit_like_any_other() -> None:
     data = batches(5)
     data[-1] = {name: value[:3] for name, value in data[-1].items()}
     twin = cut("chain 3", "adam")
-    expected = train(twin.by_hand, "predict-stash", data)
-
-    def work() -> tuple[list[float], dict[str, Tensor]]:
-        pipe = pipeline(model, plan_of(model), "predict-stash")
-        return list(pipe.steps(data)), held(pipe)
-
-    results = on_ranks(plan_of(model), work)
-    assert results[0][0] == expected
-    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+    losses = train(twin.by_hand, "predict-stash", data)
+    assert_trained(trained(model, plan_of(model), data, "predict-stash"), losses, twin)
 
 
 # Replicas
@@ -255,27 +248,16 @@ def test_replicas_split_each_minibatch() -> None:
     for i, policy in enumerate(policies):
         twin = cut("chain 3", "momentum", dtype=torch.float64)
         losses = train(twin.by_hand, policy, every)
-        assert all(rank[i][0] == pytest.approx(losses, rel=1e-9) for rank in results)
-        theirs = by_hand(twin)
-        for name, tensor in whole([rank[i][1] for rank in results]).items():
-            torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-10)
+        assert_near([rank[i] for rank in results], losses, twin)
 
 
 def test_replicas_with_several_microbatches() -> None:
     """2BW, where each replica has a slice of every micro-batch."""
     model = cut("chain 2", "adam", dtype=torch.float64)
     data, chosen = batches(5, 8, torch.float64), plan_of(model, 8, microbatches=2, replicas=[2, 1])
-
-    def work() -> tuple[list[float], dict[str, Tensor]]:
-        pipe = pipeline(model, chosen, "2bw")
-        return list(pipe.steps(data)), held(pipe)
-
-    results = on_ranks(chosen, work)
     twin = cut("chain 2", "adam", dtype=torch.float64)
-    assert results[2][0] == pytest.approx(train(twin.by_hand, "2bw", data, microbatches=2))
-    theirs = by_hand(twin)
-    for name, tensor in whole([rank[1] for rank in results]).items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-10)
+    losses = train(twin.by_hand, "2bw", data, microbatches=2)
+    assert_near(trained(model, chosen, data, "2bw"), losses, twin)
 
 
 def test_sums_through_process_groups_begin_in_one_order_on_all_ranks() -> None:
@@ -406,13 +388,8 @@ def test_clipping_is_by_the_norm_of_each_stage() -> None:
     model = cut("chain 2", "momentum")
     data = batches(6)
     common = replace(model.workload, clip_norm=0.01)  # in whose place it is
-
-    def work() -> dict[str, Tensor]:
-        pipe = pipeline(model, plan_of(model), workload=common, clip_stage_norm=0.05)
-        list(pipe.steps(data))
-        return held(pipe)
-
-    mine = whole(on_ranks(plan_of(model), work))
+    chosen = plan_of(model)
+    results = trained(model, chosen, data, workload=common, clip_stage_norm=0.05)
     twin = cut("chain 2", "momentum")
     for stage in twin.by_hand:
         assert stage.optimizer is not None
@@ -421,8 +398,7 @@ def test_clipping_is_by_the_norm_of_each_stage() -> None:
                 torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05) and None
             )
         )
-    train(twin.by_hand, "stash", data)
-    assert_same(mine, by_hand(twin))
+    assert_trained(results, train(twin.by_hand, "stash", data), twin)
 
 
 def test_sparse_gradients_are_clipped_like_others() -> None:
@@ -460,25 +436,7 @@ def test_metrics_are_those_of_the_loss() -> None:
     assert first[0] == pytest.approx((out["loss"].item(), out["accuracy"].item()))
 
 
-# Checkpoints
-
-
 # Failures
-
-
-def test_a_rank_that_dies_ends_the_others() -> None:
-    """In the middle of the steady state; it is named with what it did."""
-    model = cut("chain 3")
-
-    def work() -> None:
-        pipe = pipeline(model, plan_of(model))
-        for loss in pipe.steps(batches(12)):
-            if pipe.rank == 1 and pipe.step_number == 7:
-                os.kill(os.getpid(), signal.SIGKILL)
-            assert loss > 0
-
-    with pytest.raises(StageFailedError, match="rank 1 was killed by signal 9"):
-        on_ranks(plan_of(model), work)
 
 
 def test_what_raises_in_a_stage_is_located() -> None:
@@ -583,17 +541,6 @@ def test_ranks_that_would_not_all_compare_their_memory() -> None:
     assert "check_memory False" in first
 
 
-def test_a_batch_of_another_make_is_refused() -> None:
-    model = cut("chain 2")
-
-    def work() -> str:
-        with pytest.raises(DataError) as caught:
-            pipeline(model, plan_of(model)).step({"x": torch.zeros(4, 6)})
-        return str(caught.value)
-
-    assert len(set(on_ranks(plan_of(model), work))) == 1
-
-
 # The policy and the counts in flight
 
 
@@ -630,17 +577,6 @@ def test_a_deep_warm_up_is_as_stale_as_it_is_deep() -> None:
     assert on_ranks(chosen, work)[0] == (4, 2, 0)
 
 
-class Late(torch.optim.SGD):
-    """Rank 1 takes its time, so that the others have left before it comes to the bad batch."""
-
-    def step(self, closure: Any = None) -> Any:
-        """See ``Optimizer``."""
-        if dist.get_rank() == 1:
-            time.sleep(0.1)
-        return super().step(closure)
-
-
-@pytest.mark.dist
 def test_a_bad_batch_in_the_stream_is_the_same_error_on_all_ranks() -> None:
     """All leave behind the same mini-batch, and part from each other as those do who leave a loop:
     one that is late needs the messages of those that have left.
@@ -752,15 +688,3 @@ def test_checkpoints_pass_between_the_modes(tmp_path: Path) -> None:
     assert losses[0] == expected[0]
     assert losses[1] == expected[1]
     assert losses[2] == train(twin.by_hand, "stash", data[3:])[0]
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    model = cut("chain 2")
-
-    def work() -> None:
-        AsyncPipeline.resume(
-            tmp_path / "none", model.workload, plan_of(model), captured=model.captured
-        )
-
-    with pytest.raises(FileFormatError, match="no such folder"):
-        on_ranks(plan_of(model), work)

@@ -23,6 +23,7 @@ from tests.runtime.asynchronous.reference import train
 from tests.runtime.asynchronous.reference_rounds import in_flight, train_in_turns
 from tests.runtime.asynchronous.running import (
     assert_same,
+    assert_trained,
     by_hand,
     fresh,
     held,
@@ -32,6 +33,7 @@ from tests.runtime.asynchronous.running import (
     plan_of,
     refusal,
     start_of,
+    trained,
     until_not_finite,
     whole,
 )
@@ -157,29 +159,17 @@ def test_a_short_minibatch_counts_like_any_other() -> None:
     model, data = cut("chain 2", "adam"), batches(6)
     data[3], data[5] = ({k: v[:2] for k, v in data[i].items()} for i in (3, 5))
     chosen = plan_of(model, replicas=(2, 1))
-
-    def work() -> tuple[list[float], dict[str, Tensor]]:
-        pipe = in_turn(model, chosen)
-        return list(pipe.steps(data)), held(pipe)
-
-    results = on_ranks(chosen, work)
     twin = cut("chain 2", "adam")
     losses = train_in_turns(twin.by_hand, (2, 1), "stash", data)
-    assert all(rank[0] == losses for rank in results)
-    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+    assert_trained(trained(model, chosen, data, round_robin=True), losses, twin)
 
 
 def test_clipping_is_of_the_mean_of_a_round() -> None:
     """Every replica clips the same gradients, so that copies stay equal."""
     model, data = cut("chain 2", "momentum"), batches(7)
     chosen = plan_of(model, replicas=(2, 1))
-
-    def work() -> dict[str, Tensor]:
-        pipe = in_turn(model, chosen, clip_stage_norm=0.05)
-        list(pipe.steps(data))
-        return held(pipe)
-
-    clipped = whole(on_ranks(chosen, work))
+    results = trained(model, chosen, data, round_robin=True, clip_stage_norm=0.05)
+    clipped = whole([rank[1] for rank in results])
     twin = cut("chain 2", "momentum")
     for stage in twin.by_hand:
         assert stage.optimizer is not None
@@ -234,8 +224,7 @@ def test_evaluation_in_the_middle_ends_a_round() -> None:
     results = on_ranks(chosen, work)
     twin = cut("chain 3", "adam")
     losses = train_in_turns(twin.by_hand, (2, 1, 1), "pipeoptim", data, fills=(0, 7))
-    assert all(rank[0] == losses for rank in results)
-    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+    assert_trained([rank[:2] for rank in results], losses, twin)
     assert len({rank[2]["loss"] for rank in results}) == 1
     assert [rank[3] for rank in results] == [4, 4, 7, 7]  # 3 rounds and a half
     assert [rank[4] for rank in results] == [7, 7, 12, 12]  # and 2 and a half
@@ -257,8 +246,7 @@ def test_a_loop_that_is_left_goes_on_within_its_round() -> None:
     results = on_ranks(chosen, work)
     twin = cut("chain 2")
     losses = train_in_turns(twin.by_hand, (2, 1), "stash", data)
-    assert all(rank[0] == losses[7:] for rank in results)
-    assert_same(whole([rank[1] for rank in results]), by_hand(twin))
+    assert_trained(results, losses[7:], twin)
 
 
 def test_resumed_training_is_as_if_it_had_drained(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from anabranch.errors import TrainingError
+from anabranch.graph.capture import capture
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
-from tests.runtime.small import batch, built, plan
+from anabranch.workload import Workload
+from tests.runtime.small import Built, batch, built, plan
 from tests.runtime.threads import step, steps_of
 
 AOT = ComputeOptions(compile="aot_eager")
@@ -42,12 +45,24 @@ def test_exact_gradients_are_compiled_as_well() -> None:
     same(step(model, chosen, leaves, AOT, exact=True), step(model, chosen, leaves, exact=True))
 
 
+class Short(nn.Module):
+    """One layer and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), label)
+
+
 def test_the_default_backend_generates_code() -> None:
     """Inductor, on one small stage; that it need not try which instructions there are saves half of
     the time.
     """
-    model = built("Chain")
-    chosen, leaves = plan(model, 1, batch_size=4), batch(4)
+    leaves = {name: leaf for name, leaf in batch(4).items() if name != "word"}
+    model = Built(capture(module := Short(), leaves), Workload(module, leaves))
+    chosen = plan(model, 1, batch_size=4)
     with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
         compiled = step(model, chosen, leaves, ComputeOptions(compile=True))
     same(compiled, step(model, chosen, leaves))
