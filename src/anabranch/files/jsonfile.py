@@ -97,12 +97,12 @@ def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]
     return validate(document, model, where)
 
 
-def validate(document: Any, model: type[_Model], where: str) -> _Model:
+def validate(document: Any, model: type[_Model], where: str, writer: str = "anabranch") -> _Model:
     """A parsed document as its pydantic model; FileFormatError has file, key path and value."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise FileFormatError(f"{where}: {explain(error)}") from None
+        raise FileFormatError(f"{where}: {explain(error, writer)}") from None
 
 
 def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ def render(value: Any, indent: int = 0) -> str:
     return f"{begin}\n{lines}\n{' ' * indent}{end}"
 
 
-def explain(error: ValidationError) -> str:
+def explain(error: ValidationError, writer: str = "anabranch") -> str:
     """The first thing that is wrong with a document: key path, value, what was expected."""
     problems = error.errors(include_url=False)
     # A misspelt key is missing under its name and unknown under the other; the latter says more.
@@ -155,7 +155,7 @@ def explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"key {where} is missing{more}"
     if first["type"] == "extra_forbidden":
-        return f"unknown key {where}; misspelt, or written by another version of anabranch{more}"
+        return f"unknown key {where}; misspelt, or written by another version of {writer}{more}"
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
     return f"{where or 'the document'} is {shown(first['input'])}; {expected}{more}"
 
