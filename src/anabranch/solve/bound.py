@@ -143,13 +143,12 @@ def least_s_per_sample(cost: CostModel, batch_size: int) -> Floats:
     return np.asarray(np.min([np.add(*cost.op_seconds(n)) / n for n in counts], axis=0))
 
 
-def longest_way_s(cost: CostModel, samples: int) -> float:
-    """Seconds of the longest way of so many samples through the model and back: forwards, then
-    gradients of inputs, or at its end a whole backward.
+def longest_way_s(cost: CostModel, batch_size: int) -> float:
+    """Seconds of the longest way of one slice through the model and back, each operator with the
+    slice that is quickest: forwards, then gradients of inputs, or at its end a whole backward.
     """
-    forward_s, backward_s = cost.op_seconds(samples)
+    _, forward_s, backward_s, inputs_s = (s[0] for s in _least_seconds(cost, batch_size))
     way_back, ends = _way_back(cost)
-    inputs_s = np.maximum(backward_s - cost.op_weight_s(samples), 0.0)
     inputs_s[ends] = backward_s[ends]
     before_s = _path_before(forward_s, cost.graph.edges)
     behind_s = _path_before(inputs_s, way_back)
