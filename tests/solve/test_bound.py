@@ -12,6 +12,7 @@ from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
 from anabranch.graph.opgraph import LookupTable, Op, OpGraph, Parameter, Value
 from anabranch.planner.exhaustive import Exhaustive
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.profile.profile import OpCost, Profile, UpdateCost
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
@@ -147,6 +148,42 @@ def test_what_a_stage_reads_comes_to_its_node_or_is_made_there(value_bytes: int,
     cost = CostModel(profile, cluster(1, 2, bandwidth=1.0))
     assert step_bound(cost, 8) == pytest.approx(expected, rel=1e-3)
     assert _least_step_s(cost, 8) >= expected
+
+
+def test_the_last_backward_may_be_of_the_whole_batch():
+    """Times in proportion to samples, and 16 of them on four devices in one slice each: gradients
+    of the third operator and of the second are summed, 12 s each, while the second and the first
+    have their last backward, which is their only one, of 12 s.
+    """
+    gradients = 2**25
+    graph = OpGraph(
+        (Op("a"), Op("b", ("p",)), Op("c", ("q",))),
+        (Value(0, (1,), 0), Value(1, (2,), 0)),
+        (Parameter("p", gradients), Parameter("q", gradients)),
+    )
+    costs = (OpCost((0.0,), (3.0,), 0),) * 3
+    profile = Profile(graph, (1,), costs, "v100", "measured", proportional=True)
+    cost = CostModel(profile, cluster(4, bandwidth=gradients / 8))
+    together = StageGraph((Stage(("a", "b", "c"), (0, 1, 2, 3), 16, in_flight=1),), (), 16)
+    assert simulate(together, compute_order(together, "gpipe"), cost).end == pytest.approx(36.0)
+    assert step_bound(cost, 16) <= 36.0
+
+
+def test_a_device_with_several_stages_makes_some_of_what_one_of_them_reads():
+    """Two nodes of one device, 3 s to make each of two samples, 10 s forward and back to read it,
+    on one node for its gradients. The first sample is made there and the other comes meanwhile, in
+    6 s: 43 s, though neither two forwards of 3 s nor 6 s come before the 40 s of the second stage.
+    """
+    graph = OpGraph(
+        (Op("a"), Op("b", ("p",))), (Value(0, (1,), 6, grad=False),), (Parameter("p", 10**6),)
+    )
+    costs = OpCost((3.0,), (0.0,), 0), OpCost((10.0,), (10.0,), 0)
+    cost = CostModel(Profile(graph, (1,), costs, "v100", "measured"), cluster(1, 2, bandwidth=1.0))
+    stages = Stage(("a",), (0, 1), 2), Stage(("b",), (0,), 1)
+    shared = SCHEDULES["1f1b"]().warm_up(StageGraph(stages, ((0, 1),), 2))
+    assert simulate(shared, compute_order(shared, "1f1b"), cost).end == pytest.approx(43.0)
+    assert step_bound(cost, 2, several=True) <= 43.0
+    assert step_bound(cost, 2) == pytest.approx(46.0, rel=1e-3)
 
 
 @given(priced_stage_graphs())

@@ -83,6 +83,17 @@ def test_the_longest_path_of_branches_is_the_longer_one():
     assert {f.kind: f.seconds for f in floors_of(graph, cost)}["longest_path"] == 6.0
 
 
+def test_a_path_is_of_the_quickest_slice():
+    """Measured at 1 and 2 samples as 5 and 3 s: a slice of both is through in 3 s."""
+    cost = cost_model((), [1], [0], cluster(1))
+    costs = (OpCost((5.0, 3.0), (0.0, 0.0), 0),)
+    cost = replace(
+        cost, profile=replace(cost.profile, samples=(1, 2), costs=costs, proportional=False)
+    )
+    graph = stage_graph((), [(0,)], 2, [2])
+    assert {f.kind: f.seconds for f in floors_of(graph, cost)}["longest_path"] == 3.0
+
+
 def test_the_busiest_link_carries_messages_and_sums():
     """Two branches of 4 samples send 8 bytes into device 2 at 2 bytes/s, and take as many back."""
     edges = ((0, 2), (1, 2))

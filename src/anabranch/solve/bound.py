@@ -85,7 +85,7 @@ def step_bound(cost: CostModel, batch_size: int, *, several: bool = False) -> fl
     """Seconds that a step of any plan takes at least, if each device has one stage; of any plan at
     all with ``several``.
     """
-    relaxed = _Relaxation.of(cost, batch_size)
+    relaxed = _Relaxation.of(cost, batch_size, several=several)
     low = _work_and_way_s(cost, batch_size)
     high = max(low, float(relaxed.least[0].max() + relaxed.busy[0].sum()))
     while high - low > SETTINGS.bound_rounding * high:
@@ -143,13 +143,12 @@ def least_s_per_sample(cost: CostModel, batch_size: int) -> Floats:
     return np.asarray(np.min([np.add(*cost.op_seconds(n)) / n for n in counts], axis=0))
 
 
-def longest_way_s(cost: CostModel, samples: int) -> float:
-    """Seconds of the longest way of so many samples through the model and back: forwards, then
-    gradients of inputs, or at its end a whole backward.
+def longest_way_s(cost: CostModel, batch_size: int) -> float:
+    """Seconds of the longest way of one slice through the model and back, each operator with the
+    slice that is quickest: forwards, then gradients of inputs, or at its end a whole backward.
     """
-    forward_s, backward_s = cost.op_seconds(samples)
+    _, forward_s, backward_s, inputs_s = (s[0] for s in _least_seconds(cost, batch_size))
     way_back, ends = _way_back(cost)
-    inputs_s = np.maximum(backward_s - cost.op_weight_s(samples), 0.0)
     inputs_s[ends] = backward_s[ends]
     before_s = _path_before(forward_s, cost.graph.edges)
     behind_s = _path_before(inputs_s, way_back)
@@ -177,8 +176,10 @@ class _Relaxation:
     idle_before_s: Floats
 
     @staticmethod
-    def of(cost: CostModel, batch_size: int) -> _Relaxation:
-        """Price the operators of a model."""
+    def of(cost: CostModel, batch_size: int, *, several: bool) -> _Relaxation:
+        """Price the operators of a model; ``several``: where devices may have several stages, of
+        which none fills a group alone.
+        """
         samples, forward_s, backward_s, inputs_s = _least_seconds(cost, batch_size)
         before_s = _path_before(forward_s[0], cost.graph.edges)
         way_back, ends = _way_back(cost)
@@ -202,7 +203,7 @@ class _Relaxation:
             summed[row] += held.summed * byte_s
             own_s = busy[row] + ring_s
             least[row] = before_s + np.maximum(own_s, returned[row] + behind_s)
-        for level, replicas in enumerate(cost.cluster.group_sizes[:-1]):
+        for level, replicas in enumerate(() if several else cost.cluster.group_sizes[:-1]):
             if replicas <= min(shape[0] - 1, batch_size):
                 apart_s = np.inf
                 if replicas > 1:
@@ -312,13 +313,11 @@ def _least_seconds(cost: CostModel, batch_size: int) -> tuple[Floats, Floats, Fl
     and gradients of inputs for so many samples or more. Between the counts seconds are linear, and
     the most that a replica can have of a batch is among them.
     """
-    if cost.profile.proportional:
-        counts = [1, batch_size]
-    else:
-        measured, most = cost.profile.samples, min(cost.cluster.num_devices, batch_size)
-        whole = {-(-batch_size // replicas) for replicas in range(1, most + 1)}
-        within = {n for n in measured if n <= batch_size} | {n for n in whole if cost.covers(n)}
-        counts = sorted(within or {measured[0]})
+    most = min(cost.cluster.num_devices, batch_size)
+    whole = {-(-batch_size // replicas) for replicas in range(1, most + 1)}
+    measured = (1,) if cost.profile.proportional else cost.profile.samples
+    within = {n for n in measured if n <= batch_size} | {n for n in whole if cost.covers(n)}
+    counts = sorted(within or {measured[0]})
     ways = np.array([cost.op_seconds(n) for n in counts])
     inputs_s = np.maximum(ways[:, 1] - [cost.op_weight_s(n) for n in counts], 0.0)
     seconds = np.concatenate([ways, inputs_s[:, None]], axis=1)

@@ -2,7 +2,7 @@
 
 work              every operator at the slice where a sample takes least, over all devices
 largest operator  likewise of one operator alone, on as many devices as there are slices
-longest path      the smallest slice through the model and back
+longest path      the quickest slice, as a rule the smallest, through the model and back
 busiest link      what one port of this plan's cluster carries, messages and all-reduces
 all-reduce        of the stages that sum longest; and of the whole model over all devices, which
                   is what data parallelism sums
@@ -54,7 +54,7 @@ def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
     where = f"{cost.graph.ops[largest].name}, over {parts}"
     yield Floor("largest_operator", float(per_sample[largest]) * batch_size / parts, where, True)
     slices = "1 sample" if smallest == 1 else f"{smallest} samples"
-    yield Floor("longest_path", longest_way_s(cost, smallest), f"of {slices}", True)
+    yield Floor("longest_path", longest_way_s(cost, batch_size), f"of {slices}", True)
     yield _busiest_link(graph, costs)
     yield from _all_reduces(costs)
 
