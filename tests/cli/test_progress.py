@@ -11,7 +11,7 @@ import termios
 
 import pytest
 
-from anabranch.cli.progress import TrainingProgress
+from anabranch.cli.progress import TrainingProgress, progress_bar
 from anabranch.training import LookEvent, PlanEvent, StepEvent
 
 
@@ -30,6 +30,13 @@ def test_progress_without_a_flush_is_that_of_the_final_rows(capsys):
     line = shown(capsys, [0.0, 0.0, 1.0, 1.0, 4.0, *[0.0] * 7], is_async=True)
     assert line.startswith("mini-batch 12/12, ")
     assert line.endswith("loss 7.5000, 4 samples/s, mini-batch 2000.00 ms (predicted 500.00)")
+
+
+def test_a_log_has_no_empty_lines_of_bars(capsys):
+    """A bar is for terminals: elsewhere each left an empty line where it had been."""
+    with progress_bar("measuring") as progress:
+        progress(1, 2)
+    assert capsys.readouterr().err == ""
 
 
 def test_progress_before_any_time_is_known(capsys):

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from anabranch.checkpoint.series import checkpoints
-from anabranch.cli.training_settings import loggers
+from anabranch.cli.training_settings import TrainingSettings, loggers
 from anabranch.errors import OutputError
 from anabranch.training import Csv, JsonLines
 
@@ -90,3 +90,10 @@ def test_a_metric_that_the_model_lacks_is_refused_before_it_is_measured(run, run
     code, _, err = run("train", *best, "--devices", "2")
     assert code == 1
     assert "asked for by acuracy, but the held-out means of this model are loss, error" in err
+
+
+def test_the_length_of_a_run_in_words():
+    """Both ends are told, since the first one counts; ``more`` where steps were made before."""
+    assert TrainingSettings(steps=60, epochs=1).length == "for 60 steps or until 1 epoch is done"
+    resumed = TrainingSettings(steps=60, epochs=2, resume=Path("run"))
+    assert resumed.length == "for 60 more steps or until 2 epochs are done"

@@ -187,7 +187,7 @@ def test_data_that_makes_no_sense_is_refused():
     split = DistributedSampler(TensorDataset(NUMBERS), num_replicas=2, rank=0)
     with pytest.raises(ValueError, match="DistributedSampler for 2 replicas"):
         loader_of(DataLoader(TensorDataset(NUMBERS), batch_size=4, sampler=split), shuffle=True)
-    with pytest.raises(DataError, match="batches of 4 samples, and 8 are asked for"):
+    with pytest.raises(DataError, match=r"batches of 4 .* or a plan for it"):
         loader_of(DataLoader(TensorDataset(NUMBERS), batch_size=4), shuffle=True)(8, 0)
     with pytest.raises(TypeError, match="is a int"):
         loader_of(3, shuffle=True)

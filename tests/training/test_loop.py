@@ -243,7 +243,7 @@ def test_folders_that_checkpoints_may_go_to(tmp_path: Path):
     for name in ("step-2", "step-4"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").touch()
-    with pytest.raises(TrainingError, match="exists; checkpoints are never written over"):
+    with pytest.raises(TrainingError, match=f"never written over, .* go on .* --resume {tmp_path}"):
         require_place(tmp_path, None, is_series=True)
     with pytest.raises(TrainingError, match="or add to those in it with --save-every"):
         require_place(tmp_path, tmp_path, is_series=False)

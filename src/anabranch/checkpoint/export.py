@@ -37,6 +37,7 @@ class Exported:
         prefix: that their names had in the module.
         left_out: tensors of the module whose names have another one.
         architecture: class of Hugging Face's that the folder, or the file, is for; or empty.
+        checkpoint: that was read; of a folder with several the newest.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Exported:
     prefix: str
     left_out: int
     architecture: str
+    checkpoint: Path
 
 
 def export(
@@ -109,6 +111,7 @@ def export(
         chosen,
         len(names) - len(files),
         part.architecture if part is not None else "",
+        saved.folder,
     )
 
 

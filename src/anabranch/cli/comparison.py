@@ -47,9 +47,7 @@ def comparison(
     fastest = min((plan.figures.step_s for plan in plans), default=0.0)
     peak = max((max(plan.figures.device_peak_bytes) for plan in plans), default=0)
     unit = "GiB" if peak > 2**29 else "MiB"
-    # With a policy, the planner is named where there are several.
-    has_planner = not is_async or len({contender.planner for contender in results}) > 1
-    names = ["planner"] * has_planner + ["policy"] * is_async
+    names = ["planner"] * names_planner(results) + ["policy"] * is_async
     columns = [*_figures(plans[0], fastest, unit, optimizer)] if plans else ["step\nms"]
     rows = []
     for contender, plan in sorted(results.items(), key=lambda item: _step_s(item[1])):
@@ -60,6 +58,11 @@ def comparison(
             contender = contender._replace(policy=plan.policy)  # where it was to choose one
         rows.append([*(getattr(contender, name) for name in names), *cells])
     return [*names, *columns], rows
+
+
+def names_planner(results: Results) -> bool:
+    """True unless contenders differ by policy alone."""
+    return not _is_async(results) or len({contender.planner for contender in results}) > 1
 
 
 def _step_s(plan: Plan | AnabranchError) -> float:
@@ -111,6 +114,8 @@ def _seconds(seconds: float) -> str:
 
 def remarks(results: Results, costs: str) -> list[str]:
     """The lines below the table: origin of the costs, what holds for all, how each plan runs."""
+    if not names_planner(results):
+        results = {contender._replace(planner=""): plan for contender, plan in results.items()}
     plans = [*plans_among(results).values()]
     notes = plans[0].notes if plans else ()
     common = [text for text in notes if all(text in p.notes for p in plans)]
@@ -147,7 +152,7 @@ def _lines(texts: Iterable[tuple[Contender, str]]) -> list[str]:
     for contender, text in texts:
         alike.setdefault((contender.planner, text), []).append(contender.policy)
     return [
-        f"{', '.join([planner, *filter(None, policies)])}: {text}"
+        f"{', '.join(filter(None, [planner, *policies]))}: {text}"
         for (planner, text), policies in alike.items()
     ]
 

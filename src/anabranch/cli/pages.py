@@ -7,7 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.cli.comparison import BestPlan, Results, comparison, plans_among, remarks
+from anabranch.cli.comparison import (
+    BestPlan,
+    Results,
+    comparison,
+    names_planner,
+    plans_among,
+    remarks,
+)
 
 if TYPE_CHECKING:
     from anabranch.cluster import Cluster
@@ -63,16 +70,18 @@ def write_comparison(
     others = [c for c in sorted(plans, key=lambda c: plans[c].figures.step_s) if c != first]
     headings, rows = comparison(results, optimizer)
     table = ReportTable("Plans side by side", [" ".join(text.split()) for text in headings], rows)
+    has_planner = names_planner(results)
     drawn: dict[StageGraph, tuple[str, Timeline, StageGraph]] = {}
     for contender in (first, *others):
         plan, graph = plans[contender], plans[contender].stage_graph
         if graph in drawn or len(drawn) == 3:
             continue
+        title = contender.name if has_planner else contender.policy
         if plan.mode == "sync":
-            drawn[graph] = contender.name, solve.foreseen(plan, costs, cluster)[1], graph
+            drawn[graph] = title, solve.foreseen(plan, costs, cluster)[1], graph
         else:
             simulated = solve.simulate_async(plan, costs, cluster, optimizer=optimizer)
-            drawn[graph] = contender.name, simulated.timeline, simulated.graph
+            drawn[graph] = title, simulated.timeline, simulated.graph
     notes = [*best.lines(), *remarks(results, costs.origin)]
     shown = plans[first]
     if shown.mode == "sync":

@@ -32,7 +32,8 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total, title=None: bar.update(
             task, completed=done, total=total, description=title

@@ -154,17 +154,19 @@ class ModelSource:
         *,
         times: bool = True,
         samples: tuple[int, ...] | None = None,
+        policy: str | None = None,
     ) -> tuple[Profile, OptimizerFacts | None]:
         """The profile and, without a flush, the optimizer's traits, None where unknown.
 
         Args:
             times: whether the seconds count; otherwise nothing is timed, whatever the device.
             samples: counts to measure or estimate at; by default powers of two.
+            policy: weight policy that the optimizer has to suit, known before anything is timed.
 
         Raises:
             PolicyError: if the model cannot be trained without a flush, where that is seen.
         """
-        from anabranch.weights import OPTIMIZERS
+        from anabranch.weights import OPTIMIZERS, policy_named, require_optimizer
 
         if mode == "sync" and optimizer is not None:
             raise typer.BadParameter("--optimizer is for --mode async")
@@ -184,6 +186,8 @@ class ModelSource:
             if remark := common_norm_remark(workload):
                 note(remark)
             facts = optimizer_of(workload)
+            if policy and policy != "auto" and facts is not None:
+                require_optimizer(policy_named(policy), facts)
             return self._costs(lambda: workload, device, counts), facts
         return self._costs(build, device, counts), facts
 

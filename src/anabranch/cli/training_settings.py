@@ -246,8 +246,9 @@ class TrainingSettings:
     def length(self) -> str:
         """Text of the steps and epochs that are still to be done."""
         steps, epochs = self.last_step or 0, self.epochs or 0
-        ends = [f"for {steps:,} more step{'s' * (steps > 1)}"] * bool(steps)
-        ends += [f"until {epochs:,} epoch{'s' * (epochs > 1)} are done"] * bool(epochs)
+        more = " more" * (self.resume is not None)
+        ends = [f"for {steps:,}{more} step{'s' * (steps > 1)}"] * bool(steps)
+        ends += [f"until {epochs:,} epoch{'s are' if epochs > 1 else ' is'} done"] * bool(epochs)
         return " or ".join(ends)
 
 

@@ -99,7 +99,7 @@ class Loader:
             raise DataError(
                 f"the {type(self.source).__name__} has batches of {self.batch_size} samples, and "
                 f"{batch_size} are asked for; give both one batch size (--batch-size "
-                f"{self.batch_size}), or the Workload the data set itself"
+                f"{self.batch_size}, or a plan for it), or the Workload the data set itself"
             )
         if self.num_batches(batch_size) == 0:
             name = type(self.source).__name__

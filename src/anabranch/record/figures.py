@@ -92,7 +92,8 @@ def _of_steps(document: Document) -> Iterator[Figure]:
     if (times := document["compute_ratio"]) is not None:
         yield Figure("compute", f"{times:.2f}\u00d7 profiled", "all forwards and backwards")
     if document["ideal_step_s"]:
-        more = "by this schedule for the measured stage times, with links that cost nothing"
+        origin = "measured" if document["losses"] else "profile's"
+        more = f"by this schedule for the {origin} stage times, with links that cost nothing"
         yield Figure("ideal step", time_text(document["ideal_step_s"]), more)
     bubble, predicted_bubble = document["bubble"], document["predicted_bubble"]
     if bubble is not None:

@@ -95,4 +95,6 @@ def require_place(folder: Path | None, resumed: Path | None, *, is_series: bool)
     if last is not None and is_series:
         why += f", and the checkpoint to resume from, {resumed}, is not the last one in it"
     way_on = "name a new folder" + (", or add to those in it with --save-every" if goes_on else "")
+    if resumed is None and newest(folder) is not None:
+        way_on += f", or go on from those in it with --resume {folder}"
     raise TrainingError(f"{folder} {why}; checkpoints are never written over, {way_on}")

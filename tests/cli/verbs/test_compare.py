@@ -129,8 +129,8 @@ def test_compare_puts_policies_side_by_side(run, four_files):
     assert rows["stash"][:8] == ["12000", "1.00", "0.33", "4", "3", "-3", "-3", "4"]
     assert rows["2bw"][:8] == ["12000", "1.00", "0.33", "4", "1", "-1", "-1", "2"]
     assert rows["pipeoptim"][:7] == ["12000", "1.00", "0.33", "4", "3", "-3", "+3"]
-    assert "auto, stash, pipeoptim: 4 stages" in out
-    assert "auto, 2bw: 4 stages, 4 micro-batches of 1" in out
+    assert "\nstash, pipeoptim: 4 stages" in out
+    assert "\n2bw: 4 stages, 4 micro-batches of 1" in out
 
 
 def test_the_page_without_a_flush_begins_with_the_policy_of_auto(run, four_files, tmp_path):
@@ -151,7 +151,7 @@ def test_the_page_without_a_flush_begins_with_the_policy_of_auto(run, four_files
     assert said in html
     assert "pipeoptim" in head(html)
     assert "naive" not in head(html)
-    assert "auto, pipeoptim" in html[html.index("Some mini-batches") :]
+    assert "auto, pipeoptim" not in html  # the only planner is no part of a name
     assert said in run(*asked, "--policy", "auto", "--policy", "naive")[1]
     # Of those that were asked for, where that is none of them.
     code, out, err = run(*asked, "--policy", "stash", "--report", "page.html")
@@ -188,8 +188,8 @@ def test_compare_has_a_line_for_the_ages_of_every_stage(run, four_files):
     code, out, err = run("compare", *four_files, "--mode", "async", "--policy", "stash", "--policy",
                          "vertical-sync", "--policy", "pipeoptim")  # fmt: skip
     assert code == 0, err
-    assert "auto, stash: stage by stage, both read -3, -2, -1, 0" in out
-    assert "auto, vertical-sync: stage by stage, both read -3, -3, -3, -3" in out
+    assert "\nstash: stage by stage, both read -3, -2, -1, 0" in out
+    assert "\nvertical-sync: stage by stage, both read -3, -3, -3, -3" in out
     assert "forward reads -3 +3, -2 +2, -1 +1, 0; backward 0, 0, 0, 0" in out
 
 

@@ -31,7 +31,7 @@ def test_the_model_of_a_checkpoint_is_one_file(run, document, tmp_path: Path):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert (made["tensors"], made["prefix"], made["architecture"]) == (len(expected), "", "")
     code, out, err = run("export", "run", "-o", "head", "--prefix", "head.")
-    assert (code, "written to head: 2 tensors, 0.0 MiB" in out) == (0, True)
+    assert (code, "written to head: 2 tensors, 0.0 MiB, from run" in out) == (0, True)
     assert "8 tensors whose names do not begin with head. are left out" in err
     code, _, err = run("export", "run", "-o", "head")
     assert (code, "head exists" in err) == (1, True)

@@ -94,7 +94,7 @@ def test_nothing_is_compiled_beside_operators_that_are_timed(document, monkeypat
     """They would seem slower than they are. Beside a capture it costs no time."""
     happened = []
 
-    def profiled(*_):
+    def profiled(*_, **__):
         happened.append("profile")
         return four().profile, None
 
@@ -103,6 +103,15 @@ def test_nothing_is_compiled_beside_operators_that_are_timed(document, monkeypat
     arguments = "--cluster", cluster, "--batch-size", "8", "--planner", "even", "--no-baselines"
     document("plan", TOWERS, *arguments)
     assert happened == order
+
+
+def test_a_policy_for_another_optimizer_is_refused_before_operators_are_timed(run, monkeypatch):
+    """Which takes seconds, or minutes; the model's own optimizer is known by then."""
+    monkeypatch.setattr("anabranch.cli.source.measured", None)
+    options = "--cluster", "local:2", "--batch-size", "8", "--mode", "async", "--policy", "asyncpp"
+    code, _, err = run("plan", TOWERS, *options)
+    assert code == 1
+    assert "asyncpp is stashing under NAdam, and the optimizer is " in err
 
 
 _SHOWN: list[str] = []

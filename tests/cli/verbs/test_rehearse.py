@@ -49,6 +49,7 @@ def test_a_profile_file_is_enough(run, tmp_path, document):
     (row,) = re.findall(r"^  step +[\d.]+ ms, predicted ([\d.]+) ms", out, re.M)
     assert header == row
     assert "time scale" in out
+    assert "profile's stage" in out  # by which the ideal step is; nothing was measured
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from anabranch.cli.source import ModelSource
+from anabranch.files import save_cluster
 from anabranch.runtime.measurement import workload as whole
-from tests.cli.examples import TOWERS
+from tests.cli.examples import TOWERS, four
 
 
 def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
@@ -191,6 +194,16 @@ def test_parts_without_a_flush_are_those_of_a_mini_batch(run, document, profile)
     period = f"{made['predicted']['step_s'] * 1e3:.2f} ms"
     assert first.startswith(f"a batch every {period}")
     assert second.startswith(f"of {period} a device has on average: compute ")
+
+
+def test_compute_without_a_flush_is_what_the_bubble_leaves(run, document, four_files, tmp_path):
+    """Four devices share two cores: fill and drain, which the timeline has, share them less."""
+    save_cluster(replace(four().cluster, cores=2), tmp_path / "box.json")
+    options = ("--mode", "async", "--policy", "stash")
+    made = document("plan", *four_files, *options, "-o", "plan.json")["predicted"]
+    said = run("simulate", "plan.json", "chain.json")[1]
+    (compute,) = re.findall(r"compute ([0-9.]+) ms", said)
+    assert float(compute) == pytest.approx((1 - made["bubble"]) * made["step_s"] * 1e3, abs=0.01)
 
 
 def test_gains_of_a_file_are_not_those_of_other_costs(run, document, profile, tmp_path):

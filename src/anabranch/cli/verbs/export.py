@@ -94,5 +94,6 @@ def export(
         return
     what = f" of {made.architecture}" if made.architecture else ""
     typer.echo(
-        f"written to {made.path}: {made.tensors} tensors{what}, {made.bytes / 2**20:.1f} MiB"
+        f"written to {made.path}: {made.tensors} tensors{what}, {made.bytes / 2**20:.1f} MiB, "
+        f"from {made.checkpoint}"
     )

@@ -109,7 +109,7 @@ def plan(
 
     def costs_of(source: ModelSource) -> tuple[Profile, OptimizerFacts | None]:
         return source.profile_and_optimizer(
-            device, planning.batch_size, planning.mode, planning.optimizer
+            device, planning.batch_size, planning.mode, planning.optimizer, policy=policy
         )
 
     def searched(costs: Profile) -> Plan:

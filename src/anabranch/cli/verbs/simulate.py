@@ -221,6 +221,7 @@ def _say(
     if simulated is not None:  # of a mini-batch of the full pipeline, as the line above
         count, whole_s = simulated.graph.batch_size // batch_size, step_s
         parts = {what: seconds / count for what, seconds in parts.items()}
+        parts["compute"] = (1 - bubble) * step_s  # fill and drain have other shares of the cores
         parts["wait"] = max(0.0, step_s - (sum(parts.values()) - parts["wait"]))
     shares = (f"{what} {seconds * 1e3:.2f} ms" for what, seconds in parts.items())
     typer.echo(f"of {whole_s * 1e3:.2f} ms a device has on average: {', '.join(shares)}")

@@ -126,6 +126,8 @@ def train(
         if training.resume is not None:
             done, more = first_step(training), training.length
             say(f"goes on from {training.resume}, after step {done:,}, {more}")
+        elif training.steps and training.epochs:
+            say(f"trains {training.length}, whichever comes first")
     say_remarks()
     special: dict[str, Any] = {"accumulate": compute.accumulate}
     if is_async:
