@@ -15,7 +15,6 @@ from anabranch.compiled import Floats, Ints, Table, record_type, records
 from anabranch.cost.communication import Route
 from anabranch.errors import InvalidScheduleError
 from anabranch.plans.stages import StageGraph
-from anabranch.remembered import remembered
 from anabranch.schedule.lower import directions, message_table
 from anabranch.schedule.schedule import Order, Schedule
 from anabranch.simulator.costs import StepCosts
@@ -184,20 +183,13 @@ def transfers_of(graph: StageGraph, costs: StepCosts) -> Transfers:
     return Transfers(ends, table, nbytes, occupies, order, first, routes)
 
 
-@remembered
 def port_seconds(costs: StepCosts, graph: StageGraph) -> Mapping[int, float]:
-    """Sum the seconds that messages of a step occupy each port."""
+    """Sum the seconds that messages and all-reduces of a step occupy each port."""
     transfers, carried = transfers_of(graph, costs), defaultdict[int, float](float)
     summed = np.add.reduceat(transfers.occupies[transfers.order], transfers.first)
     for route, seconds in zip(transfers.routes, summed.tolist(), strict=True):
         for port in route.ports:
             carried[port] += seconds
-    return carried
-
-
-def port_seconds_with_sums(costs: StepCosts, graph: StageGraph) -> dict[int, float]:
-    """Sum the seconds that messages and all-reduces of a step occupy each port."""
-    carried = defaultdict(float, port_seconds(costs, graph))
     for work in costs.all_reduces():
         for port in work.ports:
             carried[port] += work.seconds

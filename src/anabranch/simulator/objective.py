@@ -33,7 +33,6 @@ from anabranch.schedule.schedule import Kind
 from anabranch.simulator import stream
 from anabranch.simulator.all_reduces import AllReduce
 from anabranch.simulator.costs import ModelCosts, StepCosts
-from anabranch.simulator.messages import port_seconds, port_seconds_with_sums
 from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.staleness import versions_of
@@ -266,9 +265,8 @@ def least_step_s(
     forward of each stage on the way to it, and after its last backward one backward of each stage
     on the way back and what is left of the all-reduce of that stage, before the
     update and after it. Gradients of weights may be computed meanwhile where backwards are split:
-    of all stages but those without predecessors. Messages and all-reduces, which take longest to
-    price, are left out where the bound is more than ``enough`` without; the step is at least what
-    the busiest port carries of them.
+    of all stages but those without predecessors. Messages are left out, and all-reduces, which take
+    longest to price, where the bound is more than ``enough`` without.
     """
     count = len(graph)
     busy, first = [0.0] * count, [0.0] * count
@@ -315,8 +313,6 @@ def least_step_s(
     behind = [costs.update_s(s) for s in range(count)]
     if (least_s := longest(behind)) > enough:
         return least_s
-    if (least_s := max([least_s, *port_seconds(costs, graph).values()])) > enough:
-        return least_s
     works: dict[int, list[AllReduce]] = defaultdict(list)
     for work in costs.all_reduces():
         for s in work.stages:
@@ -324,4 +320,4 @@ def least_step_s(
     for s in works:
         behind[s] += max(least_sum_s(costs, work, s, sizes[s]) for work in works[s])
         behind[s] += max(work.gather_s for work in works[s])
-    return max([longest(behind), *port_seconds_with_sums(costs, graph).values()])
+    return longest(behind)

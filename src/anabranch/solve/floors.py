@@ -18,7 +18,7 @@ from anabranch.cost.overheads import computed_at_once
 from anabranch.plans.plan import memory_text, ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.messages import port_seconds_with_sums
+from anabranch.simulator.messages import port_seconds
 from anabranch.solve.bound import least_s_per_sample, longest_way_s, work_floor
 
 
@@ -61,7 +61,7 @@ def floors(graph: StageGraph, costs: ModelCosts) -> Iterator[Floor]:
 
 def _busiest_link(graph: StageGraph, costs: ModelCosts) -> Floor:
     """Seconds of all transfers through the port that carries most."""
-    carried = port_seconds_with_sums(costs, graph)
+    carried = port_seconds(costs, graph)
     if not carried:
         return Floor("busiest_link", 0.0, "nothing is sent", False)
     busiest = max(carried, key=lambda port: carried[port])

@@ -21,6 +21,7 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule import LISTS, SPLIT_BACKWARDS, rule_named
 from anabranch.simulator.costs import ModelCosts
 from anabranch.simulator.judge import Judge
+from anabranch.simulator.messages import port_seconds
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.solve.settings import SETTINGS
@@ -112,7 +113,8 @@ def best_loop(
     passes: int = SETTINGS.loop_passes,
 ) -> tuple[float, ScheduledProposal] | None:
     """The shortest step of some stage graphs whose devices have several stages, and its seconds;
-    None where it is not below a limit.
+    None where it is not below a limit. Most is saved by what the busiest port carries, as a lower
+    bound: rows of stages that pass the devices several times send much.
 
     Args:
         ways: schedules, one after the other, as ``LOOP_SCHEDULES``; split backwards have to save
@@ -122,7 +124,9 @@ def best_loop(
     lower, known = ShortestStep(cost, ways[-1]), dict[StageGraph, float]()
     for graph in graphs:
         with suppress(InvalidPlanError, ProfileError):
-            known[graph] = lower.least_s(lower.prices(graph), limit)
+            costs = lower.prices(graph)
+            ports = port_seconds(costs, costs.graph).values()
+            known[graph] = max([lower.least_s(costs, limit), *ports])
     near = sorted((graph for graph in known if known[graph] < limit), key=known.__getitem__)
     near, best, quick = near[: SETTINGS.most_loops], None, dict[StageGraph, float]()
     for names in ways:
