@@ -91,11 +91,11 @@ def require_trainable(
 
     Raises:
         DataError: if there is nothing to train on, or to evaluate, or batches have another size.
-        TrainingError: if the checkpoint to write exists already, or the one to read has all epochs.
+        TrainingError: if the checkpoint to write exists already, the one to read has all epochs, or
+            a pipeline cannot step the optimizer or the scheduler, as far as stand-ins tell.
         FileFormatError: if the one to read is none, or of another model, or there are no weights to
             begin with.
-        TrainingError, WorkloadError: if a pipeline cannot step the optimizer or the scheduler, as
-            far as stand-ins for the parameters tell.
+        WorkloadError: if the recipe of the scheduler fails.
         PolicyError: if policy, optimizer, clipping and precision do not go together.
     """
     from anabranch.checkpoint import Checkpoint

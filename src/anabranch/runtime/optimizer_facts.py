@@ -120,19 +120,28 @@ def _has_hooks(optimizer: Optimizer | None) -> bool:
     return any(getattr(optimizer, name, None) for name in hooks)
 
 
-def require_updates(workload: Workload, graph: OpGraph) -> None:
+def require_updates(workload: Workload, graph: OpGraph, made: Optimizer | None = None) -> None:
     """Accept an optimizer that takes sparse gradients of the tables that ask for them, and others
     of all other parameters; those that are not PyTorch's are not tried.
+
+    Args:
+        made: what the recipe has made of the model's own parameters, if it was asked; it is asked
+            again only for a model and an optimizer that may not go together.
 
     Raises:
         TrainingError: for Adam with such tables, or SparseAdam with anything else.
     """
     names = (p.name for p in graph.parameters if p.table is not None and p.table.sparse)
     tables = sorted({whole_name(name) for name in names})
-    optimizer = stand_in(workload, tables=tables)
-    if optimizer is None or not type(optimizer).__module__.startswith(_BY_PARAMETER):
+
+    def may_fail(optimizer: Optimizer) -> bool:
+        is_torchs = type(optimizer).__module__.startswith(_BY_PARAMETER)
+        return is_torchs and (bool(tables) or isinstance(optimizer, optim.SparseAdam))
+
+    if made is not None and not may_fail(made):
         return
-    if not tables and not isinstance(optimizer, optim.SparseAdam):
+    optimizer = stand_in(workload, tables=tables)
+    if optimizer is None or not may_fail(optimizer):
         return
     try:
         optimizer.step()

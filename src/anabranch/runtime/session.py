@@ -133,7 +133,7 @@ class Session:
                     self.state.optimizer, self.captured.graph, self.state.parameters
                 )
             elif compute.backend is None:  # compiled backwards give whole gradients
-                require_updates(workload, self.captured.graph)
+                require_updates(workload, self.captured.graph, self.state.optimizer)
             self.workers = WorkerCache(
                 self.captured,
                 self.parts,

@@ -113,8 +113,8 @@ def best_loop(
     passes: int = SETTINGS.loop_passes,
 ) -> tuple[float, ScheduledProposal] | None:
     """The shortest step of some stage graphs whose devices have several stages, and its seconds;
-    None where it is not below a limit. Most is saved by what the busiest port carries, as a lower
-    bound: rows of stages that pass the devices several times send much.
+    None where it is not below a limit. Where the busiest port alone is occupied for longer, a graph
+    is not simulated, which saves most: rows that pass the devices several times send much.
 
     Args:
         ways: schedules, one after the other, as ``LOOP_SCHEDULES``; split backwards have to save
@@ -125,8 +125,8 @@ def best_loop(
     for graph in graphs:
         with suppress(InvalidPlanError, ProfileError):
             costs = lower.prices(graph)
-            ports = port_seconds(costs, costs.graph).values()
-            known[graph] = max([lower.least_s(costs, limit), *ports])
+            if (least_s := lower.least_s(costs, limit)) < limit:
+                known[graph] = max([least_s, *port_seconds(costs, costs.graph).values()])
     near = sorted((graph for graph in known if known[graph] < limit), key=known.__getitem__)
     near, best, quick = near[: SETTINGS.most_loops], None, dict[StageGraph, float]()
     for names in ways:

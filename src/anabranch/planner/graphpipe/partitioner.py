@@ -72,36 +72,29 @@ class Strategies(NamedTuple):
 
 
 def partition(
-    chain: SeriesChain,
-    schedules: Schedules,
-    groups: int,
-    tolerance: float,
-    budget: Budget,
-    guess: float = np.inf,
+    chain: SeriesChain, schedules: Schedules, groups: int, tolerance: float, budget: Budget
 ) -> list[PlannedStage]:
     """Algorithm 1: minimise the time per sample of the slowest stage, to a relative tolerance.
 
     Args:
         groups: groups of devices; all are used.
-        guess: time per sample that is tried first.
 
     Returns:
         The stages; empty if nothing fits.
     """
     best: list[PlannedStage] = []  # 2
-    # 2: infinity is a safe upper bound; a closer lower one than 0 is all work, shared evenly.
-    low, high = schedules.least_work_s(chain.row) / (groups * schedules.unit), np.inf
+    low, high = 0.0, np.inf  # 2: infinity is a safe upper bound
     while high > low * (1 + tolerance):  # 3
-        bound = (low + high) / 2 if best else guess if low < guess else np.inf  # 4
+        bound = (low + high) / 2 if best else np.inf  # 4
         stages = _BoundedSearch(schedules, chain, groups, bound, budget).stage_graph()  # 5
-        if stages:  # 6
+        if not stages:  # 6
+            if not best:
+                return []
+            low = bound  # 7
+        else:
             # 9: no less than the slowest stage, which may be quicker than asked for.
             high = max(stage.tps for stage in stages)
             best = stages  # 10
-        elif bound == np.inf:
-            break
-        else:
-            low = bound  # 7
     return best  # 11
 
 

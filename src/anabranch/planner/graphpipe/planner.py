@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from math import inf
 from typing import ClassVar
 
 from anabranch.cost import CostModel
@@ -89,17 +88,12 @@ def propose(problem: Problem, tolerance: float, *, per_stage: bool = False) -> I
     chain = row if problem.chained else tree(problem.cost, problem.tree, items)
     # The last resort is a row, which ``explain`` counts on.
     for within, published in ((chain, True), (chain, False), (row, False)):
-        slowest_s = inf
         for chosen in sets:
             prices = tuple(_prices(problem, c.microbatch_size, published) for c in chosen)
             schedules = Schedules(chosen, prices, unit)
             if not schedules.modes:
                 continue
-            # Larger micro-batches are hardly slower per sample.
-            stages = partition(
-                within, schedules, problem.devices // unit, tolerance, budget, slowest_s
-            )
-            slowest_s = max((stage.tps for stage in stages), default=slowest_s)
+            stages = partition(within, schedules, problem.devices // unit, tolerance, budget)
             for graph in _placed(problem, schedules, stages) if stages else ():
                 has_plan = True
                 yield graph

@@ -99,15 +99,6 @@ class Schedules:
             room[places] = np.where(height == UNBOUNDED, ENDLESS, (height + 1) * size)
         return tps, room
 
-    def least_work_s(self, row: NestedSets) -> float:
-        """Device seconds of a sample, of every item of a row on as many replicas as take least."""
-        work_s = [
-            np.diff(row.compute_s(prices.samples(degree))) * degree / prices.microbatch_size
-            for prices in self.prices
-            for degree in prices.degrees
-        ]
-        return float(np.min(work_s, axis=0).sum())
-
     @remembered
     def tail_s(self, row: NestedSets) -> Floats:
         """Seconds of compute per sample of what a row has behind each cut, in the quickest mode."""
