@@ -17,8 +17,8 @@ from anabranch.files.jsonfile import (
     Strict,
     Text,
     build,
-    core_fields,
     document_fields,
+    from_document,
     read_document,
     save,
 )
@@ -47,35 +47,26 @@ def load_cluster(text: FilePath) -> Cluster:
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
     """The document that ``save_cluster`` writes."""
-    levels = [
-        document_fields(level, _LevelEntry, bandwidth_bytes_per_s=level.bandwidth)
-        for level in cluster.levels
-    ]
     calibration = cluster.calibration
-    document = document_fields(
+    return document_fields(
         cluster,
         ClusterFile,
         schema_=CLUSTER,
-        levels=levels,
+        levels=[document_fields(level, _LevelEntry) for level in cluster.levels],
         calibration=None if calibration is None else calibration_to_dict(calibration),
     )
-    return {"schema": document.pop("schema_"), **document}
 
 
 def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
     """Calibration in a cluster file."""
-    return document_fields(
-        calibration,
-        _CalibrationEntry,
-        machine=document_fields(calibration.machine, _MachineEntry),
-        memory_bytes_per_s=calibration.memory_bandwidth,
-    )
+    machine = document_fields(calibration.machine, _MachineEntry)
+    return document_fields(calibration, _CalibrationEntry, machine=machine)
 
 
 class _LevelEntry(Strict):
     name: Text
     size: Annotated[int, Field(ge=1, le=LIMITS.devices)]
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    bandwidth: Annotated[float, Field(alias="bandwidth_bytes_per_s", gt=0, le=1e18)]
     latency_s: Seconds
 
 
@@ -118,7 +109,7 @@ class _CalibrationEntry(Strict):
     pass_s: Seconds
     step_s: Seconds
     all_reduce_byte_s: Seconds
-    memory_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    memory_bandwidth: Annotated[float, Field(alias="memory_bytes_per_s", gt=0, le=1e18)]
     lost_share: Annotated[float, Field(ge=0)] = 0.0
     version: Annotated[int, Field(ge=1, le=10**4)] = 1
 
@@ -149,15 +140,13 @@ def to_cluster(file: ClusterFile) -> Cluster:
         raise ValueError(
             f"levels multiply to {devices} devices; at most {LIMITS.devices} are allowed"
         )
-    levels = tuple(
-        Level(level.name, level.size, level.bandwidth_bytes_per_s, level.latency_s)
-        for level in file.levels
+    levels, calibration = [from_document(Level, level) for level in file.levels], file.calibration
+    return from_document(
+        Cluster,
+        file,
+        levels=levels,
+        calibration=calibration
+        and from_document(
+            Calibration, calibration, machine=from_document(Machine, calibration.machine)
+        ),
     )
-    calibration = None if file.calibration is None else _to_calibration(file.calibration)
-    return Cluster(file.name, file.device, file.memory_bytes, levels, file.cores, calibration)
-
-
-def _to_calibration(document: _CalibrationEntry) -> Calibration:
-    machine = Machine(**core_fields(document.machine))
-    fields = core_fields(document, leave_out=("machine", "memory_bytes_per_s"))
-    return Calibration(machine=machine, memory_bandwidth=document.memory_bytes_per_s, **fields)

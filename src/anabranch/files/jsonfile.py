@@ -13,8 +13,8 @@ import os
 import re
 import stat
 import textwrap
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -64,27 +64,38 @@ class Strict(BaseModel):
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_File = TypeVar("_File", bound=Strict)
+_Core = TypeVar("_Core")
 
 
-def document_fields(core: object, model: type[BaseModel], **special: Any) -> dict[str, Any]:
-    """Attributes as document keys, tuples as lists; ``special`` has those that differ."""
-    return {
-        key: special[key] if key in special else _listed(getattr(core, key))
-        for key in model.model_fields
-    }
+def document_fields(
+    core: object, model: type[BaseModel], *, brief: bool = False, **special: Any
+) -> dict[str, Any]:
+    """Attributes as document keys, tuples as lists; ``special`` has those that differ.
+
+    Args:
+        brief: leave out what a reader takes for granted, because it is the default.
+    """
+    document = {}
+    for name, field in model.model_fields.items():
+        value = special[name] if name in special else getattr(core, name)
+        value = list(value) if isinstance(value, tuple) else value
+        if (
+            not brief
+            or field.is_required()
+            or value != field.get_default(call_default_factory=True)
+        ):
+            document[field.alias or name] = value
+    return document
 
 
-def core_fields(document: BaseModel, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """The values of a document as its core type has them, with tuples for lists."""
-    return {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in document
-        if key not in leave_out
-    }
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def from_document(kind: type[_Core], document: BaseModel, **special: Any) -> _Core:
+    """The object of a core type whose fields a document has, with tuples for lists; ``special`` has
+    those that differ.
+    """
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    values = {name: value for name, value in document if name in names} | special
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
 def read_document(path: str | os.PathLike[str], schema: str, model: type[_Model]) -> _Model:
@@ -318,10 +329,6 @@ Size = Annotated[int, Field(ge=0, le=LIMITS.size)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Samples = Annotated[int, Field(ge=1, le=2**40)]
 Index = Annotated[int, Field(ge=0, lt=LIMITS.devices)]
-
-
-_File = TypeVar("_File", bound=Strict)
-_Core = TypeVar("_Core")
 
 
 def save(path: FilePath, model: type[Strict], document: Mapping[str, Any]) -> None:

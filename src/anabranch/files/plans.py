@@ -24,8 +24,8 @@ from anabranch.files.jsonfile import (
     Strict,
     Text,
     build,
-    core_fields,
     document_fields,
+    from_document,
     read_document,
     save,
     validate,
@@ -207,7 +207,7 @@ def _to_plan(file: _PlanFile) -> Plan:
         raise ValueError(f"depth is {file.depth}, but the edges make it {graph.depth}")
     if file.shape not in (None, graph.shape):
         raise ValueError(f"shape is {file.shape!r}, but the edges make it {graph.shape!r}")
-    machines = to_cluster(file.machines) if file.machines is not None else None
+    machines = file.machines and to_cluster(file.machines)
     if machines is not None and machines.name != file.cluster:
         raise ValueError(
             f"cluster is {file.cluster!r}, but machines describes {machines.name!r}; leave out "
@@ -218,16 +218,16 @@ def _to_plan(file: _PlanFile) -> Plan:
         written = file.model_dump(mode="json", by_alias=True, exclude_unset=True)
         if predicted.digest != _digest(written):
             predicted, notes = None, (*notes, CHANGED)
-    changed = {
-        "stage_graph": graph,
-        "predicted": _to_prediction(predicted, graph) if predicted is not None else None,
-        "notes": notes,
-        "options": tuple(file.options.items()),
-        "machines": machines,
-        "model_size": ModelSize(**file.model_size.model_dump()) if file.model_size else None,
-    }
-    not_of_plans = {"schema_", "batch_size", "depth", "shape", "stages", "edges"}
-    return Plan(**core_fields(file, leave_out=not_of_plans) | changed)
+    return from_document(
+        Plan,
+        file,
+        stage_graph=graph,
+        predicted=_to_prediction(predicted, graph) if predicted is not None else None,
+        notes=notes,
+        options=tuple(file.options.items()),
+        machines=machines,
+        model_size=file.model_size and from_document(ModelSize, file.model_size),
+    )
 
 
 def _to_graph(file: _PlanFile) -> StageGraph:
@@ -276,7 +276,7 @@ def _to_prediction(predicted: _PredictionEntry, graph: StageGraph) -> Prediction
             f"predicted.samples_per_s is {predicted.samples_per_s:g}, "
             f"but batch_size / predicted.step_s is {samples_per_s:g}; {_ANEW}"
         )
-    return Prediction(**core_fields(predicted, leave_out={"samples_per_s", "digest"}))
+    return from_document(Prediction, predicted)
 
 
 def _check_mode(file: _PlanFile) -> None:
@@ -313,8 +313,6 @@ def _to_stage(index: int, stage: _StageEntry) -> Stage:
             "run here; plan the model anew"
         )
     try:
-        return Stage(
-            **core_fields(stage, leave_out={"tensor"}) | {"in_flight": stage.in_flight or 0}
-        )
+        return from_document(Stage, stage, in_flight=stage.in_flight or 0)
     except ValueError as error:
         raise ValueError(f"stages[{index}]: {error}") from None

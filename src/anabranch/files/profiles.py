@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,8 +18,8 @@ from anabranch.files.jsonfile import (
     Strict,
     Text,
     build,
-    core_fields,
     document_fields,
+    from_document,
     read_document,
     save,
 )
@@ -60,8 +61,8 @@ class _OperatorEntry(Strict):
     forward_s: list[Seconds]
     backward_s: list[Seconds]
     weight_s: list[Seconds] = Field(default_factory=list)
-    kept_bytes_per_sample: Size
-    working_bytes_per_sample: Size = 0
+    kept_bytes: Annotated[Size, Field(alias="kept_bytes_per_sample")]
+    working_bytes: Annotated[Size, Field(alias="working_bytes_per_sample")] = 0
 
 
 class _ValueEntry(Strict):
@@ -91,7 +92,6 @@ class _ProfileFile(Strict):
     normalised: list[Text] = Field(default_factory=list)
     stateful: list[Text] = Field(default_factory=list)
     rewrites: list[Text] = Field(default_factory=list)
-    rewritable: list[Text] = Field(default_factory=list)
     device: Text
     source: Literal["measured", "estimated", "imported"]
     proportional: bool
@@ -99,6 +99,7 @@ class _ProfileFile(Strict):
     parameters: list[_ParameterEntry]
     operators: list[_OperatorEntry]
     values: list[_ValueEntry]
+    rewritable: list[Text] = Field(default_factory=list)
     sharded: list[Any] = Field(default_factory=list)  # costs of tensor parallelism, unread
     update: _UpdateEntry | None = None
     read_sample_s: Seconds = 0.0
@@ -117,83 +118,37 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         )
         for value in graph.values
     ]
-    return {
-        "schema": PROFILE,
-        "name": graph.name,
-        "granularity": graph.granularity,
-        **_if_any(
-            loss_kind=graph.loss_kind,
-            normalised=list(graph.normalised),
-            stateful=list(graph.stateful),
-            rewrites=list(graph.rewrites),
-        ),
-        "device": profile.device,
-        "source": profile.source,
-        "proportional": profile.proportional,
-        "samples": list(profile.samples),
-        "parameters": [_from_parameter(parameter) for parameter in graph.parameters],
-        "operators": [
-            _from_operator(op, cost) for op, cost in zip(graph.ops, profile.costs, strict=True)
+    costs = zip(graph.ops, profile.costs, strict=True)
+    return document_fields(
+        graph,
+        _ProfileFile,
+        brief=True,
+        schema_=PROFILE,
+        device=profile.device,
+        source=profile.source,
+        proportional=profile.proportional,
+        samples=profile.samples,
+        parameters=[_from_parameter(parameter) for parameter in graph.parameters],
+        operators=[
+            document_fields(cost, _OperatorEntry, brief=True, **asdict(op)) for op, cost in costs
         ],
-        "values": values,
-        **_if_any(
-            rewritable=list(graph.rewritable),
-            update=update and _from_update(update),
-            read_sample_s=profile.read_sample_s,
-        ),
-    }
-
-
-def _if_any(**fields: Any) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value}
-
-
-def _from_update(update: UpdateCost) -> dict[str, Any]:
-    fields = document_fields(update, _UpdateEntry)
-    return {key: value for key, value in fields.items() if value or key.endswith("_s")}
+        values=values,
+        sharded=[],
+        update=update and document_fields(update, _UpdateEntry, brief=True),
+        read_sample_s=profile.read_sample_s,
+    )
 
 
 def _from_parameter(parameter: Parameter) -> dict[str, Any]:
-    table = parameter.table
-    entry = {key: getattr(parameter, key) for key in ("name", "nbytes", "trainable")}
-    return entry | _if_any(table=table and document_fields(table, _TableEntry))
-
-
-def _from_operator(op: Op, cost: OpCost) -> dict[str, Any]:
-    return {
-        "name": op.name,
-        "kind": op.kind,
-        "parameters": list(op.parameters),
-        **_if_any(whole_batch=op.whole_batch),
-        "forward_s": list(cost.forward_s),
-        "backward_s": list(cost.backward_s),
-        **_if_any(weight_s=list(cost.weight_s)),
-        "kept_bytes_per_sample": cost.kept_bytes,
-        **_if_any(working_bytes_per_sample=cost.working_bytes),  # published profiles do not say
-    }
+    table = parameter.table and document_fields(parameter.table, _TableEntry)
+    return document_fields(parameter, _ParameterEntry, brief=True, table=table)
 
 
 def _to_profile(file: _ProfileFile) -> Profile:
     """The profile of a document; raises ValueError, which names the key, if it is none."""
-    return Profile(
-        _to_graph(file),
-        tuple(file.samples),
-        tuple(
-            OpCost(
-                tuple(op.forward_s),
-                tuple(op.backward_s),
-                op.kept_bytes_per_sample,
-                op.working_bytes_per_sample,
-                tuple(op.weight_s),
-            )
-            for op in file.operators
-        ),
-        file.device,
-        file.source,
-        proportional=file.proportional,
-        update=None if file.update is None else UpdateCost(**core_fields(file.update)),
-        read_sample_s=file.read_sample_s,
-    )
+    costs = tuple(from_document(OpCost, op) for op in file.operators)
+    update = file.update and from_document(UpdateCost, file.update)
+    return from_document(Profile, file, graph=_to_graph(file), costs=costs, update=update)
 
 
 def _to_graph(file: _ProfileFile) -> OpGraph:
@@ -207,27 +162,20 @@ def _to_graph(file: _ProfileFile) -> OpGraph:
     def to_value(i: int, v: _ValueEntry) -> Value:
         producer = BATCH if v.producer is None else find(v.producer, f"values[{i}].producer")
         readers = [find(c, f"values[{i}].consumers[{j}]") for j, c in enumerate(v.consumers)]
-        return Value(producer, tuple(readers), v.nbytes, v.batched, v.grad, v.name)
+        return from_document(Value, v, producer=producer, consumers=readers)
 
-    return OpGraph(
-        ops=tuple(
-            Op(op.name, tuple(op.parameters), op.kind, op.whole_batch) for op in file.operators
-        ),
+    return from_document(
+        OpGraph,
+        file,
+        ops=tuple(from_document(Op, op) for op in file.operators),
         values=tuple(to_value(i, value) for i, value in enumerate(file.values)),
         parameters=tuple(_to_parameter(parameter) for parameter in file.parameters),
-        name=file.name,
-        granularity=file.granularity,
-        loss_kind=file.loss_kind,
-        normalised=tuple(file.normalised),
-        stateful=tuple(file.stateful),
-        rewrites=tuple(file.rewrites),
-        rewritable=tuple(file.rewritable),
     )
 
 
 def _to_parameter(entry: _ParameterEntry) -> Parameter:
-    table = LookupTable(**core_fields(entry.table)) if entry.table else None
-    return Parameter(entry.name, entry.nbytes, entry.trainable, table)
+    table = entry.table and from_document(LookupTable, entry.table)
+    return from_document(Parameter, entry, table=table)
 
 
 def _unique_index(names: Sequence[str]) -> dict[str, int]:

@@ -23,8 +23,8 @@ from anabranch.errors import FileFormatError, InvalidScheduleError
 from anabranch.files import load_plan, save_plan
 from anabranch.files.jsonfile import (
     Strict,
-    core_fields,
     document_fields,
+    from_document,
     read_document,
     write_document,
 )
@@ -59,15 +59,16 @@ def save_run(run: Run, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(run.plan, folder / "plan.json")
-    timelines = [_to_dict(title, timeline) for title, timeline in run.timelines]
-    special = {
-        "timelines": timelines,
-        "origin": asdict(run.origin) if run.origin is not None else None,
-        "parts": [asdict(part) for part in run.parts],
-        "metrics": finite(run.metrics),
-    }
-    document = document_fields(run, _RunFile, schema_=RUN, **special)
-    write_document(folder / "run.json", {"schema": document.pop("schema_"), **document})
+    document = document_fields(
+        run,
+        _RunFile,
+        schema_=RUN,
+        timelines=[_to_dict(title, timeline) for title, timeline in run.timelines],
+        origin=run.origin and asdict(run.origin),
+        parts=[asdict(part) for part in run.parts],
+        metrics=finite(run.metrics),
+    )
+    write_document(folder / "run.json", document)
     # A run of a single step, or of short batches alone, has recorded none.
     if run.timelines:
         is_endless = run.mode == "async"
@@ -94,14 +95,14 @@ def load_run(folder: Path) -> Run:
         timelines = tuple((t.title, _to_timeline(t)) for t in file.timelines)
     except InvalidScheduleError as error:
         raise FileFormatError(f"{path}: {error}") from None
-    figures = core_fields(file, leave_out={"schema_", "timelines", "origin", "parts", "metrics"})
-    return Run(
-        load_plan(folder / "plan.json"),
+    return from_document(
+        Run,
+        file,
+        plan=load_plan(folder / "plan.json"),
         timelines=timelines,
-        origin=Origin(**file.origin.model_dump()) if file.origin is not None else None,
-        parts=tuple(StepPart(**part.model_dump()) for part in file.parts),
+        origin=file.origin and from_document(Origin, file.origin),
+        parts=tuple(from_document(StepPart, part) for part in file.parts),
         metrics={name: math.nan if m is None else m for name, m in file.metrics.items()},
-        **figures,
     )
 
 
