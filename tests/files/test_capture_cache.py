@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from anabranch.files import capture_cache
 from anabranch.files.capture_cache import KeptCapture, estimated, load_capture, save_capture
 from anabranch.graph import capture as capturing
 from anabranch.graph.opgraph import BATCH, Op, OpGraph, Parameter, Value
-from anabranch.models.names import resolve
 from anabranch.profile.kernel_trace import Kernel, KernelTrace, TracedModel
 from anabranch.workload import Workload
 
@@ -59,18 +59,21 @@ class Counted:
 
         monkeypatch.setattr(capturing, "capture", counted)
 
-    def __call__(self, device: str = "v100", samples: tuple[int, ...] = (1, 4), **more: Any) -> Any:
-        how: dict[str, Any] = {
-            "preset": "small",
-            "options": self.options,
-            "granularity": "layer",
-        } | more
-        named = how["preset"], how["options"]
-
-        def build() -> Workload:
-            return resolve(self.model, preset=named[0], options=named[1], meta=True)
-
-        return estimated(self.model, build, device, samples, **how)
+    def __call__(
+        self,
+        device: str = "v100",
+        samples: tuple[int, ...] = (1, 4),
+        granularity: str = "layer",
+        options: dict[str, str] | None = None,
+        **more: Any,
+    ) -> Any:
+        chosen = self.options if options is None else options
+        source = ModelSource(self.model, "small", chosen, granularity)
+        settings = [*map(str, chosen.items()), granularity]
+        build = partial(source.workload, meta=True)
+        return estimated(
+            self.model, build, source.capture, device, samples, settings=settings, **more
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -255,10 +258,10 @@ def test_a_model_that_refuses_one_sample_is_not_kept(cache: Path) -> None:
     """The warning comes with every command, as without a cache."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Flatten(0), _Mean()).to("meta")
     workload = Workload(net, (torch.empty(2, 4, device="meta"),))
-    how: dict[str, Any] = {"preset": "small", "options": {}, "granularity": "layer"}
+    source = ModelSource("normed")
     for _ in range(2):
         with pytest.warns(UserWarning, match="fails with 1 sample"):
-            profile = estimated("normed", lambda: workload, "v100", (1, 2, 4), **how)
+            profile = estimated("normed", lambda: workload, source.capture, "v100", (1, 2, 4))
         assert profile.samples == (2, 4)
     assert list(cache.iterdir()) == []
 

@@ -200,18 +200,16 @@ class ModelSource:
             return measured(workload, counts, self.capture(workload), device, self.model)
         from anabranch.files.capture_cache import estimated
 
+        options = (f"{name}={value}" for name, value in sorted(self.options.items()))
         with self._capturing():
             return usage(
                 estimated,
                 self.model,
                 build,
+                self.capture,
                 device,
                 counts,
-                preset=self.preset,
-                options=self.options,
-                granularity=self.granularity,
-                rewrites=self.rewrites,
-                by_element=_by_element,
+                settings=[self.preset, *options, self.granularity, *self.rewrites],
                 keep=self.keep,
                 on_kept=self._say_kept,
             )

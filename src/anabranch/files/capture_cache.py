@@ -18,25 +18,25 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from anabranch.errors import CaptureError
 from anabranch.files.cache_folder import private_folder
 from anabranch.files.jsonfile import read_regular, write_whole
-from anabranch.graph.opgraph import Granularity
 from anabranch.profile.kernel_trace import TracedModel, checked_counts
 from anabranch.profile.profile import Profile
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from anabranch.graph.capture import Captured
     from anabranch.workload import Workload
 
 MOST_KEPT = 200
@@ -64,48 +64,35 @@ _NOT_OWN = ("/proc/", "/sys/", "/dev/", *(f"{place}{os.sep}" for place in _PLACE
 def estimated(
     model: str,
     build: Callable[[], Workload],
+    capture: Callable[[Workload], Captured],
     device: str,
     samples: Sequence[int],
     *,
-    preset: str,
-    options: Mapping[str, str],
-    granularity: str,
-    rewrites: Sequence[str] = (),
-    by_element: Callable[[Workload], bool] = lambda _: True,
+    settings: Sequence[str] = (),
     keep: bool = True,
     on_kept: Callable[[], object] = lambda: None,
 ) -> Profile:
     """The profile of ``profile.estimate.estimate`` for a model, which is captured if it has to be.
 
     Args:
-        model: name of the model that ``build`` builds from ``preset`` and ``options``.
-        rewrites: of the captured program, as text.
-        by_element: whether the optimizer of a workload works on each element alone.
+        model: name of the model that ``build`` builds.
+        settings: all that its operators depend on besides, as text.
         keep: read and write kept captures; a damaged one is named in a warning, and made again.
         on_kept: called where a kept capture is used.
     """
     checked_counts(device, samples, "float32")
-    path = _path([model, preset, sorted(options.items()), granularity, *rewrites]) if keep else None
+    path = _path([model, *settings]) if keep else None
     kept = None if path is None else _load(path, model)
     if kept is not None:
         on_kept()
         return kept.traced.profile(device, samples, "float32")
 
-    from anabranch.graph.capture import capture
     from anabranch.profile.estimate import estimate, trace
 
     with files_read() as read:
         workload = build()
         with warnings.catch_warnings(record=True) as caught:
-            captured = capture(
-                workload.module,
-                workload.example,
-                granularity=cast("Granularity", granularity),
-                per_sample=workload.per_sample,
-                rewrites=rewrites,
-            )
-            if not by_element(workload):
-                captured.graph = replace(captured.graph, whole_parameters=True)
+            captured = capture(workload)
             traced = None
             with suppress(CaptureError):  # one that refuses one sample is told what to do each time
                 captured.programs.at(1, device="meta")
