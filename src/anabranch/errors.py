@@ -24,6 +24,7 @@
 A wrong argument in a call is a plain ``ValueError`` or ``TypeError``.
 """
 
+import difflib
 import os
 import sysconfig
 import traceback
@@ -182,6 +183,12 @@ def _from_here(file: str) -> str:
     """A path as seen from the current directory, if it lies there."""
     here = Path.cwd()
     return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """A question after the name that is near, if any is, to follow what was misspelt."""
+    close = difflib.get_close_matches(name, [*known], 1)
+    return f" (is {close[0]} meant?)" if close else ""
 
 
 def some(names: Iterable[object], most: int = 3) -> str:

@@ -74,7 +74,7 @@ def test_keys_are_options_and_the_command_line_goes_before(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('model = "m"\nstep = 7', "there is no option 'step'; steps is meant?"),
+        ('model = "m"\nstep = 7', "there is no option 'step' (is steps meant?)"),
         ('model = "m"\nzzzz = 7', "there is no option 'zzzz'; keys are accumulate, "),
         ("steps = 7", "names no model"),
         ('model = "m"\nsave-every = 1\nsave_every = 2', "save_every is there twice"),

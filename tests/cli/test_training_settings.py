@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from anabranch.checkpoint.series import checkpoints
-from anabranch.cli.training_settings import TrainingSettings, loggers
+from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import OutputError
 from anabranch.training import Csv, JsonLines
 
@@ -36,18 +36,18 @@ PLAN = {
 
 def test_a_log_is_a_kind_and_a_place(tmp_path: Path):
     """Nothing is opened before the first event."""
-    made = loggers([f"jsonl:{tmp_path / 'a:b.jsonl'}", f"csv:{tmp_path / 'c.csv'}"])
+    made = TrainingSettings(log=[f"jsonl:{tmp_path}/a:b.jsonl", f"csv:{tmp_path}/c.csv"]).loggers()
     assert [type(log) for log in made] == [JsonLines, Csv]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("json:log", "jsonl is meant"), ("csv", "say where, csv:FILE"), ("paper:x", "no log 'paper'")],
+    [("json:log", "is jsonl meant"), ("csv", "say where, csv:FILE"), ("paper:x", "no log 'paper'")],
 )
 def test_wrong_words_are_usage(text: str, message: str):
     with pytest.raises(typer.BadParameter, match=message):
-        loggers([text])
+        TrainingSettings(log=[text]).loggers()
 
 
 def test_what_could_not_be_written_is_refused(tmp_path: Path):
@@ -59,7 +59,7 @@ def test_what_could_not_be_written_is_refused(tmp_path: Path):
         (f"tensorboard:{tmp_path / 'file'}", "is a file"),
     ]:
         with pytest.raises(OutputError, match=message):
-            loggers([text])
+            TrainingSettings(log=[text]).loggers()
 
 
 @pytest.mark.dist

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,12 +104,6 @@ def parse_counts(text: str) -> tuple[int, ...]:
     if counts[0] < 1:
         raise typer.BadParameter(f"--samples {text}: sample counts start at 1")
     return counts
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """A question after the name that is near, if any is, to follow what was misspelt."""
-    close = difflib.get_close_matches(name, [*known], 1)
-    return f"; {close[0]} is meant?" if close else ""
 
 
 _EXAMPLES = {"model": "mmt", "cluster": "summit:8x4", "batch_size": "64"}

@@ -26,9 +26,8 @@ from typing import Any
 
 import typer
 
-from anabranch.cli.parsing import meant
 from anabranch.cli.source import model_in_file
-from anabranch.errors import FileFormatError
+from anabranch.errors import FileFormatError, meant
 
 _MODEL, _OPTIONS = "model", "options"
 _RUN_FILE = "anabranch.run_file"

@@ -5,7 +5,7 @@ Keys are what a run seldom needs; ``docs/command-line.md`` lists them.
 
 # Annotations are not left as text: spread would evaluate each of them for --help.
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from anabranch.cli.output import file_to_write, folder_to_write
-from anabranch.cli.parsing import interval, meant, named_values, usage
+from anabranch.cli.parsing import interval, named_values, usage
 from anabranch.cli.run_file import in_file, model_or_file, require_trust
 from anabranch.cli.settings import (
     LocalPlanSettings,
@@ -23,6 +23,7 @@ from anabranch.cli.settings import (
     ScheduleName,
     TrainedModelSettings,
 )
+from anabranch.errors import meant
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import Mode
 from anabranch.weights import policy_named
@@ -229,13 +230,25 @@ class TrainingSettings:
         return usage(SaveEvery, steps, seconds, self.keep or KEPT, self.keep_best or "")
 
     def loggers(self) -> "tuple[Callback, ...]":
-        """Callbacks of --log.
+        """A callback for each --log, none of which has opened anything yet.
 
         Raises:
             typer.BadParameter: if there is no such log.
-            TrainingError: if one could not be written.
+            TrainingError: if a package is missing, or a file could not be written.
         """
-        return loggers(self.log or ())
+        split = [_split(text) for text in self.log or ()]
+        if not split:
+            return ()
+        from anabranch import training
+
+        makers: dict[str, Callable[[str], Callback]] = {
+            "jsonl": training.JsonLines,
+            "csv": training.Csv,
+            "tensorboard": training.TensorBoard,
+            "wandb": lambda project: training.WeightsAndBiases(project=project),
+            "mlflow": training.MLflow,
+        }
+        return tuple(makers[kind](where) for kind, where in split)
 
     @property
     def last_step(self) -> int | None:
@@ -343,34 +356,12 @@ FILES, FOLDERS, TRACKERS = ("jsonl", "csv"), ("tensorboard",), ("wandb", "mlflow
 """Kinds of logs, by what stands behind the colon."""
 
 
-def loggers(texts: Sequence[str]) -> "tuple[Callback, ...]":
-    """A callback for each text, none of which has opened anything yet.
-
-    Raises:
-        typer.BadParameter: if there is no such kind.
-        TrainingError: if a package is missing, or a file could not be written.
-    """
-    split = [_split(text) for text in texts]
-    if not split:
-        return ()
-    from anabranch import training
-
-    makers: dict[str, Callable[[str], Callback]] = {
-        "jsonl": training.JsonLines,
-        "csv": training.Csv,
-        "tensorboard": training.TensorBoard,
-        "wandb": lambda project: training.WeightsAndBiases(project=project),
-        "mlflow": training.MLflow,
-    }
-    return tuple(makers[kind](where) for kind, where in split)
-
-
 def _split(text: str) -> tuple[str, str]:
     kinds = (*FILES, *FOLDERS, *TRACKERS)
     kind, _, where = text.partition(":")
     if kind not in kinds:
         raise typer.BadParameter(
-            f"--log {text}: there is no log {kind!r}{meant(kind, kinds)} Write jsonl:FILE, "
+            f"--log {text}: there is no log {kind!r}{meant(kind, kinds)}; write jsonl:FILE, "
             "csv:FILE, tensorboard:FOLDER, wandb:PROJECT or mlflow:EXPERIMENT"
         )
     if not where:

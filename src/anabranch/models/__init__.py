@@ -12,6 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from anabranch.errors import meant
 from anabranch.models.sizes import with_options
 from anabranch.workload import Workload
 
@@ -64,5 +65,9 @@ def options_of(name: str) -> dict[str, dict[str, str]]:
 def _home(name: str) -> ModuleType:
     """The module of a model; loaded on use, as those on real data need more than torch."""
     if name not in MODELS:
-        raise ValueError(f"there is no built-in model {name}; there are {', '.join(MODELS)}")
+        raise ValueError(
+            f"there is no built-in model {name}{meant(name, MODELS)}; there are "
+            f"{', '.join(MODELS)}. A model of your own is written package.module:function, where "
+            "the function returns an anabranch.Workload"
+        )
     return import_module(f"anabranch.models.{name.replace('-', '_')}")

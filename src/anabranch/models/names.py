@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anabranch import models
-from anabranch.errors import WorkloadError, naming_place
+from anabranch.errors import WorkloadError, meant, naming_place
 from anabranch.workload import Workload, to_meta, with_article
 
 
@@ -46,20 +45,7 @@ def resolve(
     """
     if ":" in text:
         return _from_function(text, preset, dict(options or {}), meta)
-    if text not in models.MODELS:
-        raise ValueError(
-            f"there is no built-in model {text}{_meant(text, models.MODELS)}; there are "
-            f"{', '.join(models.MODELS)}. "
-            f"A model of your own is written package.module:function, where the function returns "
-            f"an anabranch.Workload"
-        )
     return models.build(text, preset=preset, options=options, meta=meta)
-
-
-def _meant(name: str, known: Iterable[str]) -> str:
-    """A question after what is near, if anything is."""
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f" (is {close[0]} meant?)" if close else ""
 
 
 def _from_function(text: str, preset: str, options: dict[str, str], meta: bool) -> Workload:
@@ -138,7 +124,7 @@ def _find_function(text: str) -> Callable[..., object]:
                 if inspect.isfunction(value) and value.__module__ == place and key[0] != "_"
             ]
             raise ValueError(
-                f"{place} has no {attribute}{_meant(name, others)}; its functions are "
+                f"{place} has no {attribute}{meant(name, others)}; its functions are "
                 f"{', '.join(others) or 'none'}"
             )
         function = getattr(function, name)
