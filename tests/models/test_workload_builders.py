@@ -9,7 +9,6 @@ from torch import nn
 
 from anabranch.models.workload_builders import (
     SYNTHETIC,
-    batches,
     class_patterns,
     dataset_workload,
     seeded,
@@ -103,11 +102,6 @@ def lists(iterator):
 
 def identity(rows):
     return rows
-
-
-def test_the_last_batch_may_be_shorter():
-    """Evaluation sees every row once."""
-    assert lists(batches(identity, torch.arange(5), 2)) == [[0, 1], [2, 3], [4]]
 
 
 def test_training_leaves_the_short_batch_out():

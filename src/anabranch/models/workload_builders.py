@@ -178,7 +178,7 @@ def dataset_workload(
         module=_initialised(make, sizes.seed, meta=meta),
         example=to_meta(batch) if meta else batch,
         data=data,
-        eval_data=lambda batch_size: batches(gather, held_out, batch_size),
+        eval_data=lambda batch_size: map(gather, torch.split(held_out, batch_size)),
         optimizer=partial(_adam, learning_rate=sizes.learning_rate),
         scheduler=partial(warm_up_then_cosine, steps=sizes.steps),
         chance=chance,
@@ -215,14 +215,8 @@ def shuffled(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return rows[torch.randperm(len(rows), generator=generator)]
 
 
-def batches(gather: Gather, rows: torch.Tensor, batch_size: int) -> Iterator[Batch]:
-    """Every row once; the last batch may be shorter."""
-    for start in range(0, len(rows), batch_size):
-        yield gather(rows[start : start + batch_size])
-
-
 def whole_batches(gather: Gather, rows: torch.Tensor, batch_size: int) -> Iterator[Batch]:
     """Leave out the short last batch; fewer rows than one batch are one batch nevertheless."""
     if len(rows) >= batch_size:
         rows = rows[: len(rows) // batch_size * batch_size]
-    return batches(gather, rows, batch_size)
+    return map(gather, torch.split(rows, batch_size))
