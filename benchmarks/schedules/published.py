@@ -17,8 +17,7 @@ from anabranch.plans.in_flight import with_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.schedule.schedule import Action, Kind, Order, Schedule
-from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.pass_lengths import with_lengths
+from anabranch.simulator.costs import ModelCosts, with_lengths
 from anabranch.simulator.run import run
 from benchmarks.planners.common import profile_of
 

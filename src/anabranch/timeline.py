@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from anabranch.schedule.schedule import Action
 
@@ -47,6 +49,33 @@ class OverheadSpan:
     start: float
     end: float
     what: str
+
+
+class Cause(StrEnum):
+    """Cause of a part of a step."""
+
+    COMPUTE = "compute"
+    MESSAGE = "message"
+    ALL_REDUCE = "all_reduce"
+    AGREEMENT = "agreement"
+    UPDATE = "update"
+    GATHER = "gather"
+    OVERHEAD = "overhead"
+
+
+class PathSegment(NamedTuple):
+    """A part of a step with its cause.
+
+    Attributes:
+        stages: that compute or sum gradients; of a message, from which to which; else empty.
+        device: that is busy, or waits for the message.
+    """
+
+    start: float
+    end: float
+    cause: Cause
+    stages: tuple[int, ...]
+    device: int
 
 
 @dataclass(frozen=True)

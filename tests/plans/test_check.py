@@ -192,5 +192,5 @@ def test_memory_with_decided_counts():
 
 def test_require_raises_everything():
     """One paragraph."""
-    with pytest.raises(InvalidPlanError, match=r"the plan is not valid: C1: .*; C3: "):
+    with pytest.raises(InvalidPlanError, match=r"not this model: C1: .*; C3: "):
         require(graph("a", "b"), cost())

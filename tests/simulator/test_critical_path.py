@@ -9,9 +9,9 @@ from anabranch.cost import CostModel
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SCHEDULES, compute_order
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.critical_path import Cause, PathSegment, critical_path
+from anabranch.simulator.critical_path import critical_path
 from anabranch.simulator.run import run
-from anabranch.timeline import Timeline
+from anabranch.timeline import Cause, PathSegment, Timeline
 from tests.simulator.helpers import chain, cluster, cost_model, priced_stage_graphs, stage_graph
 
 

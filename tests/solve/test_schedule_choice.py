@@ -8,8 +8,7 @@ import pytest
 
 from anabranch.errors import InfeasiblePlanError
 from anabranch.schedule import SPLIT_BACKWARDS
-from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.pass_lengths import with_lengths
+from anabranch.simulator.costs import ModelCosts, with_lengths
 from anabranch.solve import contest, schedule_choice, simulate
 from anabranch.solve.schedule_choice import split_backwards
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph

@@ -73,23 +73,15 @@ def suits(proposal: StageGraph, cost: CostModel) -> bool:
 
 
 def require(
-    graph: StageGraph, cost: CostModel, versions: Sequence[int] = (), *, shared: bool = False
+    graph: StageGraph,
+    cost: CostModel,
+    versions: Sequence[int] = (),
+    *,
+    shared: bool = False,
+    idle: bool = False,
 ) -> None:
-    """Raise an error for an invalid stage graph; arguments as for ``check``.
-
-    Raises:
-        InvalidPlanError: with all problems found by ``check``.
-    """
-    problems = check(graph, cost, versions, shared=shared)
-    if problems:
-        raise InvalidPlanError("the plan is not valid: " + "; ".join(problems))
-
-
-def require_suits(
-    graph: StageGraph, cost: CostModel, versions: Sequence[int] = (), *, shared: bool = False
-) -> None:
-    """Refuse stages that do not suit model and cluster."""
-    problems = check(graph, cost, versions, shared=shared, idle=True)
+    """Raise an InvalidPlanError with all problems that ``check`` finds, if there are any."""
+    problems = check(graph, cost, versions, shared=shared, idle=idle)
     if problems:
         raise InvalidPlanError(
             f"the plan does not suit {cost.cluster.name}, or not this model: {'; '.join(problems)}"

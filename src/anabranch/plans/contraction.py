@@ -119,16 +119,7 @@ def _joined(profile: Profile, masks: Sequence[int]) -> Profile:
             values.append(replace(value, producer=producer, consumers=consumers))
     return replace(
         profile,
-        graph=OpGraph(
-            tuple(_op(graph, mask) for mask in masks),
-            tuple(values),
-            graph.parameters,
-            graph.name,
-            graph.granularity,
-            rewrites=graph.rewrites,
-            rewritable=graph.rewritable,
-            whole_parameters=graph.whole_parameters,
-        ),
+        graph=replace(graph, ops=tuple(_op(graph, mask) for mask in masks), values=tuple(values)),
         costs=tuple(_cost(profile, mask) for mask in masks),
     )
 

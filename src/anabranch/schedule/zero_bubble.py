@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import Stage, StageGraph
@@ -45,9 +46,7 @@ class ZeroBubble:
 
     memory: int = 1
 
-    @property
-    def per_hop(self) -> int:
-        return 0
+    per_hop: ClassVar[int] = 0
 
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
         """Set how many micro-batches are between a forward and the end of its backward at most."""
@@ -105,9 +104,7 @@ class InputsFirst:
 
     increase: int = 1
 
-    @property
-    def per_hop(self) -> int:
-        return 0
+    per_hop: ClassVar[int] = 0
 
     def warm_up(self, graph: StageGraph, room: Room | None = None) -> StageGraph:
         """Set in-flight counts as 1F1B does."""

@@ -7,7 +7,7 @@ stage and links that cost nothing: a step is then the schedule's ideal for measu
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from anabranch.cost.overheads import agreement_s, message_s
 from anabranch.errors import InvalidPlanError
 from anabranch.plans.edges import EVERY_EDGE, MessageEdges, edge_values, message_edges
 from anabranch.plans.in_flight import least_in_flight
-from anabranch.plans.stages import StageGraph
+from anabranch.plans.stages import Stage, StageGraph
 from anabranch.remembered import remembered
 from anabranch.schedule.schedule import Kind, Order
 from anabranch.simulator.all_reduces import AllReduce, all_reduce_of
@@ -315,6 +315,39 @@ class ModelCosts(StepCosts):
         left = capacity - sum(float(self.held(t).peak(least[t])) for t in together)
         share = max(left, 0.0) / len(together)
         return min(most, least[stage] + int(share / (held.flight or share or 1.0)))
+
+
+def with_lengths(costs: ModelCosts) -> StageGraph:
+    """Return the stages with the lengths by which lists are scheduled, in units of the slowest."""
+    graph, stages = costs.graph, list[Stage]()
+    slices = [max(graph.slice_sizes(s)) for s in range(len(graph))]
+    seconds = [costs.compute_s(s, samples) for s, samples in enumerate(slices)]
+    sizes = [stage.microbatch_size for stage in graph.stages]
+    slowest_s = max(sum(pair) / size for pair, size in zip(seconds, sizes, strict=True)) or 1.0
+    for s, stage in enumerate(graph.stages):
+        forward_s, backward_s = seconds[s]
+        message_s = max((_message_s(costs, s, t) for t in graph.successors[s]), default=0.0)
+        factor = backward_s / forward_s if forward_s else 2.0
+        changed = replace(
+            stage,
+            load=round((forward_s + backward_s) / sizes[s] / slowest_s, 3),
+            backward_factor=round(factor, 3),
+            weight_share=round(costs.weight_share(s, slices[s]), 3),
+            message=round(message_s / sizes[s] / slowest_s, 3),
+        )
+        stages.append(changed)
+    return replace(graph, stages=tuple(stages))
+
+
+def _message_s(costs: ModelCosts, s: int, t: int) -> float:
+    """Return the seconds of the first message of a stage edge, if nothing else is on its way."""
+    graph = costs.graph
+    if not costs.message_edges.goes_forward((s, t)):
+        return 0.0
+    samples = min(max(graph.slice_sizes(x)) for x in (s, t))
+    route = costs.route(graph.stages[s].devices[0], graph.stages[t].devices[0])
+    nbytes = costs.message_bytes(s, t, samples)[0]
+    return route.latency_s + nbytes * route.per_byte_s + 2 * costs.message_s(nbytes)
 
 
 @dataclass(frozen=True)

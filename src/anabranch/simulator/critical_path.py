@@ -17,7 +17,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from enum import StrEnum
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -25,34 +24,7 @@ from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.lower import compute_of, needs
 from anabranch.schedule.schedule import Action
-from anabranch.timeline import Timeline
-
-
-class Cause(StrEnum):
-    """Cause of a part of a step."""
-
-    COMPUTE = "compute"
-    MESSAGE = "message"
-    ALL_REDUCE = "all_reduce"
-    AGREEMENT = "agreement"
-    UPDATE = "update"
-    GATHER = "gather"
-    OVERHEAD = "overhead"
-
-
-class PathSegment(NamedTuple):
-    """A part of a step with its cause.
-
-    Attributes:
-        stages: that compute or sum gradients; of a message, from which to which; else empty.
-        device: that is busy, or waits for the message.
-    """
-
-    start: float
-    end: float
-    cause: Cause
-    stages: tuple[int, ...]
-    device: int
+from anabranch.timeline import Cause, PathSegment, Timeline
 
 
 class _PathEvent(NamedTuple):

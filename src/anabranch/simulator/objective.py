@@ -32,8 +32,7 @@ from anabranch.schedule import LISTS, SPLIT_BACKWARDS, asynchronous, compute_ord
 from anabranch.schedule.schedule import Kind
 from anabranch.simulator import stream
 from anabranch.simulator.all_reduces import AllReduce
-from anabranch.simulator.costs import ModelCosts, StepCosts
-from anabranch.simulator.pass_lengths import with_lengths
+from anabranch.simulator.costs import ModelCosts, StepCosts, with_lengths
 from anabranch.simulator.run import step_seconds
 from anabranch.simulator.staleness import versions_of
 from anabranch.simulator.sums import least_sum_s

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError
-from anabranch.plans.check import require_few, require_one_stage_each, require_suits
+from anabranch.plans.check import require, require_few, require_one_stage_each
 from anabranch.plans.plan import Plan, Prediction
 from anabranch.plans.prices import bottleneck_s_per_sample
 from anabranch.plans.stages import StageGraph
@@ -78,7 +78,7 @@ def simulate_async(
     name = policy or plan_.policy or "auto"
     if name == "auto":
         whole = _converted(plan_, policy_named("naive"))
-        require_suits(whole, cost)
+        require(whole, cost, idle=True)
         may_cut = plan_.stage_graph.num_microbatches(0) >= whole.depth
         name = recommended(whole, cost, optimizer, may_cut=may_cut)[0]
     graph = _converted(plan_, policy_named(name))
@@ -86,7 +86,7 @@ def simulate_async(
     ages = ages_of(graph, name, optimizer, turns)
     versions = tuple(age.versions for age in ages)
     run_graph = turns.graph if turns else graph
-    require_suits(run_graph, cost, versions)
+    require(run_graph, cost, versions, idle=True)
     costs = ModelCosts(run_graph, cost, versions)
     steady = stream.steady(run_graph, costs, turns)
     timeline = stream.record(run_graph, costs, turns=turns)

@@ -20,11 +20,12 @@ from anabranch.plans.stages import StageGraph
 from anabranch.profile.profile import Profile
 from anabranch.schedule import compute_order
 from anabranch.simulator.costs import ModelCosts
-from anabranch.simulator.critical_path import Cause, critical_path
+from anabranch.simulator.critical_path import critical_path
 from anabranch.simulator.run import run
 from anabranch.solve.floors import Floor, floors
 from anabranch.solve.schedule_choice import scheduled
 from anabranch.solve.what_ifs import WhatIf, what_ifs
+from anabranch.timeline import Cause
 
 _WIDTH, _LABEL = 80, 28
 """Characters of a line, and of its first column."""

@@ -15,15 +15,14 @@ import anabranch.planner as planners
 from anabranch.cost import CostModel
 from anabranch.errors import InvalidPlanError, ProfileError
 from anabranch.planner.auto import settings as auto
-from anabranch.plans.check import require_few, require_suits
+from anabranch.plans.check import require, require_few
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule import LISTS, SPLIT_BACKWARDS, rule_named
-from anabranch.simulator.costs import ModelCosts
+from anabranch.simulator.costs import ModelCosts, with_lengths
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.messages import port_seconds
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
-from anabranch.simulator.pass_lengths import with_lengths
 from anabranch.solve.settings import SETTINGS
 
 AUTO = ("1f1b", "1f1b-deep")
@@ -57,7 +56,7 @@ def scheduled(plan_: Plan, cost: CostModel, schedule: str | None = None) -> tupl
         if name in LISTS:
             graph = with_lengths(ModelCosts(graph, cost))
         graph = rule_named(name).warm_up(graph)
-    require_suits(graph, cost, shared=True)
+    require(graph, cost, shared=True, idle=True)
     return graph, name
 
 
