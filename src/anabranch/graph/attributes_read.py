@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from anabranch.graph.module_state import with_attributes
+
 _OWN = frozenset((*vars(nn.Module()), *vars(nn.Module)))
 """Attributes of every module, such as its mode."""
 
@@ -52,12 +54,8 @@ class AttributesRead:
                     first[path, name] = _snapshot(value)
             return value
 
-        modules: Any = nn.Module
-        modules.__getattribute__ = read
-        try:
+        with with_attributes([(nn.Module, "__getattribute__", read)]):
             yield
-        finally:
-            del modules.__getattribute__  # inherited
         for (path, name), before in first.items():
             if _snapshot(getattr(self._traced.get_submodule(path), name, _NOTHING)) != before:
                 self._changes.add((path, name))

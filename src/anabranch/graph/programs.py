@@ -145,9 +145,7 @@ class Programs:
         if (samples, place) not in self._made:
             with only_frozen(self.module, self.frozen):
                 program = self.exporter.program(samples, place)
-                here, there = f"{self.samples} samples", f"{samples} samples"
-                require_same_calls(self.module, self.signature, program, known=here, unknown=there)
-                self._require_same_numbers(program)
+                self._require_same(program)
                 self._made[samples, place] = self._whole_batch.put_in(program)
         return self._made[samples, place]
 
@@ -164,11 +162,12 @@ class Programs:
                 program = self.exporter.program(samples, self.exporter.device)
             except CaptureError:
                 return
-            here, there = f"{self.samples} samples", f"{samples} samples"
-            require_same_calls(self.module, self.signature, program, known=here, unknown=there)
-            self._require_same_numbers(program)
+            self._require_same(program)
 
-    def _require_same_numbers(self, program: FlatProgram) -> None:
+    def _require_same(self, program: FlatProgram) -> None:
+        """Raise CaptureError if a program has other calls than the example's, or other numbers."""
+        here, there = f"{self.samples} samples", f"{program.samples} samples"
+        require_same_calls(self.module, self.signature, program, known=here, unknown=there)
         if not self.exporter.apart:
             return
         with only_frozen(self.module, self.frozen):

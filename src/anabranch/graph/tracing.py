@@ -49,10 +49,8 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
     A number that a tensor is asked for (``item``) is compared with numbers, so its truth is asked
     of a symbol.
     """
-    _TRACING.acquire()  # the truth of a tensor is that of all threads
     tensors: Any = torch.Tensor
     symbols: Any = torch.SymBool
-    tensor_truth, symbol_truth = tensors.__bool__, symbols.__bool__
 
     def truth_of_tensor(tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor) and not _is_in_torch(sys._getframe(1)):
@@ -70,13 +68,11 @@ def without_raising_guards(left_out: set[str]) -> Iterator[None]:
                 chosen = guard_or_false(symbol)
         return bool(symbol_truth(symbol)) if chosen is None else chosen
 
-    tensors.__bool__, symbols.__bool__ = truth_of_tensor, truth_of_symbol
-    try:
-        yield
-    finally:
-        del tensors.__bool__  # inherited
-        symbols.__bool__ = symbol_truth
-        _TRACING.release()
+    truths = [(tensors, "__bool__", truth_of_tensor), (symbols, "__bool__", truth_of_symbol)]
+    with _TRACING:  # the truth of a tensor is that of all threads
+        tensor_truth, symbol_truth = tensors.__bool__, symbols.__bool__
+        with with_attributes(truths):
+            yield
 
 
 def _is_in_torch(frame: FrameType) -> bool:
@@ -157,11 +153,8 @@ def data_as_detached(refuse: Callable[[], NoReturn]) -> Iterator[None]:
             refuse()
         plain.__set__(tensor, value)
 
-    tensors.data = property(read, assign)
-    try:
+    with with_attributes([(tensors, "data", property(read, assign))]):
         yield
-    finally:
-        del tensors.data  # inherited
 
 
 def _asked_by_torch() -> bool:

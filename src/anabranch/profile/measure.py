@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map
 from anabranch.device import accelerator
 from anabranch.errors import ProfileError
 from anabranch.graph.capture import Captured
+from anabranch.graph.module_state import with_attributes
 from anabranch.profile.operator_bytes import BytesObserver
 from anabranch.profile.operator_clock import EventOperatorClock, OperatorClock
 from anabranch.profile.operator_runner import (
@@ -369,21 +370,17 @@ def _left_as_it_was(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in grads:
-        parameter.grad = None
+    ungraded = with_attributes((parameter, "grad", None) for parameter in module.parameters())
     gpus = [device] if accelerator.is_on_accelerator(device) else []
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with torch.random.fork_rng(gpus, device_type=device.type), torch.enable_grad():
+        with ungraded, torch.random.fork_rng(gpus, device_type=device.type), torch.enable_grad():
             yield
     finally:
         torch.set_num_threads(threads_before)
         if collecting:
             gc.enable()
-        for parameter, grad in grads:
-            parameter.grad = grad
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

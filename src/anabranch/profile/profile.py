@@ -101,17 +101,14 @@ class Profile:
     update: UpdateCost | None = None
     read_sample_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self._check(self.costs)
-
     @cached_property
     def priced(self) -> dict[Hashable, dict[Hashable, Any]]:
         """Cache of cost models on these costs, by their settings; see ``CostModel.memo``."""
         return {}
 
-    def _check(self, costs: tuple[OpCost, ...]) -> None:
-        if len(costs) != len(self.graph):
-            raise ValueError(f"{len(costs)} costs for {len(self.graph)} operators")
+    def __post_init__(self) -> None:
+        if len(self.costs) != len(self.graph):
+            raise ValueError(f"{len(self.costs)} costs for {len(self.graph)} operators")
         if (
             not self.samples
             or list(self.samples) != sorted(set(self.samples))
@@ -120,7 +117,7 @@ class Profile:
             raise ValueError(f"sample counts {self.samples} are not ascending from at least 1")
         if self.proportional and len(self.samples) != 1:
             raise ValueError("a proportional profile has exactly one sample count")
-        for op, cost in zip(self.graph.ops, costs, strict=True):
+        for op, cost in zip(self.graph.ops, self.costs, strict=True):
             if not len(cost.forward_s) == len(cost.backward_s) == len(self.samples):
                 raise ValueError(
                     f"operator {op.name} lacks a time for one of {self.samples} samples"

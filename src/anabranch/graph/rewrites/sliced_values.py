@@ -255,10 +255,11 @@ def _attention(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: 
     return values.call(node, changed)
 
 
-def _normalised(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+def _beside(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+    """A call along one dimension, such as a softmax or a slice, which has slices of the others."""
     given = arguments(node)
     if given["dim"] % len(_shape(node)) == dim:
-        raise NotSliceableError(f"{base_name(node)} normalises over that dimension")
+        raise NotSliceableError(f"{base_name(node)} is along that dimension")
     return values.call(node, {"self": values.at(given["self"], dim, start, stop)})
 
 
@@ -269,31 +270,17 @@ def _expanded(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: i
     return values.call(node, {"self": own, "size": size})
 
 
-def _part(values: SlicedValues, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-    """A slice along another dimension."""
-    if arguments(node)["dim"] % len(_shape(node)) == dim:
-        raise NotSliceableError("a slice of a slice")
-    return values.call(node, {"self": values.at(arguments(node)["self"], dim, start, stop)})
-
-
 _RULES: dict[str, Rule] = {
     "cat": _cat,
     "dropout": _dropout,
-    "linear": _product,
-    "conv1d": _product,
-    "conv2d": _product,
-    "conv3d": _product,
     "addmm": _addmm,
-    "matmul": _matmul,
-    "mm": _matmul,
-    "bmm": _matmul,
     "embedding": _embedding,
     "scaled_dot_product_attention": _attention,
-    "softmax": _normalised,
-    "_softmax": _normalised,
     "expand": _expanded,
-    "slice": _part,
     "getitem": _item,
+    **dict.fromkeys(words("linear conv1d conv2d conv3d"), _product),
+    **dict.fromkeys(words("matmul mm bmm"), _matmul),
+    **dict.fromkeys(words("softmax _softmax slice"), _beside),
     **dict.fromkeys(words("view reshape _unsafe_view flatten unflatten"), _reshaped),
     **dict.fromkeys(words("transpose permute t movedim unsqueeze squeeze"), _moved),
 }
