@@ -45,24 +45,37 @@ REHEARSING = Rehearsing()
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """Result of a rehearsal; all seconds are those of the emulated devices.
+class EmulatedSteps:
+    """Steps of the emulated devices, in their seconds.
 
     Attributes:
-        device_step_s: steps by the devices' own clocks.
+        wall_s: as the wall clock showed them.
+        device_step_s: by the devices' own clocks.
         late_s: per step, by how much a rank was late at worst.
         runtime_s: CPU time of the runtime for each forward or backward on this machine, as a mean
             of all ranks, in the step before these.
-        with_runtime_s: the predicted step if each of them takes so much longer.
         time_scale: wall seconds per second of the devices.
+        timeline: of the median step.
     """
 
-    run: Run
+    wall_s: tuple[float, ...]
     device_step_s: tuple[float, ...]
     late_s: tuple[float, ...]
     runtime_s: float
-    with_runtime_s: float
     time_scale: float
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Rehearsal(EmulatedSteps):
+    """Result of a rehearsal.
+
+    Attributes:
+        with_runtime_s: the predicted step if each pass takes longer by ``runtime_s``.
+    """
+
+    run: Run
+    with_runtime_s: float
     links: Links
     message_bytes: int
     num_messages: int
@@ -76,7 +89,7 @@ class Rehearsal:
     def late(self) -> float:
         """Median share of a step by which a rank was late at worst."""
         return statistics.median(
-            late / step for late, step in zip(self.late_s, self.run.step_s, strict=True)
+            late / step for late, step in zip(self.late_s, self.wall_s, strict=True)
         )
 
     @property
@@ -138,40 +151,27 @@ def rehearse(
     emulation = Emulation(plan, profile, machines, links=links)
     fixed = 1.0 if links == "host" else time_scale
 
-    def rank() -> _RankMeasurement:
+    def rank() -> EmulatedSteps:
         return _measure(emulation, steps, fixed, timeout, watch)
 
     measured = launch.run(rank, len(emulation.devices))[0]
     run = Run(
         plan=plan,
         losses=(),
-        step_s=measured.step_s,
+        step_s=measured.wall_s,
         ideal_step_s=_ideal(emulation, profile),
         timelines=(("predicted", predicted), ("emulated", measured.timeline)),
     )
     costs = emulation.costs
     slower = _WithRuntime(costs.graph, costs.cost, runtime_s=measured.runtime_s)
     return Rehearsal(
-        run,
-        measured.device_step_s,
-        measured.late_s,
-        measured.runtime_s,
-        step_seconds(costs.graph, emulation.schedule, slower),
-        measured.time_scale,
-        links,
-        emulation.message_bytes,
-        emulation.num_messages,
+        **vars(measured),
+        run=run,
+        with_runtime_s=step_seconds(costs.graph, emulation.schedule, slower),
+        links=links,
+        message_bytes=emulation.message_bytes,
+        num_messages=emulation.num_messages,
     )
-
-
-@dataclass(frozen=True)
-class _RankMeasurement:
-    step_s: tuple[float, ...]
-    device_step_s: tuple[float, ...]
-    late_s: tuple[float, ...]
-    runtime_s: float
-    time_scale: float
-    timeline: Timeline
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _measure(
     time_scale: float | None,
     timeout: float,
     watch: Callable[[int, int], None] | None,
-) -> _RankMeasurement:
+) -> EmulatedSteps:
     """On each rank: find a time scale, then run the steps; the median one's timeline is kept."""
     pipe = EmulatedPipeline(emulation, time_scale=time_scale or 1.0, timeout=timeout)
     pipe.step()
@@ -207,10 +207,10 @@ def _measure(
         results.append((seconds, pipe.device_step_s, pipe.late_s, pipe.timeline))
         if watch is not None and pipe.rank == 0:
             watch(done + 1, steps)
-    step_s, device_step_s, late_s, timelines = zip(*results, strict=True)
-    middle = sorted(range(steps), key=step_s.__getitem__)[steps // 2]
-    return _RankMeasurement(
-        step_s, device_step_s, late_s, runtime_s, pipe.time_scale, timelines[middle]
+    wall_s, device_step_s, late_s, timelines = zip(*results, strict=True)
+    middle = sorted(range(steps), key=wall_s.__getitem__)[steps // 2]
+    return EmulatedSteps(
+        wall_s, device_step_s, late_s, runtime_s, pipe.time_scale, timelines[middle]
     )
 
 
