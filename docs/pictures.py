@@ -22,6 +22,7 @@ from anabranch.models import build
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.gantt import timeline_svg
 from anabranch.report.theme import Drawing, rect, text, text_width
+from anabranch.report.timeline_layout import ShownTimeline
 from anabranch.schedule import rule_named
 from anabranch.schedule.asynchronous import repeated
 from anabranch.simulator.costs import StageTimes
@@ -63,8 +64,8 @@ def step_of(graph: StageGraph, schedule: str) -> tuple[StageGraph, Timeline]:
 
 def panels(steps: Mapping[str, tuple[StageGraph, Timeline]]) -> str:
     """Timelines below each other."""
-    timelines = [(title, timeline) for title, (_, timeline) in steps.items()]
-    return timeline_svg(timelines, [graph for graph, _ in steps.values()])
+    shown = [ShownTimeline(title, timeline, graph) for title, (graph, timeline) in steps.items()]
+    return timeline_svg(shown)
 
 
 def schedules() -> str:

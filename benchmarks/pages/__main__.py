@@ -21,6 +21,7 @@ from pathlib import Path
 from anabranch import Cluster, capture, estimate, plan, simulate
 from anabranch.models import build
 from anabranch.report.html import page
+from anabranch.report.timeline_layout import ShownTimeline
 from anabranch.simulator.critical_path import critical_path
 
 PROBE = """<script>
@@ -44,8 +45,8 @@ def page_of(devices: int) -> str:
     cluster = Cluster.preset(f"summit:{devices // 4}x4")
     best = plan(profile, cluster, 16 * devices, planner="graphpipe")
     timeline = simulate(best, profile, cluster)
-    paths = [critical_path(timeline, best.stage_graph)]
-    return page(best, [("predicted", timeline)], paths=paths)
+    path = critical_path(timeline, best.stage_graph)
+    return page(best, [ShownTimeline("predicted", timeline, best.stage_graph, path)])
 
 
 def seconds(file: Path, browser: str) -> tuple[float, float, int]:

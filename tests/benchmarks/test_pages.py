@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from anabranch.report.html import page
+from anabranch.report.timeline_layout import ShownTimeline
 from benchmarks.pages.__main__ import PROBE, seconds
-from tests.report.examples import STEP, plan, timeline
+from tests.report.examples import STEP, TWO_TOWERS, plan, timeline
 
 BROWSER = shutil.which("chromium")
 
@@ -17,7 +18,7 @@ def test_opening_and_zoom_are_measured(tmp_path: Path) -> None:
     """The zoom is part of what comes after the opening."""
     assert BROWSER is not None
     file = tmp_path / "page.html"
-    text = page(plan(), [("predicted", timeline(STEP))])
+    text = page(plan(), [ShownTimeline("predicted", timeline(STEP), TWO_TOWERS)])
     file.write_text(text.replace("</body>", PROBE), encoding="utf-8")
     opened, zoomed, elements = seconds(file, BROWSER)
     assert opened > 0

@@ -17,6 +17,7 @@ from anabranch.record.figures import told
 from anabranch.report import html
 from anabranch.report.html import page as page_of
 from anabranch.report.theme import PIXELS
+from anabranch.report.timeline_layout import ShownTimeline
 from tests.record.test_figures import STEPS, on_page
 from tests.report.examples import STEP, TWO_TOWERS, chain, plan, timeline
 
@@ -115,7 +116,7 @@ def test_the_stage_graph_is_whole_and_can_be_read(tmp_path: Path, stages: int, w
 
 def test_stages_are_coloured_by_the_share_that_they_compute(tmp_path: Path) -> None:
     """In both pictures, from the last timeline of the plan: 4 and 4.9 of 8.5 ms."""
-    text = page_of(plan(), [("predicted", timeline(STEP))])
+    text = page_of(plan(), [ShownTimeline("predicted", timeline(STEP), TWO_TOWERS)])
     assert len(TWO_TOWERS) == 3
     for share in (4 / 8.5, 4.9 / 8.5):
         assert f"busy {share:.0%}" in text
@@ -183,7 +184,7 @@ def test_a_page_of_many_boxes_is_drawn_on_a_canvas_alone(
     lines = []
     for most in (5, 5_000):
         monkeypatch.setattr(html, "PIXELS", replace(PIXELS, most_boxes=most))
-        text = page_of(plan(ALIKE), [("predicted", BOTH)])
+        text = page_of(plan(ALIKE), [ShownTimeline("predicted", BOTH, ALIKE)])
         (data,) = re.findall(r'id="timeline-data">(.*?)</script>', text)
         rows = json.loads(data)["panels"][0]["rows"]
         assert (len(rows[0]), rows[1]) == (3, 0)
@@ -216,7 +217,7 @@ def test_replicas_that_do_the_same_are_one_lane(tmp_path: Path) -> None:
     console.log('opens', rows() === open);
     console.log('path', one('[data-switch=path]').hidden);
     """
-    text = page_of(plan(ALIKE), [("predicted", BOTH)])
+    text = page_of(plan(ALIKE), [ShownTimeline("predicted", BOTH, ALIKE)])
     same = "2 devices that do the same; Enter opens it"
     expected = [
         "folds true true",
@@ -226,7 +227,7 @@ def test_replicas_that_do_the_same_are_one_lane(tmp_path: Path) -> None:
     ]
     assert probed(tmp_path / "page.html", text, script) == expected
     other = timeline("0: 0F0 0-1 | 0B0 4-6\n1: 0F0 2-3 | 0B0 4-6")
-    text = page_of(plan(ALIKE), [("predicted", other)])
+    text = page_of(plan(ALIKE), [ShownTimeline("predicted", other, ALIKE)])
     says = "press('ArrowDown'); console.log(one('#said').textContent);"
     (line,) = probed(tmp_path / "page.html", text, says)
     assert line.endswith("2 devices that do the same, within 23.5% of the whole; Enter folds it")
@@ -259,7 +260,7 @@ def test_stage_lane_and_row_are_linked(tmp_path: Path) -> None:
     console.log('path', path.hidden, path.getAttribute('aria-pressed'));
     """
     spans = [s for s in timeline(STEP).spans if s.action.kind.is_compute][:1]
-    text = page_of(plan(), [("predicted", timeline(STEP))], paths=[spans])
+    text = page_of(plan(), [ShownTimeline("predicted", timeline(STEP), TWO_TOWERS, spans)])
     text = text.replace("3145728", "1048576")
     assert probed(tmp_path / "page.html", text, script) == [
         "row TR,g,g2",

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.report.gantt import timeline_svg
 from anabranch.report.theme import text_width
-from anabranch.report.timeline_layout import arrange
+from anabranch.report.timeline_layout import ShownTimeline, arrange
 from anabranch.schedule.schedule import Action, Kind
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
 from tests.report.examples import STEP, TWO_TOWERS, chain, of_class, parse, texts, timeline
 from tests.strategies import stage_graphs, timelines
 
 PREDICTED = timeline(STEP)
+SHOWN = [ShownTimeline("predicted", PREDICTED, TWO_TOWERS)]
 
 
 def drawn_actions(root):
@@ -32,7 +33,7 @@ def boxes_in(root, css):
 
 def test_every_action_is_a_box_of_its_kind():
     """Six forwards and six backwards."""
-    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    root = parse(timeline_svg(SHOWN))
     assert len(boxes_in(root, "f")) == 6
     assert len(boxes_in(root, "b")) == 6
     assert drawn_actions(root) == 12
@@ -40,8 +41,8 @@ def test_every_action_is_a_box_of_its_kind():
 
 def test_boxes_are_where_their_time_is():
     """0B0 lasts from 4 to 5 ms of the 8.5 ms that the picture is wide."""
-    layout = arrange([("predicted", PREDICTED)], TWO_TOWERS)
-    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    layout = arrange(SHOWN)
+    root = parse(timeline_svg(SHOWN))
     left, width = boxes_in(root, "b")[0]
     assert left == pytest.approx(layout.left + (layout.right - layout.left) * 4 / 8.5, abs=0.01)
     assert width + 0.5 == pytest.approx((layout.right - layout.left) / 8.5, abs=0.01)
@@ -49,7 +50,7 @@ def test_boxes_are_where_their_time_is():
 
 def test_rows_name_device_stage_and_operators():
     """A reader should see which tower runs where."""
-    written = texts(parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS)))
+    written = texts(parse(timeline_svg(SHOWN)))
     assert "device 0 \u00b7 stage 0" in written
     assert "text.0, text.1" in written
     assert "device 1 \u00b7 stage 1" in written
@@ -58,13 +59,13 @@ def test_rows_name_device_stage_and_operators():
 
 def test_headings_give_step_and_bubble():
     """12.9 of 25.5 ms of device time are compute."""
-    written = texts(parse(timeline_svg([("both towers", PREDICTED)], TWO_TOWERS)))
+    written = texts(parse(timeline_svg([ShownTimeline("both towers", PREDICTED, TWO_TOWERS)])))
     assert "both towersstep 8.50 ms \u00b7 bubble 49.4%" in written
 
 
 def test_micro_batches_are_numbered():
     """0 and 1, forward and backward, on three devices."""
-    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    root = parse(timeline_svg(SHOWN))
     numbers = ["".join(e.itertext()) for e in of_class(root, "text", "tf", "tb")]
     assert sorted(numbers) == ["0"] * 6 + ["1"] * 6
 
@@ -73,7 +74,7 @@ def test_numbers_are_left_out_where_they_do_not_fit():
     """A thousand micro-batches on 1,000 pixels: boxes, but no numbers."""
     spans = tuple(Span(0, i * 1e-3, (i + 1) * 1e-3, Action(0, Kind.FORWARD, i)) for i in range(900))
     step = Timeline(spans, (0,), "predicted", 0.9, {})
-    root = parse(timeline_svg([("predicted", step)], chain(1)))
+    root = parse(timeline_svg([ShownTimeline("predicted", step, chain(1))]))
     assert drawn_actions(root) == 900
     assert of_class(root, "text", "tf") == []
 
@@ -85,14 +86,14 @@ def test_timelines_share_one_axis():
         step_s=17e-3,
         spans=tuple(replace(s, start=2 * s.start, end=2 * s.end) for s in PREDICTED.spans),
     )
-    root = parse(timeline_svg([("fast", PREDICTED), ("slow", slow)], TWO_TOWERS))
+    root = parse(timeline_svg([*SHOWN, ShownTimeline("slow", slow, TWO_TOWERS)]))
     found = boxes_in(root, "f")
     assert found[6][1] + 0.5 == pytest.approx(2 * (found[0][1] + 0.5), abs=0.02)
 
 
 def test_messages_are_arrows_between_few_devices():
     """One forward and one backward, each a curve and a tip."""
-    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    root = parse(timeline_svg(SHOWN))
     panel = next(g for g in root.iter() if g.get("class") == "panel")
     for css in ("wf", "wb", "hf", "hb"):
         assert len(of_class(panel, "path", css)) == 1
@@ -103,7 +104,7 @@ def test_messages_are_marks_between_many_devices():
     graph = chain(20)
     step = timeline("0: 0F0 0-1 | 0SF0>1@1[0:1] 1-2\n1: 1RF0<0@0[0:1] 1-2 | 1F0 2-3")
     step = replace(step, devices=graph.devices)
-    root = parse(timeline_svg([("predicted", step)], graph))
+    root = parse(timeline_svg([ShownTimeline("predicted", step, graph)]))
     panel = next(g for g in root.iter() if g.get("class") == "panel")
     assert of_class(panel, "path", "wf") == []
     assert len(of_class(panel, "rect", "hf")) == 1
@@ -111,10 +112,10 @@ def test_messages_are_marks_between_many_devices():
 
 def test_what_follows_the_last_action_is_shown():
     """All-reduce and update take the last half millisecond, on all three devices."""
-    root = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    root = parse(timeline_svg(SHOWN))
     assert len(of_class(root, "rect", "tail")) == 3 + 1  # and the legend
     whole = replace(PREDICTED, step_s=PREDICTED.makespan_s)
-    root = parse(timeline_svg([("predicted", whole)], TWO_TOWERS))
+    root = parse(timeline_svg([ShownTimeline("predicted", whole, TWO_TOWERS)]))
     assert of_class(root, "rect", "tail") == []
 
 
@@ -125,8 +126,9 @@ SUMS = tuple(SumSpan(d, at / 1e3, (at + 0.5) / 1e3, (0,), 100) for d in (0, 1) f
 def test_all_reduces_have_a_strip_of_their_row():
     """Below the boxes, as long as the sums; the row is that much higher, and nothing else is."""
     step = replace(PREDICTED, sums=SUMS)
-    layout, plain = (arrange([("predicted", t)], TWO_TOWERS) for t in (step, PREDICTED))
-    root = parse(timeline_svg([("predicted", step)], TWO_TOWERS))
+    shown = [ShownTimeline("predicted", step, TWO_TOWERS)]
+    layout, plain = arrange(shown), arrange(SHOWN)
+    root = parse(timeline_svg(shown))
     boxes = [box for box in of_class(root, "rect", "sum") if box.get("data-n")]
     pixels = (layout.right - layout.left) * 0.5 / 8.5
     assert [float(b.get("width", "")) for b in boxes] == [pytest.approx(pixels - 0.5, abs=0.01)] * 4
@@ -141,7 +143,7 @@ def test_the_legend_names_all_reduces_where_they_are_drawn():
     """What is left after the last action is then more than they."""
     for sums, said in ((SUMS, {"all-reduce", "after the last action"}), ((), set())):
         step = replace(PREDICTED, sums=sums)
-        written = set(texts(parse(timeline_svg([("predicted", step)], TWO_TOWERS))))
+        written = set(texts(parse(timeline_svg([ShownTimeline("predicted", step, TWO_TOWERS)]))))
         assert written & {"all-reduce", "after the last action"} == said
         assert ("all-reduce and update" in written) == (not sums)
 
@@ -152,14 +154,14 @@ UPDATES = tuple(OverheadSpan(d, 8e-3, 8.5e-3, "update") for d in (0, 1))
 def test_updates_are_boxes_behind_the_actions():
     """As long as they take, in the row and the legend; bookkeeping is not drawn."""
     step = replace(PREDICTED, overheads=(*UPDATES, OverheadSpan(0, 0.0, 1e-3, "bookkeeping")))
-    layout = arrange([("predicted", step)], TWO_TOWERS)
-    root = parse(timeline_svg([("predicted", step)], TWO_TOWERS))
+    layout = arrange([ShownTimeline("predicted", step, TWO_TOWERS)])
+    root = parse(timeline_svg([ShownTimeline("predicted", step, TWO_TOWERS)]))
     boxes = of_class(root, "rect", "update")[1:]  # behind that of the legend
     pixels = (layout.right - layout.left) * 0.5 / 8.5
     assert [float(b.get("width", "")) for b in boxes] == [pytest.approx(pixels - 0.5, abs=0.01)] * 2
     assert [float(b.get("y", "")) for b in boxes] == list(layout.panels[0].tops[:2])
     assert "update" in texts(root)
-    plain = parse(timeline_svg([("predicted", PREDICTED)], TWO_TOWERS))
+    plain = parse(timeline_svg(SHOWN))
     assert not of_class(plain, "rect", "update")
 
 
@@ -167,7 +169,7 @@ def test_a_thousand_pieces_of_an_all_reduce_are_drawn_together():
     """One box for three pixels at most, as for actions."""
     pieces = tuple(SumSpan(0, i * 1e-3, (i + 1) * 1e-3, (0,), 1) for i in range(8000))
     step = Timeline((), (0,), "predicted", 8.0, {}, pieces)
-    root = parse(timeline_svg([("predicted", step)], chain(1)))
+    root = parse(timeline_svg([ShownTimeline("predicted", step, chain(1))]))
     boxes = [box for box in of_class(root, "rect", "sum") if box.get("data-n")]
     assert sum(int(box.get("data-n", "")) for box in boxes) == 8000
     assert len(boxes) < 600
@@ -176,7 +178,7 @@ def test_a_thousand_pieces_of_an_all_reduce_are_drawn_together():
 def test_a_legend_that_is_too_long_goes_on_below():
     """At 480 pixels nothing sticks out."""
     step = replace(PREDICTED, sums=SUMS)
-    root = parse(timeline_svg([("predicted", step)], TWO_TOWERS, width=480))
+    root = parse(timeline_svg([ShownTimeline("predicted", step, TWO_TOWERS)], width=480))
     (label,) = [e for e in root.iter() if e.text == "messages between devices"]
     assert float(label.get("x", "")) + text_width(label.text, 12) <= 480
     assert float(label.get("y", "")) > 32
@@ -185,7 +187,7 @@ def test_a_legend_that_is_too_long_goes_on_below():
 def test_kinds_of_a_split_backward_are_told_apart():
     """The legend changes with them."""
     step = timeline("0: 0F0 0-1 | 0I0 1-2 | 0W0 2-3")
-    root = parse(timeline_svg([("zero bubble", step)], chain(1)))
+    root = parse(timeline_svg([ShownTimeline("zero bubble", step, chain(1))]))
     assert len(boxes_in(root, "w")) == 1
     assert "weight gradient" in texts(root)
 
@@ -193,42 +195,38 @@ def test_kinds_of_a_split_backward_are_told_apart():
 def test_several_stages_on_one_device_share_its_row():
     """Interleaving."""
     step = timeline("0: 0F0 0-1 | 2F0 1-2\n1: 1F0 0-1")
-    written = texts(parse(timeline_svg([("interleaved", step)], chain(3))))
+    written = texts(parse(timeline_svg([ShownTimeline("interleaved", step, chain(3))])))
     assert "device 0 \u00b7 stages 0,2" in written
 
 
 def test_stages_of_one_device_are_told_apart():
     """The second stage is paler, and the note says so."""
     step = timeline("0: 0F0 0-1 | 2F0 1-2\n1: 1F0 0-1")
-    svg = timeline_svg([("interleaved", step)], chain(3))
+    svg = timeline_svg([ShownTimeline("interleaved", step, chain(3))])
     boxes = [b for b in of_class(parse(svg), "rect", "f") if b.get("data-n")]
     assert [b.get("class") for b in boxes] == ["f", "f p1", "f"]
     assert "paler: later stages of a device" in svg
-    assert "paler" not in timeline_svg([("predicted", PREDICTED)], TWO_TOWERS)
+    assert "paler" not in timeline_svg(SHOWN)
 
 
 def test_two_plans_can_be_compared():
     """Every timeline with its own stage graph."""
     step = timeline("0: 0F0 0-1 | 0B0 1-3", step_ms=3)
-    graphs = [TWO_TOWERS, chain(1)]
-    written = texts(parse(timeline_svg([("graph", PREDICTED), ("one", step)], graphs)))
+    written = texts(parse(timeline_svg([*SHOWN, ShownTimeline("one", step, chain(1))])))
     assert {"text.0, text.1", "op0"} <= set(written)
 
 
-@pytest.mark.parametrize(
-    ("timelines_given", "graph", "width"),
-    [([], TWO_TOWERS, 1200), ([("a", PREDICTED)], [], 1200), ([("a", PREDICTED)], TWO_TOWERS, 99)],
-)
-def test_wrong_arguments_are_refused(timelines_given, graph, width):
-    """Nothing to draw, no stages for it, no room."""
+@pytest.mark.parametrize(("shown", "width"), [([], 1200), (SHOWN, 99)])
+def test_wrong_arguments_are_refused(shown, width):
+    """Nothing to draw, no room."""
     with pytest.raises(ValueError, match="needed are"):
-        timeline_svg(timelines_given, graph, width=width)
+        timeline_svg(shown, width=width)
 
 
 def test_a_step_in_which_nothing_happened():
     """A recording may be empty; the rows are still there."""
     nothing = Timeline((), (0, 1, 2), "measured", 0.0, {})
-    root = parse(timeline_svg([("measured", nothing)], TWO_TOWERS))
+    root = parse(timeline_svg([ShownTimeline("measured", nothing, TWO_TOWERS)]))
     assert "device 2 \u00b7 stage 2" in texts(root)
 
 
@@ -238,7 +236,8 @@ def test_ten_thousand_actions_make_a_small_picture():
         Span(0, i * 1e-4, i * 1e-4 + 9e-5, Action(0, Kind("FB"[i % 2]), i // 2))
         for i in range(10_000)
     )
-    svg = timeline_svg([("predicted", Timeline(spans, (0,), "predicted", 1.0, {}))], chain(1))
+    step = Timeline(spans, (0,), "predicted", 1.0, {})
+    svg = timeline_svg([ShownTimeline("predicted", step, chain(1))])
     root = parse(svg)
     assert drawn_actions(root) == 10_000
     assert len(of_class(root, "rect", "f", "b")) < 1200
@@ -250,7 +249,7 @@ def test_ten_thousand_actions_make_a_small_picture():
 def test_any_step_is_drawn_in_full_and_in_the_picture(data, graph):
     """No action is lost, nothing sticks out, and the picture is the same each time."""
     step = data.draw(timelines(graph))
-    svg = timeline_svg([("step", step)], graph)
+    svg = timeline_svg([ShownTimeline("step", step, graph)])
     root = parse(svg)
     width, height = float(root.get("width", "")), float(root.get("height", ""))
     assert drawn_actions(root) == len(step.spans)
@@ -260,14 +259,14 @@ def test_any_step_is_drawn_in_full_and_in_the_picture(data, graph):
         x, y = float(box.get("x", "")), float(box.get("y", ""))
         assert 0 <= x <= x + float(box.get("width", "")) <= width
         assert 0 <= y <= y + float(box.get("height", "")) <= height
-    assert svg == timeline_svg([("step", step)], graph)
+    assert svg == timeline_svg([ShownTimeline("step", step, graph)])
 
 
 def test_names_are_escaped():
     """Of operators and headings."""
     graph = StageGraph((Stage(("<script>&", "]]>"), (0,), 1),), (), 1)
     step = timeline("0: 0F0 0-1")
-    written = texts(parse(timeline_svg([('</text>"', step)], graph)))
+    written = texts(parse(timeline_svg([ShownTimeline('</text>"', step, graph)])))
     assert "<script>&, ]]>" in written
     assert any(line.startswith('</text>"') for line in written)
 
@@ -279,6 +278,6 @@ def test_rows_never_overlap(devices):
     sums = (SumSpan(0, 0.0, 1.0, (0,), 1),)
     for known in ((), sums):
         step = Timeline((), graph.devices, "predicted", 1.0, {}, known)
-        panel = arrange([("step", step)], graph).panels[0]
+        panel = arrange([ShownTimeline("step", step, graph)]).panels[0]
         assert all(b - a >= panel.row_height + 1 for a, b in pairwise(panel.tops))
         assert panel.box_height >= 3

@@ -22,35 +22,24 @@ if TYPE_CHECKING:
     from anabranch.plans.stages import StageGraph
     from anabranch.profile.profile import Profile
     from anabranch.report.figure import ReportTable
-    from anabranch.timeline import Timeline
+    from anabranch.report.timeline_layout import ShownTimeline
     from anabranch.weights import OptimizerFacts
 
 
 def write_page(
     file: Path,
     plan: Plan,
-    drawn: Sequence[tuple[str, Timeline, StageGraph]],
+    drawn: Sequence[ShownTimeline],
     tables: Sequence[ReportTable],
     notes: Sequence[str] = (),
 ) -> None:
-    """Write the page of a plan, with timelines, of steps with a flush each with its critical path.
-
-    Args:
-        drawn: heading, timeline and stage graph of each.
-    """
+    """Write the page of a plan, with timelines and the critical paths of steps."""
     from anabranch.report.html import page
     from anabranch.simulator.critical_path import critical_path
 
-    has_steps = plan.mode == "sync"  # without a flush a timeline is no step
-    text = page(
-        plan,
-        [(title, timeline) for title, timeline, _ in drawn],
-        graphs=[graph for _, _, graph in drawn],
-        tables=tables,
-        paths=[critical_path(timeline, graph) for _, timeline, graph in drawn if has_steps],
-        notes=notes,
-    )
-    file.write_text(text, encoding="utf-8")
+    if plan.mode == "sync":  # without a flush a timeline is no step
+        drawn = [one._replace(path=critical_path(one.timeline, one.graph)) for one in drawn]
+    file.write_text(page(plan, drawn, tables=tables, notes=notes), encoding="utf-8")
 
 
 def write_comparison(
@@ -64,6 +53,7 @@ def write_comparison(
     """Write the page of the best plan, with the others beside it: stages and timelines of three."""
     from anabranch import solve
     from anabranch.report.figure import ReportTable
+    from anabranch.report.timeline_layout import ShownTimeline
 
     plans = plans_among(results)
     first = best.contender
@@ -71,17 +61,18 @@ def write_comparison(
     headings, rows = comparison(results, optimizer)
     table = ReportTable("Plans side by side", [" ".join(text.split()) for text in headings], rows)
     has_planner = names_planner(results)
-    drawn: dict[StageGraph, tuple[str, Timeline, StageGraph]] = {}
+    drawn: dict[StageGraph, ShownTimeline] = {}
     for contender in (first, *others):
         plan, graph = plans[contender], plans[contender].stage_graph
         if graph in drawn or len(drawn) == 3:
             continue
         title = contender.name if has_planner else contender.policy
         if plan.mode == "sync":
-            drawn[graph] = title, solve.foreseen(plan, costs, cluster)[1], graph
+            timeline = solve.foreseen(plan, costs, cluster)[1]
+            drawn[graph] = ShownTimeline(title, timeline, graph)
         else:
             simulated = solve.simulate_async(plan, costs, cluster, optimizer=optimizer)
-            drawn[graph] = title, simulated.timeline, simulated.graph
+            drawn[graph] = ShownTimeline(title, simulated.timeline, simulated.graph)
     notes = [*best.lines(), *remarks(results, costs.origin)]
     shown = plans[first]
     if shown.mode == "sync":

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -33,6 +33,9 @@ from anabranch.record.figures import beside, tables, told
 from anabranch.record.run import Origin, Run, StepPart, finite
 from anabranch.schedule.schedule import Action
 from anabranch.timeline import OverheadSpan, Span, SumSpan, Timeline
+
+if TYPE_CHECKING:
+    from anabranch.report.timeline_layout import ShownTimeline
 
 RUN = "anabranch.run/1"
 
@@ -72,7 +75,7 @@ def save_run(run: Run, folder: Path) -> None:
     # A run of a single step, or of short batches alone, has recorded none.
     if run.timelines:
         is_endless = run.mode == "async"
-        picture = timeline_svg(run.timelines, run.plan.stage_graph, is_endless=is_endless)
+        picture = timeline_svg(_shown(run), is_endless=is_endless)
         (folder / "timeline.svg").write_text(picture, encoding="utf-8")
     write_report(run, folder / "report.html")
 
@@ -122,19 +125,12 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
     """
     from anabranch.report.html import page
     from anabranch.report.stage_table import WeightVersions
-    from anabranch.simulator.critical_path import critical_path
 
     document = run.figures()
     name, other = against or ("", None)
-    shown = [(title, timeline, run.plan.stage_graph) for title, timeline in run.timelines]
-    if other is not None:
-        graph = other.plan.stage_graph
-        shown += [(f"{name}: {title}", timeline, graph) for title, timeline in other.timelines]
     text = page(
         _measured_plan(run),
-        [(title, timeline) for title, timeline, _ in shown],
-        graphs=[graph for _, _, graph in shown] if other is not None else None,
-        paths=[critical_path(t, g) for _, t, g in shown] if run.mode == "sync" else (),
+        [*_shown(run), *(_shown(other, f"{name}: ") if other is not None else ())],
         figures=told(document),
         tables=[*(beside(document, name, other.figures()) if other else ()), *tables(document)],
         headline=_headline(run),
@@ -146,6 +142,18 @@ def write_report(run: Run, path: Path, *, against: tuple[str, Run] | None = None
         weights=WeightVersions(run.version_difference, run.peak_versions, run.round_robin),
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _shown(run: Run, before: str = "") -> list[ShownTimeline]:
+    """Return the timelines of a run, of steps with a flush with their critical paths."""
+    from anabranch.report.timeline_layout import ShownTimeline
+    from anabranch.simulator.critical_path import critical_path
+
+    graph, is_sync = run.plan.stage_graph, run.mode == "sync"
+    return [
+        ShownTimeline(before + title, t, graph, critical_path(t, graph) if is_sync else ())
+        for title, t in run.timelines
+    ]
 
 
 def _headline(run: Run) -> str:

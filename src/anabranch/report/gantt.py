@@ -31,7 +31,7 @@ from anabranch.report.theme import (
     text_width,
     ticks,
 )
-from anabranch.report.timeline_layout import STYLE, Graphs, Panel, TimelineLayout, arrange
+from anabranch.report.timeline_layout import STYLE, Panel, ShownTimeline, TimelineLayout, arrange
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Span, Timeline
 
@@ -42,24 +42,19 @@ CSS = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.INPUT_GRADIENT: "b", Kind.WEI
 
 
 def timeline_svg(
-    timelines: Sequence[tuple[str, Timeline]],
-    graph: Graphs,
-    *,
-    width: float = 1200,
-    is_endless: bool = False,
+    shown: Sequence[ShownTimeline], *, width: float = 1200, is_endless: bool = False
 ) -> str:
     """Draw timelines below each other on a common axis, as an SVG document.
 
     Args:
-        timelines: headings and timelines, from top to bottom.
-        graph: the stage graph of all timelines, or one for each.
+        shown: timelines from top to bottom.
         width: in pixels, at least 480.
         is_endless: the timelines show several mini-batches without a flush, not a step.
 
     Raises:
-        ValueError: without a timeline, or if graphs and timelines differ in number.
+        ValueError: without a timeline.
     """
-    return paint(arrange(timelines, graph, width=width, is_endless=is_endless)).svg()
+    return paint(arrange(shown, width=width, is_endless=is_endless)).svg()
 
 
 def title(layout: TimelineLayout) -> str:

@@ -43,7 +43,7 @@ SWITCHES = (
 
 def page(
     plan: Plan,
-    timelines: Sequence[tuple[str, Timeline]],
+    shown: Sequence[timeline_layout.ShownTimeline],
     *,
     figures: Sequence[Figure] = (),
     tables: Sequence[ReportTable] = (),
@@ -51,17 +51,15 @@ def page(
     other_curves: Mapping[str, Sequence[float]] | None = None,
     about: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
-    graphs: Sequence[StageGraph] | None = None,
     weights: WeightVersions = NOT_MEASURED,
     steps_before: int = 0,
-    paths: page_data.Paths = (),
     headline: str = "",
 ) -> str:
     """Write the page.
 
     Args:
         plan: the plan to show.
-        timelines: headings and timelines, from top to bottom.
+        shown: timelines from top to bottom.
         figures: figures at the top; by default those predicted by the plan.
         tables: tables below the figures.
         curves: values over the steps, such as the loss.
@@ -69,44 +67,37 @@ def page(
         steps_before: steps of earlier runs, after which the curves begin.
         about: origin of the page, such as command and date.
         notes: remarks, one sentence each; those of the plan come first.
-        graphs: the stage graph of each timeline, if they are not all the plan's.
         weights: weight versions of a run without a flush.
-        paths: the critical path of each timeline, see ``simulator.critical_path``.
         headline: the first sentence; by default that of the plan's prediction.
-
-    Raises:
-        ValueError: if graphs and timelines differ in number.
     """
     title = f"{plan.model or 'model'} on {plan.cluster or 'devices'}"
     parts = [
         _header(plan, title, weights, headline),
         _figures([*(figures or _predicted(plan)), _shape(plan)]),
     ]
-    shown = list(graphs or [plan.stage_graph] * len(timelines))
-    kinds = [names.same_stages(graph) for graph in (*shown, plan.stage_graph)]
+    graphs = *(one.graph for one in shown), plan.stage_graph
+    kinds = [names.same_stages(graph) for graph in graphs]
     numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
     own = numbers[kinds[-1]]
     if len(set(kinds[:-1])) > 1:
-        for (name, timeline), graph in zip(timelines, shown, strict=False):
-            stages = _stages(graph, timeline, numbers[names.same_stages(graph)])
-            parts.append(_section(f"Stages: {name}", stages, is_foldable=True))
+        for one, kind in zip(shown, kinds, strict=False):
+            stages = _stages(one.graph, one.timeline, numbers[kind])
+            parts.append(_section(f"Stages: {one.title}", stages, is_foldable=True))
     else:
-        graph = plan.stage_graph
-        same = [t for (_, t), kind in zip(timelines, kinds, strict=False) if kind == kinds[-1]]
-        stages = _stages(graph, same[-1] if same else None, own)
+        same = [one.timeline for one, kind in zip(shown, kinds, strict=False) if kind == kinds[-1]]
+        stages = _stages(plan.stage_graph, same[-1] if same else None, own)
         parts.append(_section("Stages", stages, is_foldable=True))
     script = ""
-    if timelines:
+    if shown:
         is_endless = plan.mode == "async"
-        layout = timeline_layout.arrange(
-            timelines, graphs or plan.stage_graph, width=PIXELS.width, is_endless=is_endless
-        )
+        layout = timeline_layout.arrange(shown, width=PIXELS.width, is_endless=is_endless)
         what = "Some mini-batches" if is_endless else "One training step"
-        is_large = sum(len(t.spans) + len(t.sums) for _, t in timelines) > PIXELS.most_boxes
+        timelines = [one.timeline for one in shown]
+        is_large = sum(len(t.spans) + len(t.sums) for t in timelines) > PIXELS.most_boxes
         drawing = None if is_large else gantt.paint(layout)
         parts.append(_timeline_section(what, gantt.title(layout), drawing))
-        script = _script(layout, paths)
-        if any(any(timeline.memory.values()) for _, timeline in timelines):
+        script = _script(layout)
+        if any(any(timeline.memory.values()) for timeline in timelines):
             memory = _canvas("memory", "Memory of every device over the step")
             parts.append(_section("Memory of every device", memory))
     parts += [_text_table(table) for table in tables]
@@ -120,8 +111,8 @@ def page(
             other=(other_curves or {}).get(name, ()),
         )
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
-    table = _scrolling(stage_table(plan, timelines, shown, weights, own), "Stages in detail")
-    parts.append(_section("Stages in detail", f"{_SEARCH if timelines else ''}{table}"))
+    table = _scrolling(stage_table(plan, shown, weights, own), "Stages in detail")
+    parts.append(_section("Stages in detail", f"{_SEARCH if shown else ''}{table}"))
     limits = plan.predicted is not None and bound_text(
         plan.predicted, plan.stage_graph
     ) + enough_text(plan.predicted)
@@ -165,8 +156,8 @@ _SEARCH = (
 )
 
 
-def _script(layout: timeline_layout.TimelineLayout, paths: page_data.Paths) -> str:
-    data = page_data.as_json(page_data.data(layout, paths))
+def _script(layout: timeline_layout.TimelineLayout) -> str:
+    data = page_data.as_json(page_data.data(layout))
     return (
         f'<script type="application/json" id="timeline-data">{data}</script>\n'
         f"<script>(() => {{\n{_resource('page.js')}{_resource('page_links.js')}}})();</script>"

@@ -6,8 +6,8 @@ The script draws them by the rules of ``gantt``, on a canvas, and finds what is 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 from anabranch.plans.plan import memory_text, ranges
 from anabranch.report import gantt, lanes, names, timeline_layout
@@ -29,26 +29,10 @@ def as_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-class PathPart(Protocol):
-    """A part of the critical path of a step: a device and seconds."""
-
-    @property
-    def device(self) -> int: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-
-
-Paths = Sequence[Sequence[PathPart]]
-"""The critical path of each timeline, the latest part first; empty where it is not known."""
-
-
-def data(layout: timeline_layout.TimelineLayout, paths: Paths = ()) -> dict[str, Any]:
+def data(layout: timeline_layout.TimelineLayout) -> dict[str, Any]:
     """Return the data of all timelines; times in microseconds."""
     kinds = [names.same_stages(panel.graph) for panel in layout.panels]
     graphs = [*dict.fromkeys(kinds)]
-    known: list[Sequence[PathPart]] = [*paths, *([()] * (len(layout.panels) - len(paths)))]
     return {
         "legend": [[VARIABLES[css], label] for css, label in gantt.legend(layout)],
         "note": gantt.legend_note(layout),
@@ -61,16 +45,14 @@ def data(layout: timeline_layout.TimelineLayout, paths: Paths = ()) -> dict[str,
         "numberSizes": gantt.NUMBER_SIZES,
         "kinds": [[VARIABLES[gantt.CSS[kind]], names.KINDS[kind]] for kind in KINDS],
         "panels": [
-            _panel(panel, path, layout.is_endless)
+            _panel(panel, layout.is_endless)
             | {"graph": graphs.index(names.same_stages(panel.graph))}
-            for panel, path in zip(layout.panels, known, strict=True)
+            for panel in layout.panels
         ],
     }
 
 
-def _panel(
-    panel: timeline_layout.Panel, path: Sequence[PathPart], is_endless: bool
-) -> dict[str, Any]:
+def _panel(panel: timeline_layout.Panel, is_endless: bool) -> dict[str, Any]:
     prefix = names.graph_prefix(panel.graph)
     typical = lanes.typical(panel.timeline)
     row_of = {row.device: i for i, row in enumerate(panel.rows)}
@@ -126,7 +108,7 @@ def _panel(
         ),
         "peaks": [panel.timeline.peak_bytes.get(row.device, 0) for row in panel.rows],
         # row, start, end
-        "path": [[row_of[p.device], _us(p.start), _us(p.end)] for p in reversed(path)],
+        "path": [[row_of[p.device], _us(p.start), _us(p.end)] for p in reversed(panel.path)],
     }
 
 

@@ -9,6 +9,7 @@ from anabranch.plans.plan import Plan, ranges
 from anabranch.plans.stages import StageGraph
 from anabranch.report import lanes, names
 from anabranch.report.theme import escape, significant
+from anabranch.report.timeline_layout import ShownTimeline
 from anabranch.schedule.schedule import Kind
 from anabranch.timeline import Timeline
 
@@ -44,25 +45,19 @@ def busy_shares(graph: StageGraph, timeline: Timeline) -> list[float]:
 
 def stage_table(
     plan: Plan,
-    timelines: Sequence[tuple[str, Timeline]],
-    graphs: Sequence[StageGraph],
+    shown: Sequence[ShownTimeline],
     weights: WeightVersions,
     number: int,
 ) -> str:
     """Return a table of the stages, with times of the timelines that executed this plan.
 
     Args:
-        graphs: the stage graph of each timeline.
         number: of the plan's stages among those of the page, for its script.
     """
     graph = plan.stage_graph
-    own = [
-        (title, t)
-        for (title, t), g in zip(timelines, graphs, strict=True)
-        if names.same_stages(g) == names.same_stages(graph)
-    ]
-    times = [lanes.medians(t) for _, t in own]
-    which = " / ".join(title for title, _ in own)
+    own = [one for one in shown if names.same_stages(one.graph) == names.same_stages(graph)]
+    times = [lanes.medians(one.timeline) for one in own]
+    which = " / ".join(one.title for one in own)
     heads = [("stage", ""), ("after", ""), ("devices", ""), ("micro-batch", ""), ("in flight", "")]
     if weights.version_difference:
         heads += [
@@ -92,7 +87,7 @@ def stage_table(
             versions = ", ".join(map(str, peaks))
             cells += [str(weights.version_difference[s]), versions]
         if times:
-            cells += _stage_times(s, [busy_shares(graph, t) for _, t in own], times)
+            cells += _stage_times(s, [busy_shares(graph, one.timeline) for one in own], times)
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         rows.append(
             f"<tr>{row}{_operators_cell(stage.operators, names.operators(stage, prefix))}</tr>"

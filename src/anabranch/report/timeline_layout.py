@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from anabranch.plans.stages import StageGraph
 from anabranch.report import lanes, names
 from anabranch.report.theme import PIXELS, text_width
-from anabranch.timeline import Timeline
+from anabranch.timeline import PathSegment, Timeline
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,27 @@ class TimelineStyle:
 
 STYLE = TimelineStyle()
 
-Graphs = StageGraph | Sequence[StageGraph]
+
+class ShownTimeline(NamedTuple):
+    """A timeline to draw.
+
+    Attributes:
+        title: its heading.
+        graph: its stages.
+        path: its critical path, the latest part first; empty where that is not known.
+    """
+
+    title: str
+    timeline: Timeline
+    graph: StageGraph
+    path: Sequence[PathSegment] = ()
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline and its position in the picture.
+    """A timeline, see ``ShownTimeline``, and its position in the picture.
 
     Attributes:
-        graph: stage graph of the timeline.
         rows, tops: rows from top to bottom, and the upper end of each.
         row_height: height of a row with marks and all-reduces below the boxes.
         sum_height: height of the strip of all-reduces; 0 if none are known.
@@ -55,6 +68,7 @@ class Panel:
     title: str
     timeline: Timeline
     graph: StageGraph
+    path: Sequence[PathSegment]
     rows: tuple[lanes.DeviceRow, ...]
     tops: tuple[float, ...]
     row_height: float
@@ -123,42 +137,30 @@ class TimelineLayout:
 
 
 def arrange(
-    timelines: Sequence[tuple[str, Timeline]],
-    graph: Graphs,
-    *,
-    width: float = 1200,
-    is_endless: bool = False,
+    shown: Sequence[ShownTimeline], *, width: float = 1200, is_endless: bool = False
 ) -> TimelineLayout:
     """Compute the layout; arguments as for ``timeline_svg``."""
-    graphs = [graph] * len(timelines) if isinstance(graph, StageGraph) else list(graph)
-    if not timelines or len(graphs) != len(timelines) or width < 480:
+    if not shown or width < 480:
         raise ValueError(
-            f"{len(timelines)} timelines, {len(graphs)} stage graphs, {width:g} pixels wide; "
-            "needed are at least one timeline, as many stage graphs, and 480 pixels"
+            f"{len(shown)} timelines, {width:g} pixels wide; needed are at least one timeline and "
+            "480 pixels"
         )
-    longest = max(len(timeline.devices) for _, timeline in timelines)
-    all_rows = [lanes.rows(t, g) for (_, t), g in zip(timelines, graphs, strict=True)]
+    timelines = [one.timeline for one in shown]
+    longest = max(len(timeline.devices) for timeline in timelines)
     top = 56.0
     panels = []
-    for (title, timeline), stages, rows in zip(timelines, graphs, all_rows, strict=True):
-        panel = _panel(title, timeline, stages, rows, top, longest)
-        panels.append(panel)
-        top = panel.bottom + 26
+    for one in shown:
+        panels.append(_panel(one, top, longest))
+        top = panels[-1].bottom + 26
     left = PIXELS.margin + min(_label_width(panels), 0.3 * width) + 12
-    horizon = max(max(t.step_s, t.makespan_s) for _, t in timelines) or 1e-9
+    horizon = max(max(t.step_s, t.makespan_s) for t in timelines) or 1e-9
     axis = panels[-1].bottom + 10
     right, height = width - PIXELS.margin - 6, axis + 44
     return TimelineLayout(tuple(panels), left, right, horizon, axis, width, height, is_endless)
 
 
-def _panel(
-    title: str,
-    timeline: Timeline,
-    graph: StageGraph,
-    rows: list[lanes.DeviceRow],
-    top: float,
-    longest: int,
-) -> Panel:
+def _panel(shown: ShownTimeline, top: float, longest: int) -> Panel:
+    timeline, rows = shown.timeline, lanes.rows(shown.timeline, shown.graph)
     sizes = next(sizes for most, sizes in ROW_SIZES if longest <= most)
     height, strip, gap, branch_gap = sizes
     strip = strip if timeline.sums else 0.0
@@ -173,9 +175,7 @@ def _panel(
         y += height + strip
     has_arrows = few and len(rows) <= STYLE.most_arrow_rows
     return Panel(
-        title,
-        timeline,
-        graph,
+        *shown,
         tuple(rows),
         tuple(tops),
         height + strip,

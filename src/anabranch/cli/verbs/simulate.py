@@ -109,12 +109,13 @@ def simulate(
         trace.write_text(json.dumps(to_trace(timeline, graph)))
     if report is not None:
         from anabranch.report.figure import ReportTable, spent
+        from anabranch.report.timeline_layout import ShownTimeline
 
         tables = [spent(explanation.parts(), explanation.step_s)] if explanation is not None else []
         if simulated is not None:
             table = staleness_table(shown.policy, simulated.staleness)
             tables = [ReportTable(*table, STALENESS_WORDS)]
-        write_page(report, shown, [(title, timeline, graph)], tables)
+        write_page(report, shown, [ShownTimeline(title, timeline, graph)], tables)
     files = {"trace": trace, "report": report}
     note_other_model(plan, costs.graph)
     if (chosen, schedule, policy, other.cluster) == (plan.mode, None, None, None):
