@@ -34,7 +34,7 @@ from anabranch.plans.edges import EVERY_EDGE, MessageEdges
 from anabranch.plans.in_flight import least_in_flight, with_in_flight
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.check import checked
-from anabranch.schedule.kfkb import alternate, per_device
+from anabranch.schedule.kfkb import alternate, per_device, require_in_flight
 from anabranch.schedule.schedule import Action, Kind, Schedule
 
 ORDER = "1f1b"
@@ -180,10 +180,12 @@ class AsynchronousOrder:
     def computes(self, batches: int) -> tuple[StageGraph, Schedule]:
         """Return so many batches of ``graph`` in a row, and their unchecked order without updates.
 
-        A replica waits for its own mini-batch of a round alone. So counts may rise along a stage
-        edge in samples, which whole rounds may not (``kfkb.require_in_flight``).
+        A replica that takes turns waits for its own mini-batch of a round alone, so counts may rise
+        along a stage edge in samples, which they may not otherwise.
         """
         whole = repeated(self.graph, batches)
+        if not self.round_robin:
+            require_in_flight(whole)
         orders = [
             alternate(s, whole.num_microbatches(s), stage.in_flight, 1)
             for s, stage in enumerate(whole.stages)

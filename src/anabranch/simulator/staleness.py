@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from anabranch.plans.stages import StageGraph
 from anabranch.schedule.asynchronous import AsynchronousOrder
-from anabranch.simulator.stream import units_held
 from anabranch.weights import Unit, WeightPolicy, versions_held
 from anabranch.weights.requirements import require_fits
 
@@ -60,20 +59,20 @@ def staleness(
     Raises:
         PolicyError: if the policy is not defined for such a plan.
     """
-    in_turns = turns is not None
-    require_fits(policy, graph, microbatches=graph.num_microbatches(0), round_robin=in_turns)
+    microbatches = graph.num_microbatches(0)
+    order = turns or AsynchronousOrder(graph, microbatches)
+    require_fits(policy, graph, microbatches=microbatches, round_robin=order.round_robin)
     assert isinstance(policy, Hashable), "policies are frozen dataclasses"
-    units = [turns.in_flight[s] if turns else units_held(graph, s) for s in range(len(graph))]
     result = []
-    for s, stage in enumerate(graph.stages):
-        deepest = turns.deepest(s) if turns else max(units)
-        unit = Unit(8 * deepest, 0, units[s], deepest)
+    for s, stage in enumerate(order.graph.stages):
+        deepest = order.deepest(s)
+        unit = Unit(8 * deepest, 0, order.in_flight[s], deepest)
         forward, backward = policy.forward(unit), policy.backward(unit)
         versions = versions_held(
             policy,
-            in_flight=units[s] if turns else stage.in_flight,
+            in_flight=stage.in_flight,
             deepest=deepest,
-            microbatches=graph.num_microbatches(s),
+            microbatches=microbatches,
             last_update=last_update,
         )
         result.append(

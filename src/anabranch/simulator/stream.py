@@ -34,8 +34,7 @@ import numpy as np
 
 from anabranch.plans.check import tied_stages_error
 from anabranch.plans.stages import StageGraph
-from anabranch.schedule import checked_order, compute_order
-from anabranch.schedule.asynchronous import ORDER, AsynchronousOrder, repeated
+from anabranch.schedule.asynchronous import AsynchronousOrder
 from anabranch.simulator.costs import StepCosts
 from anabranch.simulator.run import REPETITIONS, collector_paused, memory_of, simulate, timeline_of
 from anabranch.simulator.step import StepRun
@@ -79,13 +78,14 @@ def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None 
         InvalidPlanError: if a parameter is tied across stages.
         DeadlockError: if the in-flight counts cannot be executed.
     """
+    order = turns or AsynchronousOrder(graph, graph.num_microbatches(0))
     batches = 2 * max(units_held(graph, s) for s in range(len(graph))) + 4
     require_untied(costs)
     simulated = 0
     with collector_paused():
         for times in range(REPETITIONS.most_streams):
             counts = [(batches << times) + more * REPETITIONS.batches for more in range(3)]
-            steps = [_run(graph, costs, count, turns) for count in counts]
+            steps = [_run(order, costs, count) for count in counts]
             simulated += sum(counts) * len(graph.devices)
             increases = np.diff([step.last_ends for step in steps], axis=0)
             increases = increases[increases > 0]  # a replica without samples is done at once
@@ -93,8 +93,7 @@ def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None 
             is_common = bool((slowest_s - increases <= tolerance * steps[-1].end).all())
             if is_common:
                 break
-    minibatches = turns.minibatches if turns else 1
-    period_s = slowest_s / REPETITIONS.batches / minibatches
+    period_s = slowest_s / REPETITIONS.batches / order.minibatches
     computed_s = steps[-1].compute_s - steps[-2].compute_s
     available_s = slowest_s * len(graph.devices)
     curves = memory_of(steps[-1], graph, costs)
@@ -107,16 +106,12 @@ def steady(graph: StageGraph, costs: StepCosts, turns: AsynchronousOrder | None 
     )
 
 
-def _run(
-    graph: StageGraph, costs: StepCosts, batches: int, turns: AsynchronousOrder | None = None
-) -> StepRun:
+def _run(order: AsynchronousOrder, costs: StepCosts, batches: int) -> StepRun:
     """Simulate so many batches in a row."""
-    if turns is None:
-        whole = repeated(graph, batches)
-        return simulate(whole, compute_order(whole, ORDER), costs, updates=batches)
-    whole, order = turns.computes(batches)
-    rounds = max(map(whole.num_microbatches, range(len(whole))))
-    return simulate(whole, order, costs, updates=rounds, per_update=(1,) * len(whole))
+    whole, schedule = order.computes(batches)
+    updates = max(map(whole.num_microbatches, range(len(whole)))) // order.per_update
+    per_update = (order.per_update,) * len(whole)
+    return simulate(whole, schedule, costs, updates=updates, per_update=per_update)
 
 
 def busy_s(graph: StageGraph, costs: StepCosts) -> dict[int, float]:
@@ -166,14 +161,11 @@ def record(
         The predicted timeline of all of them; actions count micro-batches through,
         ``asynchronous.repeated(graph, batches)`` has their samples.
     """
+    order = turns or AsynchronousOrder(graph, graph.num_microbatches(0))
     count = shown(graph) if batches is None else batches
     with collector_paused():
-        if turns is not None:
-            whole, order = turns.computes(count)
-            return timeline_of(_run(graph, costs, count, turns), order, whole, costs)
-        whole = repeated(graph, count)
-        order = checked_order(whole, ORDER, costs.message_edges)
-        return timeline_of(_run(graph, costs, count), order, whole, costs)
+        whole, schedule = order.computes(count)
+        return timeline_of(_run(order, costs, count), schedule, whole, costs)
 
 
 def shown(graph: StageGraph) -> int:
