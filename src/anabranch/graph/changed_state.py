@@ -20,7 +20,6 @@ from anabranch.graph.flat_program import (
     frame,
     is_renorm,
     trains_norm,
-    upstream,
 )
 from anabranch.graph.operations import BATCH_NORMS
 
@@ -54,12 +53,7 @@ def changed_by_samples(program: FlatProgram) -> tuple[str, ...]:
         dict.fromkeys(
             source.name
             for call, source in _writes(program)
-            if source.kind == PARAMETER
-            and any(
-                program.sources[node].kind == BATCH_LEAF
-                for node in upstream([call])
-                if node in program.sources
-            )
+            if source.kind == PARAMETER and BATCH_LEAF in program.kinds_above([call])
         )
     )
 

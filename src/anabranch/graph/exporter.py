@@ -30,7 +30,6 @@ from anabranch.graph.flat_program import (
     frame,
     insert,
     is_renorm,
-    upstream,
 )
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
@@ -210,12 +209,7 @@ class Exporter:
         loss = program.outputs[0]
         if not self._wrapped.pairs or len(loss.all_input_nodes) != 2:
             return
-        kinds = {
-            program.sources[node].kind
-            for node in upstream(loss.all_input_nodes[1:])
-            if node in program.sources
-        }
-        if PARAMETER in kinds:
+        if PARAMETER in program.kinds_above(loss.all_input_nodes[1:]):
             raise CaptureError(
                 f"{type(self.module).__name__} returns two scalars, which are taken as numerator "
                 "and denominator of a loss, but the second depends on parameters, as an accuracy "

@@ -110,6 +110,10 @@ class FlatProgram:
                 if target.meta.get("storage") in sources:
                     yield call, sources[target.meta["storage"]]
 
+    def kinds_above(self, nodes: Iterable[fx.Node]) -> set[str]:
+        """Kinds of the placeholders that nodes depend on."""
+        return {self.sources[node].kind for node in upstream(nodes) if node in self.sources}
+
     def signature(self) -> list[tuple[str, str]]:
         """Operation and module of every call, which are equal for any number of samples."""
         return [(str(node.target), frame(node)) for node in self.calls]
