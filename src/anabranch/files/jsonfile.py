@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -69,22 +69,19 @@ _Core = TypeVar("_Core")
 
 
 def document_fields(
-    core: object, model: type[BaseModel], *, brief: bool = False, **special: Any
+    core: object, model: type[BaseModel], *, brief: Collection[str] = (), **special: Any
 ) -> dict[str, Any]:
     """Attributes as document keys, tuples as lists; ``special`` has those that differ.
 
     Args:
-        brief: leave out what a reader takes for granted, because it is the default.
+        brief: attributes that are left out at their defaults, which a reader takes for granted.
     """
     document = {}
     for name, field in model.model_fields.items():
         value = special[name] if name in special else getattr(core, name)
         value = list(value) if isinstance(value, tuple) else value
-        if (
-            not brief
-            or field.is_required()
-            or value != field.get_default(call_default_factory=True)
-        ):
+        is_brief = name in brief and not field.is_required()
+        if not is_brief or value != field.get_default(call_default_factory=True):
             document[field.alias or name] = value
     return document
 

@@ -72,40 +72,32 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     asynchronous plans only, ``round_robin``, ``shard_optimizer``, ``sparse_embeddings`` and
     ``interrupted`` of those of which they are true.
     """
-    graph = plan.stage_graph
-    machines = {} if plan.machines is None else {"machines": cluster_to_dict(plan.machines)}
-    traits = ("round_robin", "shard_optimizer", "sparse_embeddings", "interrupted")
-    mode = {} if plan.mode == "sync" else {"mode": plan.mode, "policy": plan.policy}
-    document: dict[str, Any] = {
-        "schema": PLAN,
-        "planner": plan.planner,
-        "model": plan.model,
-        "options": dict(plan.options),
-        "granularity": plan.granularity,
-        **({"rewrites": list(plan.rewrites)} if plan.rewrites else {}),
-        "device": plan.device,
-        "cluster": plan.cluster,
-        **machines,
-        "profile": plan.profile,
-        **({} if plan.model_size is None else {"model_size": asdict(plan.model_size)}),
-        "batch_size": graph.batch_size,
-        "schedule": plan.schedule,
-        **mode,
-        **{trait: True for trait in traits if getattr(plan, trait)},
-        "depth": graph.depth,
-        "shape": graph.shape,
-        "search_s": plan.search_s,
-        "simulate_s": plan.simulate_s,
-        "improve_s": plan.improve_s,
-        **({} if plan.predicted is None else {"predicted": _prediction(plan.predicted, graph)}),
-        "stages": [document_fields(stage, _StageEntry, tensor=1) for stage in graph.stages],
-        "edges": [list(edge) for edge in graph.edges],
-        "notes": list(plan.notes),
-    }
+    graph, machines, size = plan.stage_graph, plan.machines, plan.model_size
+    document = document_fields(
+        plan,
+        _PlanFile,
+        brief=_SOMETIMES,
+        schema_=PLAN,
+        options=dict(plan.options),
+        machines=machines and cluster_to_dict(machines),
+        model_size=size and asdict(size),
+        batch_size=graph.batch_size,
+        depth=graph.depth,
+        shape=graph.shape,
+        predicted=plan.predicted and _prediction(plan.predicted, graph),
+        stages=[document_fields(stage, _StageEntry, tensor=1) for stage in graph.stages],
+        edges=[list(edge) for edge in graph.edges],
+    )
     if plan.predicted is not None:
         document["predicted"]["digest"] = _digest(document)
     return document
 
+
+_SOMETIMES = (
+    *("rewrites", "machines", "model_size", "mode", "policy", "round_robin", "shard_optimizer"),
+    *("sparse_embeddings", "interrupted", "predicted"),
+)
+"""Keys of some plans only."""
 
 _BESIDES = (
     *("planner", "profile", "model_size", "interrupted"),
@@ -124,9 +116,8 @@ def _digest(document: dict[str, Any]) -> str:
 
 def _prediction(predicted: Prediction, graph: StageGraph) -> dict[str, Any]:
     rate = _samples_per_s(predicted.step_s, graph)
-    entry = document_fields(predicted, _PredictionEntry, samples_per_s=rate, digest="")
-    unknown = [name for name in ("data_parallel_s", "chain_s", "limit") if not entry[name]]
-    return {name: value for name, value in entry.items() if name not in unknown}
+    few = "data_parallel_s", "chain_s", "limit"
+    return document_fields(predicted, _PredictionEntry, brief=few, samples_per_s=rate, digest="")
 
 
 def _samples_per_s(step_s: float, graph: StageGraph) -> float:

@@ -122,7 +122,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
     return document_fields(
         graph,
         _ProfileFile,
-        brief=True,
+        brief=_ProfileFile.model_fields,
         schema_=PROFILE,
         device=profile.device,
         source=profile.source,
@@ -130,18 +130,19 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         samples=profile.samples,
         parameters=[_from_parameter(parameter) for parameter in graph.parameters],
         operators=[
-            document_fields(cost, _OperatorEntry, brief=True, **asdict(op)) for op, cost in costs
+            document_fields(cost, _OperatorEntry, brief=_OperatorEntry.model_fields, **asdict(op))
+            for op, cost in costs
         ],
         values=values,
         sharded=[],
-        update=update and document_fields(update, _UpdateEntry, brief=True),
+        update=update and document_fields(update, _UpdateEntry, brief=_UpdateEntry.model_fields),
         read_sample_s=profile.read_sample_s,
     )
 
 
 def _from_parameter(parameter: Parameter) -> dict[str, Any]:
     table = parameter.table and document_fields(parameter.table, _TableEntry)
-    return document_fields(parameter, _ParameterEntry, brief=True, table=table)
+    return document_fields(parameter, _ParameterEntry, brief=("table",), table=table)
 
 
 def _to_profile(file: _ProfileFile) -> Profile:
