@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.graph.opgraph import ModelSize, Op, OpGraph, Parameter, Value
-from anabranch.plans.plan import headline, ranges
+from anabranch.plans.plan import Prediction, ranges
 from anabranch.plans.stages import Stage
 from tests.cli.examples import a_plan
 
@@ -42,7 +42,7 @@ def test_ranges_can_be_read_back(numbers):
 )
 def test_steps_in_a_row_are_told_where_they_differ(period_s, end):
     """From a step alone of 0.5 s, with the reason."""
-    assert headline(0.5, 0.25, 2**20, 8, period_s=period_s).endswith(end)
+    assert Prediction(0.5, 0.0, 0.25, (2**20,), period_s).text(8).endswith(end)
 
 
 GRAPH = OpGraph(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.plans.plan import Plan, Prediction, headline, memory_text
+from anabranch.plans.plan import Plan, Prediction, memory_text
 from anabranch.plans.stages import Stage, StageGraph, slice_sizes, split_evenly
 
 
@@ -116,11 +116,12 @@ def test_a_summary_of_many_stages_has_a_line_for_those_alike():
 
 def test_the_headline_chooses_its_units():
     """Few samples per second keep their digits; half a GiB and less is in MiB; no time, no rate."""
-    assert headline(2.0, 0.25, 2**30, 8) == (
+    assert Prediction(2.0, 0.0, 0.25, (2**30,)).text(8) == (
         "step 2000.00 ms, 4 samples/s, bubble 25.0%, peak 1.00 GiB"
     )
-    assert headline(12.0, 0.0, 2**21, 8).split(", ")[1::2] == ["0.667 samples/s", "peak 2.0 MiB"]
-    assert headline(0.0, 0.0, 0, 8).startswith("step 0.00 ms, 0 samples/s")
+    said = Prediction(12.0, 0.0, 0.0, (2**21,)).text(8).split(", ")
+    assert said[1::2] == ["0.667 samples/s", "peak 2.0 MiB"]
+    assert Prediction(0.0, 0.0, 0.0, (0,)).text(8).startswith("step 0.00 ms, 0 samples/s")
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,33 @@ class Prediction:
             return f"{took}. Predicted: {predicted}{limit}."
         return f"{what} takes {predicted}{limit}."
 
+    def text(self, batch_size: int, mode: str = "sync") -> str:
+        """Format the figures of one step in the units of every summary."""
+        what = "a batch every" if mode == "async" else "step"
+        samples_per_s = batch_size / self.step_s if self.step_s else 0.0
+        rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
+        peak = memory_text(max(self.device_peak_bytes))
+        step, sums, period_s = time_text(self.step_s), self.exposed_sums or 0.0, self.period_s
+        of_it = f" ({sums:.1%} summing gradients)" if sums >= 0.0005 else ""
+        text = f"{what} {step}, {rate} samples/s, bubble {self.bubble:.1%}{of_it}, peak {peak}"
+        if period_s is None or time_text(period_s) == step:
+            return text
+        is_longer = period_s > self.step_s
+        why = LONGER_IN_A_ROW if is_longer else "as devices begin the next before all have ended"
+        return f"{text}; {time_text(period_s)} per step when many follow one another, {why}"
+
+    def bounds(self, graph: StageGraph) -> list[str]:
+        """Return lines on the bound of any plan and on fewer devices that are enough, as known."""
+        lines = []
+        if self.bound_s:
+            within = _within_text(self.step_s / self.bound_s, graph)
+            lines.append(f"{within}: no such plan takes less than {time_text(self.bound_s)}")
+        if (count := self.enough_devices) and (step_s := self.enough_step_s):
+            are = "device is" if count == 1 else "devices are"
+            speed = f"{self.step_s / step_s:.0%} of this speed, by another plan"
+            lines.append(f"{count} {are} enough for {speed}: step {time_text(step_s)}")
+        return lines
+
 
 BASELINE_NAMES = {
     "from": "the plan of --from",
@@ -108,30 +135,10 @@ _SPARSE = (
 )
 
 
-def bound_text(predicted: Prediction, graph: StageGraph) -> tuple[str, ...]:
-    """Return a line that compares a step with the bound of any plan, if that is known."""
-    if not predicted.bound_s:
-        return ()
-    within = _within_text(predicted.step_s / predicted.bound_s, graph)
-    return (f"{within}: no such plan takes less than {time_text(predicted.bound_s)}",)
-
-
 def _within_text(factor: float, graph: StageGraph) -> str:
     """Return a step over its bound, with the plans that the bound is for."""
     those = "" if graph.shares_devices else " with one stage on each device"
     return f"within {factor:.2f}x of the best possible{those}"
-
-
-def enough_text(predicted: Prediction) -> tuple[str, ...]:
-    """Return a line on fewer devices that are enough, if there are."""
-    if not predicted.enough_devices or not predicted.enough_step_s:
-        return ()
-    count, step_s = predicted.enough_devices, predicted.enough_step_s
-    are = "device is" if count == 1 else "devices are"
-    return (
-        f"{count} {are} enough for {predicted.step_s / step_s:.0%} of this speed, by another plan: "
-        f"step {time_text(step_s)}",
-    )
 
 
 LONGER_IN_A_ROW = (
@@ -139,34 +146,6 @@ LONGER_IN_A_ROW = (
     "and after it"
 )
 """Reason printed where steps in a row are predicted to take longer."""
-
-
-def headline(
-    step_s: float,
-    bubble: float,
-    peak_bytes: int,
-    batch_size: int,
-    mode: str = "sync",
-    period_s: float | None = None,
-    exposed_sums: float | None = None,
-) -> str:
-    """Format the figures of one step for people, in the units of every summary.
-
-    Args:
-        period_s: seconds of a step among others in a row, if known.
-        exposed_sums: see ``Prediction``.
-    """
-    what = "a batch every" if mode == "async" else "step"
-    samples_per_s = batch_size / step_s if step_s else 0.0
-    rate = f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
-    peak = memory_text(peak_bytes)
-    sums = f" ({exposed_sums:.1%} summing gradients)" if (exposed_sums or 0) >= 0.0005 else ""
-    text = f"{what} {time_text(step_s)}, {rate} samples/s, bubble {bubble:.1%}{sums}, peak {peak}"
-    if period_s is None or time_text(period_s) == time_text(step_s):
-        return text
-    is_longer = period_s > step_s
-    why = LONGER_IN_A_ROW if is_longer else "as devices begin the next before all have ended"
-    return f"{text}; {time_text(period_s)} per step when many follow one another, {why}"
 
 
 def time_text(seconds: float, decimals: int = 2) -> str:
@@ -304,15 +283,7 @@ class Plan:
         """
         graph, predicted, said = self.stage_graph, self.predicted, NOT_PREDICTED
         if predicted is not None:
-            said = headline(
-                predicted.step_s,
-                predicted.bubble,
-                max(predicted.device_peak_bytes),
-                graph.batch_size,
-                self.mode,
-                predicted.period_s,
-                predicted.exposed_sums,
-            )
+            said = predicted.text(graph.batch_size, self.mode)
         count = len(graph.devices)
         shape = f"{len(graph)} stages, depth {graph.depth}"
         if len(graph) == 1:
@@ -325,7 +296,7 @@ class Plan:
         lines = [
             said,
             *gains,
-            *(bound_text(predicted, graph) + enough_text(predicted) if predicted else ()),
+            *(predicted.bounds(graph) if predicted is not None else ()),
             f"{shape}, on {count} device{'s' if count > 1 else ''}{shared}, {how}, "
             f"batch {graph.batch_size}",
             *_stage_lines(graph),

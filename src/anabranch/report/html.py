@@ -10,14 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 
-from anabranch.plans.plan import (
-    NOT_PREDICTED,
-    Plan,
-    bound_text,
-    enough_text,
-    memory_text,
-    time_text,
-)
+from anabranch.plans.plan import NOT_PREDICTED, Plan, memory_text, time_text
 from anabranch.plans.stages import StageGraph
 from anabranch.report import charts, gantt, names, page_data, stagegraph, timeline_layout
 from anabranch.report.figure import Figure, ReportTable
@@ -113,10 +106,8 @@ def page(
         parts.append(_section(name.capitalize() if name == "loss" else name, _picture(chart)))
     table = _scrolling(stage_table(plan, shown, weights, own), "Stages in detail")
     parts.append(_section("Stages in detail", f"{_SEARCH if shown else ''}{table}"))
-    limits = plan.predicted is not None and bound_text(
-        plan.predicted, plan.stage_graph
-    ) + enough_text(plan.predicted)
-    parts += [_notes([*(limits or ()), *plan.notes, *notes]), _about(about or {}), _footer(plan)]
+    bounds = plan.predicted.bounds(plan.stage_graph) if plan.predicted is not None else ()
+    parts += [_notes([*bounds, *plan.notes, *notes]), _about(about or {}), _footer(plan)]
     return _document(title, parts, script)
 
 

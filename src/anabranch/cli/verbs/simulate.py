@@ -19,7 +19,7 @@ from anabranch.cli.parsing import usage
 from anabranch.cli.settings import AsJson, OtherPolicy, PlanFile, PlannedModelSettings, ScheduleName
 from anabranch.cli.source import model_of_plan
 from anabranch.cli.spread import spread
-from anabranch.plans.plan import Mode, Plan, headline, time_text
+from anabranch.plans.plan import Mode, Plan, time_text
 
 if TYPE_CHECKING:
     from anabranch.solve import Explanation, Simulated
@@ -185,16 +185,14 @@ def _say(
         facts: of the source, for a JSON document; None for text.
         files: that were written, by what they are.
     """
-    batch_size = plan.stage_graph.batch_size
-    step_s, bubble, peaks = timeline.step_s, timeline.bubble, [*timeline.peak_bytes.values()]
+    batch_size, figures = plan.stage_graph.batch_size, plan.figures
+    step_s, bubble = figures.step_s, figures.bubble
     more: dict[str, Any] = {"period_s": timeline.period_s, "exposed_sums": timeline.exposed_sums}
     if simulated is not None:
-        steady = simulated.steady
-        step_s, bubble, peaks = steady.period_s, steady.bubble, [*steady.device_peak_bytes]
         more = {
             "mode": plan.mode,
             "policy": plan.policy,
-            "periodic": steady.periodic,
+            "periodic": simulated.steady.periodic,
             "staleness": [asdict(stage) for stage in simulated.staleness],
             "timeline_batches": simulated.graph.batch_size // batch_size,
             "timeline_s": timeline.step_s,
@@ -206,7 +204,7 @@ def _say(
             {
                 "step_s": step_s,
                 "bubble": bubble,
-                "device_peak_bytes": peaks,
+                "device_peak_bytes": figures.device_peak_bytes,
                 "samples_per_s": batch_size / step_s if step_s else 0.0,
                 "profile": plan.profile,
                 "parts": {f"{what}_s": seconds for what, seconds in timeline.parts.items()},
@@ -216,8 +214,7 @@ def _say(
             }
         )
         return
-    sums = timeline.exposed_sums if simulated is None else None
-    typer.echo(headline(step_s, bubble, max(peaks), batch_size, plan.mode, timeline.period_s, sums))
+    typer.echo(figures.text(batch_size, plan.mode))
     parts, whole_s = timeline.parts, timeline.step_s
     if simulated is not None:  # of a mini-batch of the full pipeline, as the line above
         count, whole_s = simulated.graph.batch_size // batch_size, step_s
