@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from anabranch.cluster import Cluster
 from anabranch.cost import CostModel
 from anabranch.cost.memory import DeviceMemory, deal, memory_terms
-from anabranch.cost.stage_weights import Border, StageWeights, Traffic
+from anabranch.cost.stage_weights import Border, Held, StageWeights, Traffic
 from anabranch.graph.opgraph import Op, OpGraph
 from anabranch.profile.profile import OpCost, Profile
 
@@ -23,8 +23,7 @@ from anabranch.profile.profile import OpCost, Profile
 #  entering        4
 #  gradients       6 come back for what leaves, and 5 bytes whatever the samples
 WEIGHTS = StageWeights(
-    1000,
-    800,
+    Held(1000, 800, 0, 0),
     10,
     Border(Traffic(4, 0), Traffic(6, 5), Traffic(6, 5), Traffic(4, 0)),
     300,
@@ -61,7 +60,7 @@ def test_sums_take_a_bucket_at_a_time(replicas, terms):
 
     def sums(trainable, largest):
         nothing = Border(*(Traffic(0, 0),) * 4)
-        weights = StageWeights(trainable, trainable, 0, nothing, largest)
+        weights = StageWeights(Held(trainable, trainable, 0, 0), 0, nothing, largest)
         return memory(weights, replicas=replicas).sums
 
     assert sums(100, 10) == terms * 100
@@ -107,18 +106,18 @@ def test_sparse_gradients_are_the_rows_of_a_batch():
     largest is a gradient of 100 bytes. There are two terms of the 300 whole ones while these are
     summed, or all rows and what they add up to.
     """
-    rows = replace(WEIGHTS, tables=500, rows=60, largest_gradient=100)
+    rows = replace(WEIGHTS, held=Held(1000, 800, 500, 60), largest_gradient=100)
     whole, sparse = memory(), memory(rows)
     assert whole.resident - sparse.resident == 500 - 60 / 3
     assert sparse.sums == 600
-    assert memory(replace(rows, rows=400)).sums == 2 * 400
-    assert rows.summed == 800 - 500 + 60 / 2
+    assert memory(replace(rows, held=Held(1000, 800, 500, 400))).sums == 2 * 400
+    assert rows.held.summed == 800 - 500 + 60 / 2
 
 
 def test_frozen_parameters():
     """No gradient, no optimizer state, one version."""
     nothing = Border(*(Traffic(0, 0),) * 4)
-    assert memory(StageWeights(70, 0, 0, nothing), versions=3) == DeviceMemory(70, 0, 0)
+    assert memory(StageWeights(Held(70, 0, 0, 0), 0, nothing), versions=3) == DeviceMemory(70, 0, 0)
 
 
 def test_what_fits_into_a_device():

@@ -31,9 +31,8 @@ def cost_of(graph: OpGraph) -> CostModel:
 def figures(weights: StageWeights) -> list[Number]:
     """All numbers, or arrays of them."""
     border = [getattr(weights.border, kind.name) for kind in fields(Border)]
-    rows = [weights.parameters, weights.trainable, weights.kept]
-    rows += [weights.largest_gradient, weights.tables, weights.rows]
-    rows += [weights.summed, *(weights.passes.at(n) for n in (1, 3))]
+    rows = [*weights.held, weights.held.summed, weights.kept, weights.largest_gradient]
+    rows += [*(weights.passes.at(n) for n in (1, 3))]
     return rows + [column for traffic in border for column in (traffic.per_sample, traffic.fixed)]
 
 
@@ -130,6 +129,6 @@ def test_tied_parameters_count_once():
         parameters=(Parameter("w", 100), Parameter("own", 1)),
     )
     sets = NestedSets(cost_of(graph), prefixes(range(3)))
-    assert sets.matrices.trainable[0].tolist() == [0, 100, 101, 101]
+    assert sets.matrices.held.trainable[0].tolist() == [0, 100, 101, 101]
     pairs = Pairs(np.array([0, 0, 1]), np.array([1, 3, 3]))
-    assert sets.between(pairs).trainable.tolist() == [100, 101, 101]
+    assert sets.between(pairs).held.trainable.tolist() == [100, 101, 101]

@@ -279,15 +279,11 @@ class CostModel:
         """Bytes of the stage with these operators."""
         ops = list(bits(mask))
         kept, gradients = self.kept_bytes[ops], self.largest_gradients[ops]
-        held = self.stage_held_bytes(ops)
         return StageWeights(
-            held.parameters,
-            held.trainable,
+            self.stage_held_bytes(ops),
             float(kept.sum()),
             self.border(mask),
             float(gradients.max(initial=0.0)),
-            held.tables,
-            held.rows,
             StagePasses.of(gradients, self.working_bytes[ops], kept),
         )
 
@@ -308,13 +304,13 @@ class CostModel:
             updated: trainable bytes that a replica updates, where that is known better.
             terms: of other replicas that are at hand at most, by default those of the fullest.
         """
-        samples = -(-microbatch_size // replicas)
+        samples, held = -(-microbatch_size // replicas), weights.held
         if updated is None:
-            updated = weights.trainable / (replicas if self.shard_optimizer else 1)
+            updated = held.trainable / (replicas if self.shard_optimizer else 1)
         return DeviceMemory(
             *memory_terms(
-                weights.parameters,
-                weights.trainable,
+                held.parameters,
+                held.trainable,
                 updated,
                 weights.largest_gradient,
                 weights.border.entering.at(samples),
@@ -326,8 +322,8 @@ class CostModel:
                 np.minimum(replicas - 1, terms),
                 versions,
                 self.optimizer_factor,
-                weights.tables,
-                weights.rows,
+                held.tables,
+                held.rows,
                 self.update.all_temporary,
                 self.update.largest_temporary,
             )
@@ -337,9 +333,8 @@ class CostModel:
         """Bytes of a stage's trainable parameters that each of its replicas updates; those that it
         shares with other stages count as its own.
         """
-        weights = self.weights(mask)
         if replicas == 1 or not self.shard_optimizer:
-            return (weights.trainable,) * replicas
+            return (self.weights(mask).held.trainable,) * replicas
         return tuple(float(sum(dealt.values())) for dealt in self.dealt(mask, replicas))
 
     @remembered

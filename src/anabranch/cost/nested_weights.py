@@ -215,13 +215,10 @@ class NestedSets:
             for kind, nbytes in zip(held, self.cost.held_bytes(parameter), strict=True):
                 kind += used * nbytes
         return StageWeights(
-            held.parameters,
-            held.trainable,
+            held,
             pairs.difference(self.kept_bytes),
             border or self.border(pairs),
             self._fullest(pairs, self.cost.largest_gradients, np.zeros(len(self.cost.graph))),
-            held.tables,
-            held.rows,
             _PairPasses(self, pairs),
         )
 

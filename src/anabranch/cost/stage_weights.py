@@ -111,39 +111,33 @@ class Held(NamedTuple, Generic[Bytes]):
         summed: Bytes = summed_bytes(self.trainable, self.tables, self.rows)
         return summed
 
+    def of(self, places: Any) -> Held[Any]:
+        """Bytes of some operators or sets."""
+        return Held(*(nbytes[places] for nbytes in self))  # type: ignore[index]
+
 
 @dataclass(frozen=True)
 class StageWeights:
     """Bytes of a stage on each device of a replica.
 
     Attributes:
-        parameters: bytes of its parameters, each counted once.
-        trainable: bytes of those that are trained.
+        held: bytes of its parameters, each counted once.
         kept: bytes per sample that its operators keep for their backward.
         border: what crosses its border.
         largest_gradient: bytes of the largest gradient of one parameter.
-        tables: bytes of trained tables whose gradients are rows.
-        rows: bytes of the gradients of these, of a whole batch.
         passes: what a pass of its operators takes besides.
     """
 
-    parameters: Number
-    trainable: Number
+    held: Held[Number]
     kept: Number
     border: Border
     largest_gradient: Number = 0.0
-    tables: Number = 0.0
-    rows: Number = 0.0
     passes: PassBytes = Traffic(0.0, 0.0)
-
-    @property
-    def summed(self) -> Number:
-        """Bytes of gradients, see ``summed_bytes``."""
-        return summed_bytes(self.trainable, self.tables, self.rows)
 
     def __getitem__(self, places: Any) -> StageWeights:
         """Weights of some stages."""
-        return StageWeights(*(getattr(self, kind.name)[places] for kind in fields(self)))
+        held, *others = (getattr(self, kind.name) for kind in fields(self))
+        return StageWeights(held.of(places), *(part[places] for part in others))
 
 
 Floats = NDArray[np.float64]

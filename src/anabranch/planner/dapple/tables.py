@@ -107,7 +107,7 @@ class RunTables:
         )
 
     def _ring_s(self, link: Link, degree: int, done: Floats) -> Floats:
-        reduced, updates = self.row.matrices.summed, self.row.cost.updates
+        reduced, updates = self.row.matrices.held.summed, self.row.cost.updates
         per_byte, latency_s = ring_price(link.bandwidth, link.latency_s, degree, updates)
         if not self.overlap_allreduce:
             return np.asarray(transfer_s(reduced, per_byte, latency_s))

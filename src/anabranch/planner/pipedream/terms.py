@@ -87,7 +87,7 @@ class Terms:
             return 0.0
         every = self.prices.num_microbatches if self.accumulate else copies * m
         per_byte_s = 2 * (m - 1) / (self.tiers[level].bandwidth * every)
-        return np.asarray(self.states.matrices.summed * per_byte_s)
+        return np.asarray(self.states.matrices.held.summed * per_byte_s)
 
     def cut_s(self, level: int, copies: int) -> NDArray[np.float64]:
         """Return seconds of the transfers across each state, with gradients."""

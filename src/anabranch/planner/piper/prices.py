@@ -84,11 +84,8 @@ class DownsetPrices:
 
     def _least_bytes(self, mode: Mode) -> Floats:
         """Per downset; the difference of two is at most what the stage between them needs."""
-        held = self.downsets.parameter_bytes
-        kept = self.downsets.kept_bytes
         border = Border(*(Traffic(0.0, 0.0),) * 4)
-        parameters, trainable, tables, rows = held
-        weights = StageWeights(parameters, trainable, kept, border, tables=tables, rows=rows)
+        weights = StageWeights(self.downsets.parameter_bytes, self.downsets.kept_bytes, border)
         memory = self.prices.cost.memory(weights, self.prices.microbatch_size, mode.replicas)
         return np.asarray(memory.peak(1))
 
@@ -175,7 +172,7 @@ class DownsetPrices:
         n = prices.samples(mode.replicas)
         compute = self.downsets.compute_s(n, recompute=mode.recompute)
         traffic = border.comes.at(n) + border.goes.at(n)
-        reduce_s = all_reduce_s(weights.summed, *prices.ring(mode.replicas))
+        reduce_s = all_reduce_s(weights.held.summed, *prices.ring(mode.replicas))
         load = pairs.difference(compute) + traffic * prices.cost.border_price(mode.replicas)
         return np.asarray(load + reduce_s / prices.num_microbatches)
 

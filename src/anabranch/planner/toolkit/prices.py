@@ -133,7 +133,7 @@ class MicrobatchPrices:
         """
         samples, per_byte, *ring = rates
         traffic = traffic_s(weights.border.comes, weights.border.goes, samples, per_byte)
-        reduce_s = all_reduce_s(weights.summed, *ring)
+        reduce_s = all_reduce_s(weights.held.summed, *ring)
         return period_s(traffic, compute_s, reduce_s, self.num_microbatches)
 
     def headroom(
