@@ -57,6 +57,7 @@ def stage_table(
     graph = plan.stage_graph
     own = [one for one in shown if names.same_stages(one.graph) == names.same_stages(graph)]
     times = [lanes.medians(one.timeline) for one in own]
+    busy = [busy_shares(graph, one.timeline) for one in own]
     which = " / ".join(one.title for one in own)
     heads = [("stage", ""), ("after", ""), ("devices", ""), ("micro-batch", ""), ("in flight", "")]
     if weights.version_difference:
@@ -87,7 +88,7 @@ def stage_table(
             versions = ", ".join(map(str, peaks))
             cells += [str(weights.version_difference[s]), versions]
         if times:
-            cells += _stage_times(s, [busy_shares(graph, one.timeline) for one in own], times)
+            cells += _stage_times(s, busy, times)
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         rows.append(
             f"<tr>{row}{_operators_cell(stage.operators, names.operators(stage, prefix))}</tr>"
