@@ -139,21 +139,6 @@ def require_trainable(
         require_recipes(workload, compute, policy)
 
 
-def require_gradients_taken(
-    workload: Workload, captured: Captured, *, sparse_embeddings: bool
-) -> None:
-    """Accept an optimizer that takes the gradients of tables and of all else, as far as stand-ins
-    tell; raises TrainingError for another.
-    """
-    from anabranch.runtime.optimizer_facts import require_sparse_updates, require_updates, stand_in
-
-    if not sparse_embeddings:
-        require_updates(workload, captured.graph)
-        return
-    tables = [parameter.name for parameter in captured.graph.parameters if parameter.table]
-    require_sparse_updates(stand_in(workload, tables), captured.graph, tables)
-
-
 def require_new_run(run: Path | None) -> None:
     """Accept a folder for figures and report, a new one in runs by default; raises TrainingError if
     an earlier run is in it, OutputError if it cannot be made.

@@ -30,7 +30,7 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
-from anabranch.runtime.optimizer_facts import require_sparse_updates, require_updates
+from anabranch.runtime.optimizer_facts import require_updates
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
@@ -128,12 +128,13 @@ class Session:
                 goes_on=goes_on,
                 needs_all=self.first.needs_all,
             )
-            if compute.sparse_embeddings:
-                require_sparse_updates(
-                    self.state.optimizer, self.captured.graph, self.state.parameters
+            if compute.backend is None:  # compiled backwards give whole gradients
+                require_updates(
+                    self.captured.graph,
+                    self.state.optimizer,
+                    self.state.updated,
+                    sparse_embeddings=compute.sparse_embeddings,
                 )
-            elif compute.backend is None:  # compiled backwards give whole gradients
-                require_updates(workload, self.captured.graph, self.state.optimizer)
             self.workers = WorkerCache(
                 self.captured,
                 self.parts,

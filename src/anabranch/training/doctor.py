@@ -25,7 +25,7 @@ from anabranch.profile.profile import Profile
 from anabranch.record.run import versions
 from anabranch.runtime.assignment import refused_between_gpus
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.optimizer_facts import refuse_unsupported, require_updates
+from anabranch.runtime.optimizer_facts import refuse_unsupported, require_recipe_updates
 from anabranch.solve import plan
 from anabranch.workload import Workload
 
@@ -101,7 +101,7 @@ def examine(
     except CaptureError as error:
         return Examination(name, versions(), str(error), findings=tuple(findings))
     try:
-        require_updates(workload, captured.graph)
+        require_recipe_updates(workload, captured.graph)
     except TrainingError as error:
         findings.append(f"it cannot be trained: {error}")
     findings += _of_graph(captured)
