@@ -21,10 +21,9 @@ from anabranch.runtime.optimizer_facts import (
     require_rule,
     taken_gradients,
     unlike_torchs,
-    updates_by_element,
 )
 from anabranch.weights import OPTIMIZERS, OptimizerFacts, PipeOptim, PredictStash, SpecTrain, Stash
-from anabranch.workload import Workload
+from anabranch.workload import Workload, updates_by_element
 
 
 def workload(recipe=None, *, meta: bool = False) -> Workload:

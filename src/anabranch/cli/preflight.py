@@ -101,9 +101,10 @@ def require_trainable(
     from anabranch.checkpoint import Checkpoint
     from anabranch.data.loaders import Loader
     from anabranch.runtime.model_state import require_weights
-    from anabranch.runtime.optimizer_facts import refuse_unsupported, stand_in
+    from anabranch.runtime.optimizer_facts import refuse_unsupported
     from anabranch.training import require_place
     from anabranch.training.course import nothing_left, require_evaluation
+    from anabranch.workload import stand_in
 
     if workload.data is None:
         raise DataError(

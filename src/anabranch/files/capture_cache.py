@@ -20,7 +20,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -71,7 +71,6 @@ def estimated(
     options: Mapping[str, str],
     granularity: str,
     rewrites: Sequence[str] = (),
-    by_element: Callable[[Workload], bool] = lambda _: True,
     keep: bool = True,
     on_kept: Callable[[], object] = lambda: None,
 ) -> Profile:
@@ -80,7 +79,6 @@ def estimated(
     Args:
         model: name of the model that ``build`` builds from ``preset`` and ``options``.
         rewrites: of the captured program, as text.
-        by_element: whether the optimizer of a workload works on each element alone.
         keep: read and write kept captures; a damaged one is named in a warning, and made again.
         on_kept: called where a kept capture is used.
     """
@@ -91,21 +89,15 @@ def estimated(
         on_kept()
         return kept.traced.profile(device, samples, "float32")
 
-    from anabranch.graph.capture import capture
+    from anabranch.graph.capture import capture_workload
     from anabranch.profile.estimate import estimate, trace
 
     with files_read() as read:
         workload = build()
         with warnings.catch_warnings(record=True) as caught:
-            captured = capture(
-                workload.module,
-                workload.example,
-                granularity=cast("Granularity", granularity),
-                per_sample=workload.per_sample,
-                rewrites=rewrites,
+            captured = capture_workload(
+                workload, granularity=cast("Granularity", granularity), rewrites=rewrites
             )
-            if not by_element(workload):
-                captured.graph = replace(captured.graph, whole_parameters=True)
             traced = None
             with suppress(CaptureError):  # one that refuses one sample is told what to do each time
                 captured.programs.at(1, device="meta")

@@ -39,7 +39,7 @@ from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.remembered import remembered
-from anabranch.workload import Batch
+from anabranch.workload import Batch, Workload, updates_by_element
 
 
 def capture(
@@ -96,6 +96,23 @@ def capture(
             CaptureWarning,
             stacklevel=2,
         )
+    return captured
+
+
+def capture_workload(
+    workload: Workload, *, granularity: Granularity = "layer", rewrites: Sequence[str] = ()
+) -> Captured:
+    """Capture the module of a workload; the graph says if its optimizer needs whole parameters."""
+    captured = capture(
+        workload.module,
+        workload.example,
+        granularity=granularity,
+        per_sample=workload.per_sample,
+        rewrites=rewrites,
+    )
+    names = [name for name, _ in workload.module.named_parameters()]
+    if not updates_by_element(workload, names):
+        captured.graph = replace(captured.graph, whole_parameters=True)
     return captured
 
 

@@ -16,7 +16,7 @@ from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import TAKE_ROWS
 from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
 from anabranch.weights.optimizers import Rule
-from anabranch.workload import Workload
+from anabranch.workload import Workload, has_hooks, stand_in, stand_ins
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
@@ -64,24 +64,9 @@ def optimizer_of(workload: Workload) -> OptimizerFacts | None:
     return None if optimizer is None else facts_of(optimizer)
 
 
-BY_ELEMENT = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.SparseAdam),
-    *(optim.Adadelta, optim.Adagrad, optim.ASGD, optim.RMSprop, optim.Rprop),
-)
-"""Optimizers that treat each element alone, or each row of a sparse gradient."""
-
-
 def _is_torchs(optimizer: Optimizer) -> bool:
     """True for optimizers of PyTorch and of ours, which compute nothing over several parameters."""
     return type(optimizer).__module__.startswith(("torch.optim.", "anabranch."))
-
-
-def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
-    """Return True if the workload's optimizer is known to treat each element of these parameters
-    alone, so that it takes sparse gradients; hooks on its steps are unknown.
-    """
-    optimizer = stand_in(workload, stand_ins(workload, names))
-    return type(optimizer) in BY_ELEMENT and not _has_hooks(optimizer)
 
 
 def unlike_torchs(optimizer: Optimizer) -> str:
@@ -89,7 +74,7 @@ def unlike_torchs(optimizer: Optimizer) -> str:
     ``torch.optim`` do not; nothing for these.
     """
     is_torchs = _is_torchs(optimizer)
-    if is_torchs and not _has_hooks(optimizer):
+    if is_torchs and not has_hooks(optimizer):
         return ""
     lost = ""
     if inside := sorted(_with_own_state(optimizer)):
@@ -114,39 +99,6 @@ def _with_own_state(optimizer: Optimizer) -> set[str]:
         held += entries if isinstance(entries, list | tuple | set) else [value]
     parts = (part for part in held if isinstance(part, Optimizer))
     return {type(part).__name__ for part in parts if part.state is not optimizer.state}
-
-
-def _has_hooks(optimizer: Optimizer | None) -> bool:
-    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    return any(getattr(optimizer, name, None) for name in hooks)
-
-
-def stand_ins(workload: Workload, names: Collection[str] | None = None) -> dict[str, nn.Parameter]:
-    """Return parameters of one element each in the place of the trainable ones of a workload: all,
-    or those of some names.
-    """
-    return {
-        name: nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype))
-        for name, p in workload.module.named_parameters()
-        if p.requires_grad and (names is None or name in names)
-    }
-
-
-def stand_in(
-    workload: Workload, parameters: Mapping[str, nn.Parameter] | None = None
-) -> Optimizer | None:
-    """Return the optimizer that the recipe makes for stand-ins of all trainable parameters, or for
-    those given; None if there are none, or the recipe takes no others than the model's.
-    """
-    parameters = stand_ins(workload) if parameters is None else parameters
-    if not parameters:
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # whoever trains will see them
-            return workload.make_optimizer(list(parameters.items()))
-    except Exception:  # the user's own code, written for other parameters; training will say why
-        return None
 
 
 class TakenGradients(IntEnum):

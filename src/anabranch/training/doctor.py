@@ -13,7 +13,7 @@ from torch import nn
 
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError, some
-from anabranch.graph.capture import Captured, capture
+from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised, told_stateful
 from anabranch.graph.opgraph import Granularity, bits
 from anabranch.graph.split import split
@@ -92,12 +92,7 @@ def examine(
     findings = [*_of_module(workload.module), *_of_recipes(workload)]
     name = model or type(workload.module).__name__
     try:
-        captured = capture(
-            workload.module,
-            workload.example,
-            granularity=granularity,
-            per_sample=workload.per_sample,
-        )
+        captured = capture_workload(workload, granularity=granularity)
     except CaptureError as error:
         return Examination(name, versions(), str(error), findings=tuple(findings))
     try:
