@@ -13,12 +13,12 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, SparseAdam
 
 from anabranch.errors import PolicyError, TrainingError
 from anabranch.graph.capture import capture
+from anabranch.runtime.asynchronous.requirements import fitting
 from anabranch.runtime.optimizer_facts import (
     TakenGradients,
     has_momentum,
     optimizer_of,
     require_recipe_updates,
-    require_rule,
     taken_gradients,
     unlike_torchs,
 )
@@ -127,14 +127,14 @@ def test_momentum(make, expected):
 def test_spectrain_is_for_momentum_only(make):
     """The message says what fits."""
     with pytest.raises(PolicyError, match="spectrain predicts with the momentum of SGD"):
-        require_rule(SpecTrain(), make(parameters()))
+        fitting(SpecTrain(), make(parameters()), quiet=True)
 
 
 @pytest.mark.parametrize("policy", [PipeOptim(), PredictStash()])
 def test_a_prediction_of_nothing_is_warned_of(policy):
     """SGD without momentum: every prediction is the current weights."""
     with pytest.warns(UserWarning, match="prediction is the current weights; give it a momentum"):
-        require_rule(policy, SGD(parameters(), lr=0.1))
+        fitting(policy, SGD(parameters(), lr=0.1), quiet=False)
 
 
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1, momentum=0.9), AdamW, NAdam])
@@ -142,8 +142,8 @@ def test_what_fits_is_accepted_silently(make):
     """And a policy that predicts nothing asks for nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        require_rule(PipeOptim(), make(parameters()))
-        require_rule(Stash(), SGD(parameters(), lr=0.1))
+        fitting(PipeOptim(), make(parameters()), quiet=False)
+        fitting(Stash(), SGD(parameters(), lr=0.1), quiet=False)
 
 
 class Own(Adam):

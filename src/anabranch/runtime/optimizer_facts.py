@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from enum import IntEnum
 
@@ -14,7 +13,7 @@ from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import TAKE_ROWS
-from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
+from anabranch.weights import OptimizerFacts
 from anabranch.weights.optimizers import Rule
 from anabranch.workload import Workload, has_hooks, stand_in, stand_ins
 
@@ -44,18 +43,6 @@ def facts_of(optimizer: Optimizer) -> OptimizerFacts:
         rule_of(optimizer),
         min(betas, default=None),
     )
-
-
-def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
-    """Accept an optimizer under a policy that predicts; warns where a prediction says nothing.
-
-    Raises:
-        PolicyError: for SpecTrain with anything but SGD with momentum.
-    """
-    facts = facts_of(optimizer)
-    require_optimizer(policy, facts)
-    if remark := optimizer_remark(policy, facts):
-        warnings.warn(remark, stacklevel=2)
 
 
 def optimizer_of(workload: Workload) -> OptimizerFacts | None:

@@ -25,16 +25,18 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.optimizer_facts import facts_of, require_rule
+from anabranch.runtime.optimizer_facts import facts_of
 from anabranch.schedule import rule_named
 from anabranch.schedule.asynchronous import AsynchronousOrder, full_pipeline, repeated, round_robin
 from anabranch.schedule.kfkb import require_in_flight
 from anabranch.weights import (
     OptimizerFacts,
     WeightPolicy,
+    optimizer_remark,
     policy_named,
     recommend,
     require_fits,
+    require_optimizer,
     versions_held,
 )
 from anabranch.workload import Workload
@@ -213,7 +215,7 @@ def require_recipes(
             "several versions of them in turn; take another backend, or train with --mode sync"
         )
     if policy is not None:
-        _fitting(policy, _optimizer_of(workload), quiet=True)  # told where training begins
+        fitting(policy, _optimizer_of(workload), quiet=True)  # told where training begins
 
 
 def require_untied(parts: Split, module: nn.Module) -> None:
@@ -238,19 +240,26 @@ def choose(
         nothing = OptimizerFacts("nothing to train", momentum=False, rule="momentum")
         facts = facts_of(optimizer) if optimizer is not None else nothing
         policy, reason = recommend(plan.stage_graph.depth, facts)
-    return _fitting(policy, optimizer, quiet=not _is_first()), reason
+    return fitting(policy, optimizer, quiet=not _is_first()), reason
 
 
-def _fitting(
+def fitting(
     policy: WeightPolicy | str, optimizer: Optimizer | None, *, quiet: bool
 ) -> WeightPolicy:
-    """Return the policy of a name, if it fits the optimizer; warns unless ``quiet``."""
+    """Return the policy of a name, if it fits the optimizer.
+
+    Args:
+        quiet: no warning where a prediction from this optimizer says nothing.
+
+    Raises:
+        PolicyError: for SpecTrain with anything but SGD with momentum, and the like.
+    """
     chosen = policy_named(policy) if isinstance(policy, str) else policy
     if optimizer is not None:
-        with warnings.catch_warnings():
-            if quiet:
-                warnings.simplefilter("ignore")
-            require_rule(chosen, optimizer)
+        facts = facts_of(optimizer)
+        require_optimizer(chosen, facts)
+        if not quiet and (remark := optimizer_remark(chosen, facts)):
+            warnings.warn(remark, stacklevel=3)
     return chosen
 
 
