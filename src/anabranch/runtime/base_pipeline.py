@@ -12,7 +12,6 @@ import torch
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
 from anabranch.runtime import texts
-from anabranch.runtime.evaluation import evaluate
 from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
@@ -158,7 +157,7 @@ class BasePipeline:
             DataError: if there is no held-out data, or reading it raised.
         """
         self._settle()
-        return evaluate(self._session, loader)
+        return self._session.evaluate(loader)
 
     def _settle(self) -> None:
         """Wait until nothing is under way here."""

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint.saved_state import SavedState
-from anabranch.errors import TrainingError
+from anabranch.errors import DataError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
 from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.position import POSITION, Phase
@@ -30,7 +31,6 @@ from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
-from anabranch.runtime.optimizer_facts import require_updates
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
@@ -128,13 +128,6 @@ class Session:
                 goes_on=goes_on,
                 needs_all=self.first.needs_all,
             )
-            if compute.backend is None:  # compiled backwards give whole gradients
-                require_updates(
-                    self.captured.graph,
-                    self.state.optimizer,
-                    self.state.updated,
-                    sparse_embeddings=compute.sparse_embeddings,
-                )
             self.workers = WorkerCache(
                 self.captured,
                 self.parts,
@@ -212,6 +205,50 @@ class Session:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""
         is_checked = self.first.needs_all and not self.first.is_over
         return None if is_checked else self.workers.needed_leaves
+
+    def evaluate(self, loader: Iterable[Batch] | None) -> dict[str, float]:
+        """Return loss and metrics as means over the samples of held-out batches, by default those
+        of the workload: the same stages in evaluation mode, forwards only. Nothing may be under
+        way, and all ranks have the same numbers.
+
+        Raises:
+            DataError: if there are no batches.
+        """
+        before: tuple[Outcome, int] | None = None
+        samples = 0
+        with POSITION.doing(Phase.EVALUATION):
+            with self.failing():
+                self.state.require_values()
+                self.state.share_buffers()
+                workers = self.workers.in_evaluation
+                names = workers.captured.metrics
+                sums = torch.zeros(1 + len(names), dtype=torch.float64)
+            # Whoever lacks held-out data may go on.
+            chosen = self.feed.held_out(workers.needed_leaves) if loader is None else loader
+
+            def add(outcome: Outcome, size: int) -> None:
+                shares = [outcome.loss, *(outcome.metrics.get(name, 0.0) for name in names)]
+                sums.add_(torch.tensor(shares, dtype=torch.float64) * size)
+
+            for number, batch in enumerate(self.feed.read(chosen)):
+                what = f"held-out batch {number}"
+                leaves = leaves_of(self.captured, batch, self.place, what, read=workers.leaves)
+                self.begin_batch(batch)
+                size = samples_of(leaves)
+                with self.failing():
+                    worker = self.workers.for_batch(leaves).in_evaluation.worker(size)
+                    outcome = worker.run(leaves, self.feed.step_number, train=False)
+                    outcome.bring()
+                    # A look at a device waits for it, so the next batch is under way by then.
+                    if before is not None:
+                        add(*before)
+                before, samples = (outcome, size), samples + size
+            if before is None:
+                raise DataError("the held-out data has no batches")
+            with self.failing(), POSITION.doing(Phase.TOTALS):
+                add(*before)
+                totals = (self.mesh.all_reduce(sums) / samples).tolist()
+        return dict(zip(("loss", *names), totals, strict=True))
 
     def count(self) -> None:
         """A step has been made with the batch that was fetched last."""
