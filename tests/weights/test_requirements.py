@@ -19,7 +19,6 @@ from anabranch.weights import (
     TwoBuffers,
     VerticalSync,
     keeps,
-    predicts,
 )
 from anabranch.weights.requirements import (
     optimizer_remark,
@@ -27,6 +26,7 @@ from anabranch.weights.requirements import (
     require_fits,
     require_optimizer,
 )
+from anabranch.weights.version_tracker import predicts
 from tests.weights.test_policies import CHAIN, TWO_BRANCHES, graph_of
 
 

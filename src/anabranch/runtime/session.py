@@ -26,7 +26,7 @@ from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchCheck, batch_digest
 from anabranch.runtime.guards.store_watch import watch_ranks
-from anabranch.runtime.initialisation import SEEDS
+from anabranch.runtime.initialisation import SEEDS, meta_names
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
@@ -105,10 +105,8 @@ class Session:
         self.transport: Transport | None = None
         self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)
-        before = None if predecessor is None else predecessor.first
-        self.first: FirstBatch = FirstBatch(
-            assignment, self.mesh, check_gradients=check_gradients, before=before
-        )
+        compares = check_gradients and not meta_names(module)
+        self._needs_all = compares and self.mesh.rank == 0
         feed = DataFeed(workload, graph.batch_size)
         self.feed: DataFeed = feed if predecessor is None else predecessor.feed
         with self.mesh.failure.reporting(self._disconnect, graph):
@@ -126,7 +124,7 @@ class Session:
                 self.mesh,
                 self.feed.seed,
                 goes_on=goes_on,
-                needs_all=self.first.needs_all,
+                needs_all=self._needs_all,
             )
             self.workers = WorkerCache(
                 self.captured,
@@ -137,6 +135,14 @@ class Session:
                 self.place,
                 self.feed.seed,
                 compute,
+            )
+            self.first: FirstBatch = FirstBatch(
+                assignment,
+                self.state,
+                self.workers,
+                check_gradients=check_gradients,
+                compares=compares,
+                before=None if predecessor is None else predecessor.first,
             )
             self.checkpoints: Checkpointing = Checkpointing(
                 self.state,
@@ -199,11 +205,11 @@ class Session:
         self, batch: Batch, leaves: dict[str, Tensor], worker_of: WorkerOf = WorkerCache.worker
     ) -> None:
         """Check and prepare what needs a batch, once; see ``FirstBatch``."""
-        self.first.prepare(batch, leaves, self.batch_digest, self.state, self.workers, worker_of)
+        self.first.prepare(batch, leaves, self.batch_digest, worker_of)
 
     def _reads(self) -> Collection[str] | None:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""
-        is_checked = self.first.needs_all and not self.first.is_over
+        is_checked = self._needs_all and not self.first.is_over
         return None if is_checked else self.workers.needed_leaves
 
     def evaluate(self, loader: Iterable[Batch] | None) -> dict[str, float]:
