@@ -151,19 +151,12 @@ def require_asynchronous(
         )
     require_untied(parts, workload.module)
     order.schedule()
-    microbatches, round_robin = num_microbatches(graph), order.round_robin
-    if round_robin and (microbatches > 1 or policy.microbatches):
-        raise PolicyError(
-            f"replicas that take mini-batches in turn make an update from whole ones, and "
-            f"{policy.name} with {microbatches} micro-batches per mini-batch makes it from the "
-            "parts of one: plan with one micro-batch per mini-batch and a policy other than 2bw, "
-            "or let the replicas split each mini-batch (without round_robin)"
-        )
+    microbatches = num_microbatches(graph)
     require_fits(
         policy,
         graph,
         microbatches=microbatches,
-        round_robin=round_robin,
+        round_robin=order.round_robin,
         batch_norms=[n for n, m in workload.module.named_modules() if isinstance(m, _NormBase)],
     )
     deepest = max(stage.in_flight for stage in graph.stages)
