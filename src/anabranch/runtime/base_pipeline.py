@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
 from anabranch.runtime import texts
@@ -107,10 +105,8 @@ class BasePipeline:
 
     def from_first(self, value: float) -> float:
         """Return the number that the first rank has; all ranks call it together."""
-        shared = torch.tensor([value], dtype=torch.float64)
         with self.failing():
-            self._session.mesh.broadcast(shared, 0)
-        return float(shared)
+            return float(texts.gather(value, self._mesh.all_gather_bytes)[0])
 
     def yardstick_s(self) -> tuple[float, ...]:
         """Return each rank's seconds of a fixed piece of work; all ranks call it together."""

@@ -42,7 +42,7 @@ def require_fits(
     Raises:
         PolicyError: if the policy is not defined for such a plan.
     """
-    name, depth = policy.name, graph.depth
+    name = policy.name
     replicated = [s for s, stage in enumerate(graph.stages) if stage.replicas > 1]
     if round_robin and replicated and not may_take_turns(graph, policy):
         raise PolicyError(
@@ -51,12 +51,13 @@ def require_fits(
             "one version at all stages, or updates to be made from parts of one: split each "
             "mini-batch over the replicas (without round_robin), or choose stash"
         )
-    if policy.microbatches and microbatches < depth:
+    least = max(graph.depth, *(stage.in_flight - 1 for stage in graph.stages))
+    if policy.microbatches and microbatches < least:
         raise PolicyError(
             f"{name} runs through a mini-batch's micro-batches while the weights of the mini-batch "
-            f"before are made, which takes at least as many micro-batches as the pipeline is deep: "
-            f"{microbatches} < {depth}; choose {depth} or more micro-batches per mini-batch, as "
-            f"plan --mode async --policy {name} does, or another policy"
+            "before are made, which takes at least as many micro-batches as the pipeline is deep, "
+            f"or holds besides one: {microbatches} < {least}; choose {least} or more micro-batches "
+            f"per mini-batch, as plan --mode async --policy {name} does, or another policy"
         )
     if not policy.microbatches and microbatches != 1:
         raise PolicyError(

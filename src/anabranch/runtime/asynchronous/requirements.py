@@ -151,21 +151,13 @@ def require_asynchronous(
         )
     require_untied(parts, workload.module)
     order.schedule()
-    microbatches = num_microbatches(graph)
     require_fits(
         policy,
         graph,
-        microbatches=microbatches,
+        microbatches=num_microbatches(graph),
         round_robin=order.round_robin,
         batch_norms=[n for n, m in workload.module.named_modules() if isinstance(m, _NormBase)],
     )
-    deepest = max(stage.in_flight for stage in graph.stages)
-    if policy.microbatches and deepest - 1 > microbatches:
-        raise PolicyError(
-            f"{policy.name} reads the version before the last, but with {deepest} micro-batches in "
-            f"flight and {microbatches} per mini-batch a forward comes before that version is "
-            f"made; plan with schedule 1f1b, or with {deepest - 1} micro-batches"
-        )
     require_recipes(workload, compute)
 
 
