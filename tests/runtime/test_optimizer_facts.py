@@ -16,7 +16,7 @@ from anabranch.graph.capture import capture
 from anabranch.runtime.asynchronous.requirements import fitting
 from anabranch.runtime.optimizer_facts import (
     TakenGradients,
-    has_momentum,
+    facts_of,
     optimizer_of,
     require_recipe_updates,
     taken_gradients,
@@ -120,7 +120,7 @@ def test_what_cannot_be_known():
 )
 def test_momentum(make, expected):
     """Whether there is anything to predict with."""
-    assert has_momentum(make(parameters())) is expected
+    assert facts_of(make(parameters())).momentum is expected
 
 
 @pytest.mark.parametrize("make", [Adam, partial(SGD, lr=0.1), NAdam])

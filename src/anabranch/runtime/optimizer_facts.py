@@ -25,24 +25,14 @@ def rule_of(optimizer: Optimizer) -> Rule:
     return "adam" if type(optimizer) in (Adam, AdamW) else "last update"
 
 
-def has_momentum(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer remembers a direction, as far as is known."""
-    if rule_of(optimizer) == "momentum":
-        return any(group["momentum"] for group in optimizer.param_groups)
-    if rule_of(optimizer) == "adam":
-        return any(group["betas"][0] for group in optimizer.param_groups)
-    return True
-
-
 def facts_of(optimizer: Optimizer) -> OptimizerFacts:
     """Return the facts of an optimizer that policies ask for."""
-    betas = (group["betas"][0] for group in optimizer.param_groups if "betas" in group)
-    return OptimizerFacts(
-        type(optimizer).__name__,
-        has_momentum(optimizer),
-        rule_of(optimizer),
-        min(betas, default=None),
-    )
+    groups, rule = optimizer.param_groups, rule_of(optimizer)
+    betas = [group["betas"][0] for group in groups if "betas" in group]
+    directions = {"momentum": [group.get("momentum") for group in groups], "adam": betas}
+    # Others are taken to remember one.
+    momentum = any(directions.get(rule, [True]))
+    return OptimizerFacts(type(optimizer).__name__, momentum, rule, min(betas, default=None))
 
 
 def optimizer_of(workload: Workload) -> OptimizerFacts | None:
