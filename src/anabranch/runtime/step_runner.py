@@ -185,18 +185,20 @@ class StepRunner:
 
     def _update_alone(self, outcome: Outcome) -> None:
         """Let the optimizer have the gradients, if what this rank knows is finite."""
-        is_update, may_wait = self.updates.is_last, self._is_late and not self._is_bad
-        if may_wait and self.updates.may_guard:
-            self.updates.apply_guarded(outcome)
-            self._unresolved = outcome, is_update
-            return
-        self.updates.check(outcome)
-        if may_wait and not is_update:
+        is_update, may_guard = self.updates.is_last, self.updates.may_guard and not self._is_bad
+        norms = None
+        if may_guard:
+            norms = self.updates.apply_guarded(outcome)
+        else:
+            self.updates.check(outcome)
+        if self._is_late and not self._is_bad and (may_guard or not is_update):
             self._unresolved = outcome, is_update
             return
         self._is_bad |= outcome.is_bad
         if self._is_bad:
             self.updates.drop()
+        elif norms is not None and not norms.overflowed:
+            self.updates.advance()
         else:
             self.updates.apply()
 
