@@ -83,7 +83,7 @@ class Watch:
         self._batches = BatchWatch(num_ranks)
 
     def note(self, rank: int, ints: Sequence[int], now: float, *, is_done: bool = False) -> None:
-        """Take the heartbeat of a rank, its last one or none if it is done, at a time of any clock."""
+        """Take the heartbeat of a rank, the last or none if it is done, at a time of any clock."""
         if ints:
             self._batches.note(rank, ints[POSITION_INTS:])
         position, before = list(ints[:POSITION_INTS]), self._positions.get(rank)
