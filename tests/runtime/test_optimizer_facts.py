@@ -195,6 +195,7 @@ def decayed(named):
         (partial(Adagrad, lr=0.1), True),
         (AdamW, False),
         (lambda named: SparseAdam([p for _, p in named]), False),
+        (lambda named: SparseAdam([named[0][1]]), True),
         (lambda named: Own([p for _, p in named]), True),
     ],
 )

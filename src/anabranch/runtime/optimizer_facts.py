@@ -136,7 +136,7 @@ def require_updates(
     all other parameters.
 
     Args:
-        parameters: those that it may update, by name.
+        parameters: among which are those that it updates, by name.
         sparse_embeddings: all tables have sparse gradients, also those that do not ask for them.
 
     Raises:
@@ -144,7 +144,9 @@ def require_updates(
     """
     sparse = (p.name for p in graph.parameters if p.table and (sparse_embeddings or p.table.sparse))
     tables = {*map(whole_name, sparse)}
-    trained = {whole_name(name): p for name, p in parameters.items() if p.requires_grad}
+    groups = [] if optimizer is None else optimizer.param_groups
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
+    trained = {whole_name(name): p for name, p in parameters.items() if id(p) in updated}
     held = sorted(tables & trained.keys())
     own = [trained[name] for name in held]
     taken = taken_gradients(optimizer, own, asks_for_rows=not sparse_embeddings)
