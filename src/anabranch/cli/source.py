@@ -95,11 +95,11 @@ class ModelSource:
 
     def capture(self, workload: Workload) -> Captured:
         """The workload's module as a graph of operators."""
-        from anabranch.graph.capture import capture_workload
+        from anabranch.graph.capture import capture_to_plan
 
         granularity = cast("Granularity", self.granularity)
         with self._capturing():
-            return capture_workload(workload, granularity=granularity, rewrites=self.rewrites)
+            return capture_to_plan(workload, granularity=granularity, rewrites=self.rewrites)
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:

@@ -89,13 +89,13 @@ def estimated(
         on_kept()
         return kept.traced.profile(device, samples, "float32")
 
-    from anabranch.graph.capture import capture_workload
+    from anabranch.graph.capture import capture_to_plan
     from anabranch.profile.estimate import estimate, trace
 
     with files_read() as read:
         workload = build()
         with warnings.catch_warnings(record=True) as caught:
-            captured = capture_workload(
+            captured = capture_to_plan(
                 workload, granularity=cast("Granularity", granularity), rewrites=rewrites
             )
             traced = None

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -102,14 +103,19 @@ def capture(
 def capture_workload(
     workload: Workload, *, granularity: Granularity = "layer", rewrites: Sequence[str] = ()
 ) -> Captured:
-    """Capture the module of a workload; the graph says if its optimizer needs whole parameters."""
-    captured = capture(
+    """Capture the module of a workload."""
+    return capture(
         workload.module,
         workload.example,
         granularity=granularity,
         per_sample=workload.per_sample,
         rewrites=rewrites,
     )
+
+
+def capture_to_plan(workload: Workload, **options: Any) -> Captured:
+    """Do as ``capture_workload``; the graph also says if the optimizer needs whole parameters."""
+    captured = capture_workload(workload, **options)
     names = [name for name, _ in workload.module.named_parameters()]
     if not updates_by_element(workload, names):
         captured.graph = replace(captured.graph, whole_parameters=True)
