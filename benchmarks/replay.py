@@ -23,7 +23,7 @@ from anabranch.graph.capture import Captured, capture
 from anabranch.graph.opgraph import Granularity
 from anabranch.graph.split import Port, Split, split
 from anabranch.plans.stages import Stage, StageGraph
-from anabranch.runtime.asynchronous.requirements import require_untied
+from anabranch.runtime.asynchronous.requirements import fitting, require_untied
 from anabranch.runtime.asynchronous.versions import VersionedWeights
 from anabranch.runtime.compute.options import PLAIN, ComputeOptions
 from anabranch.runtime.compute.outcome import Outcome
@@ -31,7 +31,6 @@ from anabranch.runtime.compute.programs import StagePrograms
 from anabranch.runtime.compute.stage_compute import StageCompute
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.messages import Layout
-from anabranch.runtime.optimizer_facts import require_rule
 from anabranch.schedule.asynchronous import full_pipeline
 from anabranch.weights import WeightPolicy, require_fits, units_in_flight
 from anabranch.weights.version_tracker import predicts
@@ -101,7 +100,7 @@ class Replay:
         optimizer = workload.make_optimizer(trainable) if trainable else None
         scheduler = workload.make_scheduler(optimizer) if optimizer is not None else None
         if optimizer is not None and predicts(self._policy):
-            require_rule(self._policy, optimizer)
+            fitting(self._policy, optimizer, quiet=False)
         units = [units_in_flight(st.in_flight, self._microbatches) for st in self.graph.stages]
         return VersionedWeights(
             parameters,

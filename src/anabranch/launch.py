@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from anabranch.errors import AnabranchError, StageFailedError
 from anabranch.runtime.guards.agreement import version
 from anabranch.runtime.guards.failure import Failure
-from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch, place_text
+from anabranch.runtime.guards.heartbeat import HEARTBEAT_INTS, Watch
 from anabranch.runtime.guards.interrupt import handling
-from anabranch.runtime.guards.position import waits
+from anabranch.runtime.guards.position import describe_position, waits
 from anabranch.runtime.guards.timeouts import TIMEOUTS
 from anabranch.runtime.local_rank import RankTask, run_rank
 from anabranch.runtime.spare_copies import Recoveries, Survival
@@ -312,7 +312,7 @@ class _Ranks:
             if code is not None and code < 0
             else f"ended with exit code {code} without a word"
         )
-        message = f"rank {rank} {how} {place_text(self._page(rank))}"
+        message = f"rank {rank} {how} {describe_position(self._page(rank))}"
         if code in _OUT_OF_MEMORY and not waits(self._page(rank)):
             message += "; if memory ran out, use a smaller micro-batch or more devices"
         return Failure(rank, StageFailedError.__name__, message, "", is_consequence=False)
@@ -331,7 +331,9 @@ class _Ranks:
         return first.exception()
 
     def _places(self, ranks: set[int]) -> str:
-        return "; ".join(f"rank {rank} {place_text(self._page(rank))}" for rank in sorted(ranks))
+        return "; ".join(
+            f"rank {rank} {describe_position(self._page(rank))}" for rank in sorted(ranks)
+        )
 
     def _page(self, rank: int) -> memoryview:
         return self._pages[rank * HEARTBEAT_INTS : (rank + 1) * HEARTBEAT_INTS]

@@ -6,12 +6,13 @@ needs them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from anabranch.data.loaders import Loader, loader_of
 from anabranch.data.packed import PackedBatch, Rows
@@ -175,6 +176,55 @@ def _made(recipe: Callable[[Any], Made], argument: Any, name: str, kind: type[Ma
             f"has to return {with_article(name)} of torch.optim"
         )
     return made
+
+
+def stand_ins(workload: Workload, names: Collection[str] | None = None) -> dict[str, nn.Parameter]:
+    """Return parameters of one element each in the place of the trainable ones of a workload: all,
+    or those of some names.
+    """
+    return {
+        name: nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype))
+        for name, p in workload.module.named_parameters()
+        if p.requires_grad and (names is None or name in names)
+    }
+
+
+def stand_in(
+    workload: Workload, parameters: Mapping[str, nn.Parameter] | None = None
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer that the recipe makes for stand-ins of all trainable parameters, or for
+    those given; None if there are none, or the recipe takes no others than the model's.
+    """
+    parameters = stand_ins(workload) if parameters is None else parameters
+    if not parameters:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # whoever trains will see them
+            return workload.make_optimizer(list(parameters.items()))
+    except Exception:  # the user's own code, written for other parameters; training will say why
+        return None
+
+
+BY_ELEMENT = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.SparseAdam),
+    *(optim.Adadelta, optim.Adagrad, optim.ASGD, optim.RMSprop, optim.Rprop),
+)
+"""Optimizers that treat each element alone, or each row of a sparse gradient."""
+
+
+def has_hooks(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Return True if functions are called around the steps of an optimizer."""
+    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    return any(getattr(optimizer, name, None) for name in hooks)
+
+
+def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
+    """Return True if the workload's optimizer is known to treat each element of these parameters
+    alone, so that it takes sparse gradients; hooks on its steps are unknown.
+    """
+    optimizer = stand_in(workload, stand_ins(workload, names))
+    return type(optimizer) in BY_ELEMENT and not has_hooks(optimizer)
 
 
 def to_meta(batch: Batch) -> Batch:

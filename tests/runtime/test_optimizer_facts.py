@@ -9,18 +9,21 @@ from itertools import count
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, SparseAdam
 
-from anabranch.errors import PolicyError
+from anabranch.errors import PolicyError, TrainingError
+from anabranch.graph.capture import capture
+from anabranch.runtime.asynchronous.requirements import fitting
 from anabranch.runtime.optimizer_facts import (
-    has_momentum,
+    TakenGradients,
+    facts_of,
     optimizer_of,
-    require_rule,
+    require_recipe_updates,
+    taken_gradients,
     unlike_torchs,
-    updates_by_element,
 )
 from anabranch.weights import OPTIMIZERS, OptimizerFacts, PipeOptim, PredictStash, SpecTrain, Stash
-from anabranch.workload import Workload
+from anabranch.workload import Workload, updates_by_element
 
 
 def workload(recipe=None, *, meta: bool = False) -> Workload:
@@ -117,21 +120,21 @@ def test_what_cannot_be_known():
 )
 def test_momentum(make, expected):
     """Whether there is anything to predict with."""
-    assert has_momentum(make(parameters())) is expected
+    assert facts_of(make(parameters())).momentum is expected
 
 
 @pytest.mark.parametrize("make", [Adam, partial(SGD, lr=0.1), NAdam])
 def test_spectrain_is_for_momentum_only(make):
     """The message says what fits."""
     with pytest.raises(PolicyError, match="spectrain predicts with the momentum of SGD"):
-        require_rule(SpecTrain(), make(parameters()))
+        fitting(SpecTrain(), make(parameters()), quiet=True)
 
 
 @pytest.mark.parametrize("policy", [PipeOptim(), PredictStash()])
 def test_a_prediction_of_nothing_is_warned_of(policy):
     """SGD without momentum: every prediction is the current weights."""
     with pytest.warns(UserWarning, match="prediction is the current weights; give it a momentum"):
-        require_rule(policy, SGD(parameters(), lr=0.1))
+        fitting(policy, SGD(parameters(), lr=0.1), quiet=False)
 
 
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1, momentum=0.9), AdamW, NAdam])
@@ -139,8 +142,8 @@ def test_what_fits_is_accepted_silently(make):
     """And a policy that predicts nothing asks for nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        require_rule(PipeOptim(), make(parameters()))
-        require_rule(Stash(), SGD(parameters(), lr=0.1))
+        fitting(PipeOptim(), make(parameters()), quiet=False)
+        fitting(Stash(), SGD(parameters(), lr=0.1), quiet=False)
 
 
 class Own(Adam):
@@ -162,3 +165,59 @@ def test_who_takes_rows_of_parameters(recipe, expected: bool) -> None:
     a recipe makes that refuses stand-ins.
     """
     assert updates_by_element(workload(recipe), ["weight", "bias"]) is expected
+
+
+class Embedded(nn.Module):
+    """A table with sparse gradients, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, word: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.words(word)).mean()
+
+
+def decayed(named):
+    """Weight decay of the layer alone."""
+    words, *layer = (p for _, p in named)
+    return SGD([{"params": [words]}, {"params": layer, "weight_decay": 0.1}], lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    ("recipe", "accepted"),
+    [
+        (partial(SGD, lr=0.1, momentum=0.9), True),
+        (partial(SGD, lr=0.1, weight_decay=0.1), False),
+        (decayed, True),
+        (partial(SGD, lr=0.1, fused=True), False),
+        (partial(Adagrad, lr=0.1), True),
+        (AdamW, False),
+        (lambda named: SparseAdam([p for _, p in named]), False),
+        (lambda named: SparseAdam([named[0][1]]), True),
+        (lambda named: Own([p for _, p in named]), True),
+    ],
+)
+def test_sparse_gradients_are_taken_as_torch_takes_them(recipe, accepted: bool) -> None:
+    """What is accepted of PyTorch's makes an update; what is refused raises in it."""
+    module = Embedded()
+    work = Workload(module, {"word": torch.arange(4)}, optimizer=recipe)
+    graph = capture(module, work.example).graph
+    module(**work.example).backward()
+    optimizer = work.make_optimizer(list(module.named_parameters()))
+    if not accepted:
+        with pytest.raises(TrainingError, match=r"sparse gradients of words.weight"):
+            require_recipe_updates(work, graph)
+        with pytest.raises(RuntimeError, match=r"sparse|dense"):
+            optimizer.step()
+        return
+    require_recipe_updates(work, graph)
+    if type(optimizer) is not Own:  # nothing is known of it
+        optimizer.step()
+
+
+def test_rows_of_momentum_are_not_asked_for() -> None:
+    """More of them would be kept with every step, though PyTorch takes them."""
+    taken = [taken_gradients(SGD(parameters(), lr=0.1, momentum=m)) for m in (0.0, 0.9)]
+    assert taken == [TakenGradients.EITHER, TakenGradients.DENSE]

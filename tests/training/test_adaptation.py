@@ -18,7 +18,6 @@ from anabranch.solve.replanning import Change, Measured
 from anabranch.timeline import Timeline
 from anabranch.training import Event, LookEvent, Looks, PlanEvent, StepEvent, train
 from anabranch.training.adaptation import Adaptation
-from anabranch.training.loop import _until_look
 from tests.runtime.small import built, on_devices, plan, train_alone, with_options, with_programs
 from tests.runtime.training import sgd
 from tests.training.test_loop import SIZES, data
@@ -185,9 +184,9 @@ def test_a_callback_that_raises_at_a_look_ends_the_run() -> None:
 def test_looks_come_after_an_update() -> None:
     """Five steps of updates of three are no whole number, and neither are the three of a look."""
     looks = Looks(every=4)
-    assert [_until_look(looks, done, 3) for done in (5, 12, 18)] == [4, 6, 6]
-    assert _until_look(looks, 5, 1) == 4
-    assert _until_look(None, 5, 3) is None
+    assert [looks.steps_until(done, 3) for done in (5, 12, 18)] == [4, 6, 6]
+    assert looks.steps_until(5, 1) == 4
+    assert Looks(every=None).steps_until(5, 3) is None
 
 
 def decided(adaptation: Adaptation, replanner: Fixed, step_s: float) -> tuple[Plan | None, str]:

@@ -69,7 +69,7 @@ def test_an_optimizer_that_cannot_train_the_model_is_named() -> None:
     """AdamW takes no sparse gradients. A tie of frozen layers has no gradients to be summed."""
     example = {"x": torch.rand(4, 6), "row": torch.arange(4)}
     told = "\n".join(examine(Workload(FrozenTie(), example), CLUSTER, 8).findings)
-    assert "it cannot be trained: AdamW cannot update this model" in told
+    assert "it cannot be trained: AdamW, as it is set, cannot update this model" in told
     assert "tied weights" not in told
 
 

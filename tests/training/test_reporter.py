@@ -29,7 +29,7 @@ def test_what_was_done_between_steps_waits_for_the_loss_of_its_step():
     """
     seen: list[Event] = []
     under_way = pipe()
-    reporter = Reporter(under_way, 9, [seen.append])
+    reporter = Reporter(under_way, 9, [seen.append], 20)
     batches = reporter.noted([batch(4), batch(3)])
     next(batches)
     under_way.epoch, under_way.optimizer.param_groups[0]["lr"] = 4, 0.25
@@ -53,7 +53,7 @@ def test_a_callback_that_raises_is_named():
         raise KeyError("colour")
 
     for rank in (1, 0):
-        reporter = Reporter(pipe(rank), None, [careless])
+        reporter = Reporter(pipe(rank), None, [careless], 20)
         next(reporter.noted([batch(4)]))
         if rank == 1:
             reporter.add(1.0, 1.0)

@@ -106,23 +106,23 @@ def test_what_is_alive_step_by_step():
 def test_passes_out_of_order_are_refused():
     """A forward before its time, a second backward, a fill of a pipeline that is not empty."""
     alive = VersionTracker(PipeOptim(), in_flight=2, deepest=2)
-    with pytest.raises(ValueError, match="forward of mini-batch 1 at version 0"):
+    with pytest.raises(AssertionError, match="mini-batch 1 at version 0, with 0 in flight"):
         alive.forward(1)
-    with pytest.raises(ValueError, match="backward of mini-batch 0"):
+    with pytest.raises(AssertionError, match="mini-batch 0"):
         alive.backward(0)
     alive.forward(0)
     alive.forward(1)
-    with pytest.raises(ValueError, match="pipeoptim takes 2 to be in flight"):
+    with pytest.raises(AssertionError, match="mini-batch 2 at version 0, with 2 in flight"):
         alive.forward(2)
-    with pytest.raises(ValueError, match="0 to 1 are in flight"):
+    with pytest.raises(AssertionError, match="when it has been drained"):
         alive.fill(0)
-    with pytest.raises(ValueError, match="backward of mini-batch 1"):
+    with pytest.raises(AssertionError, match="mini-batch 1"):
         alive.backward(1)
 
 
 def test_no_stage_has_more_in_flight_than_the_deepest():
     """Such a count is a mistake of the caller."""
-    with pytest.raises(ValueError, match=r"cannot have 4 units in flight where the deepest .* 3"):
+    with pytest.raises(AssertionError, match=r"4 in flight, at the deepest source 3"):
         VersionTracker(Naive(), in_flight=4, deepest=3)
 
 

@@ -11,11 +11,10 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import type_text
-from anabranch.checkpoint.saved_state import read_tensor
+from anabranch.checkpoint.saved_state import opened, read_tensor
 from anabranch.errors import FileFormatError
 from anabranch.files.jsonfile import parse, read_text
 
@@ -127,8 +126,5 @@ class PlainWeights:
 
 
 def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise FileFormatError(f"{file} cannot be read as safetensors: {error}") from error
+    with opened(file) as tensors:
+        return list(tensors.keys())

@@ -6,7 +6,6 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from anabranch.checkpoint.manifest import (
@@ -19,7 +18,7 @@ from anabranch.checkpoint.manifest import (
     file_checksum,
     type_text,
 )
-from anabranch.checkpoint.saved_state import SavedState, read_tensor
+from anabranch.checkpoint.saved_state import SavedState, opened, read_tensor
 from anabranch.checkpoint.series import newest
 from anabranch.errors import FileFormatError
 from anabranch.files.jsonfile import read_document
@@ -107,11 +106,8 @@ class Checkpoint(SavedState):
             raise FileFormatError(
                 f"{path} has {actual} bytes, but {size} were written; it was cut short or changed"
             )
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata, keys = file.metadata() or {}, set(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise FileFormatError(f"{path} is damaged: {error}; take an earlier one") from error
+        with opened(path) as file:
+            metadata, keys = file.metadata() or {}, set(file.keys())
         if metadata.get("checkpoint") != self.manifest.id:
             raise FileFormatError(
                 f"{path} is of another checkpoint than {self.where}: of step "

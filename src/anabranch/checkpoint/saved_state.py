@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,20 @@ from anabranch.errors import FileFormatError, some
 from anabranch.graph.slices import read_by_name, whole_name
 
 
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; raises FileFormatError if it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise FileFormatError(f"{file} cannot be read, or is damaged: {error}") from error
+
+
 def read_tensor(file: Path, name: str) -> Tensor:
     """Read one tensor of a safetensors file; raises FileFormatError if it is damaged."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise FileFormatError(f"{file}: tensor {name} cannot be read: {error}") from error
+    with opened(file) as tensors:
+        tensor: Tensor = tensors.get_tensor(name)
     return tensor
 
 

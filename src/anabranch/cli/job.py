@@ -85,6 +85,13 @@ class Job:
             return self.plan.stage_graph.batch_size
         return local.batch_size or self.workload.batch_size or 32
 
+    def require_updates(self, *, sparse_embeddings: bool) -> None:
+        """Accept an optimizer that takes the gradients of tables, which may all be sparse."""
+        from anabranch.runtime.optimizer_facts import require_recipe_updates
+
+        graph = self.captured.graph
+        require_recipe_updates(self.workload, graph, sparse_embeddings=sparse_embeddings)
+
     @remembered
     def cluster(self, devices: int) -> Cluster:
         """So many local ranks, with the kept calibration of this machine."""

@@ -101,9 +101,10 @@ def require_trainable(
     from anabranch.checkpoint import Checkpoint
     from anabranch.data.loaders import Loader
     from anabranch.runtime.model_state import require_weights
-    from anabranch.runtime.optimizer_facts import refuse_unsupported, stand_in
+    from anabranch.runtime.optimizer_facts import refuse_unsupported
     from anabranch.training import require_place
     from anabranch.training.course import nothing_left, require_evaluation
+    from anabranch.workload import stand_in
 
     if workload.data is None:
         raise DataError(
@@ -137,21 +138,6 @@ def require_trainable(
         from anabranch.runtime.asynchronous.requirements import require_recipes
 
         require_recipes(workload, compute, policy)
-
-
-def require_gradients_taken(
-    workload: Workload, captured: Captured, *, sparse_embeddings: bool
-) -> None:
-    """Accept an optimizer that takes the gradients of tables and of all else, as far as stand-ins
-    tell; raises TrainingError for another.
-    """
-    from anabranch.runtime.optimizer_facts import require_sparse_updates, require_updates, stand_in
-
-    if not sparse_embeddings:
-        require_updates(workload, captured.graph)
-        return
-    tables = [parameter.name for parameter in captured.graph.parameters if parameter.table]
-    require_sparse_updates(stand_in(workload, tables), captured.graph, tables)
 
 
 def require_new_run(run: Path | None) -> None:

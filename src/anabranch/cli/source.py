@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -94,20 +94,11 @@ class ModelSource:
 
     def capture(self, workload: Workload) -> Captured:
         """The workload's module as a graph of operators."""
-        from anabranch.graph.capture import capture
+        from anabranch.graph.capture import capture_to_plan
 
         granularity = cast("Granularity", self.granularity)
         with self._capturing():
-            captured = capture(
-                workload.module,
-                workload.example,
-                granularity=granularity,
-                per_sample=workload.per_sample,
-                rewrites=self.rewrites,
-            )
-        if not _by_element(workload):
-            captured.graph = replace(captured.graph, whole_parameters=True)
-        return captured
+            return capture_to_plan(workload, granularity=granularity, rewrites=self.rewrites)
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -216,13 +207,6 @@ class ModelSource:
     def _say_kept(self) -> None:
         self.facts["kept_capture"] = True
         note(f"{self.model}: by the capture that is kept; --no-cache captures anew")
-
-
-def _by_element(workload: Workload) -> bool:
-    """Return whether the optimizer of a workload takes parts of parameters as it takes wholes."""
-    from anabranch.runtime.optimizer_facts import updates_by_element
-
-    return updates_by_element(workload, [name for name, _ in workload.module.named_parameters()])
 
 
 def read_profile_file(

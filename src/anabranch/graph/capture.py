@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -39,7 +40,7 @@ from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.slices import in_slices, view_named, whole_name
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.remembered import remembered
-from anabranch.workload import Batch
+from anabranch.workload import Batch, Workload, updates_by_element
 
 
 def capture(
@@ -96,6 +97,28 @@ def capture(
             CaptureWarning,
             stacklevel=2,
         )
+    return captured
+
+
+def capture_workload(
+    workload: Workload, *, granularity: Granularity = "layer", rewrites: Sequence[str] = ()
+) -> Captured:
+    """Capture the module of a workload."""
+    return capture(
+        workload.module,
+        workload.example,
+        granularity=granularity,
+        per_sample=workload.per_sample,
+        rewrites=rewrites,
+    )
+
+
+def capture_to_plan(workload: Workload, **options: Any) -> Captured:
+    """Do as ``capture_workload``; the graph also says if the optimizer needs whole parameters."""
+    captured = capture_workload(workload, **options)
+    names = [name for name, _ in workload.module.named_parameters()]
+    if not updates_by_element(workload, names):
+        captured.graph = replace(captured.graph, whole_parameters=True)
     return captured
 
 

@@ -1,15 +1,15 @@
 """Training of a plan on real devices: one process (rank) per device, each with its own stages.
 
 pipeline        what the user holds: steps with a flush, evaluation, checkpoints
-session         one rank's share of a run, which both pipelines hold
+session         one rank's share of a run, which both pipelines hold, and held-out means
 worker, messages, mesh
                 the actions of one device in order; the tensors of its messages; ranks and groups
 assignment, first_batch
                 what ranks compare before anything is made; what they check with the first batch
 worker_cache, plan_parts
                 workers by batch size; the plan's stages as parts of the captured model
-model_state, data_feed, step_totals, evaluation
-                parameters and optimizer; batches; loss and metrics over all ranks; held-out means
+model_state, data_feed, step_totals
+                parameters and optimizer; batches; loss and metrics over all ranks
 reference       the user's own module in one process, with which plans are compared
 
 asynchronous    training without a flush: versions of weights, predictions, replicas in turn

@@ -22,11 +22,10 @@ from anabranch.runtime.guards.memory_budget import lack
 from anabranch.runtime.initialisation import meta_names, require_constants
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
-from anabranch.runtime.optimizer_facts import updates_by_element
 from anabranch.runtime.placement import own_device, start_of
 from anabranch.runtime.plan_parts import buckets_of, captured_for, parts_of
 from anabranch.runtime.process_groups import join, require_streams
-from anabranch.workload import Workload
+from anabranch.workload import Workload, updates_by_element
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from anabranch.checkpoint import Checkpoint
 from anabranch.plans.plan import Plan
 from anabranch.runtime import texts
-from anabranch.runtime.evaluation import evaluate
 from anabranch.runtime.measurement.clocks import yardstick_s
 from anabranch.runtime.session import Session
 from anabranch.workload import Batch, Workload
@@ -108,10 +105,8 @@ class BasePipeline:
 
     def from_first(self, value: float) -> float:
         """Return the number that the first rank has; all ranks call it together."""
-        shared = torch.tensor([value], dtype=torch.float64)
         with self.failing():
-            self._session.mesh.broadcast(shared, 0)
-        return float(shared)
+            return float(texts.gather(value, self._mesh.all_gather_bytes)[0])
 
     def yardstick_s(self) -> tuple[float, ...]:
         """Return each rank's seconds of a fixed piece of work; all ranks call it together."""
@@ -158,7 +153,7 @@ class BasePipeline:
             DataError: if there is no held-out data, or reading it raised.
         """
         self._settle()
-        return evaluate(self._session, loader)
+        return self._session.evaluate(loader)
 
     def _settle(self) -> None:
         """Wait until nothing is under way here."""

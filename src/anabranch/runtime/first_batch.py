@@ -24,8 +24,6 @@ from anabranch.runtime.compute.reverted import unchanged_state, without_gradient
 from anabranch.runtime.data_feed import leaves_of, samples_of
 from anabranch.runtime.guards.same_batch import require_same_batch
 from anabranch.runtime.guards.self_check import compare_with_eager
-from anabranch.runtime.initialisation import meta_names
-from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import gradient_ports
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.optimizer_facts import unlike_torchs
@@ -45,46 +43,35 @@ class FirstBatch:
         is_over: whether they have been made.
 
     Args:
-        check_gradients: compare them, if a process has all values of the model.
+        check_gradients: whether the user asks for the comparison.
+        compares: it is made, as a process has all values of the model.
         before: of this run under another plan; what was said then is not said again.
     """
 
     def __init__(
         self,
         assignment: Assignment,
-        mesh: Mesh,
+        state: ModelState,
+        workers: WorkerCache,
         *,
         check_gradients: bool,
+        compares: bool,
         before: FirstBatch | None,
     ) -> None:
-        self._assignment, self._mesh = assignment, mesh
-        workload = assignment.workload
-        self._captured, self._graph = assignment.captured, assignment.plan.stage_graph
-        self._compares = check_gradients and not meta_names(self._captured.module)
-        self._tells = check_gradients and before is None
+        self._assignment, self._state, self._workers = assignment, state, workers
+        self._captured, self._mesh, self._place = workers.captured, workers.mesh, workers.place
+        self._graph, workload = workers.stage_graph, assignment.workload
+        self._compares, self._tells = compares, check_gradients and before is None
         self._examples = [workload.example, *workload.buckets] if workload.buckets else []
         self._evaluates = workload.eval_data is not None
         self.is_over = False
         self.verdict: str = (
             "not compared: nobody asked for it" if before is None else before.verdict
         )
-        if check_gradients and not self._compares:
+        if check_gradients and not compares:
             self.verdict = "not compared: no process has all values of the model"
 
-    @property
-    def needs_all(self) -> bool:
-        """True if this rank needs the whole model until the first batch has been compared."""
-        return self._compares and self._mesh.rank == 0
-
-    def prepare(
-        self,
-        batch: Batch,
-        leaves: Leaves,
-        digest: bytes,
-        state: ModelState,
-        workers: WorkerCache,
-        worker_of: WorkerOf,
-    ) -> None:
+    def prepare(self, batch: Batch, leaves: Leaves, digest: bytes, worker_of: WorkerOf) -> None:
         """Make them; all ranks call it together.
 
         Args:
@@ -95,16 +82,16 @@ class FirstBatch:
             return
         self.is_over = True
         require_same_batch(self._mesh, digest)
-        state.require_values()
+        self._state.require_values()
         if self._mesh.is_on_gpus:
-            self._warm_up(leaves, workers, worker_of)
+            self._warm_up(leaves, worker_of)
         if self._tells:
-            self._tell(state)
+            self._tell()
         if self._compares:
-            self._compare(self._captured.layout.packed(batch), leaves, workers)
-        state.forget_others()
+            self._compare(self._captured.layout.packed(batch), leaves)
+        self._state.forget_others()
 
-    def _compare(self, batch: Batch, leaves: Leaves, workers: WorkerCache) -> None:
+    def _compare(self, batch: Batch, leaves: Leaves) -> None:
         """Compare gradients with one process, also of the other buckets, by their declared
         examples; the verdict is that of the batch at hand.
         """
@@ -112,11 +99,11 @@ class FirstBatch:
             self._captured.for_batch(leaves): (batch, leaves)
         }
         for example in self._examples:
-            tensors = leaves_of(self._captured, example, workers.place)
+            tensors = leaves_of(self._captured, example, self._place)
             batches.setdefault(self._captured.for_batch(tensors), (example, tensors))
         verdicts = [
             compare_with_eager(
-                workers.like(bucket),
+                self._workers.like(bucket),
                 self._assignment.holders,
                 self._mesh,
                 *some,
@@ -127,16 +114,16 @@ class FirstBatch:
         self.verdict = verdicts[0]
         self._captured.programs.exporter.reads.accept()
 
-    def _warm_up(self, leaves: Leaves, workers: WorkerCache, worker_of: WorkerOf) -> None:
+    def _warm_up(self, leaves: Leaves, worker_of: WorkerOf) -> None:
         """Run every program of this rank's stages once, before any message."""
         batches = [leaves]
         for example in self._examples:
-            small = leaves_of(self._captured, example, workers.place)
-            rows = torch.arange(self._graph.batch_size, device=workers.place) % samples_of(small)
+            small = leaves_of(self._captured, example, self._place)
+            rows = torch.arange(self._graph.batch_size, device=self._place) % samples_of(small)
             batches.append({name: leaf[rows] for name, leaf in small.items()})
         done = set()
         for tensors in batches:
-            alike, samples = workers.for_batch(tensors), samples_of(tensors)
+            alike, samples = self._workers.for_batch(tensors), samples_of(tensors)
             if (alike.captured, samples) in done:
                 continue
             done.add((alike.captured, samples))
@@ -145,13 +132,13 @@ class FirstBatch:
                 held_out = alike.in_evaluation
                 warm_up(held_out.worker(samples), held_out.captured, tensors, train=False)
 
-    def _tell(self, state: ModelState) -> None:
+    def _tell(self) -> None:
         """Say once what is not as in one process."""
         stateful, stages = self._captured.graph.stateful, enumerate(self._graph.stages)
         sliced = any(p.replicas > 1 or self._graph.num_microbatches(s) > 1 for s, p in stages)
         if self._mesh.rank == 0 and stateful and sliced:
             warnings.warn(told_stateful(stateful), stacklevel=7)
-        optimizer, holders = state.optimizer, self._assignment.holders
+        optimizer, holders = self._state.optimizer, self._assignment.holders
         if optimizer is None or self._mesh.size == 1 or not (unlike := unlike_torchs(optimizer)):
             return
         if self._mesh.rank == min(r for name in holders.parameters for r in holders.updaters(name)):

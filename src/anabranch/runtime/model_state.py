@@ -29,7 +29,7 @@ from anabranch.runtime.data_parallel.gradients import same_start, share_first
 from anabranch.runtime.data_parallel.shards import replace_parameters
 from anabranch.runtime.initialisation import materialise, meta_names, require_values
 from anabranch.runtime.mesh import Mesh
-from anabranch.runtime.optimizer_facts import refuse_unsupported
+from anabranch.runtime.optimizer_facts import refuse_unsupported, require_updates
 from anabranch.runtime.placement import move
 from anabranch.workload import Workload
 
@@ -96,6 +96,9 @@ class ModelState:
         self.optimizer = self._optimizer(workload)
         self.scheduler = workload.make_scheduler(self.optimizer) if self.optimizer else None
         refuse_unsupported(self.optimizer, self.scheduler)
+        if assignment.compute.backend is None:  # compiled backwards give whole gradients
+            rows = assignment.compute.sparse_embeddings
+            require_updates(captured.graph, self.optimizer, self.updated, sparse_embeddings=rows)
 
     def _slice(self) -> None:
         """Make the slices that this rank holds, in memory of their own: fused optimizers take

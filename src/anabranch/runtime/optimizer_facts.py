@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Container
+from collections.abc import Collection, Mapping
 from enum import IntEnum
 
 import torch
@@ -14,9 +13,9 @@ from anabranch.errors import TrainingError
 from anabranch.graph.opgraph import OpGraph
 from anabranch.graph.slices import whole_name
 from anabranch.plans.plan import TAKE_ROWS
-from anabranch.weights import OptimizerFacts, WeightPolicy, optimizer_remark, require_optimizer
+from anabranch.weights import OptimizerFacts
 from anabranch.weights.optimizers import Rule
-from anabranch.workload import Workload
+from anabranch.workload import Workload, has_hooks, stand_in, stand_ins
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
@@ -26,36 +25,14 @@ def rule_of(optimizer: Optimizer) -> Rule:
     return "adam" if type(optimizer) in (Adam, AdamW) else "last update"
 
 
-def has_momentum(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer remembers a direction, as far as is known."""
-    if rule_of(optimizer) == "momentum":
-        return any(group["momentum"] for group in optimizer.param_groups)
-    if rule_of(optimizer) == "adam":
-        return any(group["betas"][0] for group in optimizer.param_groups)
-    return True
-
-
 def facts_of(optimizer: Optimizer) -> OptimizerFacts:
     """Return the facts of an optimizer that policies ask for."""
-    betas = (group["betas"][0] for group in optimizer.param_groups if "betas" in group)
-    return OptimizerFacts(
-        type(optimizer).__name__,
-        has_momentum(optimizer),
-        rule_of(optimizer),
-        min(betas, default=None),
-    )
-
-
-def require_rule(policy: WeightPolicy, optimizer: Optimizer) -> None:
-    """Accept an optimizer under a policy that predicts; warns where a prediction says nothing.
-
-    Raises:
-        PolicyError: for SpecTrain with anything but SGD with momentum.
-    """
-    facts = facts_of(optimizer)
-    require_optimizer(policy, facts)
-    if remark := optimizer_remark(policy, facts):
-        warnings.warn(remark, stacklevel=2)
+    groups, rule = optimizer.param_groups, rule_of(optimizer)
+    betas = [group["betas"][0] for group in groups if "betas" in group]
+    directions = {"momentum": [group.get("momentum") for group in groups], "adam": betas}
+    # Others are taken to remember one.
+    momentum = any(directions.get(rule, [True]))
+    return OptimizerFacts(type(optimizer).__name__, momentum, rule, min(betas, default=None))
 
 
 def optimizer_of(workload: Workload) -> OptimizerFacts | None:
@@ -64,31 +41,17 @@ def optimizer_of(workload: Workload) -> OptimizerFacts | None:
     return None if optimizer is None else facts_of(optimizer)
 
 
-BY_ELEMENT = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.SparseAdam),
-    *(optim.Adadelta, optim.Adagrad, optim.ASGD, optim.RMSprop, optim.Rprop),
-)
-"""Optimizers that treat each element alone, or each row of a sparse gradient."""
-
-
-_BY_PARAMETER = "torch.optim.", "anabranch."
-"""Modules of optimizers that compute nothing over several parameters."""
-
-
-def updates_by_element(workload: Workload, names: Collection[str]) -> bool:
-    """Return True if the workload's optimizer is known to treat each element of these parameters
-    alone, so that it takes sparse gradients; hooks on its steps are unknown.
-    """
-    optimizer = stand_in(workload, names)
-    return type(optimizer) in BY_ELEMENT and not _has_hooks(optimizer)
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """True for optimizers of PyTorch and of ours, which compute nothing over several parameters."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "anabranch."))
 
 
 def unlike_torchs(optimizer: Optimizer) -> str:
     """Return a sentence on an optimizer that may compute over several parameters, which those of
     ``torch.optim`` do not; nothing for these.
     """
-    is_torchs = type(optimizer).__module__.startswith(_BY_PARAMETER)
-    if is_torchs and not _has_hooks(optimizer):
+    is_torchs = _is_torchs(optimizer)
+    if is_torchs and not has_hooks(optimizer):
         return ""
     lost = ""
     if inside := sorted(_with_own_state(optimizer)):
@@ -115,73 +78,6 @@ def _with_own_state(optimizer: Optimizer) -> set[str]:
     return {type(part).__name__ for part in parts if part.state is not optimizer.state}
 
 
-def _has_hooks(optimizer: Optimizer | None) -> bool:
-    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    return any(getattr(optimizer, name, None) for name in hooks)
-
-
-def require_updates(workload: Workload, graph: OpGraph, made: Optimizer | None = None) -> None:
-    """Accept an optimizer that takes sparse gradients of the tables that ask for them, and others
-    of all other parameters; those that are not PyTorch's are not tried.
-
-    Args:
-        made: what the recipe has made of the model's own parameters, if it was asked; it is asked
-            again only for a model and an optimizer that may not go together.
-
-    Raises:
-        TrainingError: for Adam with such tables, or SparseAdam with anything else.
-    """
-    names = (p.name for p in graph.parameters if p.table is not None and p.table.sparse)
-    tables = sorted({whole_name(name) for name in names})
-
-    def may_fail(optimizer: Optimizer) -> bool:
-        is_torchs = type(optimizer).__module__.startswith(_BY_PARAMETER)
-        return is_torchs and (bool(tables) or isinstance(optimizer, optim.SparseAdam))
-
-    if made is not None and not may_fail(made):
-        return
-    optimizer = stand_in(workload, tables=tables)
-    if optimizer is None or not may_fail(optimizer):
-        return
-    try:
-        optimizer.step()
-    except Exception as error:
-        if "sparse" not in str(error).lower():  # it is for a GPU, or needs a closure
-            return
-        gradients = f"sparse gradients (sparse=True) of {', '.join(tables) or 'no table'}"
-        raise TrainingError(
-            f"{type(optimizer).__name__} cannot update this model, which has {gradients} and "
-            f"dense ones of all else: {error}; leave sparse=True out, or have the Workload's "
-            f"optimizer be {TAKE_ROWS}; SparseAdam takes such tables alone, so it needs another "
-            "one beside it for the rest, as in docs/training.md"
-        ) from error
-
-
-def stand_in(
-    workload: Workload, names: Collection[str] | None = None, tables: Collection[str] = ()
-) -> Optimizer | None:
-    """The optimizer that the recipe makes for parameters (all) of one element each, which have
-    gradients, those of tables sparse ones; None if there are none, or the recipe takes no others
-    than the model's.
-    """
-    stand_ins = [
-        (name, nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype)))
-        for name, p in workload.module.named_parameters()
-        if p.requires_grad and (names is None or name in names)
-    ]
-    for name, parameter in stand_ins:
-        gradient = torch.ones_like(parameter)
-        parameter.grad = gradient.to_sparse(1) if name in tables else gradient
-    if not stand_ins:
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # whoever trains will see them
-            return workload.make_optimizer(stand_ins)
-    except Exception:  # the user's own code, written for other parameters; training will say why
-        return None
-
-
 class TakenGradients(IntEnum):
     """Gradients of embedding tables that an optimizer takes."""
 
@@ -190,20 +86,29 @@ class TakenGradients(IntEnum):
     SPARSE = 2
 
 
-def taken_gradients(optimizer: Optimizer | None) -> TakenGradients:
-    """Return the gradients that an optimizer takes; one that is not PyTorch's takes sparse ones."""
+def taken_gradients(
+    optimizer: Optimizer | None,
+    tables: Collection[nn.Parameter] | None = None,
+    *,
+    asks_for_rows: bool = False,
+) -> TakenGradients:
+    """Return the gradients that an optimizer takes; one that is not PyTorch's takes sparse ones.
+
+    Args:
+        tables: those that count, by default all parameters.
+        asks_for_rows: the user's own tables do; otherwise momentum refuses them, which would be
+            kept as rows, more of them with every step.
+    """
     if optimizer is None:
         return TakenGradients.EITHER
-    if isinstance(optimizer, optim.SparseAdam) or not (
-        type(optimizer).__module__.startswith(_BY_PARAMETER)
-    ):
+    if isinstance(optimizer, optim.SparseAdam) or not _is_torchs(optimizer):
         return TakenGradients.SPARSE
-    if not isinstance(optimizer, optim.SGD | optim.Adagrad):
-        return TakenGradients.DENSE
-    # Momentum would be kept as rows, more of them with every step. The others are refused.
-    besides = ("momentum", "weight_decay", "fused")
-    takes_sparse = not any(group.get(key) for group in optimizer.param_groups for key in besides)
-    return TakenGradients.EITHER if takes_sparse else TakenGradients.DENSE
+    ids = None if tables is None else {*map(id, tables)}
+    groups = [g for g in optimizer.param_groups if ids is None or ids & {*map(id, g["params"])}]
+    besides = ("weight_decay", "fused") if asks_for_rows else ("weight_decay", "fused", "momentum")
+    takes_rows = not any(group.get(key) for group in groups for key in besides)
+    is_known = isinstance(optimizer, optim.SGD | optim.Adagrad)
+    return TakenGradients.EITHER if is_known and takes_rows else TakenGradients.DENSE
 
 
 def refuse_unsupported(optimizer: object, scheduler: object) -> None:
@@ -220,15 +125,49 @@ def refuse_unsupported(optimizer: object, scheduler: object) -> None:
         )
 
 
-def require_sparse_updates(
-    optimizer: Optimizer | None, graph: OpGraph, held: Container[str]
+def require_updates(
+    graph: OpGraph,
+    optimizer: Optimizer | None,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    sparse_embeddings: bool | None = False,
 ) -> None:
-    """Raise a TrainingError where an optimizer takes no sparse gradients of the tables held."""
-    tables = [p.name for p in graph.parameters if p.table and p.name in held]
-    if tables and taken_gradients(optimizer) is TakenGradients.DENSE:
-        raise TrainingError(
-            f"{type(optimizer).__name__}, as it is set, takes no sparse gradients, "
-            f"which sparse_embeddings gives {', '.join(tables)}; have the Workload's optimizer "
-            f"be {TAKE_ROWS}, or train with --no-sparse-embeddings "
-            "(sparse_embeddings=False), also by this plan"
-        )
+    """Accept an optimizer that takes sparse gradients of the tables that have them, and others of
+    all other parameters.
+
+    Args:
+        parameters: among which are those that it updates, by name.
+        sparse_embeddings: all tables have sparse gradients, also those that do not ask for them.
+
+    Raises:
+        TrainingError: for Adam with such tables, or SparseAdam with anything else.
+    """
+    sparse = (p.name for p in graph.parameters if p.table and (sparse_embeddings or p.table.sparse))
+    tables = {*map(whole_name, sparse)}
+    groups = [] if optimizer is None else optimizer.param_groups
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
+    trained = {whole_name(name): p for name, p in parameters.items() if id(p) in updated}
+    held = sorted(tables & trained.keys())
+    own = [trained[name] for name in held]
+    taken = taken_gradients(optimizer, own, asks_for_rows=not sparse_embeddings)
+    takes_others = not isinstance(optimizer, optim.SparseAdam) or trained.keys() <= tables
+    if takes_others and not (held and taken is TakenGradients.DENSE):
+        return
+    way_on = "leave sparse=True out"
+    if sparse_embeddings:
+        way_on = "train with --no-sparse-embeddings (sparse_embeddings=False), also by this plan"
+    raise TrainingError(
+        f"{type(optimizer).__name__}, as it is set, cannot update this model, which has sparse "
+        f"gradients of {', '.join(held) or 'no table'} and dense ones of all else; {way_on}, or "
+        f"have the Workload's optimizer be {TAKE_ROWS}; SparseAdam takes such tables alone, so it "
+        "needs another one beside it for the rest, as in docs/training.md"
+    )
+
+
+def require_recipe_updates(
+    workload: Workload, graph: OpGraph, *, sparse_embeddings: bool = False
+) -> None:
+    """Accept a recipe by ``require_updates``, as far as stand-ins tell, before there are ranks."""
+    parameters = stand_ins(workload)
+    optimizer = stand_in(workload, parameters)
+    require_updates(graph, optimizer, parameters, sparse_embeddings=sparse_embeddings)

@@ -141,10 +141,7 @@ class Pipeline(BasePipeline):
             "device": device,
         }
         self._copies = copies
-        saved = None
-        self.copied: dict[str, Any] | None = None
-        if copies is not None and (kept := copies.read()) is not None:
-            saved, self.copied = kept
+        saved, self.copied = (None, None) if copies is None else copies.read()
         self._begin(
             plan,
             captured=captured,

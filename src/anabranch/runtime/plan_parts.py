@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import cast
 
 from anabranch.errors import DataError, InvalidPlanError, some
-from anabranch.graph.capture import Captured, capture
+from anabranch.graph.capture import Captured, capture_workload
+from anabranch.graph.opgraph import Granularity
 from anabranch.graph.split import Split, split, stages_like
 from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
@@ -16,13 +18,8 @@ from anabranch.workload import Workload
 
 def captured_for(workload: Workload, plan: Plan) -> Captured:
     """Capture the model the way the plan's operators are named."""
-    return capture(
-        workload.module,
-        workload.example,
-        granularity=plan.granularity,  # type: ignore[arg-type]
-        per_sample=workload.per_sample,
-        rewrites=plan.rewrites,
-    )
+    granularity = cast("Granularity", plan.granularity)
+    return capture_workload(workload, granularity=granularity, rewrites=plan.rewrites)
 
 
 def buckets_of(captured: Captured, workload: Workload) -> list[Captured]:

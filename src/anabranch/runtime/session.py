@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint.saved_state import SavedState
-from anabranch.errors import TrainingError
+from anabranch.errors import DataError, TrainingError
 from anabranch.plans.plan import Plan
 from anabranch.runtime.assignment import assign
 from anabranch.runtime.checkpointing import Checkpointing
+from anabranch.runtime.compute.outcome import Outcome
 from anabranch.runtime.data_feed import DataFeed, leaves_of, samples_of
 from anabranch.runtime.first_batch import FirstBatch
 from anabranch.runtime.guards.position import POSITION, Phase
 from anabranch.runtime.guards.same_batch import RECENT_BATCHES, BatchCheck, batch_digest
 from anabranch.runtime.guards.store_watch import watch_ranks
-from anabranch.runtime.initialisation import SEEDS
+from anabranch.runtime.initialisation import SEEDS, meta_names
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.messages import channels
 from anabranch.runtime.model_state import ModelState
 from anabranch.runtime.numerics.nonfinite import Trace
-from anabranch.runtime.optimizer_facts import require_sparse_updates, require_updates
 from anabranch.runtime.transport import Channel, Transport
 from anabranch.runtime.worker_cache import WorkerCache, WorkerOf
 from anabranch.workload import Batch, Workload
@@ -105,10 +105,8 @@ class Session:
         self.transport: Transport | None = None
         self.is_spoilt = False
         self._num_batches, self.batch_digest = 0, bytes(16)
-        before = None if predecessor is None else predecessor.first
-        self.first: FirstBatch = FirstBatch(
-            assignment, self.mesh, check_gradients=check_gradients, before=before
-        )
+        compares = check_gradients and not meta_names(module)
+        self._needs_all = compares and self.mesh.rank == 0
         feed = DataFeed(workload, graph.batch_size)
         self.feed: DataFeed = feed if predecessor is None else predecessor.feed
         with self.mesh.failure.reporting(self._disconnect, graph):
@@ -126,14 +124,8 @@ class Session:
                 self.mesh,
                 self.feed.seed,
                 goes_on=goes_on,
-                needs_all=self.first.needs_all,
+                needs_all=self._needs_all,
             )
-            if compute.sparse_embeddings:
-                require_sparse_updates(
-                    self.state.optimizer, self.captured.graph, self.state.parameters
-                )
-            elif compute.backend is None:  # compiled backwards give whole gradients
-                require_updates(workload, self.captured.graph, self.state.optimizer)
             self.workers = WorkerCache(
                 self.captured,
                 self.parts,
@@ -143,6 +135,14 @@ class Session:
                 self.place,
                 self.feed.seed,
                 compute,
+            )
+            self.first: FirstBatch = FirstBatch(
+                assignment,
+                self.state,
+                self.workers,
+                check_gradients=check_gradients,
+                compares=compares,
+                before=None if predecessor is None else predecessor.first,
             )
             self.checkpoints: Checkpointing = Checkpointing(
                 self.state,
@@ -205,12 +205,56 @@ class Session:
         self, batch: Batch, leaves: dict[str, Tensor], worker_of: WorkerOf = WorkerCache.worker
     ) -> None:
         """Check and prepare what needs a batch, once; see ``FirstBatch``."""
-        self.first.prepare(batch, leaves, self.batch_digest, self.state, self.workers, worker_of)
+        self.first.prepare(batch, leaves, self.batch_digest, worker_of)
 
     def _reads(self) -> Collection[str] | None:
         """Tensors of the next batch that are needed here; the check of the first one needs all."""
-        is_checked = self.first.needs_all and not self.first.is_over
+        is_checked = self._needs_all and not self.first.is_over
         return None if is_checked else self.workers.needed_leaves
+
+    def evaluate(self, loader: Iterable[Batch] | None) -> dict[str, float]:
+        """Return loss and metrics as means over the samples of held-out batches, by default those
+        of the workload: the same stages in evaluation mode, forwards only. Nothing may be under
+        way, and all ranks have the same numbers.
+
+        Raises:
+            DataError: if there are no batches.
+        """
+        before: tuple[Outcome, int] | None = None
+        samples = 0
+        with POSITION.doing(Phase.EVALUATION):
+            with self.failing():
+                self.state.require_values()
+                self.state.share_buffers()
+                workers = self.workers.in_evaluation
+                names = workers.captured.metrics
+                sums = torch.zeros(1 + len(names), dtype=torch.float64)
+            # Whoever lacks held-out data may go on.
+            chosen = self.feed.held_out(workers.needed_leaves) if loader is None else loader
+
+            def add(outcome: Outcome, size: int) -> None:
+                shares = [outcome.loss, *(outcome.metrics.get(name, 0.0) for name in names)]
+                sums.add_(torch.tensor(shares, dtype=torch.float64) * size)
+
+            for number, batch in enumerate(self.feed.read(chosen)):
+                what = f"held-out batch {number}"
+                leaves = leaves_of(self.captured, batch, self.place, what, read=workers.leaves)
+                self.begin_batch(batch)
+                size = samples_of(leaves)
+                with self.failing():
+                    worker = self.workers.for_batch(leaves).in_evaluation.worker(size)
+                    outcome = worker.run(leaves, self.feed.step_number, train=False)
+                    outcome.bring()
+                    # A look at a device waits for it, so the next batch is under way by then.
+                    if before is not None:
+                        add(*before)
+                before, samples = (outcome, size), samples + size
+            if before is None:
+                raise DataError("the held-out data has no batches")
+            with self.failing(), POSITION.doing(Phase.TOTALS):
+                add(*before)
+                totals = (self.mesh.all_reduce(sums) / samples).tolist()
+        return dict(zip(("loss", *names), totals, strict=True))
 
     def count(self) -> None:
         """A step has been made with the batch that was fetched last."""

@@ -191,11 +191,13 @@ class SpareCopies:
             self._memory[file] = memory
         return memory
 
-    def read(self) -> tuple[SavedState, dict[str, Any]] | None:
-        """Return the state of the newest moment, and what else was to be known of it on rank 0."""
+    def read(self) -> tuple[SavedState | None, dict[str, Any] | None]:
+        """Return the state of the newest moment, and what else was to be known of it on rank 0;
+        None for both where there is no copy yet.
+        """
         moment = self.newest
         if moment is None:
-            return None
+            return None, None
         documents, tensors = [], {}
         for rank in range(moment.size):
             memory = self._opened(self._files[rank][self._moment(rank, 1) == moment])

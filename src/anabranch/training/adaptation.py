@@ -40,14 +40,22 @@ class Looks:
     """Looks in the middle of training at what devices and links take, beside what was predicted.
 
     Attributes:
-        every: steps between two of them.
+        every: steps between two of them; None for none.
         replans: whether training changes to another plan where that repays.
         replanner: knows the prediction; only the first rank needs to have one.
     """
 
-    every: int = LOOK_EVERY
+    every: int | None = LOOK_EVERY
     replans: bool = False
     replanner: Replanner | None = None
+
+    def steps_until(self, done: int, accumulate: int) -> int | None:
+        """Count the steps in a row until those that are recorded for the next look, which end with
+        an update: nothing else can be between two plans.
+        """
+        if self.every is None:
+            return None
+        return self.every + -(done + self.every + RECORDED_STEPS) % accumulate
 
 
 class Adaptation:

@@ -13,7 +13,7 @@ from torch import nn
 
 from anabranch.cluster import Cluster
 from anabranch.errors import AnabranchError, CaptureError, TrainingError, WorkloadError, some
-from anabranch.graph.capture import Captured, capture
+from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.loss_kinds import SENTENCES, LossKind, told_normalised, told_stateful
 from anabranch.graph.opgraph import Granularity, bits
 from anabranch.graph.split import split
@@ -25,7 +25,7 @@ from anabranch.profile.profile import Profile
 from anabranch.record.run import versions
 from anabranch.runtime.assignment import refused_between_gpus
 from anabranch.runtime.compute.programs import is_random
-from anabranch.runtime.optimizer_facts import refuse_unsupported, require_updates
+from anabranch.runtime.optimizer_facts import refuse_unsupported, require_recipe_updates
 from anabranch.solve import plan
 from anabranch.workload import Workload
 
@@ -92,16 +92,11 @@ def examine(
     findings = [*_of_module(workload.module), *_of_recipes(workload)]
     name = model or type(workload.module).__name__
     try:
-        captured = capture(
-            workload.module,
-            workload.example,
-            granularity=granularity,
-            per_sample=workload.per_sample,
-        )
+        captured = capture_workload(workload, granularity=granularity)
     except CaptureError as error:
         return Examination(name, versions(), str(error), findings=tuple(findings))
     try:
-        require_updates(workload, captured.graph)
+        require_recipe_updates(workload, captured.graph)
     except TrainingError as error:
         findings.append(f"it cannot be trained: {error}")
     findings += _of_graph(captured)

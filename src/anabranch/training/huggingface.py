@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, default_collate
 from anabranch.checkpoint import load_state_dict
 from anabranch.data.length_buckets import LengthBuckets
 from anabranch.data.packed import PackedBatch, call_module
-from anabranch.graph.capture import Captured, capture
+from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.opgraph import Granularity
 from anabranch.plans.plan import Plan
 from anabranch.remembered import remembered
@@ -303,7 +303,7 @@ class Trainer:
 
     @remembered
     def _captured(self, granularity: Granularity) -> Captured:
-        return capture(self.workload.module, self.workload.example, granularity=granularity)
+        return capture_workload(self.workload, granularity=granularity)
 
 
 def _as_batch(

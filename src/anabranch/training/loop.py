@@ -94,15 +94,14 @@ def train(
     # First single steps, whose times and timelines are those of a step alone. What is compiled
     # cannot be looked into.
     loop.alone(WEIGHED_STEP, weighs=options.get("compute", PLAIN).backend is None)
-    adaptation = Adaptation(loop, looks, course.start_s) if looks is not None else None
-    if adaptation is not None:
-        adaptation.look()
+    looks = looks or Looks(every=None)
+    adaptation = Adaptation(loop, looks, course.start_s)
+    adaptation.look()
     # The rest follow each other without waiting.
-    while loop.in_a_row(_until_look(looks, len(reporter.losses), accumulate)) and loop.alone(
-        RECORDED_STEPS
-    ):
-        if adaptation is not None:
-            adaptation.look()
+    while loop.in_a_row(looks.steps_until(len(reporter.losses), accumulate)):
+        if not loop.alone(RECORDED_STEPS):
+            break
+        adaptation.look()
     course.require_steps()
     pipe.update()
     timeline = loop.timeline
@@ -113,8 +112,8 @@ def train(
         ideal_step_s=_ideal(pipe.plan, timeline) if timeline else 0.0,
         timelines=(("measured", timeline),) if timeline else (),
         device_peak_bytes=loop.peak_bytes,
-        stragglers=adaptation.slow if adaptation is not None else (),
-        plan_changes=tuple(adaptation.changes) if adaptation is not None else (),
+        stragglers=adaptation.slow,
+        plan_changes=tuple(adaptation.changes),
     )
 
 
@@ -158,15 +157,6 @@ def train_async(workload: Workload, plan: Plan, **arguments: Any) -> Run:
         weight_bytes=pipe.weight_bytes,
         round_robin=pipe.is_round_robin,
     )
-
-
-def _until_look(looks: Looks | None, done: int, accumulate: int) -> int | None:
-    """Steps in a row until those that are recorded for a look, which end with an update: nothing
-    else can be between two plans.
-    """
-    if looks is None:
-        return None
-    return looks.every + -(done + looks.every + RECORDED_STEPS) % accumulate
 
 
 def _ideal(plan: Plan, timeline: Timeline) -> float:

@@ -71,10 +71,9 @@ class Reporter:
         pipe: Pipeline | AsyncPipeline,
         total: int | None,
         callbacks: Sequence[Callback],
-        first_step: int | None = None,
+        first_step: int,
         copies: SpareCopies | None = None,
     ) -> None:
-        first_step = pipe.step_number if first_step is None else first_step
         noted = [] if copies is None else copies.losses()
         done = noted[: pipe.step_number - first_step]
         self.losses: list[float] = [loss for loss, _ in done]

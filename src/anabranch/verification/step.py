@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anabranch import launch
 from anabranch.device.accelerator import claim
-from anabranch.graph.capture import Captured, capture
+from anabranch.graph.capture import Captured, capture_workload
 from anabranch.graph.changed_state import seen_writes
 from anabranch.graph.loss_kinds import told_normalised, told_stateful
 from anabranch.plans.plan import Plan
@@ -100,9 +100,7 @@ def verify(
             batch makes neither a loss nor a gradient.
     """
     if isinstance(plan, int):
-        captured = captured or capture(
-            workload.module, workload.example, per_sample=workload.per_sample
-        )
+        captured = captured or capture_workload(workload)
         plan = workable(
             captured, even_plan(captured.graph, plan, num_samples(batch or workload.example))
         )

@@ -31,7 +31,6 @@ from anabranch.weights.requirements import require_fits as require_fits
 from anabranch.weights.requirements import require_optimizer as require_optimizer
 from anabranch.weights.version_tracker import VersionTracker as VersionTracker
 from anabranch.weights.version_tracker import keeps as keeps
-from anabranch.weights.version_tracker import predicts as predicts
 from anabranch.weights.version_tracker import versions_held as versions_held
 
 POLICIES: Mapping[str, Callable[[], WeightPolicy]] = {

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from anabranch.weights.base import Reading, Unit
+from anabranch.weights.base import Reading, Unit, WeightPolicy
 
 
 class _Plain:
@@ -37,6 +37,15 @@ class _Plain:
     __slots__ = ()
     microbatches: ClassVar[bool] = False
     corrections: ClassVar[Mapping[str, int]] = {}
+
+
+class _Kept(_Plain):
+    """A policy whose backward reads what its forward read."""
+
+    __slots__ = ()
+
+    def backward(self: WeightPolicy, unit: Unit) -> Reading:
+        return self.forward(unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,7 @@ class Naive(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Stash(_Plain):
+class Stash(_Kept):
     """The backward reads what its forward read (PipeDream, weight stashing)."""
 
     name: ClassVar[str] = "stash"
@@ -61,12 +70,9 @@ class Stash(_Plain):
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen)
 
-    def backward(self, unit: Unit) -> Reading:
-        return Reading(unit.seen)
-
 
 @dataclass(frozen=True, slots=True)
-class VerticalSync(_Plain):
+class VerticalSync(_Kept):
     """Every stage reads the version that was current at the deepest source (PipeDream)."""
 
     name: ClassVar[str] = "vertical-sync"
@@ -74,12 +80,9 @@ class VerticalSync(_Plain):
     def forward(self, unit: Unit) -> Reading:
         return Reading(max(unit.filled, unit.number - (unit.deepest - 1)))
 
-    def backward(self, unit: Unit) -> Reading:
-        return self.forward(unit)
-
 
 @dataclass(frozen=True, slots=True)
-class TwoBuffers(_Plain):
+class TwoBuffers(_Kept):
     """All micro-batches of a mini-batch read the version before the last (PipeDream-2BW)."""
 
     name: ClassVar[str] = "2bw"
@@ -87,9 +90,6 @@ class TwoBuffers(_Plain):
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(max(unit.filled, unit.number - 1))
-
-    def backward(self, unit: Unit) -> Reading:
-        return self.forward(unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class PipeOptim(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class PredictStash(_Plain):
+class PredictStash(_Kept):
     """The forward predicts as in PipeOptim; the backward reads the same prediction, kept.
 
     Attributes:
@@ -151,9 +151,6 @@ class PredictStash(_Plain):
 
     def forward(self, unit: Unit) -> Reading:
         return Reading(unit.seen, unit.lag)
-
-    def backward(self, unit: Unit) -> Reading:
-        return self.forward(unit)
 
     def rate(self, lag: int, updates: int) -> float:
         """Factor on the learning rate after so many updates of a stage with that lag."""

@@ -42,21 +42,28 @@ def require_fits(
     Raises:
         PolicyError: if the policy is not defined for such a plan.
     """
-    name, depth = policy.name, graph.depth
-    if policy.microbatches and microbatches < depth:
+    name = policy.name
+    replicated = [s for s, stage in enumerate(graph.stages) if stage.replicas > 1]
+    if round_robin and replicated and not may_take_turns(graph, policy):
+        raise PolicyError(
+            f"replicas of stage {replicated[0]} that take mini-batches in turn make updates from "
+            f"whole ones and have versions of their own, but {name} takes every mini-batch to find "
+            "one version at all stages, or updates to be made from parts of one: split each "
+            "mini-batch over the replicas (without round_robin), or choose stash"
+        )
+    least = max(graph.depth, *(stage.in_flight - 1 for stage in graph.stages))
+    if policy.microbatches and microbatches < least:
         raise PolicyError(
             f"{name} runs through a mini-batch's micro-batches while the weights of the mini-batch "
-            f"before are made, which takes at least as many micro-batches as the pipeline is deep: "
-            f"{microbatches} < {depth}; choose {depth} or more micro-batches per mini-batch, as "
-            f"plan --mode async --policy {name} does, or another policy"
+            "before are made, which takes at least as many micro-batches as the pipeline is deep, "
+            f"or holds besides one: {microbatches} < {least}; choose {least} or more micro-batches "
+            f"per mini-batch, as plan --mode async --policy {name} does, or another policy"
         )
     if not policy.microbatches and microbatches != 1:
         raise PolicyError(
             f"{name} makes an update after every pass, and the plan has {microbatches} "
             "micro-batches per mini-batch; choose one, or the policy 2bw"
         )
-    if isinstance(policy, VerticalSync) and round_robin:
-        _require_one_version(graph)
     _warn_of_statistics(graph, microbatches, batch_norms, round_robin=round_robin)
 
 
@@ -67,16 +74,6 @@ def may_take_turns(graph: StageGraph, policy: WeightPolicy) -> bool:
     """
     replicated = any(stage.replicas > 1 for stage in graph.stages)
     return replicated and not policy.microbatches and not isinstance(policy, VerticalSync)
-
-
-def _require_one_version(graph: StageGraph) -> None:
-    replicated = [s for s, stage in enumerate(graph.stages) if stage.replicas > 1]
-    if replicated:
-        raise PolicyError(
-            "vertical-sync takes every mini-batch to find one version at all stages, and replicas "
-            f"of stage {replicated[0]} that take mini-batches in turn have versions of their own; "
-            "split each mini-batch over the replicas, or choose stash"
-        )
 
 
 def _warn_of_statistics(
@@ -208,13 +205,7 @@ def recommend(
             f"predict-stash would keep {depth + 1 + more} copies of the weights and there is "
             f"memory for {room}; pipeoptim holds at most {2 + more}"
         )
-    if room >= 2:
-        return "naive", (
-            f"there is memory for {room} copies of the weights, and a prediction by the last "
-            f"update of {optimizer} takes {2 + more}; expect worse results, or plan with more "
-            "devices or recomputation"
-        )
     return "naive", (
-        "there is memory for one copy of the weights, so nothing can be predicted or kept; expect "
-        "worse results, or plan with more devices or recomputation"
+        f"there is memory for {room} of the {2 + more} copies of the weights that a prediction by "
+        f"{optimizer} takes; expect worse results, or plan with more devices or recomputation"
     )

@@ -33,11 +33,7 @@ class VersionTracker:
     """
 
     def __init__(self, policy: WeightPolicy, *, in_flight: int, deepest: int) -> None:
-        if not 1 <= in_flight <= deepest:
-            raise ValueError(
-                f"a stage cannot have {in_flight} units in flight where the deepest source has "
-                f"{deepest}"
-            )
+        assert 1 <= in_flight <= deepest, f"{in_flight} in flight, at the deepest source {deepest}"
         self._policy = policy
         self._stage = in_flight, deepest
         self.filled = self.version = self.begun = 0
@@ -53,41 +49,27 @@ class VersionTracker:
         return Unit(number, self.filled, *self._stage)
 
     def fill(self, number: int) -> None:
-        """The pipeline is empty, all versions but the current one are let go.
-
-        Raises:
-            ValueError: if a unit is between its forward and its update.
-        """
-        if self.begun != self.version:
-            raise ValueError(
-                f"mini-batches {self.version} to {self.begun - 1} are in flight; a pipeline is "
-                "filled when it has been drained"
-            )
+        """The pipeline is empty, all versions but the current one are let go."""
+        assert self.begun == self.version, "a pipeline is filled when it has been drained"
         self.filled = self.version = self.begun = number
         self.versions = {number}
 
     def forward(self, number: int) -> Reading:
-        """A forward begins.
-
-        Raises:
-            ValueError: if it comes at another place in the order than the policy takes it to.
-        """
+        """A forward begins, at the place in the order that the policy takes it to have."""
         unit = self.unit(number)
         reading = self._policy.forward(unit)
-        due = self.version <= number <= self.begun
+        assert self.version <= number <= self.begun, self._place(number)
         # Of several micro-batches only the first sees this, and under policies that do not care.
         first = number == self.begun and not self._policy.microbatches
-        if not due or (first and unit.seen != self.version):
-            raise ValueError(self._misplaced("forward", number))
+        assert not first or unit.seen == self.version, self._place(number)
         self.begun = max(self.begun, number + 1)
         if self.keeps and reading.ahead:
             self.predictions.add(number)
         return reading
 
     def backward(self, number: int) -> Reading:
-        """A backward begins; a ``ValueError`` if its unit is not the one to be learned next."""
-        if number != self.version or number >= self.begun:
-            raise ValueError(self._misplaced("backward", number))
+        """A backward begins, of the unit that is learned next."""
+        assert number == self.version < self.begun, self._place(number)
         return self._policy.backward(self.unit(number))
 
     def finish(self) -> bool:
@@ -109,12 +91,9 @@ class VersionTracker:
             needed.update(range(units[-1].version, self.version))
         return needed
 
-    def _misplaced(self, what: str, number: int) -> str:
-        return (
-            f"{what} of mini-batch {number} at version {self.version}, with "
-            f"{self.begun - self.version} in flight since the fill at {self.filled}: the policy "
-            f"{self._policy.name} takes {self._stage[0]} to be in flight here"
-        )
+    def _place(self, number: int) -> str:
+        in_flight = self.begun - self.version
+        return f"mini-batch {number} at version {self.version}, with {in_flight} in flight"
 
 
 @lru_cache(maxsize=1 << 12)

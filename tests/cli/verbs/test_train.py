@@ -246,7 +246,7 @@ def test_sparse_gradients_that_the_optimizer_does_not_take_are_refused_before_me
     monkeypatch.setattr(Job, "measure", None)
     code, _, err = run("train", *run_file("dlrm", preset="small", sparse_embeddings=True))
     assert code == 1
-    assert "TrainingError: AdamW, as it is set, takes no sparse gradients" in err
+    assert "TrainingError: AdamW, as it is set, cannot update this model" in err
 
 
 @pytest.mark.dist

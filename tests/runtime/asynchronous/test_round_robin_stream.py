@@ -430,14 +430,14 @@ def test_policies_without_rounds() -> None:
     """Each with its reason and a way on."""
     model = cut("chain 2")
     chosen = plan_of(model, replicas=(2, 1))
-    text = refusal(model, chosen, PolicyError, "vertical-sync")
-    assert "replicas of stage 0 that take mini-batches in turn" in text
-    assert "or choose stash" in text
     halves = plan_of(model, microbatches=2, replicas=(2, 1))
-    text = refusal(model, halves, PolicyError, "2bw")
-    assert "2bw with 2 micro-batches per mini-batch" in text
-    assert "split each mini-batch" in text
-    assert "a policy other than 2bw" in refusal(model, chosen, PolicyError, "2bw")
+    for policy, planned in (("vertical-sync", chosen), ("2bw", halves), ("2bw", chosen)):
+        text = refusal(model, planned, PolicyError, policy)
+        assert "replicas of stage 0 that take mini-batches in turn" in text
+        assert f"but {policy} takes every mini-batch to find one version" in text
+        assert "split each mini-batch over the replicas" in text
+        assert "or choose stash" in text
+    assert "stash makes an update after every pass" in refusal(model, halves, PolicyError, "stash")
     text = refusal(model, replace(chosen, schedule="gpipe"), InvalidPlanError)
     assert "schedule 1f1b" in text
 

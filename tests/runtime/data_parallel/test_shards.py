@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anabranch.cost.memory import deal
 from anabranch.errors import TrainingError
 from anabranch.runtime.data_parallel.shards import Shard, replace_parameters, shards_of
-from anabranch.runtime.optimizer_facts import BY_ELEMENT
+from anabranch.workload import BY_ELEMENT
 
 
 def test_pieces_are_whole_rows() -> None:

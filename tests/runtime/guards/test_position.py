@@ -9,7 +9,7 @@ from anabranch.schedule.schedule import Action, Kind
 def test_a_position_reads_as_a_sentence() -> None:
     """Before, inside and after the actions of a step."""
     position = Position()
-    assert str(position) == ""
+    assert str(position) == "outside of the steps"
     position.begin(3)
     assert str(position) == "in step 3"
     position.enter(3, Action(1, Kind.FORWARD, 2))
@@ -17,7 +17,7 @@ def test_a_position_reads_as_a_sentence() -> None:
     position.enter(3, Action(1, Kind.RECEIVE_BACKWARD, 0, 2, 2, 0, 4))
     assert str(position) == "waiting for gradients of stage 1, micro-batch 0, step 3"
     position.leave()
-    assert str(position) == ""
+    assert str(position) == "outside of the steps"
 
 
 def test_a_mini_batch_without_a_flush_is_called_so() -> None:
@@ -45,7 +45,7 @@ def test_a_phase_is_told_with_its_step_and_ends() -> None:
     position = Position()
     with position.doing(Phase.DATA):
         assert str(position) == "reading data"
-    assert str(position) == ""
+    assert str(position) == "outside of the steps"
     position.begin(3, is_minibatch=True)
     with position.doing(Phase.SAVE):
         assert str(position) == "saving a checkpoint, mini-batch 3"

@@ -170,8 +170,8 @@ def test_no_more_than_two_micro_batches_are_copied_at_a_time(main: Line) -> None
         loss, saved = forward(offload, x, [x])
         losses.append((loss, x))
         all_saved.append(saved)
-        on_device = [all(entry.is_on_device for entry in each._entries) for each in all_saved]
-        gone = [not any(entry.is_on_device for entry in each._entries) for each in all_saved]
+        on_device = [all(entry.tensor is not None for entry in each._entries) for each in all_saved]
+        gone = [not any(entry.tensor is not None for entry in each._entries) for each in all_saved]
         first = max(i + 1 - SETTINGS.behind, 0)
         assert on_device == [False] * first + [True] * (i + 1 - first)
         assert gone == [True] * first + [False] * (i + 1 - first)
@@ -191,14 +191,14 @@ def test_a_backward_that_comes_soon_copies_nothing_back(main: Line) -> None:
     """
     x = torch.ones(2000, requires_grad=True)
     loss, saved = forward(Offload([], CPU), x, [x])
-    pointers = [entry._tensor.data_ptr() for entry in saved._entries if entry._tensor is not None]
+    pointers = [entry.tensor.data_ptr() for entry in saved._entries if entry.tensor is not None]
     assert len(pointers) == len(saved._entries) == 1
     loss.backward()  # type: ignore[no-untyped-call]
     assert main.log == []
-    assert all(entry.is_on_device for entry in saved._entries)
+    assert all(entry.tensor is not None for entry in saved._entries)
     saved.release()
     assert len(main.log) == 1
-    assert not any(entry.is_on_device for entry in saved._entries)
+    assert not any(entry.tensor is not None for entry in saved._entries)
 
 
 def test_what_is_saved_several_times_is_copied_once() -> None:

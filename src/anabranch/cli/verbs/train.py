@@ -17,13 +17,7 @@ from anabranch.cli.first_rank import on_first
 from anabranch.cli.job import Job
 from anabranch.cli.local_run import train_job
 from anabranch.cli.output import INTERRUPTED, note, say, say_remarks
-from anabranch.cli.preflight import (
-    executed_plan,
-    refuse_mode,
-    require_gradients_taken,
-    require_new_run,
-    require_trainable,
-)
+from anabranch.cli.preflight import executed_plan, refuse_mode, require_new_run, require_trainable
 from anabranch.cli.restarts import (
     begin_surviving,
     first_step,
@@ -259,7 +253,7 @@ def _plan(
     asks_for_rows = bool(compute.sparse_embeddings) and not is_async
     has_rows = job.plan is not None and job.plan.sparse_embeddings
     if asks_for_rows or not (has_rows or options.backend):  # compiled, gradients are dense
-        require_gradients_taken(job.workload, job.captured, sparse_embeddings=asks_for_rows)
+        job.require_updates(sparse_embeddings=asks_for_rows)
     search = partial(
         job.search,
         local,

@@ -62,6 +62,7 @@ class AsyncPipeline(BasePipeline):
     Attributes:
         policy: which weights passes read.
         reason: why this policy, where it was chosen for the user.
+        is_round_robin: a stage has replicas that take mini-batches in turn.
         version_difference: per stage, updates between the forward and the backward of a mini-batch
             at most, until the last drain; with ``round_robin`` updates are those of rounds.
         peak_versions: per rank, most copies of its stage's weights alive at once, likewise.
@@ -100,6 +101,9 @@ class AsyncPipeline(BasePipeline):
         InfeasiblePlanError, CaptureError: see ``Pipeline``.
     """
 
+    is_between_updates = True
+    """A checkpoint can always be written."""
+
     def __init__(
         self,
         workload: Workload,
@@ -123,6 +127,7 @@ class AsyncPipeline(BasePipeline):
         workload = clipped_by_stage(workload, clip_stage_norm)
         graph = asynchronous_stages(plan)
         self._order = order = order_of(plan, graph, in_turns=round_robin)
+        self.is_round_robin = order.round_robin
         is_predicted = plan.mode == "async" and order.round_robin == plan.round_robin
         self.policy, self.reason = choose(policy, plan, order.per_update, workload)
         self.workload = workload
@@ -169,11 +174,6 @@ class AsyncPipeline(BasePipeline):
         self.weight_bytes: tuple[int, ...] = ()
         self.timeline: Timeline | None = None
         self._recording: Recording | None = None
-
-    @property
-    def is_round_robin(self) -> bool:
-        """True if a stage has replicas that take mini-batches in turn."""
-        return self._order.round_robin
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Train on mini-batches that follow each other without a flush.
@@ -329,11 +329,6 @@ class AsyncPipeline(BasePipeline):
         self.drain()
         entries = self._stream.weights.entries()
         self._session.checkpoints.save(folder, entries, wait=wait, keep=keep).confirm()
-
-    @property
-    def is_between_updates(self) -> bool:
-        """True: a checkpoint can always be written."""
-        return True
 
     def _take_over(self, saved: Checkpoint) -> None:
         self._stream.weights.load(saved)

@@ -25,16 +25,18 @@ from anabranch.plans.plan import Plan
 from anabranch.plans.stages import StageGraph
 from anabranch.profile.estimate import estimate
 from anabranch.runtime.compute.options import ComputeOptions
-from anabranch.runtime.optimizer_facts import facts_of, require_rule
+from anabranch.runtime.optimizer_facts import facts_of
 from anabranch.schedule import rule_named
 from anabranch.schedule.asynchronous import AsynchronousOrder, full_pipeline, repeated, round_robin
 from anabranch.schedule.kfkb import require_in_flight
 from anabranch.weights import (
     OptimizerFacts,
     WeightPolicy,
+    optimizer_remark,
     policy_named,
     recommend,
     require_fits,
+    require_optimizer,
     versions_held,
 )
 from anabranch.workload import Workload
@@ -149,28 +151,13 @@ def require_asynchronous(
         )
     require_untied(parts, workload.module)
     order.schedule()
-    microbatches, round_robin = num_microbatches(graph), order.round_robin
-    if round_robin and (microbatches > 1 or policy.microbatches):
-        raise PolicyError(
-            f"replicas that take mini-batches in turn make an update from whole ones, and "
-            f"{policy.name} with {microbatches} micro-batches per mini-batch makes it from the "
-            "parts of one: plan with one micro-batch per mini-batch and a policy other than 2bw, "
-            "or let the replicas split each mini-batch (without round_robin)"
-        )
     require_fits(
         policy,
         graph,
-        microbatches=microbatches,
-        round_robin=round_robin,
+        microbatches=num_microbatches(graph),
+        round_robin=order.round_robin,
         batch_norms=[n for n, m in workload.module.named_modules() if isinstance(m, _NormBase)],
     )
-    deepest = max(stage.in_flight for stage in graph.stages)
-    if policy.microbatches and deepest - 1 > microbatches:
-        raise PolicyError(
-            f"{policy.name} reads the version before the last, but with {deepest} micro-batches in "
-            f"flight and {microbatches} per mini-batch a forward comes before that version is "
-            f"made; plan with schedule 1f1b, or with {deepest - 1} micro-batches"
-        )
     require_recipes(workload, compute)
 
 
@@ -213,7 +200,7 @@ def require_recipes(
             "several versions of them in turn; take another backend, or train with --mode sync"
         )
     if policy is not None:
-        _fitting(policy, _optimizer_of(workload), quiet=True)  # told where training begins
+        fitting(policy, _optimizer_of(workload), quiet=True)  # told where training begins
 
 
 def require_untied(parts: Split, module: nn.Module) -> None:
@@ -238,19 +225,26 @@ def choose(
         nothing = OptimizerFacts("nothing to train", momentum=False, rule="momentum")
         facts = facts_of(optimizer) if optimizer is not None else nothing
         policy, reason = recommend(plan.stage_graph.depth, facts)
-    return _fitting(policy, optimizer, quiet=not _is_first()), reason
+    return fitting(policy, optimizer, quiet=not _is_first()), reason
 
 
-def _fitting(
+def fitting(
     policy: WeightPolicy | str, optimizer: Optimizer | None, *, quiet: bool
 ) -> WeightPolicy:
-    """Return the policy of a name, if it fits the optimizer; warns unless ``quiet``."""
+    """Return the policy of a name, if it fits the optimizer.
+
+    Args:
+        quiet: no warning where a prediction from this optimizer says nothing.
+
+    Raises:
+        PolicyError: for SpecTrain with anything but SGD with momentum, and the like.
+    """
     chosen = policy_named(policy) if isinstance(policy, str) else policy
     if optimizer is not None:
-        with warnings.catch_warnings():
-            if quiet:
-                warnings.simplefilter("ignore")
-            require_rule(chosen, optimizer)
+        facts = facts_of(optimizer)
+        require_optimizer(chosen, facts)
+        if not quiet and (remark := optimizer_remark(chosen, facts)):
+            warnings.warn(remark, stacklevel=3)
     return chosen
 
 

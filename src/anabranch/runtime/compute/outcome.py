@@ -35,7 +35,6 @@ class GradientNorms:
                 groups[values.device, values.dtype][name] = values
         self.names = [name for group in groups.values() for name in group]
         self.tensors: list[Tensor] = []
-
         self.overflowed = False
         self._again: dict[str, Tensor] = {}
         for (device, _), group in groups.items():

@@ -36,21 +36,17 @@ class Compute(Protocol):
 
     def begin(self, leaves: Mapping[str, Tensor], step: int, *, train: bool) -> Outcome:
         """Start a step."""
-        ...
 
     def forward(self, key: Key, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Compute the values that leave a stage from those that enter it."""
-        ...
 
     def backward(self, key: Key, gradients: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
         """Compute the gradients of what entered from those of what left; in a stage with split
         backwards those of weights may follow.
         """
-        ...
 
     def weight_gradients(self, key: Key) -> None:
         """Compute the second half of a backward, if there is one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +182,10 @@ class StageCompute:
             self._leaves = programs.with_statistics(self._leaves, self._place)
         batch = [self._leaves[name].narrow(0, start, piece.count) for name in names]
         with self._prepared.compiling(key[0]):
-            if runnable.by_sample:
-                return tuple(runnable.call(*self._random(start), *inputs, *aliases, *batch))
-            if not runnable.is_random:
-                return tuple(runnable.call(*inputs, *aliases, *batch))
-            seed = (
-                hash((self._seed, self._step, start, key[0])) % 2**63
-            )  # the seeds that torch takes
-            with seeded(seed, self._place):
-                return tuple(runnable.call(*inputs, *aliases, *batch))
+            drawn = self._random(start) if runnable.by_sample else ()
+            seed = hash((self._seed, self._step, start, key[0])) % 2**63  # one that torch takes
+            with seeded(seed, self._place) if runnable.is_random else nullcontext():
+                return tuple(runnable.call(*drawn, *inputs, *aliases, *batch))
 
     def _random(self, start: int) -> tuple[Tensor, Tensor]:
         """Key of the step and first sample, where the stage is."""

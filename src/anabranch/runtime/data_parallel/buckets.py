@@ -155,7 +155,8 @@ class DenseBucket(Bucket):
             return [mesh.start_reduce(flat, ranks, self.shards[0].rank)]
         pending = []
         for shard in self.shards:
-            pieces = [shard.of(part.view(len(p), -1)) for part, (_, p) in self._parts()]
+            parts = zip(self._flats, self.named, strict=True)
+            pieces = [shard.of(part.view(len(p), -1)) for part, (_, p) in parts]
             message = pieces[0]
             if len(pieces) > 1:
                 message = torch.cat([piece.reshape(-1) for piece in pieces])
@@ -163,10 +164,6 @@ class DenseBucket(Bucket):
                     self._summed = pieces, message
             pending.append(mesh.start_reduce(message, ranks, shard.rank))
         return [*pending, mesh.start_all_reduce(self._flags, ranks)]
-
-    def _parts(self) -> Iterable[tuple[Tensor, Named]]:
-        """Generate the part of the buffer of each parameter."""
-        return zip(self._flats, self.named, strict=True)
 
     def start_all_gather(self) -> Callable[[], None]:
         """Parameters travel in the buffer, those that one rank updates side by side."""

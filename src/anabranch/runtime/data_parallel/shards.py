@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import TrainingError
 from anabranch.graph.slices import Slice, view_named, whole_name
-from anabranch.runtime.optimizer_facts import BY_ELEMENT
+from anabranch.workload import BY_ELEMENT
 
 
 @dataclass(frozen=True, slots=True)

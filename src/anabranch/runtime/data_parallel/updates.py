@@ -47,6 +47,7 @@ class Updates:
         reducer: sums them over the ranks; the ``Watcher`` of this rank's steps.
         accumulate: batches that make one update.
         accumulated: those since the last update.
+        is_last: whether an update is due after the batch that was prepared last.
 
     Args:
         exact: gradients of tied parameters are added in the order of one process, after the step.
@@ -62,7 +63,7 @@ class Updates:
         self._row_tables = row_tables(session)
         self.reducer = Reducer(summed, self._holders, self._mesh, tables=tables)
         self.accumulate, self.accumulated = accumulate, 0
-        self._is_open = self._is_last = self._is_alone = False
+        self._is_open = self.is_last = self._is_alone = False
         self._batch_sizes: list[int] = []  # since the last update
 
     @property
@@ -73,11 +74,6 @@ class Updates:
         return [*held, *state.gradients(), *self.reducer.buffers]
 
     # A batch
-
-    @property
-    def is_last(self) -> bool:
-        """True if an update is due after the batch that was prepared last."""
-        return self._is_last
 
     def prepare(self, worker: Worker, samples: int, *, alone: bool = False) -> None:
         """Begin a batch.
@@ -94,11 +90,11 @@ class Updates:
         self._batch_sizes.append(samples)
         if not alone:
             self.accumulated += 1
-        self._is_last = alone or self.accumulated == self.accumulate
+        self.is_last = alone or self.accumulated == self.accumulate
         self._is_alone = alone
         self.reducer.begin(
             worker.last_backwards,
-            is_last=self._is_last and not self._exact,
+            is_last=self.is_last and not self._exact,
             everywhere=alone,
             batch_sizes=self._batch_sizes,
         )
@@ -117,7 +113,7 @@ class Updates:
                 self._mesh,
             )
         self._is_open = False
-        if self._is_last:
+        if self.is_last:
             # In exact mode a stage may hold a parameter without using it in a way that has a
             # gradient; its copy must be updated all the same. One holder has the whole, so the sum
             # changes no bit.
@@ -129,7 +125,7 @@ class Updates:
 
     def finish_early(self) -> None:
         """End an update with the batches that it has so far; see ``finish``."""
-        self._is_last = True
+        self.is_last = True
         self._take_sums(now=True)
 
     def _take_sums(self, *, now: bool) -> None:
@@ -154,7 +150,7 @@ class Updates:
 
     def apply(self, squares: float = 0.0, largest: float | None = None) -> None:
         """After ``finish``: let the optimizer have the gradients; nothing before the last batch."""
-        if not self._is_last:
+        if not self.is_last:
             return
         if largest is not None:
             clip(self._updated, squares, largest)
@@ -168,7 +164,7 @@ class Updates:
         """Have the parameters that other ranks have updated; called after an update, or in place of
         one that some ranks refuse.
         """
-        if self._is_last:
+        if self.is_last:
             self.reducer.all_gather()
             for shard in self._state.shards.values():
                 shard.grad = None  # it was where parameters are now
@@ -181,7 +177,7 @@ class Updates:
         optimizer = self._state.optimizer
         knows = getattr(optimizer, "_step_supports_amp_scaling", False)
         is_sparse = any(gradient.is_sparse for gradient in self._state.gradients())
-        return bool(self._is_last and knows and not is_sparse)
+        return bool(self.is_last and knows and not is_sparse)
 
     def apply_guarded(self, outcome: Outcome) -> GradientNorms:
         """As ``apply``, but for the scheduler, if the norms of all gradients and the losses of the

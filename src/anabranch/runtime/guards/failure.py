@@ -39,15 +39,12 @@ def located(rank: int, graph: StageGraph | None = None) -> Iterator[None]:
     try:
         yield
     except PeerLostError as error:
-        where = str(POSITION)
-        raise PeerLostError(f"rank {rank}{', ' + where if where else ''}: {error}") from error
+        raise PeerLostError(f"rank {rank}, {POSITION}: {error}") from error
     except AnabranchError:
         raise
     except Exception as error:
-        where = str(POSITION)
         raise StageFailedError(
-            f"rank {rank} failed{' ' + where if where else ''}: {one_line(error)}"
-            f"{_operation(error) or _among(graph)}"
+            f"rank {rank} failed {POSITION}: {one_line(error)}{_operation(error) or _among(graph)}"
         ) from error
 
 
@@ -106,8 +103,7 @@ class Failure:
         if isinstance(error, AnabranchError):
             message = str(error)
         else:
-            where = str(POSITION) or "outside of the steps"
-            message = f"rank {rank} failed {where}: {one_line(error)}"
+            message = f"rank {rank} failed {POSITION}: {one_line(error)}"
         return Failure(
             rank,
             type(error).__name__,

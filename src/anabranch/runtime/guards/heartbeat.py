@@ -59,11 +59,6 @@ def heartbeat() -> list[int]:
     return [*POSITION.numbers, *RECENT_BATCHES.numbers]
 
 
-def place_text(ints: Sequence[int]) -> str:
-    """Describe the position of a heartbeat."""
-    return describe_position(ints[:POSITION_INTS]) or "outside of the steps"
-
-
 class Watch:
     """Heartbeats of all ranks as they were last read, and since when each rank is where it is.
 
@@ -88,8 +83,9 @@ class Watch:
         self._batches = BatchWatch(num_ranks)
 
     def note(self, rank: int, ints: Sequence[int], now: float, *, is_done: bool = False) -> None:
-        """Take the heartbeat of a rank, its last one if it is done, at a time of any clock."""
-        self._batches.note(rank, ints[POSITION_INTS:])
+        """Take the heartbeat of a rank, the last or none if it is done, at a time of any clock."""
+        if ints:
+            self._batches.note(rank, ints[POSITION_INTS:])
         position, before = list(ints[:POSITION_INTS]), self._positions.get(rank)
         if not is_done:
             if before is None or before[0] != position:
@@ -147,7 +143,7 @@ class Watch:
         return waits(position), since
 
     def _where(self, rank: int) -> str:
-        return place_text(self._positions[rank][0])
+        return describe_position(self._positions[rank][0])
 
     def _folded(self, ranks: Sequence[int]) -> str:
         """Describe ranks, those that wait by their numbers alone."""

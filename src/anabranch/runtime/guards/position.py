@@ -141,7 +141,7 @@ class Position:
 
 
 def describe_position(ints: Sequence[int]) -> str:
-    """Text for the integers of a position, empty outside of steps and phases."""
+    """Text for the integers of a position; further ones may follow."""
     step, stage, microbatch, kind = ints[:_PHASE]
     phase, is_waiting = phase_of(ints), bool(ints[_WAITS])
     parts = [_PHASES.get(phase, "")]
@@ -155,7 +155,7 @@ def describe_position(ints: Sequence[int]) -> str:
     if step >= 0:
         when = f"{'mini-batch' if ints[_MINIBATCH] else 'step'} {step}"
         parts.append(when if any(parts) else f"in {when}")
-    return ", ".join(filter(None, parts))
+    return ", ".join(filter(None, parts)) or "outside of the steps"
 
 
 def phase_of(ints: Sequence[int]) -> Phase:

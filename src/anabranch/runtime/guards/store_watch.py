@@ -70,7 +70,6 @@ class StoreWatch:
         store.set_timeout(timedelta(seconds=max(timeout_s / 2, 0.5)))
         self._watch = Watch(size, timeout_s, patience_s)
         self._beats: dict[int, tuple[int, float]] = {}
-        self._heartbeats: dict[int, list[int]] = {}
         self._closed = threading.Event()
         self._tell(0)  # so that nobody is unknown, however soon it is held up
         self._reached = time.monotonic()
@@ -120,12 +119,11 @@ class StoreWatch:
         while not self._closed.wait(self._interval_s):
             silent_s = time.monotonic() - self._reached
             if silent_s > self._timeout_s:
-                where = str(POSITION) or "outside of the steps"
                 self._leave(
                     StageFailedError(
                         f"rank {self._rank} has not reached the store of the run at "
                         f"{os.environ.get('MASTER_ADDR', 'the first host')} for {silent_s:.1f} s, "
-                        f"{where}: the network to it, or the host, is gone"
+                        f"{POSITION}: the network to it, or the host, is gone"
                     )
                 )
                 return
@@ -148,8 +146,7 @@ class StoreWatch:
                 self._beats.pop(rank, None)
             elif rank not in self._beats or self._beats[rank][0] != beat:
                 self._beats[rank] = beat, now
-            self._heartbeats[rank] = ints or self._heartbeats.get(rank, [])
-            self._watch.note(rank, self._heartbeats[rank], now, is_done=not ints)
+            self._watch.note(rank, ints, now, is_done=not ints)
         silent = {r for r, (_, since) in self._beats.items() if now - since > self._timeout_s / 2}
         return self._watch.problem(now, silent)
 

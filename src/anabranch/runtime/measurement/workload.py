@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from anabranch.graph.capture import Captured, capture
+from anabranch.graph.capture import Captured, capture_workload
 from anabranch.profile.measure import measure
 from anabranch.profile.profile import Profile
 from anabranch.runtime.measurement.update import measure_update
@@ -62,8 +62,7 @@ def measure_workload(
     Raises:
         CaptureError: if the module cannot be captured; for the rest see ``measure``.
     """
-    if captured is None:
-        captured = capture(workload.module, workload.example, per_sample=workload.per_sample)
+    captured = captured or capture_workload(workload)
     return replace(
         measure(captured, samples, device=device, **options),
         update=measure_update(workload, device=device),

@@ -148,11 +148,11 @@ class Saved:
 
     def release(self) -> None:
         """Have the device wait for the copies, and give the memory of the tensors back."""
-        left = [entry for entry in self._entries if entry.is_on_device]
+        left = [entry for entry in self._entries if entry.tensor is not None]
         if left and self._copied is not None:
             accelerator.current_stream(left[0].device).wait_event(self._copied)
         for entry in left:
-            entry.leave()
+            entry.tensor = None
 
 
 class _Entry:
@@ -160,6 +160,7 @@ class _Entry:
 
     Attributes:
         users: saved tensors that it stands for.
+        tensor: itself, while it is still on the device.
     """
 
     def __init__(self, index: int, tensor: Tensor, stream: torch.Stream | None) -> None:
@@ -167,11 +168,11 @@ class _Entry:
         self.users = self._taken = 0
         self._back: Tensor | None = None
         self._ready: torch.Event | None = None
-        self._tensor: Tensor | None = None
+        self.tensor: Tensor | None = None
         if stream is None:
             self._host = tensor.clone()
             return
-        self._tensor = tensor
+        self.tensor = tensor
         # It keeps the strides of a dense tensor, so views and kernels find what they knew.
         self._host = accelerator.host_like(tensor)
         stream.wait_stream(accelerator.current_stream(self.device))
@@ -183,18 +184,9 @@ class _Entry:
         """True if all that it stands for was asked for."""
         return self._taken >= max(self.users, 1)
 
-    @property
-    def is_on_device(self) -> bool:
-        """True if the tensor itself is still there."""
-        return self._tensor is not None
-
-    def leave(self) -> None:
-        """Forget the tensor itself."""
-        self._tensor = None
-
     def fetch(self) -> None:
         """Start the copy back, unless it is under way, or the tensor still there."""
-        if self._back is not None or self._tensor is not None:
+        if self._back is not None or self.tensor is not None:
             return
         if self._stream is None:
             self._back = self._host.clone()
@@ -208,12 +200,12 @@ class _Entry:
 
     def take(self) -> Tensor:
         """Wait for the copy that was fetched; one more backward fetches it again."""
-        tensor = self._tensor if self._tensor is not None else self._back
+        tensor = self.tensor if self.tensor is not None else self._back
         assert tensor is not None
         self._taken += 1
         if self._ready is not None:
             accelerator.current_stream(self.device).wait_event(self._ready)
             self._ready = None
         if self.is_taken:
-            self._back = None  # the tensor itself, whose copy may be under way, goes in ``leave``
+            self._back = None  # the tensor itself, whose copy may be under way, goes in ``release``
         return tensor

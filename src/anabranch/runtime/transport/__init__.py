@@ -19,9 +19,7 @@ from anabranch.runtime.transport.base import Receipt as Receipt
 from anabranch.runtime.transport.base import Spec as Spec
 from anabranch.runtime.transport.base import Transport as Transport
 from anabranch.runtime.transport.base import guarded as guarded
-from anabranch.runtime.transport.base import lost as lost
 from anabranch.runtime.transport.host import HostTransport as HostTransport
-from anabranch.runtime.transport.meeting import Meeting as Meeting
 from anabranch.runtime.transport.meeting import meet as meet
 from anabranch.runtime.transport.nccl import NcclTransport as NcclTransport
 from anabranch.runtime.transport.process_group import ProcessGroupTransport as ProcessGroupTransport

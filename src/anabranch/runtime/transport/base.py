@@ -30,7 +30,6 @@ class Receipt(Protocol):
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they are there; raises PeerLostError if they cannot come any more."""
-        ...
 
 
 class Transport(Protocol):
@@ -38,25 +37,20 @@ class Transport(Protocol):
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
         """Hand over a message of at least one tensor, whose contents must not change any more."""
-        ...
 
     def receive(self, specs: Sequence[Spec], device: torch.device, rank: int, tag: int) -> Receipt:
         """Post a receive for the next message of a rank and tag, whose specs both ends know."""
-        ...
 
     def settle(self) -> None:
         """Wait, if anything has to, until other ranks can take what was sent without this host;
         they post their receives meanwhile.
         """
-        ...
 
     def flush(self) -> None:
         """Wait until what was sent arrives even if this rank ends."""
-        ...
 
     def close(self) -> None:
         """Break all connections; a rank that waits for this one finds out."""
-        ...
 
 
 def listed(specs: Iterable[Spec]) -> str:
