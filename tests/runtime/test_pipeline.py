@@ -112,13 +112,6 @@ def test_complex_parameters_train_alike() -> None:
         torch.testing.assert_close(parameters[key], value)
 
 
-def test_one_device_needs_no_launcher() -> None:
-    """In a fork all the same, because training changes the model."""
-    model = built("Chain")
-    losses, _ = train(model, plan(model, 1), model.workload, BATCHES, exact=True)
-    assert losses == alone(model.workload, BATCHES)[0]
-
-
 def test_loss_and_metrics_are_those_of_the_module() -> None:
     """On every rank, also on those that make neither."""
     model = built("TwoBranch")
@@ -352,22 +345,6 @@ def test_epochs_are_counted() -> None:
 
     places = run(model, plan(model, 1), work, workload=workload)[0]
     assert places == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 0)]
-
-
-def test_a_batch_of_another_make_is_refused() -> None:
-    model = built("Chain")
-
-    def work(pipeline: Pipeline) -> list[str]:
-        texts = []
-        for bad in ({"x": torch.zeros(4, 8)}, batch(4) | {"label": torch.zeros(3)}):
-            with pytest.raises(DataError) as caught:
-                pipeline.step(bad)
-            texts.append(str(caught.value))
-        return texts
-
-    first, second = run(model, plan(model, 1), work)[0]
-    assert "the batch holds x" in first
-    assert "label 3" in second
 
 
 def test_exact_mode_updates_copies_that_have_no_gradient() -> None:

@@ -17,12 +17,7 @@ from anabranch.training import Event, SaveEvery, train, train_async
 from anabranch.training.course import require_evaluation
 from tests.runtime.small import batch, built, plan, with_options, with_programs
 from tests.runtime.training import sgd
-
-SIZES = [16, 16, 16, 16, 10]
-
-
-def data(batch_size: int, epoch: int) -> list[dict[str, object]]:
-    return [dict(batch(n, 10 * epoch + i)) for i, n in enumerate(SIZES)]
+from tests.training.test_loop import data
 
 
 def held_out(batch_size: int) -> Iterator[dict[str, object]]:

@@ -83,7 +83,8 @@ def test_single_steps_come_first_and_the_rest_follow_each_other() -> None:
 
 def test_batches_of_another_size_than_the_plans_are_noted() -> None:
     """So that nothing that was predicted is compared with them; a shorter last batch is none, and
-    makes no others the plan's, as one larger batch does.
+    makes no others the plan's, as one larger batch does. Three steps have no period: nothing is
+    known of steps that follow each other.
     """
     model, size = with_programs(built("TwoBranch"), 2, 3), 16
     other = size + 3
@@ -98,6 +99,7 @@ def test_batches_of_another_size_than_the_plans_are_noted() -> None:
         )
         run, _ = trained(model, workload, len(sizes))
         assert (run.samples, run.other_samples) == (tuple(sizes), noted)
+        assert (len(run.losses), len(run.step_s), run.period_s) == (3, 3, 0.0)
 
 
 def test_epochs_after_a_loop_that_told_none_count_from_there(tmp_path: Path) -> None:
@@ -122,13 +124,6 @@ def test_epochs_after_a_loop_that_told_none_count_from_there(tmp_path: Path) -> 
         return len(run.losses)
 
     assert launch.run(rank, 1) == [len(SIZES)]
-
-
-def test_few_steps_have_no_period() -> None:
-    """Two of three have a timeline; nothing is known of steps that follow each other."""
-    model = built("TwoBranch")
-    run, _ = trained(model, with_options(model, data=data), 3)
-    assert (len(run.losses), len(run.step_s), run.period_s) == (3, 3, 0.0)
 
 
 def test_without_a_flush_a_longer_run_has_a_timeline() -> None:
