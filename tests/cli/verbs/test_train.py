@@ -272,38 +272,25 @@ def test_the_whole_traceback_on_request(run, monkeypatch):
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-_PLANS: list[str] = []
-
-
 @pytest.fixture
-def plan_on(run, tmp_path):
-    """A plan for local:4, made once for all tests, whose stages are on other devices."""
-
-    def make(*devices: int) -> str:
-        if not _PLANS:
-            options = ("--cluster", "local:4", "--batch-size", "8", "--max-replicas", "1")
-            code, _, err = run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")
-            assert code == 0, err
-            _PLANS.append((tmp_path / "plan.json").read_text())
-        plan = json.loads(_PLANS[0])
-        for stage, device in zip(plan["stages"], devices, strict=False):
-            stage["devices"] = [device]
-        (tmp_path / "plan.json").write_text(json.dumps(plan))
-        return "plan.json"
-
-    return make
+def plan(tmp_path) -> str:
+    """A plan of two stages by hand."""
+    document = by_hand([("left right", [0]), ("head", [1])], 8)
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    return "plan.json"
 
 
-def test_a_device_that_the_cluster_does_not_have_is_refused_by_all(run, plan_on):
-    """By check and by train, before ranks start: any four numbers could be ranks, but nobody knows
+def test_a_device_that_the_cluster_does_not_have_is_refused_by_all(run, tmp_path):
+    """By check and by train, before ranks start: any three numbers could be ranks, but nobody knows
     the links of device 9.
     """
-    plan = plan_on(0, 1, 9, 3)
-    code, out, _ = run("check", plan, TOWERS)
+    far = by_hand([("left", [0]), ("right", [1]), ("head", [9])], 8, cluster="local:4")
+    (tmp_path / "plan.json").write_text(json.dumps(far))
+    code, out, _ = run("check", "plan.json", TOWERS)
     assert code == 1
     assert "has the devices 0-3, not device 9" in out
     for verb in ("train", "verify"):
-        code, _, err = run(verb, TOWERS, "--plan", plan)
+        code, _, err = run(verb, TOWERS, "--plan", "plan.json")
         assert code == 1
         assert "InvalidPlanError: plan.json has stages on device 9" in err
         assert "has the devices 0-3" in err
@@ -353,9 +340,8 @@ def test_more_ranks_than_cores_are_told_to_say_nothing_of_time(run, monkeypatch)
         assert (code, " ".join(err.split()).count(said)) == (0, count), err
 
 
-def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan_on):
+def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan):
     """What it decides is refused beside it, not ignored."""
-    plan = plan_on(0, 1)
     for verb in ("train", "verify"):
         for option in (("--batch-size", "8"), ("--devices", "2")):
             code, _, err = run(verb, TOWERS, "--plan", plan, *option)
@@ -363,11 +349,11 @@ def test_a_plan_has_its_own_batch_size_devices_and_schedule(run, plan_on):
             assert f"decides what {option[0]} would" in " ".join(err.replace("│", "").split())
 
 
-def test_what_a_run_file_says_beside_a_plan_is_named_with_the_file(run, plan_on, tmp_path):
+def test_what_a_run_file_says_beside_a_plan_is_named_with_the_file(run, plan, tmp_path):
     """The user sees no --devices on the command line."""
     (tmp_path / "run.toml").write_text(f'model = "{TOWERS}"\ndevices = 2\n')
     file = str(tmp_path / "run.toml")
-    code, _, err = run("train", file, "--trust", "--plan", plan_on(0, 1))
+    code, _, err = run("train", file, "--trust", "--plan", plan)
     assert code == 2
     said = "".join(err.replace("│", "").split())
     assert f"decideswhatdevicesin{file}would;leaveoutone" in said
