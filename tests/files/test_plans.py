@@ -152,10 +152,7 @@ def test_the_size_of_the_model_is_written(tmp_path: Path) -> None:
         ({"mode": "async"}, "mode is 'async', but policy is empty; it takes one of naive, stash"),
         ({"policy": "stash"}, "policy is 'stash', but mode is 'sync'"),
         ({"mode": "async", "policy": "stash", "shard_optimizer": True}, "shard_optimizer is true"),
-        (
-            {"round_robin": True},
-            "round_robin is true, but mode is 'sync'",
-        ),
+        ({"round_robin": True}, "round_robin is true, but mode is 'sync'"),
         (
             {"mode": "async", "policy": "stash", "sparse_embeddings": True},
             "sparse_embeddings is true",

@@ -69,8 +69,7 @@ def test_stages_that_pass_the_devices_twice_train_alike(
     assert equal(ours, alone(workload, BATCHES[:2]))
 
 
-@pytest.mark.parametrize("replicas", [[2, 1], [1, 2]])
-@pytest.mark.parametrize("name", ["TwoBranch", "Tied"])
+@pytest.mark.parametrize(("name", "replicas"), [("TwoBranch", [1, 2]), ("Tied", [2, 1])])
 def test_unequal_replicas_train_alike(name: str, replicas: list[int]) -> None:
     """Sums in another order: equal up to rounding. With a clipped norm, which counts every
     parameter once.

@@ -38,6 +38,7 @@ plain_sgd = partial(torch.optim.SGD, lr=0.1)
     [
         ({"clip_norm": 2.0}, PLAIN, None, r"clip_norm 2 .* take clip_stage_norm in its place"),
         ({}, ComputeOptions(precision="fp16"), None, "take bf16"),
+        ({}, ComputeOptions(compile="cudagraphs"), None, "records where weights are"),
         ({}, PLAIN, "spectrain", "the optimizer is AdamW"),
         ({}, PLAIN, "none", "unknown policy 'none'; there are naive, stash"),
     ],

@@ -65,7 +65,7 @@ def test_sums_are_those_of_afterwards(
     assert run(model, chosen, work) == [([], [])] * num_ranks(chosen)
 
 
-@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared"])
+@pytest.mark.parametrize("name", ["Tied", "Shared"])
 def test_gradients_are_those_of_one_process(name: str) -> None:
     """Three replicas and one, with a stage between them that shares a device with the last."""
     model = built(name, torch.float64)

@@ -208,8 +208,7 @@ def resumed(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("name", "optimizer", "before"),
-    [("TwoBranch", adam, False), ("Tied", adagrad, True)],
+    ("name", "optimizer", "before"), [("TwoBranch", adam, False), ("Tied", adagrad, True)]
 )
 def test_checkpoints_know_nothing_of_it(
     name: str, optimizer: Any, before: bool, tmp_path: Path

@@ -67,11 +67,7 @@ def test_steps_without_a_barrier_are_bitwise_those_of_one_process(
 
 @pytest.mark.parametrize(
     ("name", "clip_norm", "folded"),
-    [
-        ("TwoBranch", 0.05, True),
-        ("Tied", None, True),
-        ("Tied", 0.05, False),
-    ],
+    [("TwoBranch", 0.05, True), ("Tied", None, True), ("Tied", 0.05, False)],
 )
 def test_steps_without_a_barrier_are_bitwise_those_with_one(
     name: str, clip_norm: float | None, folded: bool
@@ -305,8 +301,7 @@ def test_accumulated_batches_are_bitwise_those_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("name", "clip_norm", "work"),
-    [("TwoBranch", None, by_step), ("Tied", 0.05, by_steps)],
+    ("name", "clip_norm", "work"), [("TwoBranch", None, by_step), ("Tied", 0.05, by_steps)]
 )
 def test_replicas_accumulate_alike(
     name: str, clip_norm: float | None, work: Callable[[Pipeline], list[float]]
