@@ -16,11 +16,14 @@ from tests.cli.examples import TOWERS, four
 
 
 def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
-    """The plan that was just written is valid and takes as long as it says; a broken one is not."""
+    """The plan that was just written is valid and takes as long as it says; a broken one is not.
+    Gains of a file whose step is not that of today's costs are left out: a page said 1.33x as fast
+    as data parallelism of a plan that gained 1.15x.
+    """
     plan, page, trace = (str(tmp_path / name) for name in ("plan.json", "p.html", "t.json"))
     made = document("plan", profile, "--cluster", "summit:1x2", "--batch-size", "16", "-o", plan)
     assert document("check", plan, profile) == {"valid": True, "problems": []}
-    found = document("simulate", plan, profile, "--report", page, "--trace", trace)
+    found = document("simulate", plan, profile, "--trace", trace)
     assert found["step_s"] == pytest.approx(made["predicted"]["step_s"])
     assert len(found["device_peak_bytes"]) == 2
     assert "actions" not in found
@@ -31,13 +34,17 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     assert max(action["end_s"] for action in actions) <= found["step_s"]
     assert run("simulate", plan, profile, "--actions")[0] == 2
     assert "explanation" not in found
-    why = document("simulate", plan, profile, "--why")["explanation"]
+    why = document("simulate", plan, profile, "--why", "--report", page)["explanation"]
     assert why == made["explanation"]
     assert "why this plan" in run("simulate", plan, profile, "--why")[1]
     code, _, err = run("simulate", plan, profile, "--why", "--mode", "async")
     assert code == 2
     assert "without a flush" in err
-    assert "<svg" in Path(page).read_text(encoding="utf-8")
+    html = Path(page).read_text(encoding="utf-8")
+    assert "<svg" in html
+    assert "as data parallelism" in html
+    # To the step at the head of the page, not to the parts that are worth a line.
+    assert f'together</td><td class="">{found["step_s"] * 1e3:.2f}</td>' in html
     assert json.loads(Path(trace).read_text())["traceEvents"]
     for option in ("--report", "--trace"):
         code, _, err = run("simulate", plan, profile, option, str(tmp_path / "no" / "such"))
@@ -48,7 +55,9 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     broken["predicted"]["step_s"] *= 2
     broken["predicted"]["samples_per_s"] /= 2
     Path(plan).write_text(json.dumps(broken))
-    assert "plan.json itself says" in run("simulate", plan, profile)[2], "figures of another plan"
+    code, _, err = run("simulate", plan, profile, "--report", page)
+    assert "plan.json itself says" in err, "figures of another plan"
+    assert "as data parallelism" not in Path(page).read_text(encoding="utf-8")
     broken["stages"][0]["operators"].pop()
     if not broken["stages"][0]["operators"]:
         broken["stages"][0]["operators"] = ["nothing"]
@@ -143,7 +152,9 @@ def test_a_plan_file_is_checked_and_simulated(run, four_files, tmp_path):
 
 
 def test_a_plan_is_simulated_in_another_mode_and_policy(run, four_files):
-    """With a flush each mini-batch takes 4 * 12 s; under stash 4 versions are held."""
+    """With a flush each mini-batch takes 4 * 12 s; under stash 4 versions are held. Of one
+    micro-batch in a chain of four 2bw has no plan, and it is said.
+    """
     run("plan", *four_files, "--mode", "async", "--policy", "pipeoptim", "-o", "p.json")
     _, out, _ = run("simulate", "p.json", "chain.json", "--mode", "sync", "--json")
     assert json.loads(out)["step_s"] == pytest.approx(48.0)
@@ -155,6 +166,10 @@ def test_a_plan_is_simulated_in_another_mode_and_policy(run, four_files):
     assert "weights under policy stash" in out
     rows = [line.split() for line in out.splitlines()]
     assert ["0", "3", "-3", "-3", "4"] in rows
+    code, _, err = run("simulate", "p.json", "chain.json", "--policy", "2bw")
+    assert code == 1
+    assert "1 < 4" in err
+    assert "more micro-batches" in err
 
 
 def test_a_synchronous_plan_is_simulated_without_its_flush(run, four_files):
@@ -163,15 +178,6 @@ def test_a_synchronous_plan_is_simulated_without_its_flush(run, four_files):
     code, out, err = run("simulate", "p.json", "chain.json", "--mode", "async", "--json")
     assert code == 0, err
     assert json.loads(out)["step_s"] == pytest.approx(12.0)
-
-
-def test_too_few_micro_batches(run, four_files):
-    """Two micro-batches in a chain of four under 2bw: no plan of four stages, and it is said."""
-    run("plan", *four_files, "--mode", "async", "--policy", "pipeoptim", "-o", "p.json")
-    code, _, err = run("simulate", "p.json", "chain.json", "--policy", "2bw")
-    assert code == 1
-    assert "1 < 4" in err
-    assert "more micro-batches" in err
 
 
 def test_a_command_that_names_the_function_has_all_options(run, document, profile):
@@ -204,29 +210,3 @@ def test_compute_without_a_flush_is_what_the_bubble_leaves(run, document, four_f
     said = run("simulate", "plan.json", "chain.json")[1]
     (compute,) = re.findall(r"compute ([0-9.]+) ms", said)
     assert float(compute) == pytest.approx((1 - made["bubble"]) * made["step_s"] * 1e3, abs=0.01)
-
-
-def test_gains_of_a_file_are_not_those_of_other_costs(run, document, profile, tmp_path):
-    """A page said 1.33x as fast as data parallelism of a plan that gains 1.15x: the step was that
-    of today's costs, data parallelism that of the file.
-    """
-    options = ("--cluster", "summit:1x2", "--batch-size", "16")
-    document("plan", profile, *options, "-o", "plan.json")
-    page = tmp_path / "page.html"
-    assert run("simulate", "plan.json", profile, "--report", str(page))[0] == 0
-    assert "as data parallelism" in page.read_text(encoding="utf-8")
-    plan = json.loads(Path("plan.json").read_text())
-    plan["predicted"]["step_s"] *= 1.2
-    plan["predicted"]["samples_per_s"] /= 1.2
-    Path("plan.json").write_text(json.dumps(plan))
-    assert run("simulate", "plan.json", profile, "--report", str(page))[0] == 0
-    assert "as data parallelism" not in page.read_text(encoding="utf-8")
-
-
-def test_the_parts_of_a_page_add_up_to_its_step(run, document, profile, tmp_path):
-    """To the step that stands at its head, not to the parts that are worth a line."""
-    document("plan", profile, "--cluster", "summit:1x2", "--batch-size", "16", "-o", "plan.json")
-    page = tmp_path / "page.html"
-    found = document("simulate", "plan.json", profile, "--report", str(page), "--why")
-    text = page.read_text(encoding="utf-8")
-    assert f'together</td><td class="">{found["step_s"] * 1e3:.2f}</td>' in text
