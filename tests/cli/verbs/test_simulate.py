@@ -69,7 +69,7 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
 
 def test_operators_that_are_timed_anew_are_no_change_of_the_file(run, tmp_path):
     """It said that the file had been edited, of one that nobody had touched."""
-    options = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines")
+    options = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines", "--planner", "even")
     assert run("plan", TOWERS, *options, "-o", "plan.json")[0] == 0
     plan = json.loads(Path("plan.json").read_text())
     plan["predicted"]["step_s"] *= 2
@@ -84,7 +84,7 @@ def test_check_times_nothing(run, monkeypatch, tmp_path):
     """It asks for bytes alone. Operators were timed for a minute, those of a large model with too
     few samples for its plan, which then was no plan.
     """
-    options = ("--cluster", "local:2", "--batch-size", "16", "--max-replicas", "1")
+    options = ("--cluster", "local:2", "--batch-size", "16", "--planner", "even")
     assert run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")[0] == 0
     monkeypatch.delattr(whole, "measure_workload")
     code, _, err = run("check", "plan.json", TOWERS)
