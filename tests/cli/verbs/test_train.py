@@ -300,7 +300,7 @@ def test_a_plan_of_another_model_of_the_same_names_is_warned_of(run, tmp_path):
     """Its stages are those of the model, its figures and memory are not."""
     # Slices of a rewritten layer have their widths in their names.
     options = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines", "--rewrite", "none")
-    assert run("plan", TOWERS, *options, "-o", "plan.json")[0] == 0
+    assert run("plan", TOWERS, *options, "--planner", "even", "-o", "plan.json")[0] == 0
     said = "the plan was made for a model with parameters of"
     # Warnings are errors here, so that the ranks of verify report theirs.
     for verb, ended in {
@@ -317,7 +317,7 @@ def test_a_plan_of_another_model_of_the_same_names_is_warned_of(run, tmp_path):
 @pytest.mark.dist
 def test_a_plan_may_leave_devices_out(run, document):
     """Its ranks are the devices that it has: two of a cluster of four, by check and by train."""
-    options = ("--batch-size", "8", "--max-replicas", "1", "--no-baselines")
+    options = ("--batch-size", "8", "--planner", "even", "--no-baselines")
     code, _, err = run("plan", TOWERS, "--cluster", "local:2", *options, "-o", "plan.json")
     assert code == 0, err
     assert document("check", "plan.json", TOWERS, "--cluster", "local:4")["valid"]
