@@ -35,9 +35,10 @@ from tests.runtime.training import LIMIT_S, on_one_device
 
 COUPLED = [name for name, (_, kind) in MODELS.items() if kind == "coupled"]
 
-REPLICATED = ("mean", "sum", "masked", "fraction", "contrastive", "normed together", "captioned")
-"""Of every kind some, to be cut and added up over replicas; that a model can be sliced at all, and
-where its coefficients come from, is what the tests in one process ask of each of them.
+OF_EVERY_KIND = ("mean", "sum", "masked", "fraction", "contrastive", "normed together", "captioned")
+"""Of every kind some, to be cut and added up over replicas, and to be evaluated, by the same
+coefficients; that a model can be sliced at all, and where its coefficients come from, is what the
+tests in one process ask of each of them.
 """
 
 
@@ -56,19 +57,15 @@ def distance(ours: dict[str, Tensor], theirs: Reference) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_kind_is_found_in_the_graph(name: str) -> None:
-    """Coupled losses name the operators that need the whole batch, others need none."""
-    captured = built(name).captured
-    assert captured.graph.loss_kind == MODELS[name][1]
-    assert bool(captured.graph.whole_batch) == (captured.graph.loss_kind == "coupled")
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_every_micro_batch_size_has_the_gradients_of_the_whole_batch(name: str) -> None:
     """Nine samples, also with a short micro-batch at the end and with micro-batches without one
-    label; loss and metrics are those of the whole batch as well.
+    label; the loss is that of the whole batch as well. The kind is found in the graph:
+    coupled losses name the operators that need the whole batch, others need none.
     """
     model, given = built(name), batch(9, 3)
+    graph = model.captured.graph
+    assert graph.loss_kind == MODELS[name][1]
+    assert bool(graph.whole_batch) == (graph.loss_kind == "coupled")
     expected = reference(model.module, given, [(0, 9)])
     for size in (4, 1):
         cut = plan(model, 2, batch_size=9, microbatch_size=size)
@@ -77,10 +74,16 @@ def test_every_micro_batch_size_has_the_gradients_of_the_whole_batch(name: str) 
         loss, gradients = pipeline.gradients(given)
         assert loss == pytest.approx(expected.loss, rel=1e-6)
         assert distance(gradients, expected) < 1e-6
-    module = model.module.eval()
+
+
+@pytest.mark.parametrize("name", [*OF_EVERY_KIND, "balanced"])
+def test_evaluation_is_that_of_the_whole_batch(name: str) -> None:
+    """Loss and metrics, by micro-batches of one sample."""
+    model, given = built(name), batch(9, 3)
+    expected = reference(model.module, given, [(0, 9)])
+    alone = on_devices(plan(model, 2, batch_size=9, microbatch_size=1), [(0,), (0,)])
     pipeline = Pipeline(model.workload, alone, captured=model.captured, check_gradients=False)
     found = pipeline.evaluate([given])
-    module.train()
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)
     for metric, value in expected.metrics.items():
         assert found[metric] == pytest.approx(value, rel=1e-6)
@@ -106,7 +109,7 @@ def test_replicas_have_the_gradients_of_the_whole_batch(stages: int) -> None:
     """Two or four ranks, where the first stage has two replicas of unequal slices, and batches of
     other sizes than planned follow.
     """
-    names = [name for name in REPLICATED if stages > 1 or name not in COUPLED]
+    names = [name for name in OF_EVERY_KIND if stages > 1 or name not in COUPLED]
     models = {name: with_programs(built(name), 1, 2, 3, 5, 9) for name in names}
     replicas = [2, 1, 1][:stages]
     plans = {

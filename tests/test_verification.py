@@ -14,6 +14,7 @@ from anabranch.runtime.reference import reference
 from anabranch.verification import even_plan, verify
 from anabranch.verification.even import workable
 from anabranch.workload import Workload
+from tests.profile.tiny import Normed
 from tests.runtime.small import Built, TwoBranch, batch, built, plan
 
 LIMIT_S = 60.0
@@ -211,17 +212,6 @@ def test_positional_batches_and_losses_of_any_form() -> None:
     x = torch.ones(2, 2)
     assert reference(Mean(), x, [(0, 2)]).loss == reference(Mean(), (x, x), [(0, 1), (1, 2)]).loss
     assert replace(reference(Mean(), [x], [(0, 2)]), loss=0.0).metrics == {}
-
-
-class Normed(nn.Module):
-    """Batch statistics, of which one sample has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).square().mean()
 
 
 @pytest.mark.dist

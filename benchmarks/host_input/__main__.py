@@ -13,6 +13,7 @@ import anabranch
 from anabranch.training import train
 
 BATCH, STEPS, SAMPLES, HEIGHT, WORDS, WIDTH = 32, 50, 512, 64, 64, 128
+RANKS = (2, 3, 4)
 
 
 class TwoTowers(nn.Module):
@@ -63,7 +64,7 @@ def main() -> None:
     captured = anabranch.capture(module, {name: value[:8] for name, value in values.items()})
     profile = anabranch.measure(captured, [8, 16, 32])
     total = STEPS * BATCH * sum(value[0].nbytes for value in values.values())
-    for devices in (2, 3, 4):
+    for devices in RANKS:
         plan = anabranch.plan(
             profile,
             anabranch.load_cluster(f"local:{devices}"),

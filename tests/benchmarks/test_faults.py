@@ -14,10 +14,7 @@ EXPECTED: dict[str, tuple[int, dict[str, Any]]] = {
     "damage": (len(DAMAGES), {"refused, file named": len(DAMAGES), "silent": []}),
     "saves": (2, {}),
     "kills": (1, {"restarted and reached the last step": 1, "rank and phase named": 1}),
-    "survivals": (
-        1,
-        {"killed, in runs": 1, "losses bitwise those of an undisturbed run": 1},
-    ),
+    "survivals": (1, {"killed, in runs": 1, "losses bitwise those of an undisturbed run": 1}),
     "copies": (2, {}),
     "hangs": (1, {"rank named first": 1}),
     "alive": (1, {"went on to their end": 1, "false alarms": []}),

@@ -126,9 +126,7 @@ def per_layer(parameters: NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
 
 
-def warm_up_then_cosine(
-    optimizer: torch.optim.Optimizer,
-) -> torch.optim.lr_scheduler.LRScheduler:
+def warm_up_then_cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     rates = torch.optim.lr_scheduler
     parts = [rates.LinearLR(optimizer, 0.1, total_iters=3), rates.CosineAnnealingLR(optimizer, 9)]
     return rates.SequentialLR(optimizer, parts, milestones=[3])

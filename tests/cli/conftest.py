@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,18 +35,20 @@ _CAPTURE = graph_capture.capture
 
 @pytest.fixture(autouse=True)
 def _captured_once(monkeypatch):
-    """Built-in models and those of this folder are built, captured and measured once for all tests:
-    commands leave them as they were, since what trains is a fork. Not where a test has its own
-    ``capture``. The verbs are read once, too, and searches are shorter still.
+    """Built-in models and those of this folder are built, captured and measured once for all tests,
+    models of a test's own folder once for its commands: these leave them as they were, since what
+    trains is a fork. Not where a test has its own ``capture``. The verbs are read once, too, and
+    searches are shorter still.
     """
     build, capture = ModelSource.workload, ModelSource.capture
     measure = whole.measure_workload
 
     def built(model: ModelSource, *, meta: bool = False) -> Workload:
         lasting = model.model in MODELS or model.model.startswith("tests.cli.")
-        if meta or not lasting:
+        if meta:
             return build(model, meta=meta)
-        key = model.model, model.preset, *model.options.items()
+        folder = "" if lasting else str(Path.cwd())
+        key = folder, model.model, model.preset, *model.options.items()
         if key not in _WORKLOADS:
             _WORKLOADS[key] = build(model)
         torch.manual_seed(0)

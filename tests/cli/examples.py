@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anabranch.cost import CostModel
 from anabranch.planner.even import Even
@@ -12,6 +13,33 @@ from anabranch.plans.stages import Stage, StageGraph
 from tests.simulator.helpers import chain, cluster, cost_model
 
 TOWERS = "tests.cli.models:towers"
+
+
+def by_hand(stages: Sequence[tuple[str, Sequence[int]]], size: int, **more: Any) -> dict[str, Any]:
+    """The document of a plan for ``TOWERS``, so that nothing is measured or searched: the parts of
+    each stage, its devices, and samples in a micro-batch, of eight.
+    """
+    operators = {part: [f"{part}.0", f"{part}.2"] for part in ("left", "right")} | {
+        "head": ["head"]
+    }
+    entries = [
+        {
+            "operators": [name for part in parts.split() for name in operators[part]],
+            "devices": [*devices],
+            "microbatch_size": size,
+        }
+        for parts, devices in stages
+    ]
+    return {
+        "schema": "anabranch.plan/1",
+        "model": TOWERS,
+        "cluster": f"local:{sum(len(devices) for _, devices in stages)}",
+        "batch_size": 8,
+        "schedule": "1f1b",
+        "stages": entries,
+        "edges": [[i, len(entries) - 1] for i in range(len(entries) - 1)],
+        **more,
+    }
 
 
 def four(memory_bytes: int = 10**9):

@@ -13,25 +13,9 @@ from anabranch.checkpoint.series import checkpoints
 from anabranch.cli.training_settings import TrainingSettings
 from anabranch.errors import OutputError
 from anabranch.training import Csv, JsonLines
+from tests.cli.examples import TOWERS, by_hand
 
-TOWERS = "tests.cli.models:towers"
-PLAN = {
-    "schema": "anabranch.plan/1",
-    "model": TOWERS,
-    "cluster": "local:2",
-    "batch_size": 8,
-    "schedule": "1f1b",
-    "stages": [
-        {
-            "operators": ["left.0", "left.2", "right.0", "right.2"],
-            "devices": [0],
-            "microbatch_size": 4,
-        },
-        {"operators": ["head"], "devices": [1], "microbatch_size": 4},
-    ],
-    "edges": [[0, 1]],
-}
-"""By hand, so that nothing is measured."""
+PLAN = by_hand([("left right", [0]), ("head", [1])], 4)
 
 
 def test_a_log_is_a_kind_and_a_place(tmp_path: Path):

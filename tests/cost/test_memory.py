@@ -75,11 +75,7 @@ def test_recomputation_keeps_one_inside():
 
 
 @pytest.mark.parametrize(
-    ("options", "more"),
-    [
-        ({"versions": 3}, 2 * 800),
-        ({"optimizer_factor": 0.0}, -2 * 800),
-    ],
+    ("options", "more"), [({"versions": 3}, 2 * 800), ({"optimizer_factor": 0.0}, -2 * 800)]
 )
 def test_options(options, more):
     """Each changes what is there whatever is in flight, and nothing else."""

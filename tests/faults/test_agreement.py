@@ -52,8 +52,7 @@ def test_one_value_that_differs_is_refused_where_all_are_compared(check: str) ->
 
 
 @pytest.mark.parametrize(
-    ("samples", "seed", "barrier"),
-    [(16, 77, True), (16, 77, False), (12, 3, False), (14, 3, True)],
+    ("samples", "seed", "barrier"), [(16, 77, True), (16, 77, False), (12, 3, False), (14, 3, True)]
 )
 def test_another_batch_in_any_step_is_refused(samples: int, seed: int, barrier: bool) -> None:
     """Of other values, by the digests in the totals. With a micro-batch less, or a shorter one,

@@ -53,10 +53,7 @@ def test_outputs_of_one_size_are_told_apart() -> None:
 
 def test_shared_parameters_are_there_once() -> None:
     """Two operators that name one weight, and one with parameters of its own."""
-    nodes = [
-        plain("a", parameters=(("w", 10.0),)),
-        plain("b", parameters=(("", 4.0), ("w", 10.0))),
-    ]
+    nodes = [plain("a", parameters=(("w", 10.0),)), plain("b", parameters=(("", 4.0), ("w", 10.0)))]
     found = draft(nodes, [Edge("a", "b", 1.0, "")]).profile()
     assert [op.parameters for op in found.graph.ops] == [("w",), ("b", "w")]
     assert found.graph.parameters == (Parameter("w", 10), Parameter("b", 4))

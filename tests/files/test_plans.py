@@ -124,24 +124,22 @@ def test_modes_in_plan_files(tmp_path: Path) -> None:
     assert (document["mode"], document["policy"]) == ("async", "stash")
 
 
-@pytest.mark.parametrize("trait", ["shard_optimizer", "sparse_embeddings", "interrupted"])
-def test_what_is_so_of_a_plan_is_written(trait: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trait", "value"),
+    [
+        ("shard_optimizer", True),
+        ("sparse_embeddings", True),
+        ("interrupted", True),
+        ("model_size", ModelSize(2**20, 108)),
+    ],
+)
+def test_what_is_so_of_a_plan_is_written(trait: str, value: object, tmp_path: Path) -> None:
     """Where it is another way than the default, so that whoever reads the file takes it over."""
     (tmp_path / "in.json").write_text(json.dumps(PLAN))
     plan = load_plan(tmp_path / "in.json")
     assert trait not in plan_to_dict(plan)
-    save_plan(dataclasses.replace(plan, **{trait: True}), tmp_path / "out.json")
-    assert getattr(load_plan(tmp_path / "out.json"), trait)
-
-
-def test_the_size_of_the_model_is_written(tmp_path: Path) -> None:
-    """Where it is known, which it is not for a plan made by hand."""
-    (tmp_path / "in.json").write_text(json.dumps(PLAN))
-    plan = load_plan(tmp_path / "in.json")
-    assert "model_size" not in plan_to_dict(plan)
-    sized = dataclasses.replace(plan, model_size=ModelSize(2**20, 108))
-    save_plan(sized, tmp_path / "out.json")
-    assert load_plan(tmp_path / "out.json") == sized
+    save_plan(dataclasses.replace(plan, **{trait: value}), tmp_path / "out.json")
+    assert getattr(load_plan(tmp_path / "out.json"), trait) == value
 
 
 @pytest.mark.parametrize(
@@ -152,10 +150,7 @@ def test_the_size_of_the_model_is_written(tmp_path: Path) -> None:
         ({"mode": "async"}, "mode is 'async', but policy is empty; it takes one of naive, stash"),
         ({"policy": "stash"}, "policy is 'stash', but mode is 'sync'"),
         ({"mode": "async", "policy": "stash", "shard_optimizer": True}, "shard_optimizer is true"),
-        (
-            {"round_robin": True},
-            "round_robin is true, but mode is 'sync'",
-        ),
+        ({"round_robin": True}, "round_robin is true, but mode is 'sync'"),
         (
             {"mode": "async", "policy": "stash", "sparse_embeddings": True},
             "sparse_embeddings is true",

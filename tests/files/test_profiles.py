@@ -21,10 +21,7 @@ def test_profile_by_eye(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "p.json") == Profile(
         graph=OpGraph(
             ops=(Op("layer", ("layer.weight",), "Linear"), Op("loss")),
-            values=(
-                Value(BATCH, (0,), 40, grad=False, name="image"),
-                Value(0, (1,), 40),
-            ),
+            values=(Value(BATCH, (0,), 40, grad=False, name="image"), Value(0, (1,), 40)),
             parameters=(Parameter("layer.weight", 400),),
         ),
         samples=(1, 4),

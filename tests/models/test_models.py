@@ -154,10 +154,7 @@ DENSE = 4096 * 4096 + 4096
         # 7 branches of 4; 7 x 4096 -> 4096 and three more; one number.
         ("candle-uno", 28 * DENSE + (7 * 4096 * 4096 + 4096) + 3 * DENSE + 4097),
         # 7 branches of 4; 7 tables of 10^6 x 64; 7 x (4096 + 6400) -> 4096, two more; one number.
-        (
-            "dlrm",
-            28 * DENSE + 7 * 64_000_000 + (7 * 10_496 * 4096 + 4096) + 2 * DENSE + 4097,
-        ),
+        ("dlrm", 28 * DENSE + 7 * 64_000_000 + (7 * 10_496 * 4096 + 4096) + 2 * DENSE + 4097),
         # 2 branches of 4 x (attention with four matrices, two linear layers); a classifier.
         ("two-branch", 8 * 6 * (1024**2 + 1024) + 2048 * 10 + 10),
         # 32 layers; tokens, positions, norm, output.

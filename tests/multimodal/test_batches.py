@@ -40,10 +40,10 @@ def gradients(module: nn.Module, loss: Callable[[], Any]) -> dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("images", [(3, 1, 0, 2), (1, 4, 2, 0), (0, 0)])
+@pytest.mark.parametrize("images", [(1, 4, 0, 2), (0, 0)])
 def test_loss_and_gradients_are_those_of_the_model_itself(name: str, images: list[int]) -> None:
-    """Of any number of images per sample, in several sizes; also the call that is traced, whose
-    operations do not depend on the data. Slots without an image add nothing.
+    """Of any number of images per sample, up to the most, in several sizes; also the call that is
+    traced, whose operations do not depend on the data. Slots without an image add nothing.
     """
     module = model(name)
     own = doubled(ragged(name, images, 128, seed=sum(images), mixed=True))

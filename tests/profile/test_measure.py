@@ -15,7 +15,7 @@ from anabranch.errors import CaptureError, ProfileError
 from anabranch.graph.capture import Captured, capture
 from anabranch.profile.estimate import estimate
 from anabranch.profile.measure import Measurement, _Copies, measure
-from tests.profile.tiny import MODELS, captured_towers, convolutions, two_towers
+from tests.profile.tiny import MODELS, Normed, captured_towers, convolutions, two_towers
 
 
 @pytest.fixture(scope="module")
@@ -264,17 +264,6 @@ def test_on_a_gpu(towers: Captured) -> None:
     assert profile.device == "cuda"
     assert min(min(c.forward_s) for c in profile.costs) > 0
     assert all(p.device.type == "cpu" for p in towers.module.parameters())
-
-
-class Normed(nn.Module):
-    """A tower with batch statistics, of which one sample has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).square().mean()
 
 
 def test_counts_with_which_the_model_fails_are_left_out() -> None:

@@ -121,3 +121,14 @@ MODELS = {"two-towers": two_towers, "convolutions": convolutions, "tables": tabl
 def captured_towers() -> Captured:
     """The two towers, captured once in this process."""
     return capture(*two_towers())
+
+
+class Normed(nn.Module):
+    """A tower with batch statistics, of which one sample has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()

@@ -41,8 +41,7 @@ def test_characters_that_xml_forbids_are_replaced():
 
 
 @pytest.mark.parametrize(
-    ("value", "written"),
-    [(0.0, "0"), (1.0, "1"), (1.255, "1.25"), (-0.001, "0"), (1e6, "1000000")],
+    ("value", "written"), [(0.0, "0"), (1.0, "1"), (1.255, "1.25"), (-0.001, "0"), (1e6, "1000000")]
 )
 def test_coordinates_have_two_decimals(value, written):
     """Hundredths of a pixel are enough, and short."""

@@ -115,11 +115,7 @@ def piped(
     try:
         built = Built(capture(module, workload.example), workload)
         chosen = plan(
-            built,
-            num_stages,
-            batch_size=SIZE,
-            microbatch_size=microbatch_size,
-            replicas=replicas,
+            built, num_stages, batch_size=SIZE, microbatch_size=microbatch_size, replicas=replicas
         )
     except AnabranchError as error:
         return Outcome(refusal=str(error))

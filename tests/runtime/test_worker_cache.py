@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.runtime.small import batch, built, plan, with_options
-from tests.runtime.training import alone, sgd, train
+from tests.runtime.training import alone, equal, sgd, train
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-deep"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-deep"])
 def test_a_batch_may_be_larger_than_the_plans(schedule: str) -> None:
     """The plan's in-flight counts were made for fewer micro-batches."""
     model = built("Chain")
     workload = with_options(model, optimizer=sgd)
     chosen = plan(model, 2, batch_size=8, schedule=schedule)
-    losses, parameters = train(model, chosen, workload, [batch(24)], exact=True)
-    expected, state = alone(workload, [batch(24)])
-    assert losses == expected
-    assert all(torch.equal(parameters[name], state[name]) for name in state)
+    ours = train(model, chosen, workload, [batch(24)], exact=True)
+    assert equal(ours, alone(workload, [batch(24)]))

@@ -22,6 +22,14 @@ def sgd(parameters: NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
 
 
+def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
 def run(
     model: Built,
     chosen: Plan,
@@ -40,28 +48,41 @@ def run(
     return launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
 
 
-def train(
-    model: Built, chosen: Plan, workload: Workload, batches: Sequence[Batch], **options: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, the same on every rank, and all parameters after the last step."""
+Trained = tuple[list[float], dict[str, Tensor]]
 
-    def work(pipeline: Pipeline) -> tuple[list[float], dict[str, Tensor]]:
-        losses = [pipeline.step(each) for each in batches]
+
+def trained(
+    model: Built, chosen: Plan, workload: Workload, work: Callable[[Pipeline], Any], **options: Any
+) -> Trained:
+    """Losses, the same on every rank, and all parameters, of which copies are equal."""
+
+    def rank(pipeline: Pipeline) -> Trained:
+        losses = work(pipeline)
         return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}
 
-    results = run(model, chosen, work, workload=workload, **options)
-    assert all(losses == results[0][0] for losses, _ in results)
+    results = run(model, chosen, rank, workload=workload, **options)
     parameters: dict[str, Tensor] = {}
-    for _, held in results:
+    for losses, held in results:
+        assert losses == results[0][0]
         for name, value in held.items():
-            # Copies on several ranks stay equal.
             assert torch.equal(parameters.setdefault(name, value), value)
     return results[0][0], parameters
 
 
-def alone(
-    workload: Workload, batches: Sequence[Batch], microbatch_size: int = 4
-) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    model: Built, chosen: Plan, workload: Workload, batches: Sequence[Batch], **options: Any
+) -> Trained:
+    """Likewise, step by step."""
+    return trained(model, chosen, workload, lambda p: [p.step(b) for b in batches], **options)
+
+
+def equal(ours: Trained, theirs: Trained) -> bool:
+    """Losses and parameters, bit for bit."""
+    same = all(torch.equal(ours[1][name], value) for name, value in theirs[1].items())
+    return same and ours[0] == theirs[0] and ours[1].keys() == theirs[1].keys()
+
+
+def alone(workload: Workload, batches: Sequence[Batch], microbatch_size: int = 4) -> Trained:
     """In a process of its own, so that the model here stays as it is."""
     return launch.run(train_alone, 1, workload, batches, microbatch_size, timeout=LIMIT_S)[0]
 

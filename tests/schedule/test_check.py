@@ -75,10 +75,7 @@ def test_a_schedule_without_messages_is_lowered_first():
         (("1RF1<0@0[1:2] 1F1", "1F1 1RF1<0@0[1:2]"), r"ask for 1RF1<0@0\[1:2\] here: .* >>1F1<<"),
         ((" 0SF1>1@1[1:2]", ""), r"device 0, .* ask for 0SF1>1@1\[1:2\] here"),
         (("1RF1<0@0[1:2] ", ""), r"device 1, .* ask for 1RF1<0@0\[1:2\] here"),
-        (
-            ("1RF0<0@0[0:1] 1F0", "1RF0<0@0[1:2] 1F0"),
-            r"ask for 1RF0<0@0\[0:1\] here: >>1RF0",
-        ),
+        (("1RF0<0@0[0:1] 1F0", "1RF0<0@0[1:2] 1F0"), r"ask for 1RF0<0@0\[0:1\] here: >>1RF0"),
         (("0F1 ", "1F1 "), "stage 1 is not on this device"),
         (("1:", "2:"), r"devices \[0, 2\], but the stages are on devices \[0, 1\]"),
         (("0B1", "0B1 0F2"), "stage 0 has only 2 micro-batches"),

@@ -53,10 +53,7 @@ def cost_model(
 
 
 def stage_graph(
-    edges: Edges,
-    devices: list[tuple[int, ...]],
-    batch_size: int,
-    sizes: list[int] | None = None,
+    edges: Edges, devices: list[tuple[int, ...]], batch_size: int, sizes: list[int] | None = None
 ) -> StageGraph:
     """Operator i alone in stage i."""
     size = sizes or [1] * len(devices)

@@ -62,8 +62,7 @@ def test_of_equal_times_less_recomputation_wins(cost, is_async):
     free = replace(
         cost,
         profile=replace(
-            cost.profile,
-            costs=tuple(replace(op, forward_s=(0.0,)) for op in cost.profile.costs),
+            cost.profile, costs=tuple(replace(op, forward_s=(0.0,)) for op in cost.profile.costs)
         ),
     )
     again = replace(TWO, stages=tuple(replace(stage, recompute=True) for stage in TWO.stages))

@@ -272,11 +272,7 @@ def test_any_graph_runs_the_same_each_time(graph, schedule):
     assert len(compute) == sum(map(len, order.actions.values()))
 
 
-@given(
-    stage_graphs(max_stages=5, max_replicas=3),
-    st.sampled_from(sorted(SCHEDULES)),
-    st.data(),
-)
+@given(stage_graphs(max_stages=5, max_replicas=3), st.sampled_from(sorted(SCHEDULES)), st.data())
 def test_seconds_alone_are_those_of_the_timeline(graph, schedule, data):
     """To the last bit, with ports and cores that are shared, all-reduces, and many ties.
 

@@ -56,10 +56,7 @@ def test_work_is_priced_where_a_sample_takes_least():
     """1 s for 1 sample, 1.5 s for 4 of them: 8 samples are two slices of 4, not eight of 1."""
     cost = cost_model((), [1], [0], cluster(1))
     measured = replace(
-        cost.profile,
-        samples=(1, 4),
-        costs=(OpCost((1.0, 1.5), (0.0, 0.0), 0),),
-        proportional=False,
+        cost.profile, samples=(1, 4), costs=(OpCost((1.0, 1.5), (0.0, 0.0), 0),), proportional=False
     )
     assert work_floor(replace(cost, profile=measured), 8) == pytest.approx(3.0)
     assert work_floor(replace(cost, profile=measured), 1) == 1.0

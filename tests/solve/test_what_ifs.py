@@ -73,11 +73,7 @@ def test_all_reduces_and_the_network_between_nodes():
     cost = cost_model((), [1], [2], machines, parameter_bytes=4)
     found, step_s = relaxed(warm(stage_graph((), [(0, 1)], 2, [2])), cost)
     assert step_s == 7.0
-    assert found == {
-        "fast_links": pytest.approx(3.0),
-        "fast_network": 5.0,
-        "free_all_reduce": 3.0,
-    }
+    assert found == {"fast_links": pytest.approx(3.0), "fast_network": 5.0, "free_all_reduce": 3.0}
 
 
 def test_recompute_and_counts_in_flight_are_what_memory_would_buy():

@@ -16,11 +16,11 @@ from anabranch.plans.plan import Plan
 from anabranch.record import Run
 from anabranch.solve.replanning import Change, Measured
 from anabranch.timeline import Timeline
-from anabranch.training import Event, LookEvent, Looks, PlanEvent, StepEvent, train
+from anabranch.training import Event, LookEvent, Looks, PlanEvent, train
 from anabranch.training.adaptation import Adaptation
 from tests.runtime.small import built, on_devices, plan, train_alone, with_options, with_programs
 from tests.runtime.training import sgd
-from tests.training.test_loop import SIZES, data
+from tests.training.running import SIZES, data, runs, steps_of
 
 
 class Fixed:
@@ -51,28 +51,13 @@ def test_a_better_plan_is_gone_over_to_in_the_middle() -> None:
     workload = with_options(model, data=data, optimizer=sgd)
     before = plan(model, 2)
     better = on_devices(plan(model, 2, microbatch_size=8), [(1,), (0,)])
-
-    def rank() -> tuple[Run, list[Event], int]:
-        seen: list[Event] = []
-        replanner = Fixed(better)
-        known = replanner if dist.get_rank() == 0 else None
-        run = train(
-            workload,
-            before,
-            steps=30,
-            captured=model.captured,
-            check_gradients=False,
-            callbacks=[seen.append],
-            looks=Looks(every=3, replans=True, replanner=known),
-        )
-        return run, seen, replanner.asked
-
-    results = launch.run(rank, 2, timeout=60.0)
-    run, seen, asked = results[0]
+    looks = Looks(every=3, replans=True, replanner=Fixed(better))
+    others = {"looks": replace(looks, replanner=None)}
+    (run, seen), (other, _) = runs(model, before, workload, others, steps=30, looks=looks)
     batches = [each for epoch in range(6) for each in data(16, epoch)]
     expected, _ = launch.run(train_alone, 1, workload, batches, 4, timeout=60.0)[0]
     assert run.losses == pytest.approx(expected, rel=1e-4)
-    steps = [event for event in seen if isinstance(event, StepEvent)]
+    steps = steps_of(seen)
     assert [event.done for event in steps] == list(range(1, 31))
     assert [event.samples for event in steps] == SIZES * 6
     changes = [event for event in seen if isinstance(event, PlanEvent)]
@@ -83,8 +68,7 @@ def test_a_better_plan_is_gone_over_to_in_the_middle() -> None:
     )
     # Whether steps became shorter is the machine's to say.
     assert run.plan in (before, better)
-    assert asked >= 1
-    assert results[1][0].plan == run.plan
+    assert other.plan == run.plan
 
 
 @pytest.mark.dist
@@ -103,18 +87,8 @@ def test_after_the_plan_before_has_come_back_training_goes_on(
         return decide(run, replanner, replace(measured, timelines=(step,)))
 
     monkeypatch.setattr(Adaptation, "_decide", longer)
-
-    def rank() -> Run:
-        return train(
-            workload,
-            before,
-            steps=40,
-            captured=model.captured,
-            check_gradients=False,
-            looks=Looks(every=3, replans=True, replanner=Fixed(better)),
-        )
-
-    for run in launch.run(rank, 2, timeout=60.0):
+    looks = Looks(every=3, replans=True, replanner=Fixed(better))
+    for run, _ in runs(model, before, workload, steps=40, looks=looks):
         assert [text.split(":")[0] for text in run.plan_changes] == ["step 5", "step 15"]
         assert "back to the plan before" in run.plan_changes[1]
         assert run.plan == before

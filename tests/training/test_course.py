@@ -9,20 +9,14 @@ from typing import Any
 
 import pytest
 
-from anabranch import launch
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.series import best_evaluation, checkpoints
 from anabranch.errors import DataError, TrainingError
-from anabranch.training import Event, SaveEvery, train, train_async
+from anabranch.training import Event, SaveEvery
 from anabranch.training.course import require_evaluation
 from tests.runtime.small import batch, built, plan, with_options, with_programs
 from tests.runtime.training import sgd
-
-SIZES = [16, 16, 16, 16, 10]
-
-
-def data(batch_size: int, epoch: int) -> list[dict[str, object]]:
-    return [dict(batch(n, 10 * epoch + i)) for i, n in enumerate(SIZES)]
+from tests.training.running import data, runs
 
 
 def held_out(batch_size: int) -> Iterator[dict[str, object]]:
@@ -36,20 +30,10 @@ def events_of(
     model = with_programs(built("TwoBranch"), 1, 2, 4, 6, 10, 16, evaluation=True)
     workload = with_options(model, data=data, eval_data=held_out, optimizer=sgd)
     chosen = plan(model, 2, microbatch_size=16 if is_async else 4, replicas=replicas)
-
-    def rank() -> tuple[tuple[float, ...], list[Event]]:
-        seen: list[Event] = []
-        common = {"captured": model.captured, "check_gradients": False, "callbacks": [seen.append]}
-        if is_async:
-            common["policy"] = "stash"
-        run = (train_async if is_async else train)(
-            workload, chosen, steps=steps, **common, **options
-        )
-        return run.losses, seen
-
-    first, *others = launch.run(rank, len(chosen.stage_graph.devices), timeout=60.0)
+    options |= {"policy": "stash"} if is_async else {}
+    (run, told), *others = runs(model, chosen, workload, steps=steps, **options)
     assert all(seen == [] for _, seen in others)
-    return first
+    return run.losses, told
 
 
 @pytest.mark.dist

@@ -24,6 +24,7 @@ from anabranch.graph.capture import capture
 from anabranch.multimodal import multimodal_batch
 from anabranch.training import SaveEvery
 from anabranch.training.huggingface import Trainer, batch_size, training_options, workload_of
+from benchmarks.architectures import multimodal
 from benchmarks.architectures.models import build
 from benchmarks.architectures.multimodal import ragged, small
 from tests.runtime.small import Built, plan
@@ -138,7 +139,7 @@ def test_a_tiny_bert_trains_as_trainer_would(tmp_path: Path):
 
 @pytest.mark.dist
 def test_trainer_plans_and_trains_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As docs/coming-from.md has it, on local ranks; what ``train`` takes besides is given on."""
+    """As docs/coming-from.md has it, on local ranks."""
     monkeypatch.chdir(tmp_path)
     args = arguments(max_steps=1, gradient_accumulation_steps=1, save_strategy="no")
     model, _ = build("Bert")
@@ -148,10 +149,6 @@ def test_trainer_plans_and_trains_by_itself(tmp_path: Path, monkeypatch: pytest.
     exec(block, names)
     assert len(names["run"].losses) == 1
     assert (tmp_path / "tuned" / "model.safetensors").exists()
-    trainer = Trainer(model, args, collate, Sentences(), devices=2, steps=3)
-    run = trainer.train(trainer.plan(planner="even", max_replicas=1))
-    assert len(run.losses) == 3
-    assert len(run.plan.stage_graph.stages) == 2
 
 
 def test_arguments_are_counted_in_batches():
@@ -218,9 +215,10 @@ def test_padding_to_the_longest_of_a_batch_has_buckets_by_itself(tmp_path: Path)
     """Without a length anywhere: batches are computed in the sizes of the least bucket that holds
     them, with the losses of batches that are padded to their longest alone. After training the
     model has its weights: ``evaluate`` calls ``compute_metrics`` with predictions of all held-out
-    samples, and ``save_model`` writes what transformers reads.
+    samples, and ``save_model`` writes what transformers reads. What ``train`` takes besides goes
+    before the arguments.
     """
-    args = arguments(max_steps=2, gradient_accumulation_steps=1, save_strategy="no")
+    args = arguments(max_steps=3, gradient_accumulation_steps=1, save_strategy="no")
     model, _ = build("Llama")
     words, shapes = tokenizer(), list[Any]()
     collator = transformers.DataCollatorForTokenClassification(words)
@@ -233,7 +231,7 @@ def test_padding_to_the_longest_of_a_batch_has_buckets_by_itself(tmp_path: Path)
 
     trainer = Trainer(
         model, args, collator, Ragged(), Ragged(9), devices=2, processing_class=words,
-        compute_metrics=metrics,
+        compute_metrics=metrics, steps=2,
     )  # fmt: skip
     examples = [trainer.workload.example, *trainer.workload.buckets]
     lengths = [example["input_ids"].shape[1] for example in examples]
@@ -243,6 +241,7 @@ def test_padding_to_the_longest_of_a_batch_has_buckets_by_itself(tmp_path: Path)
 
     chosen = trainer.plan(planner="even", max_replicas=1)
     run = trainer.train(chosen)
+    assert len(run.plan.stage_graph.stages) == 2
     untrained, _ = build("Llama")
     data = list(trainer.workload.data(BATCH, 0))[:2]
     optimizer = trainer.workload.make_optimizer(list(untrained.named_parameters()))
@@ -286,8 +285,13 @@ class Pictured(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 @pytest.mark.dist
-def test_a_vision_language_model_trains_with_the_collator_of_its_page() -> None:
-    """Losses of training and of ``evaluate`` are those of the model's own forward."""
+def test_a_vision_language_model_trains_with_the_collator_of_its_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Losses of training and of ``evaluate`` are those of the model's own forward, here with one
+    layer that reads text.
+    """
+    monkeypatch.setattr(multimodal, "_TEXT", {**multimodal._TEXT, "num_hidden_layers": 1})
     model, untrained, data = small("Llava"), small("Llava"), Pictured(16)
     untrained.load_state_dict(model.state_dict())
     model.model.vision_tower.requires_grad_(False)

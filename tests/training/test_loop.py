@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +12,13 @@ from anabranch import launch
 from anabranch.checkpoint import Checkpoint, load_state_dict
 from anabranch.checkpoint.series import checkpoints
 from anabranch.errors import TrainingError
-from anabranch.record import Run
 from anabranch.runtime.pipeline import Pipeline
-from anabranch.training import Event, SaveEvery, StepEvent, require_place, train, train_async
-from anabranch.workload import Workload
-from tests.runtime.small import (
-    Built,
-    batch,
-    built,
-    num_ranks,
-    plan,
-    train_alone,
-    with_options,
-    with_programs,
-)
+from anabranch.training import SaveEvery, require_place, train, train_async
+from tests.runtime.small import batch, built, plan, train_alone, with_options, with_programs
 from tests.runtime.training import sgd
+from tests.training.running import SIZES, data, runs, steps_of
 
 pytestmark = pytest.mark.dist
-
-SIZES = [16, 16, 16, 16, 10]
-
-
-def data(batch_size: int, epoch: int) -> list[dict[str, object]]:
-    return [dict(batch(n, 10 * epoch + i)) for i, n in enumerate(SIZES)]
-
-
-def steps_into(seen: list[StepEvent]) -> Callable[[Event], None]:
-    """A callback that keeps the events of steps."""
-    return lambda event: seen.append(event) if isinstance(event, StepEvent) else None
-
-
-def trained(model: Built, workload: Workload, steps: int) -> tuple[Run, list[StepEvent]]:
-    """The run of the first rank, and what it told."""
-    chosen = plan(model, 2)
-
-    def rank() -> tuple[Run, list[StepEvent]]:
-        seen: list[StepEvent] = []
-        run = train(
-            workload,
-            chosen,
-            steps=steps,
-            captured=model.captured,
-            check_gradients=False,
-            callbacks=[steps_into(seen)],
-        )
-        return run, seen
-
-    result: tuple[Run, list[StepEvent]] = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
-    return result
 
 
 def test_single_steps_come_first_and_the_rest_follow_each_other() -> None:
@@ -69,7 +27,8 @@ def test_single_steps_come_first_and_the_rest_follow_each_other() -> None:
     """
     model = with_programs(built("TwoBranch"), 2, 10)
     workload = with_options(model, data=data)
-    run, seen = trained(model, workload, 9)
+    run, events = runs(model, plan(model, 2), workload, steps=9)[0]
+    seen = steps_of(events)
     batches = [each for epoch in range(2) for each in data(16, epoch)][:9]
     expected, _ = launch.run(train_alone, 1, model.workload, batches, 4, timeout=60.0)[0]
     assert run.losses == pytest.approx(expected, rel=1e-5)
@@ -83,7 +42,8 @@ def test_single_steps_come_first_and_the_rest_follow_each_other() -> None:
 
 def test_batches_of_another_size_than_the_plans_are_noted() -> None:
     """So that nothing that was predicted is compared with them; a shorter last batch is none, and
-    makes no others the plan's, as one larger batch does.
+    makes no others the plan's, as one larger batch does. Three steps have no period: nothing is
+    known of steps that follow each other.
     """
     model, size = with_programs(built("TwoBranch"), 2, 3), 16
     other = size + 3
@@ -96,8 +56,9 @@ def test_batches_of_another_size_than_the_plans_are_noted() -> None:
         workload = with_options(
             model, data=lambda *_, sizes=sizes: [dict(batch(n, n)) for n in sizes]
         )
-        run, _ = trained(model, workload, len(sizes))
+        run, _ = runs(model, plan(model, 2), workload, steps=len(sizes))[0]
         assert (run.samples, run.other_samples) == (tuple(sizes), noted)
+        assert (len(run.losses), len(run.step_s), run.period_s) == (3, 3, 0.0)
 
 
 def test_epochs_after_a_loop_that_told_none_count_from_there(tmp_path: Path) -> None:
@@ -124,23 +85,11 @@ def test_epochs_after_a_loop_that_told_none_count_from_there(tmp_path: Path) -> 
     assert launch.run(rank, 1) == [len(SIZES)]
 
 
-def test_few_steps_have_no_period() -> None:
-    """Two of three have a timeline; nothing is known of steps that follow each other."""
-    model = built("TwoBranch")
-    run, _ = trained(model, with_options(model, data=data), 3)
-    assert (len(run.losses), len(run.step_s), run.period_s) == (3, 3, 0.0)
-
-
 def test_without_a_flush_a_longer_run_has_a_timeline() -> None:
     """Of some mini-batches of all devices, while the pipeline is full."""
     model = with_programs(built("TwoBranch"), 2, 10)
     workload, chosen = with_options(model, data=data), plan(model, 3, microbatch_size=16)
-
-    def rank() -> Run:
-        options = {"policy": "stash", "captured": model.captured, "check_gradients": False}
-        return train_async(workload, chosen, steps=30, **options)
-
-    run = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
+    run, _ = runs(model, chosen, workload, policy="stash", steps=30)[0]
     ((heading, timeline),) = run.timelines
     assert heading == timeline.source == "measured"
     assert {span.device for span in timeline.spans} == set(chosen.stage_graph.devices)
@@ -153,21 +102,8 @@ def test_without_a_flush_losses_follow_each_other_and_a_short_run_has_no_timelin
     model = with_programs(built("TwoBranch"), 2, 10)
     workload = with_options(model, data=data)
     chosen = plan(model, 3, microbatch_size=16)
-
-    def rank() -> tuple[Run, list[StepEvent]]:
-        seen: list[StepEvent] = []
-        run = train_async(
-            workload,
-            chosen,
-            policy="stash",
-            epochs=2,
-            captured=model.captured,
-            check_gradients=False,
-            callbacks=[steps_into(seen)],
-        )
-        return run, seen
-
-    run, seen = launch.run(rank, num_ranks(chosen), timeout=60.0)[0]
+    run, events = runs(model, chosen, workload, policy="stash", epochs=2)[0]
+    seen = steps_of(events)
     assert len(run.losses) == 10
     assert [progress.samples for progress in seen] == [*SIZES, *SIZES]
     assert [progress.loss for progress in seen] == list(run.losses)
@@ -198,23 +134,17 @@ def test_checkpoints_during_training_are_those_of_their_steps(is_async: bool, tm
     model = with_programs(built("TwoBranch"), 2, 10)
     workload = with_options(model, data=data, optimizer=sgd)
     chosen = plan(model, 2, microbatch_size=16 if is_async else 4)
-
-    def rank(steps: int, every: int, **options: Any) -> tuple[float, ...]:
-        common = {"captured": model.captured, "check_gradients": False, "steps": steps}
-        if is_async:
-            common["policy"] = "stash"
-        common["save_every"] = SaveEvery(every, keep=3)
-        return (train_async if is_async else train)(workload, chosen, **common, **options).losses
-
+    options: dict[str, Any] = {"save_every": SaveEvery(3, keep=3)}
+    options |= {"policy": "stash"} if is_async else {}
     run = tmp_path / "run"
-    whole = launch.run(lambda: rank(11, 3, save=run), 2, timeout=60.0)[0]
+    whole, _ = runs(model, chosen, workload, steps=11, save=run, **options)[0]
     assert [step for step, _ in checkpoints(run)] == [6, 9, 11]
     for _, folder in checkpoints(run):
         Checkpoint(folder).verify()
     last = load_state_dict(run)
-    middle = {"resume": str(run / "step-6"), "save": str(tmp_path / "b")}
-    again = launch.run(lambda: rank(5, 3, **middle), 2, timeout=60.0)
-    assert again[0] == whole[6:]
+    options |= {"resume": str(run / "step-6"), "save": str(tmp_path / "b")}
+    again, _ = runs(model, chosen, workload, steps=5, **options)[0]
+    assert again.losses == whole.losses[6:]
     other = load_state_dict(tmp_path / "b")
     assert all(torch.equal(other[name], value) for name, value in last.items())
 
@@ -223,13 +153,8 @@ def test_checkpoints_by_time_are_of_one_step_on_all_ranks(tmp_path: Path):
     """The first rank's clock decides; here every look at it finds that it is time."""
     model = built("Chain")
     workload, chosen = with_options(model, data=data), plan(model, 2)
-
-    def rank() -> None:
-        options = {"captured": model.captured, "check_gradients": False}
-        every = SaveEvery(seconds=1e-9, keep=100)
-        train(workload, chosen, steps=9, save=tmp_path / "run", save_every=every, **options)
-
-    launch.run(rank, 2, timeout=60.0)
+    every = SaveEvery(seconds=1e-9, keep=100)
+    runs(model, chosen, workload, steps=9, save=tmp_path / "run", save_every=every)
     steps = [step for step, _ in checkpoints(tmp_path / "run")]
     assert len(steps) > 3
     assert steps[-1] == 9

@@ -162,13 +162,19 @@ def require_same(run: Run, other: Run) -> None:
     assert (run.first_step, len(run.losses)) == (0, STEPS)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_costs_a_few_steps(case: Case, whole: Whole, rank: int):
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_costs_a_few_steps(case: Case, whole: Whole, killed: int):
     """A new one takes its place, the other keeps its process; nothing else is other than without,
     and what was told before is not told again.
     """
-    case.kills = ((rank, 9),)
-    parent = os.getpid()
+    case.kills, rank, starts = ((killed, 9),), case.rank, case.folder / "starts"
+
+    def noted(plan: Plan) -> Any:
+        with starts.open("a") as file:
+            file.write(f"{dist.get_rank()} {os.getpid()}\n")
+        return rank(plan)
+
+    case.rank = noted  # type: ignore[method-assign]
     (first, _), (second, _) = case.go()
     require_same(first, whole[0])
     require_same(second, whole[0])
@@ -177,25 +183,9 @@ def test_a_killed_rank_costs_a_few_steps(case: Case, whole: Whole, rank: int):
     assert ranks == 2
     assert moment is not None
     assert 9 - 2 * EVERY <= moment.step <= 9
-    assert parent == os.getpid()
-
-
-def test_who_survives_keeps_its_process(case: Case):
-    """Of the first rank's start there is one, of the second's two."""
-    case.kills, starts = ((1, 8),), case.folder / "starts"
-    rank = case.rank
-
-    def counted(plan: Plan) -> Any:
-        with starts.open("a") as file:
-            file.write(f"{dist.get_rank()} {os.getpid()}\n")
-        return rank(plan)
-
-    case.rank = counted  # type: ignore[method-assign]
-    case.go()
-    pairs = [line.split() for line in starts.read_text().splitlines()]
-    processes = {rank: [pid for r, pid in pairs if r == rank] for rank in "01"}
-    assert [len(pids) for pids in processes.values()] == [2, 2]
-    assert [len(set(pids)) for pids in processes.values()] == [1, 2]
+    begun = starts.read_text().splitlines()
+    assert len(begun) == 4
+    assert [sum(line[0] == str(r) for line in {*begun}) for r in (killed, 1 - killed)] == [2, 1]
 
 
 @pytest.mark.parametrize(

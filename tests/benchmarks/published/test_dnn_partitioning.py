@@ -174,10 +174,7 @@ def test_operator_graph_by_eye(tmp_path: Path) -> None:
         Op("Add1", (), "Add"),
         Op("Mul1", (), "Mul"),
     )
-    assert found.graph.values == (
-        Value(0, (1, 2), 40),
-        Value(1, (2,), 41),
-    )
+    assert found.graph.values == (Value(0, (1, 2), 40), Value(1, (2,), 41))
     assert found.graph.parameters == (Parameter("w", 100),)
     # matmul: its gradient, the sum of gradients and the update; mul: its gradient and the loss.
     assert [cost.forward_s for cost in found.costs] == [(0.004,), (0.001,), (0.0005,)]

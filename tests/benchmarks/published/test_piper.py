@@ -102,10 +102,7 @@ def read(folder: Path, document: object, samples: int | None = None) -> Profile:
 def test_by_eye(tmp_path: Path) -> None:
     """Costs on one device; times are seconds."""
     found = read(tmp_path, BERT)
-    assert found.graph.ops == (
-        Op("1.Embedding", ("1.Embedding",)),
-        Op("3.Layer", ("3.Layer",)),
-    )
+    assert found.graph.ops == (Op("1.Embedding", ("1.Embedding",)), Op("3.Layer", ("3.Layer",)))
     assert found.graph.values == (
         Value(BATCH, (0,), 8, grad=False, name="0.tensor"),
         Value(BATCH, (1,), 16, grad=False, name="2.tensor"),
@@ -130,10 +127,7 @@ def test_files_made_from_pipedream(tmp_path: Path) -> None:
         Value(BATCH, (0,), 320, grad=False, name="node1"),
         Value(0, (1,), 640),
     )
-    assert found.costs == (
-        OpCost((0.003,), (0.006,), 640),
-        OpCost((0.002,), (0.004,), 100),
-    )
+    assert found.costs == (OpCost((0.003,), (0.006,), 640), OpCost((0.002,), (0.004,), 100))
     assert "times read as milliseconds" in found.device
 
 
@@ -219,12 +213,7 @@ def test_broken_entry(
     ],
 )
 def test_published_profiles(
-    name: str,
-    nodes: int,
-    edges: int,
-    loading_s: float,
-    total_s: float,
-    parameters: float,
+    name: str, nodes: int, edges: int, loading_s: float, total_s: float, parameters: float
 ) -> None:
     """Counts, times (without the loading of data) and parameters, added up apart."""
     found = read_profile(SHARED / "piper" / f"{name}.json")

@@ -49,7 +49,8 @@ def test_what_is_calibrated_is_kept_for_local_ranks(run, document, calibrated):
 def test_a_plan_has_the_calibration_that_it_was_made_with(document, calibrated, profile):
     """So that whoever reads its prediction knows what it rests on."""
     document("cluster", "--calibrate")
-    arguments = ("plan", profile, "--cluster", "local:2", "--batch-size", "8", "--no-baselines")
+    where = ("--cluster", "local:2", "--batch-size", "8")
+    arguments = ("plan", profile, *where, "--planner", "even", "--no-baselines")
     assert document(*arguments)["machines"]["calibration"]["date"] == "2026-01-31"
     assert document(*arguments, "--no-calibration")["machines"]["calibration"] is None
 

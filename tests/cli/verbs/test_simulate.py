@@ -16,11 +16,14 @@ from tests.cli.examples import TOWERS, four
 
 
 def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
-    """The plan that was just written is valid and takes as long as it says; a broken one is not."""
+    """The plan that was just written is valid and takes as long as it says; a broken one is not.
+    Gains of a file whose step is not that of today's costs are left out: a page said 1.33x as fast
+    as data parallelism of a plan that gained 1.15x.
+    """
     plan, page, trace = (str(tmp_path / name) for name in ("plan.json", "p.html", "t.json"))
     made = document("plan", profile, "--cluster", "summit:1x2", "--batch-size", "16", "-o", plan)
     assert document("check", plan, profile) == {"valid": True, "problems": []}
-    found = document("simulate", plan, profile, "--report", page, "--trace", trace)
+    found = document("simulate", plan, profile, "--trace", trace)
     assert found["step_s"] == pytest.approx(made["predicted"]["step_s"])
     assert len(found["device_peak_bytes"]) == 2
     assert "actions" not in found
@@ -31,13 +34,17 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     assert max(action["end_s"] for action in actions) <= found["step_s"]
     assert run("simulate", plan, profile, "--actions")[0] == 2
     assert "explanation" not in found
-    why = document("simulate", plan, profile, "--why")["explanation"]
+    why = document("simulate", plan, profile, "--why", "--report", page)["explanation"]
     assert why == made["explanation"]
     assert "why this plan" in run("simulate", plan, profile, "--why")[1]
     code, _, err = run("simulate", plan, profile, "--why", "--mode", "async")
     assert code == 2
     assert "without a flush" in err
-    assert "<svg" in Path(page).read_text(encoding="utf-8")
+    html = Path(page).read_text(encoding="utf-8")
+    assert "<svg" in html
+    assert "as data parallelism" in html
+    # To the step at the head of the page, not to the parts that are worth a line.
+    assert f'together</td><td class="">{found["step_s"] * 1e3:.2f}</td>' in html
     assert json.loads(Path(trace).read_text())["traceEvents"]
     for option in ("--report", "--trace"):
         code, _, err = run("simulate", plan, profile, option, str(tmp_path / "no" / "such"))
@@ -48,7 +55,9 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
     broken["predicted"]["step_s"] *= 2
     broken["predicted"]["samples_per_s"] /= 2
     Path(plan).write_text(json.dumps(broken))
-    assert "plan.json itself says" in run("simulate", plan, profile)[2], "figures of another plan"
+    code, _, err = run("simulate", plan, profile, "--report", page)
+    assert "plan.json itself says" in err, "figures of another plan"
+    assert "as data parallelism" not in Path(page).read_text(encoding="utf-8")
     broken["stages"][0]["operators"].pop()
     if not broken["stages"][0]["operators"]:
         broken["stages"][0]["operators"] = ["nothing"]
@@ -60,7 +69,7 @@ def test_check_and_simulate_a_plan_file(run, document, profile, tmp_path):
 
 def test_operators_that_are_timed_anew_are_no_change_of_the_file(run, tmp_path):
     """It said that the file had been edited, of one that nobody had touched."""
-    options = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines")
+    options = ("--cluster", "local:2", "--batch-size", "8", "--no-baselines", "--planner", "even")
     assert run("plan", TOWERS, *options, "-o", "plan.json")[0] == 0
     plan = json.loads(Path("plan.json").read_text())
     plan["predicted"]["step_s"] *= 2
@@ -75,7 +84,7 @@ def test_check_times_nothing(run, monkeypatch, tmp_path):
     """It asks for bytes alone. Operators were timed for a minute, those of a large model with too
     few samples for its plan, which then was no plan.
     """
-    options = ("--cluster", "local:2", "--batch-size", "16", "--max-replicas", "1")
+    options = ("--cluster", "local:2", "--batch-size", "16", "--planner", "even")
     assert run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")[0] == 0
     monkeypatch.delattr(whole, "measure_workload")
     code, _, err = run("check", "plan.json", TOWERS)
@@ -204,29 +213,3 @@ def test_compute_without_a_flush_is_what_the_bubble_leaves(run, document, four_f
     said = run("simulate", "plan.json", "chain.json")[1]
     (compute,) = re.findall(r"compute ([0-9.]+) ms", said)
     assert float(compute) == pytest.approx((1 - made["bubble"]) * made["step_s"] * 1e3, abs=0.01)
-
-
-def test_gains_of_a_file_are_not_those_of_other_costs(run, document, profile, tmp_path):
-    """A page said 1.33x as fast as data parallelism of a plan that gains 1.15x: the step was that
-    of today's costs, data parallelism that of the file.
-    """
-    options = ("--cluster", "summit:1x2", "--batch-size", "16")
-    document("plan", profile, *options, "-o", "plan.json")
-    page = tmp_path / "page.html"
-    assert run("simulate", "plan.json", profile, "--report", str(page))[0] == 0
-    assert "as data parallelism" in page.read_text(encoding="utf-8")
-    plan = json.loads(Path("plan.json").read_text())
-    plan["predicted"]["step_s"] *= 1.2
-    plan["predicted"]["samples_per_s"] /= 1.2
-    Path("plan.json").write_text(json.dumps(plan))
-    assert run("simulate", "plan.json", profile, "--report", str(page))[0] == 0
-    assert "as data parallelism" not in page.read_text(encoding="utf-8")
-
-
-def test_the_parts_of_a_page_add_up_to_its_step(run, document, profile, tmp_path):
-    """To the step that stands at its head, not to the parts that are worth a line."""
-    document("plan", profile, "--cluster", "summit:1x2", "--batch-size", "16", "-o", "plan.json")
-    page = tmp_path / "page.html"
-    found = document("simulate", "plan.json", profile, "--report", str(page), "--why")
-    text = page.read_text(encoding="utf-8")
-    assert f'together</td><td class="">{found["step_s"] * 1e3:.2f}</td>' in text

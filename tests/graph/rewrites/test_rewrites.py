@@ -275,10 +275,7 @@ def test_a_rewrite_is_undone_where_a_parameter_is_read_twice() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (
-            "join-split@join.weight+typo",
-            "at join.weight, typo: no operator is of that kind",
-        ),
+        ("join-split@join.weight+typo", "at join.weight, typo: no operator is of that kind"),
         ("tensor-split=3@join.weight", "join.weight: 8 features are not 3 equal parts"),
         ("tensor-split=8", "b.weight, a.weight: 6 features are not 8 equal parts"),
     ],

@@ -40,10 +40,7 @@ def test_a_draft_as_stages():
     cost, draft = diamond()
     graph = stage_graph_of(draft._replace(home=ints(0, 1, 0, 1)), cost, 8)
     assert graph == StageGraph(
-        (
-            Stage(("op0", "op2"), (1,), 2, recompute=True),
-            Stage(("op1", "op3"), (0,), 4, k=2),
-        ),
+        (Stage(("op0", "op2"), (1,), 2, recompute=True), Stage(("op1", "op3"), (0,), 4, k=2)),
         ((0, 1),),
         8,
     )

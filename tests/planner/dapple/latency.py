@@ -81,12 +81,7 @@ def hop_price(cluster: Cluster, source: Place, target: Place) -> tuple[float, fl
     return float(per_byte), float(latency_s)
 
 
-def latency(
-    graph: StageGraph,
-    cost: CostModel,
-    *,
-    overlap_allreduce: bool = False,
-) -> Latency:
+def latency(graph: StageGraph, cost: CostModel, *, overlap_allreduce: bool = False) -> Latency:
     """L of any pipeline whose stages run one after the other.
 
     Args:
@@ -124,11 +119,7 @@ class _Priced:
     """Seconds and bytes of one stage."""
 
     def __init__(
-        self,
-        stage: Stage,
-        cost: CostModel,
-        place: Mapping[int, int],
-        overlap: bool,
+        self, stage: Stage, cost: CostModel, place: Mapping[int, int], overlap: bool
     ) -> None:
         ops = [cost.graph.index[name] for name in stage.operators]
         ops.sort(key=place.__getitem__)

@@ -29,10 +29,7 @@ SMALL = shapes.towers("small", 2, 1, layers=2, top=1)
 
 @settings(max_examples=12)
 @given(
-    planning_profiles(6, max_bytes=40),
-    st.integers(1, 4),
-    st.integers(100, 2000),
-    st.integers(1, 8),
+    planning_profiles(6, max_bytes=40), st.integers(1, 4), st.integers(100, 2000), st.integers(1, 8)
 )
 def test_finds_a_plan_wherever_sequential_does(profile, devices, memory, size):
     """Tight memory: it has more numbers of replicas to choose from, never fewer plans."""

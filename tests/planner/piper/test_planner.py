@@ -30,10 +30,7 @@ def loads(graph: StageGraph, cost: CostModel) -> list[float]:
     size = graph.stages[0].microbatch_size
     reference = Reference(cost, graph.batch_size, size)
     return [
-        reference.load_s(
-            cost.graph.mask(stage.operators),
-            Mode(stage.replicas, stage.recompute),
-        )
+        reference.load_s(cost.graph.mask(stage.operators), Mode(stage.replicas, stage.recompute))
         for stage in graph.stages
     ]
 
@@ -96,8 +93,7 @@ def test_cuts_across_branches():
 def split(seconds: tuple[float, ...], **options: bool) -> list[float]:
     """Loads of two stages of a1 -> a2 and b1 -> b2, ascending."""
     graph = OpGraph(
-        tuple(Op(name) for name in ("a1", "a2", "b1", "b2")),
-        (Value(0, (1,), 0), Value(2, (3,), 0)),
+        tuple(Op(name) for name in ("a1", "a2", "b1", "b2")), (Value(0, (1,), 0), Value(2, (3,), 0))
     )
     costs = tuple(OpCost((s,), (0.0,), 0) for s in seconds)
     profile = Profile(graph, (1,), costs, "cpu", "measured", proportional=True)

@@ -127,11 +127,7 @@ def cases(name: str, dtype: torch.dtype) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("chain 3", torch.float32),
-        ("two branches", torch.float64),
-        ("two sources", torch.float32),
-    ],
+    [("chain 3", torch.float32), ("two branches", torch.float64), ("two sources", torch.float32)],
 )
 def test_training_is_bitwise_the_reference(name: str, dtype: torch.dtype) -> None:
     """Losses of two fills and all weights after them, under every policy and a schedule of the

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.device import accelerator
-from anabranch.errors import PolicyError
-from anabranch.runtime.asynchronous.requirements import require_recipes
 from anabranch.runtime.compute.options import ComputeOptions
 from anabranch.runtime.compute.replay import ReplayedCall
 from tests.runtime.small import batch, built, plan
@@ -124,10 +122,3 @@ def test_it_does_not_go_with_offloading() -> None:
     """A recording has its memory for good."""
     with pytest.raises(ValueError, match="leave out one of compile and offload"):
         ComputeOptions(compile="cudagraphs", offload=True)
-
-
-def test_without_a_flush_it_is_refused() -> None:
-    """Weights have several places then."""
-    workload = built("TwoBranch").workload
-    with pytest.raises(PolicyError, match="records where weights are"):
-        require_recipes(workload, REPLAYED)

@@ -137,8 +137,4 @@ def test_weights_start_as_those_of_rank_0_and_buffers_are_those_of_the_first_hol
             share_first({"mean": buffer}, {"mean": (1, 2)}, mesh)
         return weight.tolist(), buffer.tolist()
 
-    assert launch.run(work, 3, timeout=30.0) == [
-        ([0, 1], [0.0]),
-        ([0, 1], [1.0]),
-        ([0, 1], [1.0]),
-    ]
+    assert launch.run(work, 3, timeout=30.0) == [([0, 1], [0.0]), ([0, 1], [1.0]), ([0, 1], [1.0])]

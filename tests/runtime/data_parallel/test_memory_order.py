@@ -14,8 +14,9 @@ from anabranch import launch
 from anabranch.graph.capture import capture
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters, Workload
-from tests.runtime.data_parallel.test_updates import BATCHES, run
+from tests.runtime.data_parallel.test_updates import BATCHES
 from tests.runtime.small import WIDTH, Built, batch, num_ranks, plan, with_options, with_programs
+from tests.runtime.training import run
 
 pytestmark = pytest.mark.dist
 
@@ -73,7 +74,7 @@ def resumed(fused: bool, folder: Path, shard_optimizer: bool) -> Held:
         pipeline.step(BATCHES[2])
         return held(pipeline)
 
-    run(model, chosen, workload, begin, **options)
+    run(model, chosen, begin, workload=workload, **options)
     found: Held = launch.run(go_on, num_ranks(chosen), timeout=60.0)[0]
     return found
 
@@ -90,7 +91,8 @@ def changed(fused: bool, folder: Path, shard_optimizer: bool) -> Held:
         return held(pipeline)
 
     workload = with_options(model, optimizer=partial(adam, fused=fused))
-    ranks = run(model, plan(model, 2), workload, work, shard_optimizer=shard_optimizer)
+    options = {"workload": workload, "shard_optimizer": shard_optimizer}
+    ranks = run(model, plan(model, 2), work, **options)
     for name, value in ranks[0].items():
         assert torch.equal(ranks[1][name], value)
     found: Held = ranks[0]

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch import launch
 from anabranch.cost import buckets
-from anabranch.plans.plan import Plan
 from anabranch.runtime.data_feed import leaves_of
 from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.reducer import Reducer
 from anabranch.runtime.mesh import Mesh
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
-from tests.runtime.small import Built, batch, built, num_ranks, on_devices, plan, with_programs
+from tests.runtime.small import batch, built, num_ranks, on_devices, plan, with_programs
+from tests.runtime.training import run
 
 pytestmark = pytest.mark.dist
 
 CPU = torch.device("cpu")
-
-
-def run(model: Built, chosen: Plan, work: Callable[[Pipeline], Any]) -> list[Any]:
-    def rank() -> Any:
-        pipeline = Pipeline(
-            model.workload, chosen, captured=model.captured, check_gradients=False, timeout=20.0
-        )
-        return work(pipeline)
-
-    return launch.run(rank, num_ranks(chosen), timeout=60.0)
 
 
 @pytest.fixture
@@ -77,7 +65,7 @@ def test_sums_are_those_of_afterwards(
     assert run(model, chosen, work) == [([], [])] * num_ranks(chosen)
 
 
-@pytest.mark.parametrize("name", ["TwoBranch", "Tied", "Shared"])
+@pytest.mark.parametrize("name", ["Tied", "Shared"])
 def test_gradients_are_those_of_one_process(name: str) -> None:
     """Three replicas and one, with a stage between them that shares a device with the last."""
     model = built(name, torch.float64)

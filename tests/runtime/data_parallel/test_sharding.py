@@ -14,7 +14,7 @@ from anabranch.runtime.data_parallel.gradients import Holders
 from anabranch.runtime.data_parallel.shards import Shard
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import NamedParameters
-from tests.runtime.data_parallel.test_updates import BATCHES, adam, decay, momentum, run, trained
+from tests.runtime.data_parallel.test_updates import BATCHES
 from tests.runtime.small import (
     Built,
     batch,
@@ -25,6 +25,7 @@ from tests.runtime.small import (
     with_options,
     with_programs,
 )
+from tests.runtime.training import adam, decay, equal, run, sgd, trained
 
 
 def adagrad(parameters: NamedParameters) -> torch.optim.Optimizer:
@@ -66,12 +67,16 @@ def test_the_largest_parameters_are_dealt_out_first() -> None:
     assert holders.owner("a") == 0
 
 
+FOLDED = [(0, 1), (2,), (1, 0), (2,)]
+"""Two stages per device, which are otherwise updated one by one."""
+
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("TwoBranch", {"num_stages": 2, "replicas": [2, 1]}, {}),
     ("TwoBranch", {"num_stages": 1, "replicas": [3]}, {"clip_norm": 0.05}),
-    ("Tied", {"num_stages": 2, "replicas": [2, 2]}, {"clip_norm": 0.05, "optimizer": momentum}),
+    ("Tied", {"num_stages": 2, "replicas": [2, 2]}, {"clip_norm": 0.05, "optimizer": sgd}),
     ("Tied", {"num_stages": 1, "replicas": [4]}, {"optimizer": adagrad}),
     ("Unused", {"num_stages": 1, "replicas": [2]}, {}),
+    ("TwoBranch", {"num_stages": 4, "replicas": [2, 1, 2, 1]}, {"devices": FOLDED}),
 ]
 
 
@@ -88,8 +93,11 @@ def test_training_is_bitwise_that_without(
     norm, a learning rate that falls, two batches per update and one that is left.
     """
     model = with_programs(built(name), 1, 10, 16)
-    workload = with_options(model, **({"optimizer": adam, "scheduler": decay} | options))
-    chosen = plan(model, **shape)
+    options = {"optimizer": adam, "scheduler": decay} | options
+    devices = options.pop("devices", None)
+    workload, chosen = with_options(model, **options), plan(model, **shape)
+    if devices:
+        chosen = on_devices(chosen, devices)
 
     def work(pipeline: Pipeline) -> list[float]:
         one_by_one = [pipeline.step(each) for each in BATCHES] if way == "step" else []
@@ -99,8 +107,7 @@ def test_training_is_bitwise_that_without(
 
     whole = trained(model, chosen, workload, work, accumulate=2)
     sharded = trained(model, chosen, workload, work, accumulate=2, shard_optimizer=True)
-    assert sharded[0] == whole[0]
-    assert all(torch.equal(sharded[1][key], value) for key, value in whole[1].items())
+    assert equal(sharded, whole)
 
 
 @pytest.mark.dist
@@ -115,28 +122,11 @@ def test_whoever_leaves_the_loop_has_all_parameters() -> None:
         return {n: p.detach().clone() for n, p in pipeline._state.parameters.items()}
 
     chosen = plan(model, 2, replicas=[2, 1])
-    whole = run(model, chosen, workload, work)
+    whole = run(model, chosen, work, workload=workload)
     for mine, theirs in zip(
-        run(model, chosen, workload, work, shard_optimizer=True), whole, strict=True
+        run(model, chosen, work, workload=workload, shard_optimizer=True), whole, strict=True
     ):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
-
-
-@pytest.mark.dist
-def test_two_stages_on_a_device() -> None:
-    """Without a barrier, where stages are otherwise updated one by one."""
-    model = built("TwoBranch")
-    workload = with_options(model, optimizer=adam)
-    devices = [(0, 1), (2,), (1, 0), (2,)]
-    chosen = on_devices(plan(model, 4, replicas=[2, 1, 2, 1]), devices)
-
-    def work(pipeline: Pipeline) -> list[float]:
-        return list(pipeline.steps(BATCHES))
-
-    whole = trained(model, chosen, workload, work)
-    sharded = trained(model, chosen, workload, work, shard_optimizer=True)
-    assert sharded[0] == whole[0]
-    assert all(torch.equal(sharded[1][key], value) for key, value in whole[1].items())
 
 
 def state_bytes(pipeline: Pipeline) -> int:
@@ -158,8 +148,8 @@ def test_replicas_hold_the_state_once() -> None:
         pipeline.step(BATCHES[0])
         return state_bytes(pipeline)
 
-    whole = run(model, chosen, workload, work)
-    sharded = run(model, chosen, workload, work, shard_optimizer=True)
+    whole = run(model, chosen, work, workload=workload)
+    sharded = run(model, chosen, work, workload=workload, shard_optimizer=True)
     assert sum(sharded) == whole[0] == whole[1]
     largest = max(p.numel() * p.element_size() for p in model.module.parameters())
     assert 0 < min(sharded) <= max(sharded) <= whole[0] / 2 + 2 * largest
@@ -192,8 +182,8 @@ def test_a_parameter_is_cut_where_the_optimizer_takes_rows(optimizer: Any, held:
     found = run(
         model,
         plan(model, 2, replicas=[1, 1]),
-        with_options(model, optimizer=recipe),
         work,
+        workload=with_options(model, optimizer=recipe),
         shard_optimizer=True,
     )
     assert found == held
@@ -218,8 +208,7 @@ def resumed(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("name", "optimizer", "before"),
-    [("TwoBranch", adam, False), ("Tied", adagrad, True)],
+    ("name", "optimizer", "before"), [("TwoBranch", adam, False), ("Tied", adagrad, True)]
 )
 def test_checkpoints_know_nothing_of_it(
     name: str, optimizer: Any, before: bool, tmp_path: Path
@@ -234,7 +223,7 @@ def test_checkpoints_know_nothing_of_it(
             pipeline.step(each)
         pipeline.save(tmp_path / "saved")
 
-    run(model, plan(model, **shape), workload, work, shard_optimizer=before)
+    run(model, plan(model, **shape), work, workload=workload, shard_optimizer=before)
     same = resumed(model, tmp_path / "saved", workload, shape, shard_optimizer=before)
     other = resumed(model, tmp_path / "saved", workload, shape, shard_optimizer=not before)
     assert all(torch.equal(a[key], b[key]) for a, b in zip(same, other, strict=True) for key in a)
@@ -254,8 +243,8 @@ def test_gradients_of_one_batch_are_everywhere(name: str) -> None:
     def work(pipeline: Pipeline) -> dict[str, Tensor]:
         return pipeline.gradients(batch(16))[1]
 
-    whole = run(model, chosen, model.workload, work)
-    sharded = run(model, chosen, model.workload, work, shard_optimizer=True)
+    whole = run(model, chosen, work)
+    sharded = run(model, chosen, work, shard_optimizer=True)
     for mine, theirs in zip(sharded, whole, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)

@@ -18,89 +18,25 @@ from torch import Tensor, nn
 from anabranch import launch
 from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.graph.capture import capture
-from anabranch.plans.plan import Plan
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.runtime.reference import reference
 from anabranch.verification import even_plan
 from anabranch.workload import NamedParameters, Workload
 from tests.runtime.small import (
     Batch,
-    Built,
     batch,
     built,
-    num_ranks,
     on_devices,
     plan,
     slices,
-    train_alone,
     with_options,
     with_programs,
 )
+from tests.runtime.training import LIMIT_S, Trained, adam, alone, decay, equal, run, sgd, trained
 
 pytestmark = pytest.mark.dist
 
-LIMIT_S = 60.0
 BATCHES = [batch(n, seed) for seed, n in enumerate((16, 16, 10, 16, 16))]
-
-
-def adam(parameters: NamedParameters) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-2)
-
-
-def momentum(parameters: NamedParameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
-
-
-def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-
-
-def run(
-    model: Built, chosen: Plan, workload: Workload, work: Callable[[Pipeline], Any], **options: Any
-) -> list[Any]:
-    """Call a function with the pipeline of every rank."""
-    options = {"check_gradients": False, "timeout": 20.0} | options
-
-    def rank() -> Any:
-        return work(Pipeline(workload, chosen, captured=model.captured, **options))
-
-    return launch.run(rank, num_ranks(chosen), timeout=LIMIT_S)
-
-
-Trained = tuple[list[float], dict[str, Tensor]]
-
-
-def trained(
-    model: Built,
-    chosen: Plan,
-    workload: Workload,
-    work: Callable[[Pipeline], list[float]],
-    **options: Any,
-) -> Trained:
-    """Losses, the same on every rank, and all parameters, of which copies are equal."""
-
-    def rank(pipeline: Pipeline) -> Trained:
-        losses = work(pipeline)
-        return losses, {n: p.detach() for n, p in pipeline._state.parameters.items()}
-
-    results = run(model, chosen, workload, rank, **options)
-    parameters: dict[str, Tensor] = {}
-    for losses, held in results:
-        assert losses == results[0][0]
-        for name, value in held.items():
-            assert torch.equal(parameters.setdefault(name, value), value)
-    return results[0][0], parameters
-
-
-def equal(ours: Trained, theirs: Trained) -> bool:
-    same = all(torch.equal(ours[1][name], value) for name, value in theirs[1].items())
-    return same and ours[0] == theirs[0]
-
-
-def alone(workload: Workload, batches: Sequence[Batch] = BATCHES) -> Trained:
-    result: Trained = launch.run(train_alone, 1, workload, batches, 4, timeout=LIMIT_S)[0]
-    return result
-
 
 FOLDED = [(0,), (1,), (0,), (1,)]
 """Two stages per device."""
@@ -113,9 +49,9 @@ FOLDED = [(0,), (1,), (0,), (1,)]
     ("name", "folded", "optimizer"),
     [
         ("TwoBranch", False, adam),
-        ("TwoBranch", True, momentum),
+        ("TwoBranch", True, sgd),
         ("Tied", True, adam),
-        ("Detached", False, momentum),
+        ("Detached", False, sgd),
     ],
 )
 def test_steps_without_a_barrier_are_bitwise_those_of_one_process(
@@ -126,16 +62,12 @@ def test_steps_without_a_barrier_are_bitwise_those_of_one_process(
     chosen = on_devices(plan(model, 4), FOLDED) if folded else plan(model, 3)
     workload = with_options(model, optimizer=optimizer, scheduler=decay)
     ours = trained(model, chosen, workload, lambda p: list(p.steps(BATCHES)), exact=True)
-    assert equal(ours, alone(workload))
+    assert equal(ours, alone(workload, BATCHES))
 
 
 @pytest.mark.parametrize(
     ("name", "clip_norm", "folded"),
-    [
-        ("TwoBranch", 0.05, True),
-        ("Tied", None, True),
-        ("Tied", 0.05, False),
-    ],
+    [("TwoBranch", 0.05, True), ("Tied", None, True), ("Tied", 0.05, False)],
 )
 def test_steps_without_a_barrier_are_bitwise_those_with_one(
     name: str, clip_norm: float | None, folded: bool
@@ -150,7 +82,7 @@ def test_steps_without_a_barrier_are_bitwise_those_with_one(
     with_barrier = trained(model, chosen, workload, lambda p: [p.step(b) for b in BATCHES])
     without = trained(model, chosen, workload, lambda p: list(p.steps(BATCHES)))
     assert equal(without, with_barrier)
-    losses, state = alone(workload)
+    losses, state = alone(workload, BATCHES)
     assert without[0] == pytest.approx(losses, rel=1e-4)
     assert without[1].keys() == state.keys()
 
@@ -192,7 +124,7 @@ def test_nobody_waits_for_who_has_nothing_to_send() -> None:
         list(pipeline.steps(batches()))
         return all(waited)
 
-    assert run(model, chosen, model.workload, work) == [True] * 3
+    assert run(model, chosen, work) == [True] * 3
 
 
 def test_a_bad_loss_is_named_one_step_late_on_every_rank() -> None:
@@ -211,7 +143,7 @@ def test_a_bad_loss_is_named_one_step_late_on_every_rank() -> None:
         finite = [bool(p.isfinite().all()) for p in pipeline._state.parameters.values()]
         return str(caught.value), len(losses), pipeline.step_number, finite
 
-    results = run(model, plan(model, 3), model.workload, work)
+    results = run(model, plan(model, 3), work)
     texts = {text for text, *_ in results}
     assert len(texts) == 1
     text = texts.pop()
@@ -236,7 +168,7 @@ def test_no_checkpoint_is_made_of_a_bad_step(tmp_path: Path) -> None:
                 return True
         return False
 
-    assert run(model, plan(model, 3), model.workload, work) == [True] * 3
+    assert run(model, plan(model, 3), work) == [True] * 3
     assert not (tmp_path / "bad").exists()
 
 
@@ -257,7 +189,7 @@ def test_a_loop_may_be_left_and_steps_mixed(tmp_path: Path) -> None:
         return losses
 
     losses, parameters = trained(model, plan(model, 3), workload, work, exact=True)
-    expected, state = alone(workload)
+    expected, state = alone(workload, BATCHES)
     assert losses == [*expected[:2], 0.0, *expected[3:]]
     assert all(torch.equal(parameters[name], value) for name, value in state.items())
 
@@ -362,15 +294,14 @@ def test_accumulated_batches_are_bitwise_those_of_one_process(
 ) -> None:
     """Three batches, then the two that are left; the learning rate goes by updates."""
     model = built(name)
-    workload = with_options(model, optimizer=momentum, scheduler=decay)
+    workload = with_options(model, optimizer=sgd, scheduler=decay)
     ours = trained(model, plan(model, 3), workload, and_update(work), exact=True, accumulate=3)
     theirs = launch.run(accumulate_alone, 1, workload, BATCHES, [3, 2], timeout=LIMIT_S)[0]
     assert equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
-    ("name", "clip_norm", "work"),
-    [("TwoBranch", None, by_step), ("Tied", 0.05, by_steps)],
+    ("name", "clip_norm", "work"), [("TwoBranch", None, by_step), ("Tied", 0.05, by_steps)]
 )
 def test_replicas_accumulate_alike(
     name: str, clip_norm: float | None, work: Callable[[Pipeline], list[float]]
@@ -378,7 +309,7 @@ def test_replicas_accumulate_alike(
     """Summed over the holders with the last batch of a group only."""
     model = built(name, torch.float64)
     batches = [{k: v.double() if k == "x" else v for k, v in each.items()} for each in BATCHES]
-    workload = with_options(model, optimizer=momentum, scheduler=decay, clip_norm=clip_norm)
+    workload = with_options(model, optimizer=sgd, scheduler=decay, clip_norm=clip_norm)
 
     def ours(pipeline: Pipeline) -> list[float]:
         if work is by_steps:
@@ -407,7 +338,7 @@ def test_between_two_updates_nothing_is_saved(tmp_path: Path) -> None:
             pipeline.gradients(BATCHES[0])
         return str(caught.value), str(other.value)
 
-    text, other = run(model, plan(model, 1), model.workload, work, accumulate=3)[0]
+    text, other = run(model, plan(model, 1), work, accumulate=3)[0]
     assert "1 of 3 batches" in text
     assert "wait for step 3, or call update()" in text
     assert "gradients of one batch" in other
@@ -417,14 +348,14 @@ def test_between_two_updates_nothing_is_saved(tmp_path: Path) -> None:
             pipeline.step(each)
         pipeline.save(tmp_path / "whole")
 
-    run(model, plan(model, 2), model.workload, whole, accumulate=3)
+    run(model, plan(model, 2), whole, accumulate=3)
     assert (tmp_path / "whole").is_dir()
 
 
 def test_a_bad_loss_drops_the_batches_of_its_update() -> None:
     """What was accumulated with it is forgotten; the next group is as if it were the first."""
     model = built("TwoBranch")
-    workload = with_options(model, optimizer=momentum)
+    workload = with_options(model, optimizer=sgd)
     bad = batch(16)
     bad["x"][0] = float("nan")
 
@@ -454,7 +385,7 @@ def test_gradients_of_one_batch_update_nothing() -> None:
         found = pipeline.gradients(BATCHES[0])[1]
         return all(torch.equal(value, expected[name]) for name, value in found.items())
 
-    assert run(model, plan(model, 2), model.workload, work, exact=True, accumulate=2) == [True] * 2
+    assert run(model, plan(model, 2), work, exact=True, accumulate=2) == [True] * 2
 
 
 def test_a_fused_optimizer_does_nothing_with_bad_gradients() -> None:
@@ -499,8 +430,8 @@ def test_a_fused_optimizer_learns_from_large_gradients() -> None:
     """They look bad at first, from their norm."""
     torch.manual_seed(0)
     module, leaves = Steep(), {"x": torch.rand(4, 8)}
-    sgd = partial(torch.optim.SGD, lr=1e-36, fused=True)
-    workload = Workload(module, leaves, optimizer=sgd)
+    tiny = partial(torch.optim.SGD, lr=1e-36, fused=True)
+    workload = Workload(module, leaves, optimizer=tiny)
     captured = capture(module, leaves)
     chosen = even_plan(captured.graph, 1, 4)
     pipeline = Pipeline(workload, chosen, captured=captured, check_gradients=False)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anabranch import launch
 from anabranch.errors import NonFiniteError, TrainingError
 from anabranch.graph.capture import capture
 from anabranch.runtime.numerics.nonfinite import Finding, bad_names
 from anabranch.runtime.pipeline import Pipeline
 from anabranch.workload import Workload
-from tests.runtime.small import WIDTH, Batch, Built, batch, num_ranks, plan
+from tests.runtime.small import WIDTH, Batch, Built, batch, plan
+from tests.runtime.training import run
 
 ACTIVATION, LOSS, GRADIENT, PARAMETER = range(4)
 
@@ -97,28 +97,19 @@ def model() -> Built:
 
 
 def errors(
-    model: Built, work: Callable[[Pipeline], Any], *, stages: int = 3, **options: Any
+    model: Built,
+    work: Callable[[Pipeline], Any],
+    *,
+    stages: int = 3,
+    replicas: list[int] | None = None,
+    clip_norm: float | None = None,
+    **options: Any,
 ) -> list[Any]:
     """What the pipelines of the ranks come to."""
-    clip_norm = options.pop("clip_norm", None)
     workload = replace(model.workload, clip_norm=clip_norm)
-    chosen = replace(
-        plan(model, stages, replicas=options.pop("replicas", None)),
-        granularity=model.captured.granularity,
-    )
-
-    def rank() -> Any:
-        pipe = Pipeline(
-            workload,
-            chosen,
-            captured=model.captured,
-            check_gradients=False,
-            timeout=20.0,
-            **options,
-        )
-        return work(pipe)
-
-    return launch.run(rank, num_ranks(chosen), timeout=60.0)
+    chosen = plan(model, stages, replicas=replicas)
+    chosen = replace(chosen, granularity=model.captured.granularity)
+    return run(model, chosen, work, workload=workload, **options)
 
 
 @pytest.mark.dist

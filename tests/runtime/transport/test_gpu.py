@@ -69,8 +69,7 @@ def main(kind: str) -> None:
     [
         "host",
         pytest.param(
-            "nccl",
-            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+            "nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
         ),
     ],
 )
