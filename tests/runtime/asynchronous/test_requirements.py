@@ -131,7 +131,7 @@ def test_plans_that_cannot_run_without_a_flush() -> None:
     assert refusal(model, halves).startswith("PolicyError: stash")
     assert refusal(model, halves, "2bw").startswith("PolicyError: 2bw")
     deep = replace(plan_of(model, 3, microbatches=3), mode="sync", schedule="1f1b-deep", policy="")
-    assert "5 micro-batches in flight and 3 per" in refusal(model, deep, "2bw")
+    assert "3 < 4; choose 4 or more micro-batches" in refusal(model, deep, "2bw")
     assert "the plan is for 4" in refusal(model, chosen)
 
 
