@@ -99,9 +99,9 @@ def test_one_device_is_tried_wherever_its_bound_allows_it():
     assert best.predicted.step_s == pytest.approx(160.0)
 
 
-def test_fewer_devices_are_searched_wholly_where_a_quick_search_finds_a_shorter_step():
-    """Not where they are nearly as fast."""
-    for parameter_bytes, searches in ((64, 0), (100, 1)):
+def test_fewer_devices_are_searched_wholly_where_a_quick_search_is_nearly_as_fast():
+    """Two devices take 20 s and four 17.5, 19.6 or 25 s: a quick search may miss 3 %."""
+    for parameter_bytes, searches in ((50, 0), (64, 1), (100, 1)):
         cost, wholly = one_operator(parameter_bytes), list[CostModel]()
         plans = {d: _on_so_many(cost, d) for d in (1, 2, 4)}
 

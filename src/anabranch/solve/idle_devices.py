@@ -38,7 +38,7 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
     A quick search on part of the cluster is begun where the bound there, of plans with one stage on
     each device, is low enough: of several devices a quarter of the way to as far below a plan as it
     is here; of one, where plans come near it, below the best. A whole search follows where that
-    finds the best plan so far.
+    finds a plan nearly as fast as the best so far.
 
     Args:
         plan: the best that uses all devices.
@@ -63,7 +63,7 @@ def with_fewer_devices(plan: Plan, cost: CostModel, quick: SearchOn, search: Sea
                 smaller = _on(quick(fewer), cost)
             if smaller is None or smaller.figures.step_s > limit_s:
                 break
-            if smaller.figures.step_s < best.figures.step_s and not smaller.interrupted:
+            if not smaller.interrupted:
                 smaller = min(
                     smaller, _on(search(fewer), cost), key=lambda plan: plan.figures.step_s
                 )
