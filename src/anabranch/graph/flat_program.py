@@ -39,8 +39,8 @@ class FlatProgram:
         sources: placeholder -> where it comes from. A parameter shared under two names is one
             placeholder.
         constants: tensors that the forward pass created from literals.
-        regions: sub-graphs that cannot be made flat (what autocast casts inside), by the name that a ``get_attr``
-            node has.
+        regions: sub-graphs that cannot be made flat (what autocast casts inside), by the name that
+            a ``get_attr`` node has.
         statistics: a program whose outputs are statistics of a batch, where this one reads those
             of the whole batch.
     """
