@@ -193,6 +193,16 @@ def test_checkpoint_is_dropped_with_a_warning(reentrant: bool) -> None:
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
 
 
+def test_mask_that_is_computed_twice_is_told() -> None:
+    """Each has a size of its own to the tracer, also where the same line has made it."""
+
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(h[h[:, 0] > 0], h[h[:, 0] > 0])
+
+    with pytest.raises(CaptureError, match="compute the mask once"):
+        capture(Net(body), batch())
+
+
 def test_data_dependent_branch_names_line_cause_and_remedy(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -36,7 +36,7 @@ from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_s
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
 from anabranch.graph.rewrites import Rewrite, rewrite
 from anabranch.graph.tracing import without_raising_guards
-from anabranch.graph.whole_batch import counted_means
+from anabranch.graph.whole_batch import chosen_means, counted_means
 from anabranch.remembered import remembered
 
 
@@ -200,7 +200,7 @@ class Exporter:
                     "the parameter is to be as a new tensor, such as weight.clamp(...), or change "
                     "it between the steps"
                 )
-        program = counted_means(program)
+        program = chosen_means(counted_means(program))
         self.rewrites, refusals = rewrite(program, self.rewrites)
         self.refusals = self.refusals or refusals
         return program
