@@ -95,6 +95,8 @@ class VerifyResult:
     def summary(self) -> str:
         """The comparison in one line, then what else was found, a line each."""
         how = "bitwise equal" if self.bitwise else f"largest at {self.worst}"
+        if not self.max_gradient_error and not self.bitwise:
+            how = "gradients are equal, the loss alone differs"
         if self.is_random:
             how += (
                 "; the model draws random numbers, and other ones in one process, so this says "
