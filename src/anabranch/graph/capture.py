@@ -35,7 +35,6 @@ from anabranch.graph.programs import Programs, halves_agree, require_same_calls
 from anabranch.graph.rewrites import Rewrite, applicable, require_sites
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.slices import in_slices, view_named, whole_name
-from anabranch.graph.tracing import rare_collection
 from anabranch.graph.unfolding import Folded, crossing, fold, folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.remembered import remembered
@@ -232,7 +231,6 @@ class Captured:
             return _captured(self.module, exporter, self.granularity, self.assumption, self)
 
 
-@rare_collection()
 def _captured(
     module: nn.Module,
     exporter: Exporter,

@@ -35,7 +35,7 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
 from anabranch.graph.rewrites import Rewrite, rewrite
-from anabranch.graph.tracing import without_raising_guards
+from anabranch.graph.tracing import rare_collection, without_raising_guards
 from anabranch.graph.whole_batch import chosen_means, counted_means
 from anabranch.remembered import remembered
 
@@ -84,6 +84,7 @@ class Exporter:
         self._dynamic: torch.export.ExportedProgram | None = None
         self.apart: set[int] = set()
 
+    @rare_collection()
     def program(self, samples: int, device: torch.device | None = None) -> FlatProgram:
         """The flat program for a number of samples; it constructs its tensors on the device.
 

@@ -168,8 +168,11 @@ def chosen_means(program: FlatProgram) -> FlatProgram:
     """The same program, in which a mean over the entries that a mask chooses, ``x[mask].mean()``,
     is a sum over a count of them.
     """
+    losses = REDUCED - BY_CLASS
     for node in program.calls:
-        name, options, read = base_name(node), arguments(node), node.all_input_nodes
+        if (name := base_name(node)) not in losses | {"mean", "div"}:
+            continue
+        options, read = arguments(node), node.all_input_nodes
         if name == "div" and len(read) == 2 and base_name(read[1]) == "sym_size":
             # x[mask].sum() / len(x[mask])
             count = _chosen_count(node, read[1].all_input_nodes[0], by_row=True)
@@ -177,7 +180,7 @@ def chosen_means(program: FlatProgram) -> FlatProgram:
                 node.replace_input_with(read[1], count)
             continue
         is_mean = name == "mean" and not options.get("dim")
-        is_loss = name in REDUCED - BY_CLASS and options.get("reduction") == _MEAN
+        is_loss = name in losses and options.get("reduction") == _MEAN
         count = _chosen_count(node, read[0], by_row=name in _BY_ROW) if is_mean or is_loss else None
         if count is None:
             continue
