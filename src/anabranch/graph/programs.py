@@ -149,7 +149,7 @@ class Programs:
         if (samples, place) not in self._made:
             with only_frozen(self.module, self.frozen):
                 program = self.exporter.program(samples, place)
-                here, there = f"{self.samples} samples", f"{samples} samples"
+                here, there = _counted(self.samples), _counted(samples)
                 require_same_calls(self.module, self.signature, program, known=here, unknown=there)
                 self._require_same_numbers(program)
                 program = self._whole_batch.put_in(program)
@@ -169,7 +169,7 @@ class Programs:
                 program = self.exporter.program(samples, self.exporter.device)
             except CaptureError:
                 return
-            here, there = f"{self.samples} samples", f"{samples} samples"
+            here, there = _counted(self.samples), _counted(samples)
             require_same_calls(self.module, self.signature, program, known=here, unknown=there)
             self._require_same_numbers(program)
 
@@ -266,6 +266,10 @@ class Programs:
                 if not torch.allclose(part[name].sum(0), whole[name][start:stop].sum(0), rtol=1e-9):
                     return False
         return True
+
+
+def _counted(samples: int) -> str:
+    return f"{samples} sample{'s' * (samples > 1)}"
 
 
 def require_same_calls(
