@@ -73,6 +73,27 @@ class Chosen(Tokens):
         return among + scores[row, column].square().sum() / int(mask.sum())
 
 
+class ChosenMeans(Tokens):
+    """Means over the entries and over the rows that a mask chooses, as a student of a teacher has
+    them, beside a mean over samples.
+    """
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores, mask = self.scores(x), label != -100
+        chosen, target = scores[mask][:, 1:], x[mask]
+        alike = F.cosine_embedding_loss(chosen, target, target.new_ones(target.shape[0]))
+        log, teacher = F.log_softmax(chosen, -1), F.softmax(target, -1)
+        positive = x[..., 0] > 0
+        return (
+            F.mse_loss(chosen, target)
+            + F.kl_div(log, teacher, reduction="batchmean")
+            + alike
+            + scores[..., 0][positive].abs().mean()
+            + torch.masked_select(scores[..., 1].square(), positive).mean()
+            + scores.square().mean()
+        )
+
+
 class Fraction(Tokens):
     """Returns a numerator and a denominator."""
 
@@ -202,6 +223,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "masked": (Masked, "weighted mean"),
     "masked by hand": (MaskedByHand, "weighted mean"),
     "chosen": (Chosen, "weighted mean"),
+    "means of the chosen": (ChosenMeans, "weighted mean"),
     "fraction": (Fraction, "weighted mean"),
     "contrastive": (Contrastive, "coupled"),
     "sigmoid": (Sigmoid, "coupled"),

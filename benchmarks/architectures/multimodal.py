@@ -56,6 +56,19 @@ def small(name: str) -> nn.Module:
             mm_tokens_per_image=4,
             image_token_id=IMAGE,
         ),
+        "PaliGemma": lambda: config(
+            text_config=transformers.GemmaConfig(**_TEXT),
+            vision_config=transformers.SiglipVisionConfig(**_VISION, vision_use_head=False),
+            projection_dim=16,
+            image_token_id=IMAGE,
+        ),
+        "InternVL": lambda: config(
+            text_config=transformers.Qwen2Config(**_TEXT),
+            vision_config=transformers.InternVLVisionConfig(
+                **{**_VISION, "image_size": [32, 32], "patch_size": [8, 8]}
+            ),
+            image_token_id=IMAGE,
+        ),
         "LlavaOnevision": lambda: config(
             text_config=transformers.Qwen2Config(**_TEXT),
             vision_config=transformers.SiglipVisionConfig(**_VISION, vision_use_head=False),
@@ -106,7 +119,7 @@ def small(name: str) -> nn.Module:
 
 NAMES = (
     "Llava", "LlavaOnevision", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Idefics3", "SmolVLM", "Gemma3",
-    "Qwen2_5OmniThinker",
+    "Qwen2_5OmniThinker", "PaliGemma", "InternVL",
 )  # fmt: skip
 
 
@@ -187,7 +200,8 @@ def ragged(
         tokens = [1] * count
         shape = (len(images), max(images), 3, 16, 16)
     else:
-        shape = (count, 3, 16, 16)
+        side = 32 if name == "InternVL" else 16
+        shape = (count, 3, side, side)
     own["pixel_values"] = torch.randn(shape, generator=generator)
     ids = torch.randint(8, WORDS, (len(images), length), generator=generator)
     lengths = iter(tokens)
@@ -205,7 +219,7 @@ def ragged(
         own |= _with_sounds(ids, generator)
     if not count:
         own = {key: value for key, value in own.items() if key.startswith(("input_f", "feature"))}
-    if name == "Gemma3":
+    if name in ("Gemma3", "PaliGemma"):
         own["token_type_ids"] = (ids == IMAGE).long()
     elif name.startswith("Qwen") and name != "Qwen2_5OmniThinker":
         own["mm_token_type_ids"] = (ids == IMAGE).long()

@@ -125,6 +125,28 @@ def test_names_that_a_module_shares_come_with_its_weights(tmp_path: Path):
     assert load_state_dict(tmp_path / "c").keys() == {"a", "b"}
 
 
+def test_moving_average_that_the_optimizer_keeps_comes_as_weights(tmp_path: Path):
+    """In place of the parameters it is kept for; frozen ones and buffers come as they are."""
+    tensors = {
+        "model/trained": torch.ones(2),
+        "model/frozen": torch.ones(2),
+        "optimizer/average/trained": torch.zeros(2),
+        "optimizer/exp_avg/trained": torch.full((2,), 5.0),
+    }
+    part = RankPart(tensors, aliases={"tied": "trained"})
+    last = Saving(target(tmp_path / "c"), 0, part, keep=None, timeout=5.0)
+    last.confirm()
+    last.wait()
+    found = load_state_dict(tmp_path / "c", optimizer_state="average")
+    assert {name: float(value[0]) for name, value in found.items()} == {
+        "trained": 0.0,
+        "tied": 0.0,
+        "frozen": 1.0,
+    }
+    with pytest.raises(ValueError, match="no state 'ema'; it has average, exp_avg"):
+        load_state_dict(tmp_path / "c", optimizer_state="ema")
+
+
 def test_no_thread_stays(tmp_path: Path):
     last = saving(target(tmp_path / "step-4"), 0)
     last.confirm()

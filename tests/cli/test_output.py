@@ -69,6 +69,7 @@ def test_a_warning_is_one_paragraph_and_told_once(capsys):
         for _ in range(2):
             warnings.warn("no gradient\nreaches x", stacklevel=1)
         warnings.warn("another", stacklevel=1)
+        warnings.warn("Sparse invariant checks are implicitly disabled. Memory", stacklevel=1)
     assert capsys.readouterr().err == "warning: no gradient reaches x\nwarning: another\n"
     Warnings()(UserWarning("another"), UserWarning, "file.py", 1)
     assert capsys.readouterr().err == "warning: another\n"

@@ -193,28 +193,14 @@ def test_checkpoint_is_dropped_with_a_warning(reentrant: bool) -> None:
     assert check_split(captured, batch(), stage_each(captured), exact=True) == 0.0
 
 
-def test_autocast_in_the_forward_is_one_operator_and_told():
-    """No plan cuts it; the precision of a run does the same to every stage. Around a single layer
-    nothing is lost.
-    """
-    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    told = r"^layers.0 \.\. layers.2 are called .* --precision bf16"
-    with pytest.warns(CaptureWarning, match=told):
-        assert len(capture(Autocast(layers), torch.ones(4, 4)).graph) == 1
-    capture(Autocast(layers[:1]), torch.ones(4, 4))
+def test_mask_that_is_computed_twice_is_told() -> None:
+    """Each has a size of its own to the tracer, also where the same line has made it."""
 
+    def body(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(h[h[:, 0] > 0], h[h[:, 0] > 0])
 
-class Autocast(torch.nn.Module):
-    """Layers in half precision, and a loss."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.layers(x)
-        return y.float().square().mean()
+    with pytest.raises(CaptureError, match="compute the mask once"):
+        capture(Net(body), batch())
 
 
 def test_data_dependent_branch_names_line_cause_and_remedy(

@@ -177,8 +177,8 @@ def test_values_of_the_batch_list_who_reads_them_through_copies() -> None:
         (lambda h: h, 3),
         # Samples in the middle: sent with the samples in front.
         (lambda h: h.unsqueeze(0).expand(3, -1, -1), 3),
-        # Folded with another size: cannot be cut into samples without knowing the order.
-        (lambda h: h.unsqueeze(1).expand(-1, 3, -1).reshape(-1, 8), 2),
+        # Folded with another size: sent as a view that has the samples in a dimension.
+        (lambda h: h.unsqueeze(1).expand(-1, 3, -1).reshape(-1, 8), 3),
         (lambda h: h.T @ h, 2),
         # A size that depends on the data.
         (lambda h: h[h[:, 0] > 0], 2),

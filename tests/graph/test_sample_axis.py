@@ -55,6 +55,15 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], SampleAxis]] = {
         lambda x: x.unsqueeze(0).expand(2, -1, -1, -1).reshape(-1, L, H * E),
         SampleAxis(0, 1),
     ),
+    "joined": (lambda x: torch.cat([x, x.sqrt() ** 2]), SampleAxis(0, 1)),
+    "tokens joined": (
+        lambda x: torch.cat([h := x.reshape(-1, H * E), h.sqrt() ** 2]),
+        SampleAxis(0, L),
+    ),
+    "joined beside the samples": (
+        lambda x: torch.cat([h := x.reshape(-1, H * E), h], -1),
+        SampleAxis(0, L),
+    ),
     "no samples": (lambda x: x.mean(0), SampleAxis(-1)),
 }
 
@@ -86,16 +95,19 @@ def test_the_axis_is_where_values_change_with_a_sample(name: str) -> None:
     "function",
     [
         lambda x: x[:, 0] @ x[:, 0].T,
-        lambda x: torch.cat([x, 2 * x]),
+        lambda x: torch.cat([x.reshape(-1, E), x.transpose(0, 1).reshape(-1, E)]),
+        lambda x: x.reshape(-1, E)[torch.randperm(x.numel() // E)],
         lambda x: x.reshape(L, -1, H * E),
         lambda x: x.transpose(0, 1).reshape(-1, L, H * E),
     ],
-    ids=["pairs", "concatenated", "other rows", "mixed"],
+    ids=["pairs", "joined in two orders", "drawn", "other rows", "mixed"],
 )
 def test_samples_that_cannot_be_told_apart_are_trouble(
     function: Callable[[Tensor], Tensor],
 ) -> None:
-    """A matrix of pairs, halves of one dimension, and views that count across samples."""
+    """A matrix of pairs, two orders in one dimension, rows in any order, and views that count
+    across samples.
+    """
     assert axis(function).trouble
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.capture import capture
 from anabranch.graph.export import CaptureWarning
 from anabranch.graph.module_state import with_attributes
-from anabranch.graph.tracing import library_rules
+from anabranch.graph.tracing import library_rules, rare_collection
 
 
 def asserted(x: Tensor) -> Tensor:
@@ -113,3 +114,16 @@ def test_attributes_are_put_back_also_those_that_were_not_there() -> None:
         fails()
     assert Holder.here == 1
     assert not hasattr(Holder, "new")
+
+
+def test_collection_of_garbage_is_rare_inside_and_as_before_outside() -> None:
+    """A user who has switched it off, or made it rarer, finds it so."""
+    before = gc.get_threshold()
+    try:
+        for own, inside in ((700, 20_000), (50_000, 50_000), (0, 0)):
+            gc.set_threshold(own, 10, 10)
+            with rare_collection():
+                assert gc.get_threshold()[0] == inside
+            assert gc.get_threshold() == (own, 10, 10)
+    finally:
+        gc.set_threshold(*before)

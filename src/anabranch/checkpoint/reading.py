@@ -162,11 +162,15 @@ class Checkpoint(SavedState):
         return tensor
 
 
-def load_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+def load_state_dict(
+    folder: str | os.PathLike[str], *, optimizer_state: str = ""
+) -> dict[str, Tensor]:
     """The whole model of a checkpoint, as ``torch.nn.Module.load_state_dict`` takes it.
 
     Args:
         folder: a checkpoint, or the folder of a run with several, of which it is the newest.
+        optimizer_state: name of what the optimizer keeps for each parameter, such as a moving
+            average, to have it in place of the parameters that it is kept for.
 
     Returns:
         Tensors on the CPU, by the names of the model's own ``state_dict``; the same tensor under
@@ -175,10 +179,19 @@ def load_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         FileFormatError: if the checkpoint is incomplete or damaged.
+        ValueError: if the optimizer has no state of that name.
     """
     saved = Checkpoint(folder)
     saved.verify()
+    kept = set(saved.keys(f"optimizer/{optimizer_state}")) if optimizer_state else set[str]()
+    if optimizer_state and not kept:
+        states = sorted({key.partition("/")[0] for key in saved.keys("optimizer")})
+        raise ValueError(
+            f"the optimizer of {saved.folder} has no state {optimizer_state!r}; it has "
+            f"{', '.join(states) or 'none'}"
+        )
     tensors: dict[str, Tensor] = {}
     for first, names in saved.names().items():
-        tensors |= dict.fromkeys(names, saved.tensor(f"model/{first}"))
+        kind = f"optimizer/{optimizer_state}" if first in kept else "model"
+        tensors |= dict.fromkeys(names, saved.tensor(f"{kind}/{first}"))
     return tensors

@@ -94,6 +94,10 @@ def _columns() -> int:
     return get_terminal_size((80, 24)).columns
 
 
+_TORCHS_OWN = "Sparse invariant checks are implicitly disabled"
+"""About sparse gradients that torch's own optimizers make; nothing that a user has done."""
+
+
 class Warnings:
     """Shows each warning once, as a paragraph on standard error, as ``warnings.showwarning``."""
 
@@ -103,7 +107,7 @@ class Warnings:
     def __call__(self, message: Warning | str, *_: Any, **__: Any) -> None:
         """See ``warnings.showwarning``."""
         text = " ".join(str(message).split())
-        if text in self._told:
+        if text in self._told or text.startswith(_TORCHS_OWN):
             return
         self._told.add(text)
         # Below a line of progress that may be there.

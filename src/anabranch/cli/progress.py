@@ -27,12 +27,14 @@ _LEAST_BAR, _MOST_BAR = 8, 40
 def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Yields ``progress(done, total, title)``, the title only where it changes.
 
-    Drawn on standard error, and on a terminal only.
+    Drawn on standard error; where that is no terminal, the title is a line.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    if hidden:
+        announce(title)
     with Progress(console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total, title=None: bar.update(
@@ -41,8 +43,8 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
 
 
 def announce(what: str) -> None:
-    """Say on a terminal that work begins of which nothing else is seen for some seconds."""
-    if sys.stderr.isatty():
+    """Say on standard error that work begins of which nothing else is seen for some seconds."""
+    if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{what} ...\n")
         sys.stderr.flush()
 

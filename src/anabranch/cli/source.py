@@ -167,7 +167,7 @@ class ModelSource:
             device = ANY_GPU
         counts = samples or powers_of_two(batch_size)
         # Parameters have memory only where they are measured.
-        build = partial(self.workload, meta=not _is_here(device))
+        build: Callable[[], Workload] = partial(self.workload, meta=not _is_here(device))
         if mode == "async" and facts is None:
             from anabranch.runtime.asynchronous.requirements import common_norm_remark
             from anabranch.runtime.optimizer_facts import optimizer_of
@@ -175,10 +175,9 @@ class ModelSource:
             workload = build()
             if remark := common_norm_remark(workload):
                 note(remark)
-            facts = optimizer_of(workload)
-            if policy and policy != "auto" and facts is not None:
-                require_optimizer(policy_named(policy), facts)
-            return self._costs(lambda: workload, device, counts), facts
+            facts, build = optimizer_of(workload), lambda: workload
+        if mode == "async" and policy and policy != "auto" and facts is not None:
+            require_optimizer(policy_named(policy), facts)
         return self._costs(build, device, counts), facts
 
     def _costs(

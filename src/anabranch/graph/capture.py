@@ -13,7 +13,6 @@ operations have to be the same ones each time.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +25,6 @@ from anabranch.errors import CaptureError
 from anabranch.graph.batch_layout import BatchLayout, Sizes, sizes_of, type_text
 from anabranch.graph.call_traits import CallTraits, base_name
 from anabranch.graph.changed_state import changed_state
-from anabranch.graph.export import CaptureWarning
 from anabranch.graph.exporter import Exporter
 from anabranch.graph.flat_program import FlatProgram, frame, gradient_calls, schema_name
 from anabranch.graph.flows import Assumption, Flow, above, loss_kind
@@ -38,6 +36,7 @@ from anabranch.graph.programs import Programs, halves_agree, require_same_calls
 from anabranch.graph.rewrites import Rewrite, applicable, require_sites
 from anabranch.graph.sample_flow import sample_flow
 from anabranch.graph.slices import in_slices, view_named, whole_name
+from anabranch.graph.unfolding import Folded, crossing, fold, folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
 from anabranch.remembered import remembered
 from anabranch.workload import Batch, Workload, updates_by_element
@@ -89,14 +88,6 @@ def capture(
             f"names; it calls {', '.join(sorted(called))}"
         )
     require_sites(type(module).__name__, rules, exporter.rewrites, exporter.refusals)
-    for first, last in captured.programs.example.uncut():
-        warnings.warn(
-            f"{first} .. {last} are called under torch.autocast, which is captured as one operator "
-            "that no plan cuts; leave autocast out of the forward, and train with --precision bf16 "
-            '(ComputeOptions(precision="bf16"))',
-            CaptureWarning,
-            stacklevel=2,
-        )
     return captured
 
 
@@ -298,9 +289,13 @@ def _captured(
     }
     kind, coupling = loss_kind(flow, loss), above(flow.coupling, loss)
     program, other = whole_batch.put_in(program), whole_batch.put_in(other)
+    views = folded(program, other, None if first is None else first.programs.folded)
+    program, other = unfold(program, views), unfold(other, views)
     traits = CallTraits(program, other)
     if first is None:
         grouping = group(traits, module, granularity)
+        views, grouping = _sent_views(program, other, views, grouping)
+        traits = CallTraits(program, other)
     elif same_mode is not None:
         grouping = first.programs.grouping
     else:
@@ -325,7 +320,9 @@ def _captured(
         granularity=granularity,
         training=training,
         layout=exporter.layout,
-        programs=Programs(module, exporter, grouping, whole_batch, signature, (program, other)),
+        programs=Programs(
+            module, exporter, grouping, whole_batch, views, signature, (program, other)
+        ),
         metrics=exporter.outputs[1:],
         value_calls=calls,
         batch_dims=dims,
@@ -335,6 +332,18 @@ def _captured(
         assumption=assumption,
         assumed=flow.assumed,
     )
+
+
+def _sent_views(
+    program: FlatProgram, other: FlatProgram, views: Folded, grouping: Grouping
+) -> tuple[Folded, Grouping]:
+    """The views that lead from one operator to another; the rest is taken out of the programs."""
+    kept = crossing(program, grouping.owners)
+    removed = fold(program, kept)
+    fold(other, kept)
+    owners = tuple(owner for i, owner in enumerate(grouping.owners) if i not in removed)
+    sent = {key: sizes for key, sizes in views.items() if key in kept}
+    return sent, replace(grouping, owners=owners)
 
 
 def _is_per_sample(captured: Captured) -> bool:

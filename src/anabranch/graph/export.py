@@ -350,6 +350,12 @@ def _explained(
     kind, text = type(error).__name__, str(error)
     if why := shadowed(error):
         return CaptureError(f"{name} cannot be captured: {why}")
+    if re.search(r"Eq\(u\d+, u\d+\)", text):
+        return CaptureError(
+            f"{name} cannot be captured: {where} joins values that two masks have chosen, which a "
+            "trace does not know to be as many: compute the mask once, name it, and choose by it "
+            f"in both places ({kind})"
+        )
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
             f"{name} cannot be captured: {where} needs the value of a tensor in Python, as a "

@@ -34,8 +34,8 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.lowering import RefusedError, batch_sizes, lower, require_samples
 from anabranch.graph.module_state import in_mode, in_one_process, on_meta, on_one_device
 from anabranch.graph.rewrites import Rewrite, rewrite
-from anabranch.graph.tracing import without_raising_guards
-from anabranch.graph.whole_batch import counted_means
+from anabranch.graph.tracing import rare_collection, without_raising_guards
+from anabranch.graph.whole_batch import chosen_means, counted_means
 from anabranch.remembered import remembered
 
 
@@ -83,6 +83,7 @@ class Exporter:
         self._dynamic: torch.export.ExportedProgram | None = None
         self.apart: set[int] = set()
 
+    @rare_collection()
     def program(self, samples: int, device: torch.device | None = None) -> FlatProgram:
         """The flat program for a number of samples; it constructs its tensors on the device.
 
@@ -199,7 +200,7 @@ class Exporter:
                     "the parameter is to be as a new tensor, such as weight.clamp(...), or change "
                     "it between the steps"
                 )
-        program = counted_means(program)
+        program = chosen_means(counted_means(program))
         self.rewrites, refusals = rewrite(program, self.rewrites)
         self.refusals = self.refusals or refusals
         return program

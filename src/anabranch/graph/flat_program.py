@@ -16,6 +16,8 @@ from anabranch.graph.operations import BATCH_NORMS
 PARAMETER, BUFFER, CONSTANT, BATCH_LEAF = "parameter", "buffer", "constant", "batch"
 APART = "apart"
 """Key of a node's ``meta`` that keeps it from being absorbed into a neighbouring operator."""
+UNFOLDS = "unfolds"
+"""Key of a node's ``meta`` if it is the view of a value that can be cut by samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class FlatProgram:
         sources: placeholder -> where it comes from. A parameter shared under two names is one
             placeholder.
         constants: tensors that the forward pass created from literals.
-        regions: sub-graphs that could not be made flat (autocast), by the name that a ``get_attr``
-            node has.
+        regions: sub-graphs that cannot be made flat (what autocast casts inside), by the name that
+            a ``get_attr`` node has.
         statistics: a program whose outputs are statistics of a batch, where this one reads those
             of the whole batch.
     """
@@ -65,15 +67,6 @@ class FlatProgram:
         """Names of the batch's tensors that the program reads."""
         sources = self.sources.values()
         return frozenset(source.name for source in sources if source.kind == BATCH_LEAF)
-
-    def uncut(self) -> Iterator[tuple[str, str]]:
-        """First and last submodule whose parameters each region reads, if it reads several's."""
-        for call in self.calls:
-            read = [self.sources[a] for a in call.all_input_nodes if a in self.sources]
-            names = [s.name.rpartition(".")[0] for s in read if s.kind == PARAMETER]
-            has_region = any(arg.target in self.regions for arg in call.all_input_nodes)
-            if has_region and len(set(names)) > 1:
-                yield names[0], names[-1]
 
     def run(self, find: Callable[[PlaceholderSource], torch.Tensor]) -> list[torch.Tensor]:
         """Compute the outputs without gradients; ``find`` gives the tensors of placeholders."""
@@ -208,6 +201,16 @@ def gradient_calls(program: FlatProgram) -> set[fx.Node]:
     return {node for node in reached if node.op == "call_function" and requires_grad(node)}
 
 
+def gradient_types(program: FlatProgram) -> set[torch.dtype]:
+    """Types of all that gradients of the loss go through, parameters included."""
+    calls = gradient_calls(program)
+    nodes = {
+        node for call in calls for node in (call, *call.all_input_nodes) if requires_grad(node)
+    }
+    leaves = tree_leaves([node.meta["val"] for node in nodes])
+    return {v.dtype for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad}
+
+
 def gradient_strides(
     program: FlatProgram, nodes: Sequence[fx.Node]
 ) -> dict[fx.Node, tuple[int, ...]]:
@@ -216,13 +219,16 @@ def gradient_strides(
     """
     if not nodes:
         return {}
-    values = [node.meta["val"] for node in nodes]
+    # A view has come after the loss was made; its gradient is a view of that of its value.
+    values = [(n.all_input_nodes[0] if UNFOLDS in n.meta else n).meta["val"] for n in nodes]
     loss = program.outputs[0].meta["val"]
     gradients = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
-    return {
-        node: (value if gradient is None else gradient).stride()
-        for node, value, gradient in zip(nodes, values, gradients, strict=True)
-    }
+    strides = {}
+    for node, value, gradient in zip(nodes, values, gradients, strict=True):
+        like = value if gradient is None else gradient
+        view: Any = node.target
+        strides[node] = (view(like, *node.args[1:]) if UNFOLDS in node.meta else like).stride()
+    return strides
 
 
 def requires_grad(node: fx.Node) -> bool:

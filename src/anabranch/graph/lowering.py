@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
 
 from anabranch.errors import CaptureError
+from anabranch.graph.autocast import AutocastRegion, region_of
 from anabranch.graph.flat_program import (
     BATCH_LEAF,
     BUFFER,
@@ -136,6 +137,7 @@ class _ProgramBuilder:
         self.by_source: dict[PlaceholderSource, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.regions: dict[str, nn.Module] = {}
+        self.autocast: AutocastRegion | None = None
 
     def placeholder(self, node: fx.Node, source: PlaceholderSource, like: torch.Tensor) -> None:
         if source not in self.by_source:
@@ -176,12 +178,39 @@ class _ProgramBuilder:
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             self.inline(node, bool(node.args[0]), node.args[1:])
             return
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            device_type, dtype, enabled, *_ = node.args
+            region = AutocastRegion(str(device_type), dtype)  # type: ignore[arg-type]
+            outside, self.autocast = self.autocast, region if enabled else None
+            self.inline(node, True, node.args[4:])
+            self.autocast = outside
+            return
         args: Any = map_aggregate(node.args, self.operand)
         kwargs: Any = map_aggregate(node.kwargs, self.operand)
         if node.target is operator.getitem and not isinstance(args[0], fx.Node):
             self.env[node] = args[0][args[1]]
-        else:
+        elif self.autocast is None:
             self.env[node] = self.made(node, node.target, args, kwargs, name=node.name)
+        else:
+            self.env[node] = self.cast(self.autocast, node, args, kwargs)
+
+    def cast(self, region: AutocastRegion, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """A call as autocast makes it: a region of its own where its casts cannot come before."""
+        types = region.casts(node.target, args, kwargs)
+        if types is None:
+            body, given = region_of(node.target, args, kwargs)
+            fixed = region.device_type, region.dtype, True, True
+            target = torch.ops.higher_order.wrap_with_autocast
+            several = self.made(node, target, (*fixed, body, *given), {})
+            return self.made(node, operator.getitem, (several, 0), {}, name=node.name)
+        cast = dict[fx.Node, fx.Node]()
+        for source, dtype in types.items():
+            call = region.cast_parameters.get((source, dtype))
+            cast[source] = call or self.made(node, _aten.to.dtype, (source, dtype), {})
+            if source.op == "placeholder" and source.meta["val"].requires_grad:
+                region.cast_parameters[source, dtype] = cast[source]
+        args, kwargs = fx.map_arg((args, kwargs), lambda source: cast.get(source, source))
+        return self.made(node, node.target, args, kwargs, name=node.name)
 
     def made(
         self, like: fx.Node, target: Any, args: Any, kwargs: Any, *, name: str | None = None

@@ -25,6 +25,7 @@ from anabranch.graph.flat_program import (
 from anabranch.graph.group import Grouping
 from anabranch.graph.module_state import device_of, only_frozen
 from anabranch.graph.slices import view_named, whole_name
+from anabranch.graph.unfolding import Folded, unfold
 from anabranch.graph.whole_batch import WholeBatch
 
 
@@ -86,6 +87,7 @@ class Programs:
     Args:
         module: the user's, whose parameters the programs use.
         exporter: which captured the module; has its device, its rewrites and their refusals.
+        folded: calls of which programs have views that can be cut by samples.
         made: the programs that there are, on the exporter's device.
     """
 
@@ -95,11 +97,13 @@ class Programs:
         exporter: Exporter,
         grouping: Grouping,
         whole_batch: WholeBatch,
+        folded: Folded,
         signature: Signature,
         made: Sequence[FlatProgram],
     ) -> None:
         self.module = module
         self.grouping = grouping
+        self.folded = folded
         self.signature = signature
         self.exporter = exporter
         self._whole_batch = whole_batch
@@ -146,7 +150,8 @@ class Programs:
             with only_frozen(self.module, self.frozen):
                 program = self.exporter.program(samples, place)
                 self._require_same(program)
-                self._made[samples, place] = self._whole_batch.put_in(program)
+                program = self._whole_batch.put_in(program)
+                self._made[samples, place] = unfold(program, self.folded)
         return self._made[samples, place]
 
     def require_alike(self, samples: int) -> None:
@@ -166,7 +171,7 @@ class Programs:
 
     def _require_same(self, program: FlatProgram) -> None:
         """Raise CaptureError if a program has other calls than the example's, or other numbers."""
-        here, there = f"{self.samples} samples", f"{program.samples} samples"
+        here, there = _counted(self.samples), _counted(program.samples)
         require_same_calls(self.module, self.signature, program, known=here, unknown=there)
         if not self.exporter.apart:
             return
@@ -260,6 +265,10 @@ class Programs:
                 if not torch.allclose(part[name].sum(0), whole[name][start:stop].sum(0), rtol=1e-9):
                     return False
         return True
+
+
+def _counted(samples: int) -> str:
+    return f"{samples} sample{'s' * (samples > 1)}"
 
 
 def require_same_calls(

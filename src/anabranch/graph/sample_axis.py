@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from anabranch.graph.call_traits import base_name, tensor
+from anabranch.graph.call_traits import base_name, dims_along, tensor
 from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram
+from anabranch.graph.operations import RANDOM
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
 _REORDER = ("cat", "stack", "concat", "index", "index_select", "gather", "flip", "roll", "repeat")
@@ -29,6 +30,7 @@ _REORDER = ("cat", "stack", "concat", "index", "index_select", "gather", "flip",
 
 PAIRS = "it relates samples with each other"
 RAGGED = "its size depends on the data"
+MADE = "it is made of their number alone, as torch.arange(2 * n) is"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +112,35 @@ def _viewed(
 def _kept(
     node: fx.Node, dim: int, size: int, samples: int, axes: dict[fx.Node, SampleAxis]
 ) -> SampleAxis:
-    """Folded as in the inputs that have the same folded size."""
-    inner_sizes = set()
+    """Folded as in the inputs that have the same folded size, or that are joined to it."""
+    joined = base_name(node) in ("cat", "concat") and _is_along(node, dim)
+    inner_sizes, has_samples = set(), False
     for source in node.all_input_nodes:
         axis, value = axes.get(source), tensor(source)
-        if axis is not None and value is not None and axis.dim >= 0 and axis.trouble != PAIRS:
-            if axis.trouble:
-                return SampleAxis(dim, trouble=axis.trouble)
-            if value.shape[axis.dim] == size:
-                inner_sizes.add(axis.inner)
+        if axis is None or value is None or axis.dim < 0 or axis.trouble in (PAIRS, MADE):
+            continue
+        if axis.trouble:
+            return SampleAxis(dim, trouble=axis.trouble)
+        has_samples = True
+        if joined or value.shape[axis.dim] == size:
+            inner_sizes.add(axis.inner if axis.dim == dim or not joined else 0)
     if size == samples:
         return SampleAxis(dim)
-    if base_name(node) in _REORDER or len(inner_sizes) != 1:
+    if not (has_samples or any(word in base_name(node) for word in RANDOM)):
+        return SampleAxis(dim, trouble=MADE)
+    if (_reorders(node, dim, axes) and not joined) or len(inner_sizes) != 1:
         return SampleAxis(dim, trouble="its samples are folded in an unknown way")
     return SampleAxis(dim, inner_sizes.pop())
+
+
+def _is_along(node: fx.Node, dim: int) -> bool:
+    value = tensor(node)
+    return value is not None and dim in dims_along(node, value.dim())
+
+
+def _reorders(node: fx.Node, dim: int, axes: dict[fx.Node, SampleAxis]) -> bool:
+    """True if an operation may bring what is in a dimension into another order."""
+    if base_name(node) == "index":
+        indices = [axes.get(source, SampleAxis(-1)) for source in node.all_input_nodes[1:]]
+        return any(axis.dim >= 0 and axis.trouble != MADE for axis in indices)
+    return base_name(node) in _REORDER and _is_along(node, dim)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import inspect
 import linecache
 import sys
@@ -29,6 +30,21 @@ _KERNELS = tuple(f"{_TORCH}/{name}" for name in ("_refs", "_decomp", "_meta_regi
 """PyTorch's own operations in Python, which ask for the special case of no entries."""
 
 _TRACING = threading.RLock()
+
+_COLLECT_AFTER = 20_000
+"""Objects that a trace makes between two searches for cycles. Nearly all of them stay alive: by
+Python's default such searches take 6 to 12 % of a capture, and save 1 % of its memory."""
+
+
+@contextlib.contextmanager
+def rare_collection() -> Iterator[None]:
+    """Inside, Python looks for cycles of garbage rarely; not at all if it did not before."""
+    least, *others = gc.get_threshold()
+    gc.set_threshold(max(least, _COLLECT_AFTER) if least else 0, *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(least, *others)
 
 
 @contextlib.contextmanager

@@ -26,12 +26,14 @@ their micro-batches and replicas.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from anabranch.graph.call_traits import arguments, base_name, has_classes, tensor
 from anabranch.graph.flat_program import (
@@ -45,7 +47,7 @@ from anabranch.graph.flat_program import (
     written,
 )
 from anabranch.graph.flows import SampleFlow, above
-from anabranch.graph.operations import COUNTS, words
+from anabranch.graph.operations import BY_CLASS, COUNTS, REDUCED, words
 
 WHOLE_BATCH_LOSS = "whole_batch_loss"
 """Path of the calls that read rows, and the name of their operator."""
@@ -141,6 +143,7 @@ def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
 
 
 _COUNTED = words("cross_entropy_loss nll_loss_nd")
+_BY_ROW = words("cosine_embedding_loss triplet_margin_loss multi_margin_loss")
 _MEAN, _SUM = 1, 2
 
 
@@ -159,6 +162,68 @@ def counted_means(program: FlatProgram) -> FlatProgram:
         node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
         program.graph.erase_node(node)
     return program
+
+
+def chosen_means(program: FlatProgram) -> FlatProgram:
+    """The same program, in which a mean over the entries that a mask chooses, ``x[mask].mean()``,
+    is a sum over a count of them.
+    """
+    losses = REDUCED - BY_CLASS
+    for node in program.calls:
+        if (name := base_name(node)) not in losses | {"mean", "div"}:
+            continue
+        options, read = arguments(node), node.all_input_nodes
+        if name == "div" and len(read) == 2 and base_name(read[1]) == "sym_size":
+            # x[mask].sum() / len(x[mask])
+            count = _chosen_count(node, read[1].all_input_nodes[0], by_row=True)
+            if count is not None:
+                node.replace_input_with(read[1], count)
+            continue
+        is_mean = name == "mean" and not options.get("dim")
+        is_loss = name in losses and options.get("reduction") == _MEAN
+        count = _chosen_count(node, read[0], by_row=name in _BY_ROW) if is_mean or is_loss else None
+        if count is None:
+            continue
+        target = _aten.sum.default if is_mean else node.target
+        summed = options if is_mean else options | {"reduction": _SUM}
+        keywords = {"dtype": summed.pop("dtype")} if is_mean else {}
+        total = insert(node, target, *summed.values(), **keywords)
+        node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
+        program.graph.erase_node(node)
+    return program
+
+
+def _chosen_count(before: fx.Node, chosen: fx.Node, *, by_row: bool = False) -> fx.Node | None:
+    """The number of entries, or of rows, of a value of which a mask decides the size; None for
+    others.
+    """
+    value = tensor(chosen)
+    if value is None or len(free := [n for n in value.shape if not isinstance(n, int)]) != 1:
+        return None
+    if (mask := _mask_of(chosen, str(free[0]))) is None:
+        return None
+    count = insert(before, _aten.sum.default, mask)
+    each = 1 if by_row else math.prod(n for n in value.shape if isinstance(n, int))
+    return count if each == 1 else insert(before, _aten.mul.Tensor, count, each)
+
+
+def _mask_of(node: fx.Node, size: str) -> fx.Node | None:
+    """The mask whose entries that are true make a size."""
+    while node.op == "call_function":
+        for source in node.all_input_nodes:
+            values = [v for v in tree_leaves(source.meta["val"]) if isinstance(v, Tensor)]
+            if any(str(n) == size for v in values for n in v.shape):
+                node = source
+                break
+        else:
+            break
+    read, *others = [*node.all_input_nodes, node]
+    masks = [n for n in others[:-1] if (v := tensor(n)) is not None and v.dtype is torch.bool]
+    kind, like = base_name(node), tensor(read)
+    if len(others) != 2 or len(masks) != 1 or kind not in ("index", "masked_select"):
+        return None
+    same = like is not None and like.shape == masks[0].meta["val"].shape
+    return masks[0] if kind == "index" or same else None
 
 
 def _count(loss: fx.Node, options: Mapping[str, Any]) -> fx.Node:

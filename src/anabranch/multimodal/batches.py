@@ -34,6 +34,8 @@ Encoder = VisionTower | PackedPatches | Sounds
 FAMILIES: Mapping[str, Mapping[str, Encoder]] = {
     "llava": {"image": VisionTower()},
     "gemma3": {"image": VisionTower()},
+    "paligemma": {"image": VisionTower()},
+    "internvl": {"image": VisionTower()},
     "llava_onevision": {"image": Packed()},
     "idefics3": {"image": Tiled()},
     "smolvlm": {"image": Tiled()},

@@ -1,4 +1,5 @@
-"""Families of models whose images go through a tower one by one: LLaVA, Idefics3, Gemma3.
+"""Families of models whose images go through a tower one by one: LLaVA, PaliGemma, InternVL,
+Idefics3, Gemma3.
 
 A sample has as many slots for images as the batch asks for; slots without an image hold zeros. No
 token reads their features, so they change nothing but the time.
@@ -31,8 +32,7 @@ class VisionTower:
 
     def one(self, config: Any) -> dict[str, Tensor]:
         """A batch with one image."""
-        side = config.vision_config.image_size
-        return {"pixel_values": torch.ones(1, 3, side, side)}
+        return {"pixel_values": torch.ones(1, 3, *_pair(config.vision_config.image_size))}
 
     def inputs(self, model: Any, batch: Mapping[str, Tensor], size: Sizes) -> Inputs:
         """The images of a batch, whose number of features is known."""
@@ -45,12 +45,17 @@ class VisionTower:
         """Features of an image of a size."""
         if config.model_type == "gemma3":
             return int(config.mm_tokens_per_image)
-        patch = config.vision_config.patch_size
+        height, width = _pair(config.vision_config.patch_size)
+        patches = int((size[0] // height) * (size[1] // width))
+        if config.model_type == "paligemma":
+            return patches
+        if config.model_type == "internvl":
+            return int(patches * config.downsample_ratio**2)
         has_class = config.vision_config.model_type == "clip_vision_model"
         is_full = config.vision_feature_select_strategy == "full"
         # "default" drops the first feature, whatever it is.
         extra = (has_class and is_full) - (not has_class and not is_full)
-        return int((size[0] // patch) * (size[1] // patch) + extra)
+        return int(patches + extra)
 
     def own(self, tensors: Mapping[str, Tensor], slots: Slots) -> dict[str, Tensor]:
         """The model's own arguments."""
@@ -171,6 +176,12 @@ class Packed(VisionTower):
         newline = inner.image_newline.expand(samples, 1, -1).to(rows)
         outputs.pooler_output = [torch.cat([rows, newline], dim=1).flatten(0, 1)]
         return outputs
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Height and width of a size, which is one number where both are equal."""
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return int(height), int(width)
 
 
 def _file_of(model: nn.Module) -> Any:

@@ -157,13 +157,14 @@ def _without_flush(document: Document) -> Iterator[Figure]:
 
 
 def _beside(seconds: float, predicted_s: float | None) -> str:
-    """Text behind a measured time: the predicted one, and how far that is off."""
+    """Text behind a measured time: the predicted one, and how it differs."""
     if predicted_s is None:
         return NOT_PREDICTED
     ratio = seconds / predicted_s if predicted_s else math.inf
     # A percentage says something of what is near.
-    off = f"{ratio - 1:+.1%} off" if ratio < 2 else f"{ratio:.1f} times as long"
-    return f"predicted {time_text(predicted_s)}, {off}"
+    longer = f"{abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'shorter'}"
+    difference = longer if ratio < 2 else f"{ratio:.1f} times as long"
+    return f"predicted {time_text(predicted_s)}, {difference}"
 
 
 def tables(document: Document) -> list[ReportTable]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
+from anabranch.graph.flat_program import gradient_types
 from anabranch.graph.loss_kinds import SENTENCES, LossKind
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.runtime.data_parallel.buckets import dense
@@ -40,7 +41,7 @@ class VerifyResult:
             None where that has to differ, by batch normalisation or random numbers.
         against: what the one process ran.
         notes: what else was found, one sentence each.
-        tolerance: largest difference that is rounding in the type of the parameters.
+        tolerance: largest difference that is rounding in the types that gradients go through.
         stateful: buffers and frozen parameters that the forward changes.
     """
 
@@ -94,6 +95,8 @@ class VerifyResult:
     def summary(self) -> str:
         """The comparison in one line, then what else was found, a line each."""
         how = "bitwise equal" if self.bitwise else f"largest at {self.worst}"
+        if not self.max_gradient_error and not self.bitwise:
+            how = "gradients are equal, the loss alone differs"
         if self.is_random:
             how += (
                 "; the model draws random numbers, and other ones in one process, so this says "
@@ -152,8 +155,8 @@ def largest_error(
 
 
 def tolerance_of(captured: Captured) -> float:
-    """The largest difference that is rounding in the coarsest type of the parameters, four steps of
-    which may add up over the micro-batches.
+    """The largest difference that is rounding in the coarsest type that gradients go through, four
+    steps of which may add up over the micro-batches.
     """
-    types = {p.dtype for p in captured.parameters().values() if p.requires_grad}
+    types = gradient_types(captured.programs.example)
     return max([ROUNDING, *(4 * torch.finfo(t).eps for t in types)])

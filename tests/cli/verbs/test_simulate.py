@@ -174,6 +174,17 @@ def test_a_synchronous_plan_is_simulated_without_its_flush(run, four_files):
     assert json.loads(out)["step_s"] == pytest.approx(12.0)
 
 
+def test_a_policy_for_another_optimizer_is_refused_before_operators_are_timed(run, monkeypatch):
+    """Which takes seconds, or minutes; also where the optimizer is named."""
+    options = "--cluster", "local:2", "--batch-size", "8", "--mode", "async", "--policy", "stash"
+    assert run("plan", TOWERS, *options, "--no-baselines", "-o", "plan.json")[0] == 0
+    monkeypatch.setattr("anabranch.cli.source.measured", None)
+    for named in ((), ("--optimizer", "sgd-momentum")):
+        code, _, err = run("simulate", "plan.json", TOWERS, "--policy", "asyncpp", *named)
+        assert code == 1
+        assert "asyncpp is stashing under NAdam, and the optimizer is " in err
+
+
 def test_too_few_micro_batches(run, four_files):
     """Two micro-batches in a chain of four under 2bw: no plan of four stages, and it is said."""
     run("plan", *four_files, "--mode", "async", "--policy", "pipeoptim", "-o", "p.json")

@@ -67,6 +67,7 @@ class Draws(nn.Module):
         h = F.alpha_dropout(self.first(x), 0.2, training=True)
         h = h + F.dropout(h, 0.3, training=True).masked_fill(torch.bernoulli(h.sigmoid()) > 0, 0.1)
         h = F.dropout1d(self.second(h), 0.3)
+        h = h + torch.sub(*F.dropout(torch.cat([h, -h]), 0.3, training=True).chunk(2))
         h = h + 0.1 * torch.rand_like(h) + 0.1 * torch.randn_like(h)
         h = h + 0.1 * torch.rand(h.shape[0], LENGTH, WIDTH, dtype=h.dtype)
         h = h + 0.1 * torch.randn(h.shape[0], 1, WIDTH, dtype=h.dtype)
@@ -160,13 +161,18 @@ def test_the_users_generator_is_left_alone() -> None:
         (lambda x: x + torch.multinomial(x.softmax(1), 1), ("multinomial", "by sample")),
         (lambda x: x + torch.randperm(8), ("randperm", "by sample")),
         (lambda x: F.dropout(x @ x.T, 0.5), ("dropout", "relates samples")),
-        (lambda x: F.dropout(torch.cat([x, 2 * x]), 0.5), ("dropout", "folded in an unknown way")),
+        (
+            lambda x: F.dropout(
+                torch.cat([x.view(-1, 4), x.view(-1, 2, 4).transpose(0, 1).reshape(-1, 4)]), 0.5
+            ),
+            ("dropout", "folded in an unknown way"),
+        ),
         (
             lambda x: F.dropout2d(x.view(-1, 2, 2, 2).permute(1, 2, 3, 0), 0.5),
             ("feature_dropout", "within a feature"),
         ),
     ],
-    ids=["multinomial", "randperm", "pairs", "concatenated", "feature"],
+    ids=["multinomial", "randperm", "pairs", "in two orders", "feature"],
 )
 def test_what_cannot_be_had_by_sample_is_refused(
     function: Callable[[Tensor], Tensor], words: tuple[str, ...]

@@ -82,7 +82,9 @@ def simulate(
     usage(solve.check_mode, chosen, policy or "", schedule or "auto")
     model = model or model_of_plan(context, plan.model, plan_file)
     source, device = other.source(model, plan), other.device_of(plan, cluster)
-    costs, optimizer = source.profile_and_optimizer(device, batch_size, chosen, other.optimizer)
+    costs, optimizer = source.profile_and_optimizer(
+        device, batch_size, chosen, other.optimizer, policy=policy or plan.policy
+    )
     explanation = None
     if chosen == "async":
         if why:

@@ -22,6 +22,7 @@ from anabranch.device import accelerator
 from anabranch.errors import TrainingError
 from anabranch.graph.capture import Captured
 from anabranch.graph.changed_state import seen_writes
+from anabranch.graph.flat_program import gradient_types
 from anabranch.graph.module_state import on_one_device
 from anabranch.graph.slices import in_slices, view_named
 from anabranch.runtime.compute.reverted import frozen_state, unchanged, unchanged_state
@@ -145,7 +146,8 @@ def compare_with_eager(
     types = {n: p.dtype for n, p in captured.parameters().items()}
     places = {home, *(parameter.device for parameter in module.parameters())}
     on_gpu = any(map(accelerator.is_on_accelerator, places))
-    tolerances = {} if on_gpu else _TOLERANCE
+    in_half = not gradient_types(captured.programs.example) <= _TOLERANCE.keys()
+    tolerances = {} if on_gpu or in_half else _TOLERANCE
     worst = _difference(names, types, digests, whole, tolerances)
     if not worst:
         return (

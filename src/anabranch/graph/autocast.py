@@ -1,0 +1,111 @@
+"""Casts of ``torch.autocast`` as calls of their own, so that a region of it can be cut.
+
+Autocast casts what an operation reads before it runs. A run of each operation on fake tensors, with
+a recorder below autocast, tells what is cast to which type::
+
+    with torch.autocast("cpu", torch.bfloat16):        w' = weight.to(bfloat16)
+        y = linear(x, weight)                   ->     x' = x.to(bfloat16)
+                                                       y  = linear(x', w')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_aten = torch.ops.aten
+_CASTS = (_aten.to, _aten._to_copy, _aten.type_as, _aten.copy_)
+
+
+@dataclass(frozen=True)
+class AutocastRegion:
+    """One ``with torch.autocast(...)`` of the forward.
+
+    Attributes:
+        device_type, dtype: its arguments.
+        cast_parameters: parameters, which autocast casts once for all that read them, with a type
+            -> the call that casts.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    cast_parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+
+    def casts(self, target: Any, args: Any, kwargs: Any) -> Mapping[fx.Node, torch.dtype] | None:
+        """Arguments that autocast casts for a call, with their types; None where it casts something
+        in between.
+        """
+        alike = dict[fx.Node, Any]()
+
+        def like(node: fx.Node) -> Any:
+            value = node.meta["val"]
+            if isinstance(value, torch.Tensor) and node not in alike:
+                # On the device of the region, wherever the program constructs its tensors.
+                alike[node] = torch.empty_like(value.detach(), device=self.device_type)
+            return alike.get(node, value)
+
+        if getattr(target, "_schema", None) is None or target.overloadpacket in _CASTS:
+            return {}
+        values, options = fx.map_arg((args, kwargs), like)
+        options = tree_map_only(torch.device, lambda _: torch.device(self.device_type), options)
+        inside = torch.autocast(self.device_type, self.dtype, cache_enabled=False)
+        with torch.no_grad(), inside, _Casts() as casts:
+            result = target(*values, **options)
+        types = {n: casts.types[id(v)] for n, v in alike.items() if id(v) in casts.types}
+        if target.overloadpacket is _aten.einsum:  # casts views of what it reads
+            types = {
+                n: self.dtype for n, v in alike.items() if casts.types and v.is_floating_point()
+            }
+        elif len(types) < len(casts.types):
+            return None
+        cast = {id(alike[node]): alike[node].to(dtype) for node, dtype in types.items()}
+        values, options = tree_map_only(
+            torch.Tensor, lambda value: cast.get(id(value), value), (values, options)
+        )
+        with torch.no_grad():
+            again = target(*values, **options)
+        return types if _types(result) == _types(again) else None
+
+
+def _types(result: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records casts of floating point tensors, by the identity of what is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.types: dict[int, torch.dtype] = {}
+        self.alive: list[torch.Tensor] = []  # an identity is of one tensor at a time
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if (
+            func is _aten._to_copy.default
+            and options.get("dtype") is not None
+            and args[0].is_floating_point()
+        ):
+            self.types[id(args[0])] = options["dtype"]
+            self.alive.append(args[0])
+        return func(*args, **options)
+
+
+def region_of(target: Any, args: Any, kwargs: Any) -> tuple[fx.GraphModule, Any]:
+    """The body of a region with one call, and the nodes that it is given."""
+    graph, given = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def place(node: fx.Node) -> fx.Node:
+        if node not in given:
+            given[node] = graph.placeholder(node.name)
+        return given[node]
+
+    args, kwargs = fx.map_arg((args, kwargs), place)
+    graph.output((graph.call_function(target, args, kwargs),))
+    return fx.GraphModule(torch.nn.Module(), graph), tuple(given)

@@ -1,0 +1,83 @@
+"""Autocast in the forward, whose casts become calls that a plan can cut between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anabranch.graph.capture import capture
+from anabranch.graph.flat_program import gradient_types
+from tests.graph.chain import check_split, random_stages
+
+HALF = torch.bfloat16
+
+
+class Halves(nn.Module):
+    """Layers in half precision with an island of full precision, a layer that is used twice, and
+    operations that autocast runs in half, in full, and in the widest type of their inputs.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        super().__init__()
+        self.enabled = enabled
+        self.first, self.twice, self.alone = (nn.Linear(8, 8) for _ in range(3))
+        self.norm, self.table, self.last = nn.LayerNorm(8), nn.Embedding(5, 8), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, word: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=HALF, enabled=self.enabled):
+            h = self.twice(F.gelu(self.first(x)) + self.table(word))
+            with torch.autocast("cpu", enabled=False):
+                h = self.alone(h.float())
+            h = self.twice(self.norm(h))
+            shift = torch.einsum("ab,cb->ac", h, self.alone.weight)
+            scores = self.last(torch.cat([h, x], -1)) + shift[:, :5].sigmoid()
+            return F.cross_entropy(scores, word)
+
+
+def batch() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(4, 8), "word": torch.randint(5, (4,))}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_cut_has_loss_and_gradients_of_the_module_under_autocast(enabled: bool) -> None:
+    """Bitwise in exact mode: the same operations in the same types, weights cast once."""
+    torch.manual_seed(0)
+    captured = capture(Halves(enabled), batch(), granularity="operator")
+    assert {"first", "twice", "alone", "norm", "table", "last"} <= {
+        op.name.partition("#")[0] for op in captured.graph.ops
+    }
+    for seed in range(3):
+        stages = random_stages(captured.graph, 4, seed)
+        assert check_split(captured, batch(), stages, exact=True) == 0.0
+    halves = gradient_types(captured.programs.example) & {HALF}
+    assert bool(halves) == enabled
+
+
+def test_casts_do_not_depend_on_the_device_of_a_program() -> None:
+    """A program on the meta device, by which a model is estimated for a GPU, has the same calls."""
+    captured = capture(Halves(), batch())
+    here, there = (captured.programs.at(2, device=place) for place in ("cpu", "meta"))
+    assert here.signature() == there.signature()
+
+
+class Inside(nn.Module):
+    """A recurrent layer, which autocast casts inside, and a linear one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=HALF):
+            return self.head(self.cell(x)[0]).float().square().mean()
+
+
+def test_what_autocast_casts_inside_of_an_operation_stays_under_it() -> None:
+    """Its casts cannot come before it: one call of it is under autocast, the rest can be cut."""
+    captured = capture(Inside(), torch.randn(4, 3, 4))
+    assert len(captured.graph) == 2
+    stages = [[op.name] for op in captured.graph.ops]
+    assert check_split(captured, torch.randn(4, 3, 4), stages, exact=True) == 0.0
