@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import pytest
-
 from anabranch.planner.base import Runs
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.solve.contest import Contest
@@ -18,7 +16,7 @@ from tests.solve.helpers import Scripted, found, two_stages, with_size
 
 @dataclass(frozen=True)
 class Rounds(Scripted):
-    """Proposes micro-batches of one size, then of others in each round; in a row, of ``row``.
+    """Proposes micro-batches of one size, then of others in each round.
 
     Attributes:
         asked: sizes of the best plan at the beginning of each round.
@@ -26,23 +24,18 @@ class Rounds(Scripted):
 
     graph: StageGraph
     sizes: list[int]
-    row: int = 0
-    shape: str = "graph"
     asked: list[int] = field(default_factory=list)
     planner_of: dict[StageGraph, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[StageGraph]:
-        yield with_size(self.graph, 4 if self.shape == "graph" else self.row)
+        yield with_size(self.graph, 4)
 
     def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
         self.asked.append(best.stages[0].microbatch_size)
         return [(with_size(self.graph, self.sizes.pop(0)), runs)] if self.sizes else []
 
-    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
-        return self.row > 0
-
     def origin(self, graph: StageGraph) -> str:
-        return f"in a {self.shape}"
+        return ""
 
 
 def size_of(plan) -> int:
@@ -64,16 +57,6 @@ def test_without_improvement_there_are_no_rounds(propose):
     propose(planner=lambda: Rounds(graph, [2], asked=asked))
     assert size_of(found(cost, 8, improve=False)) == 4
     assert asked == []
-
-
-@pytest.mark.parametrize(("row", "size", "shape"), [(1, 1, "chain"), (8, 4, "graph")])
-def test_a_search_that_is_misled_looks_at_rows_as_well(propose, row, size, shape):
-    """And takes the better of both plans."""
-    cost, graph = two_stages(8)
-    propose(planner=lambda: Rounds(graph, [], row=row))
-    plan = found(cost, 8)
-    assert size_of(plan) == size
-    assert f"in a {shape}" in plan.notes
 
 
 def test_the_quickest_start_from_each_planner_is_tried_in_every_way():

@@ -29,9 +29,10 @@ from anabranch.solve.settings import SETTINGS
 AUTO = ("1f1b", "1f1b-deep")
 """Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
 
-LOOP_SCHEDULES = (AUTO, ("1f1b-split",), ("1f1b-deep-split",), ("zb-h1",), ("zb-h2",))
+LOOP_SCHEDULES = (AUTO, ("1f1b-split",), ("zb-h1",), ("zb-h2",))
 """Likewise, of stages that share devices: whole backwards, then split ones. Lists take longest and
-come last, of stages whose bounds and steps without are shortest.
+come last, of stages whose bounds and steps without are shortest. A deep warm-up with split ones was
+never the shortest.
 """
 
 
