@@ -16,7 +16,13 @@ from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
 from anabranch.solve.improvement import SearchBudget, improve
-from anabranch.solve.schedule_choice import AUTO, LOOP_SCHEDULES, best_loop, split_backwards
+from anabranch.solve.schedule_choice import (
+    AUTO,
+    LOOP_SCHEDULES,
+    best_loop,
+    least_bounds,
+    split_backwards,
+)
 from anabranch.solve.settings import SETTINGS
 
 
@@ -165,6 +171,8 @@ class Contest:
         best, costs, passes = None, [*self._costs.values()], SETTINGS.loop_passes
         for turn in range(SETTINGS.loop_turns):
             before = best
+            if len(graphs) > SETTINGS.most_loops:  # bounds with shared state are much the same
+                graphs = [*least_bounds(costs[0], graphs, limit, ways[-1])]
             for cost in costs:
                 some = graphs if cost is costs[0] else [*filter(_is_replicated, graphs)]
                 if (better := best_loop(cost, some, limit, ways, passes)) is not None:

@@ -18,6 +18,9 @@ class Settings:
             were 3 and 13 % longer; with 24 none of 40 was shorter, and gnmt took 4 s more.
         list_near: list schedules are tried where the other split backwards are within this factor
             of the shortest: of 80 stage graphs for mmt they made none quicker by more.
+        list_spread: likewise, where deep and minimal warm-up with split backwards are within this
+            factor of each other: lists have few micro-batches in flight to hide messages with. Of
+            40 public plans none is longer for it, and gnmt takes a third less time.
         loop_gain: share of the step that several stages on each device have to save: messages and
             passes cost the host some time that is not predicted.
         most_loops: rows of stages that pass the devices several times and are simulated, the most
@@ -58,8 +61,9 @@ class Settings:
     worth_sharing: float = 0.001
     share_proposals: int = 6
     split_near: float = 1.6
-    split_proposals: int = 12
+    split_proposals: int = 16
     list_near: float = 1.2
+    list_spread: float = 1.1
     loop_gain: float = 0.02
     most_loops: int = 8
     loop_passes: int = 4_500
