@@ -25,7 +25,6 @@ class Rounds(Scripted):
     graph: StageGraph
     sizes: list[int]
     asked: list[int] = field(default_factory=list)
-    planner_of: dict[StageGraph, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[StageGraph]:
         yield with_size(self.graph, 4)
@@ -59,21 +58,7 @@ def test_without_improvement_there_are_no_rounds(propose):
     assert asked == []
 
 
-def test_the_quickest_start_from_each_planner_is_tried_in_every_way():
-    """Not what was found from there, nor stages without replicas."""
-    cost = cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8)
-    graphs = [StageGraph((Stage(("op0",), (0, 1), b),), (), 8) for b in (2, 4, 8)]
-    alone = StageGraph((Stage(("op0",), (0,), 8),), (), 8)
-    search = Rounds(graphs[0], [])
-    search.planner_of.update(dict.fromkeys(graphs[:2], "even"))
-    search.planner_of[alone] = "sequential"
-    contest = Contest(cost, AUTO, search, SearchBudget(), may_share=True)
-    contest.judge.consider([*graphs, alone])
-    quickest = min(graphs[:2], key=contest.judge.seconds().__getitem__)
-    assert [*contest._starts()] == [quickest]
-
-
-def test_where_state_is_shared_in_any_case_the_starts_are_tried_anyway():
+def test_where_state_is_shared_in_any_case_backwards_are_split():
     """Nothing fits without, so nothing was judged without."""
     cost = cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8)
     cost = replace(cost, shard_optimizer=True)

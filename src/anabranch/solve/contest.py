@@ -115,20 +115,8 @@ class Contest:
                 runs = Runs(shared, split=True)
                 promising = [*self._improving.promising(judge.seconds(), runs)]
                 half = SETTINGS.split_proposals // 2
-                starts = self._starts() if shared and self.choice.shared else ()
-                ranked = [*dict.fromkeys([*starts, *promising[:half], *ranked])]
+                ranked = [*dict.fromkeys([*promising[:half], *ranked])]
             self._split_some(ranked, shared)
-
-    def _starts(self) -> Iterable[StageGraph]:
-        """The quickest replicated start from each planner: only both together, state that is shared
-        and backwards that are split, may make it the best, and evaluations may be misled.
-        """
-        first: dict[str, StageGraph] = {}
-        planner_of = self._improving.planner_of if self._improving is not None else {}
-        for graph in filter(_is_replicated, self._judges[False].ranked()):
-            if graph in planner_of:
-                first.setdefault(planner_of[graph], graph)
-        return first.values()
 
     def search_on(self) -> None:
         """Judge what the search proposes from the best plan on, and what lies near the best."""

@@ -43,7 +43,6 @@ class Search:
         self._space, self._evaluate, self._starts = space, evaluate, starts
         self._evaluations, self._rng = evaluations, Random(seed)
         self._seed, self._rounds = seed, list(rounds)
-        self.planner_of: dict[StageGraph, str] = {}
         self._origins: dict[StageGraph, str] = {}
         self._likely: list[StageGraph] = []
 
@@ -55,7 +54,6 @@ class Search:
             if graph not in self._origins:
                 names.append(name)
                 drafts.append(draft_of(graph, self._space.cost))
-                self.planner_of[graph] = name
                 yield self._remember(graph, f"started from the plan of {name}")
         annealing = Annealing(self._space, self._evaluate, self._rng)
         try:
