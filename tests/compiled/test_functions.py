@@ -92,6 +92,15 @@ def test_python_does_the_same():
     assert args[0].tolist() == [[0, 3], [0, 0], [0, 3]]
 
 
+def test_code_for_the_types_of_arguments_does_the_same(cache):
+    """It is called once to be compiled, and then without a look at types."""
+    args, function = arguments(), Compiled(add_scaled)
+    quick = function.for_types_of(*args)
+    assert quick(*args) == 3
+    assert args[0].tolist() == [[0, 6], [0, 0], [0, 6]]
+    assert quick is function.for_types_of(*args)
+
+
 def test_it_is_compiled_again_where_what_it_calls_has_changed(cache, monkeypatch):
     """Numba looks at the file of the function alone."""
     folders = [compiled(add_scaled).folder]

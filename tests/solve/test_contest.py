@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import pytest
-
 from anabranch.planner.base import Runs
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.solve.contest import Contest
@@ -18,7 +16,7 @@ from tests.solve.helpers import Scripted, found, two_stages, with_size
 
 @dataclass(frozen=True)
 class Rounds(Scripted):
-    """Proposes micro-batches of one size, then of others in each round; in a row, of ``row``.
+    """Proposes micro-batches of one size, then of others in each round.
 
     Attributes:
         asked: sizes of the best plan at the beginning of each round.
@@ -26,23 +24,17 @@ class Rounds(Scripted):
 
     graph: StageGraph
     sizes: list[int]
-    row: int = 0
-    shape: str = "graph"
     asked: list[int] = field(default_factory=list)
-    planner_of: dict[StageGraph, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[StageGraph]:
-        yield with_size(self.graph, 4 if self.shape == "graph" else self.row)
+        yield with_size(self.graph, 4)
 
     def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
         self.asked.append(best.stages[0].microbatch_size)
         return [(with_size(self.graph, self.sizes.pop(0)), runs)] if self.sizes else []
 
-    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
-        return self.row > 0
-
     def origin(self, graph: StageGraph) -> str:
-        return f"in a {self.shape}"
+        return ""
 
 
 def size_of(plan) -> int:
@@ -66,31 +58,7 @@ def test_without_improvement_there_are_no_rounds(propose):
     assert asked == []
 
 
-@pytest.mark.parametrize(("row", "size", "shape"), [(1, 1, "chain"), (8, 4, "graph")])
-def test_a_search_that_is_misled_looks_at_rows_as_well(propose, row, size, shape):
-    """And takes the better of both plans."""
-    cost, graph = two_stages(8)
-    propose(planner=lambda: Rounds(graph, [], row=row))
-    plan = found(cost, 8)
-    assert size_of(plan) == size
-    assert f"in a {shape}" in plan.notes
-
-
-def test_the_quickest_start_from_each_planner_is_tried_in_every_way():
-    """Not what was found from there, nor stages without replicas."""
-    cost = cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8)
-    graphs = [StageGraph((Stage(("op0",), (0, 1), b),), (), 8) for b in (2, 4, 8)]
-    alone = StageGraph((Stage(("op0",), (0,), 8),), (), 8)
-    search = Rounds(graphs[0], [])
-    search.planner_of.update(dict.fromkeys(graphs[:2], "even"))
-    search.planner_of[alone] = "sequential"
-    contest = Contest(cost, AUTO, search, SearchBudget(), may_share=True)
-    contest.judge.consider([*graphs, alone])
-    quickest = min(graphs[:2], key=contest.judge.seconds().__getitem__)
-    assert [*contest._starts()] == [quickest]
-
-
-def test_where_state_is_shared_in_any_case_the_starts_are_tried_anyway():
+def test_where_state_is_shared_in_any_case_backwards_are_split():
     """Nothing fits without, so nothing was judged without."""
     cost = cost_model((), [1.0], [1.0], cluster(2), parameter_bytes=8)
     cost = replace(cost, shard_optimizer=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from anabranch.planner.base import WHOLE, Runs
 from anabranch.plans.stages import StageGraph
@@ -19,7 +19,6 @@ class Halving(Scripted):
 
     graph: StageGraph
     asked: list[int]
-    planner_of: dict[StageGraph, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[StageGraph]:
         yield with_size(self.graph, 8)

@@ -9,6 +9,8 @@ import pytest
 from anabranch.errors import InfeasiblePlanError
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.simulator.costs import ModelCosts, with_lengths
+from anabranch.simulator.judge import Judge
+from anabranch.simulator.objective import ShortestStep
 from anabranch.solve import contest, schedule_choice, simulate
 from anabranch.solve.schedule_choice import split_backwards
 from tests.simulator.helpers import chain, cluster, cost_model, stage_graph
@@ -93,6 +95,25 @@ def test_gradients_of_weights_that_wait_are_in_memory(propose, fits):
     else:
         with pytest.raises(InfeasiblePlanError, match="weights that wait under zb-h1"):
             found(cost, 16, optimizer_factor=0.0, schedule="zb-h1")
+
+
+@pytest.mark.parametrize(("latency_s", "are_tried"), [(0.0, True), (2.0, False)])
+def test_lists_are_not_tried_where_a_deep_warm_up_hides_messages(latency_s, are_tried, monkeypatch):
+    """Two stages of 1 + 1 s: with messages of 2 s, two micro-batches in flight take 8 s, as three
+    do.
+    """
+    cost = cost_model(chain(2), [1, 1], [1, 1], cluster(2, latency_s=latency_s), value_bytes=1)
+    judge, tried = Judge(ShortestStep(cost, schedule_choice.AUTO)), []
+    judge.consider([stage_graph(chain(2), [(0,), (1,)], 8)])
+
+    def recorded(cost, schedules):
+        tried.extend(schedules)
+        return ShortestStep(cost, schedules)
+
+    monkeypatch.setattr(schedule_choice, "ShortestStep", recorded)
+    split_backwards(judge, cost)
+    assert {"1f1b-split", "1f1b-deep-split"} <= {*tried}
+    assert ("zb-h1" in tried) == are_tried
 
 
 def test_lists_know_how_long_passes_and_messages_take():

@@ -452,7 +452,7 @@ def test_an_interrupt_before_shared_state_is_tried_is_noted(propose, monkeypatch
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(contest, "stage_costs", interrupt)
+    monkeypatch.setattr(contest, "_is_replicated", interrupt)
     best = found(cost, 8)
     assert best.notes[-1] == "interrupted: the best of the first 1 proposals"
     assert best.interrupted

@@ -15,9 +15,14 @@ from anabranch.plans.stages import StageGraph
 from anabranch.schedule import SPLIT_BACKWARDS
 from anabranch.simulator.judge import Judge
 from anabranch.simulator.objective import ScheduledProposal, ShortestStep
-from anabranch.simulator.stage_costs import stage_costs
 from anabranch.solve.improvement import SearchBudget, improve
-from anabranch.solve.schedule_choice import AUTO, LOOP_SCHEDULES, best_loop, split_backwards
+from anabranch.solve.schedule_choice import (
+    AUTO,
+    LOOP_SCHEDULES,
+    best_loop,
+    least_bounds,
+    split_backwards,
+)
 from anabranch.solve.settings import SETTINGS
 
 
@@ -80,23 +85,26 @@ class Contest:
         plain, sharing = self._judges[False], self._judges[True]
         sharing.best_s = min(sharing.best_s, plain.best_s * (1 - SETTINGS.worth_sharing))
         limit = sharing.best_s
-        near: Iterable[StageGraph]
+        near: Iterable[StageGraph] = filter(_is_replicated, (*plain.seconds(), *plain.unfit))
         if self._improving is not None:
-            known = filter(_is_replicated, (*plain.seconds(), *plain.unfit))
-            promising = [*self._improving.promising(known, Runs(shared=True), limit)]
-            near = promising[: SETTINGS.share_proposals]
-        else:
-            gaining = _may_gain(plain, limit, self._costs[True], self._costs[False])
-            near = filter(_is_replicated, (*gaining, *plain.unfit))
-        sharing.consider(near, self.budget.simulation, in_order=True)
+            near = self._improving.promising(near, Runs(shared=True), limit)
+            near = near[: SETTINGS.share_proposals]
+        sharing.consider(near, self.budget.simulation, in_order=self._improving is not None)
         if sharing.best_s < limit:
             self.cost = self._costs[True]
 
     def improve(self) -> None:
-        """Judge what lies near the best, as long as that finds something better."""
-        if self._improving is not None:
-            search, runs = self._improving, Runs(self.cost.shard_optimizer)
+        """Judge what lies near the best, as it runs, as long as that finds something better."""
+        if self._improving is None:
+            return
+        search, runs, failures = self._improving, self._runs, 0
+        if self._split is None:
             improve(self.judge, lambda graph: search.near(graph, runs), self.budget)
+        while self._split and failures < self.budget.patience:
+            _, best = self._split
+            near = search.near(best.proposal, runs)
+            better = self._split_some(near, self.cost.shard_optimizer, (best.schedule,))
+            failures = 0 if better else failures + 1
 
     def split(self) -> None:
         """Try the most promising proposals with split backwards."""
@@ -107,20 +115,8 @@ class Contest:
                 runs = Runs(shared, split=True)
                 promising = [*self._improving.promising(judge.seconds(), runs)]
                 half = SETTINGS.split_proposals // 2
-                starts = self._starts() if shared and self.choice.shared else ()
-                ranked = [*dict.fromkeys([*starts, *promising[:half], *ranked])]
+                ranked = [*dict.fromkeys([*promising[:half], *ranked])]
             self._split_some(ranked, shared)
-
-    def _starts(self) -> Iterable[StageGraph]:
-        """The quickest replicated start from each planner: only both together, state that is shared
-        and backwards that are split, may make it the best, and evaluations may be misled.
-        """
-        first: dict[str, StageGraph] = {}
-        planner_of = self._improving.planner_of if self._improving is not None else {}
-        for graph in filter(_is_replicated, self._judges[False].ranked()):
-            if graph in planner_of:
-                first.setdefault(planner_of[graph], graph)
-        return first.values()
 
     def search_on(self) -> None:
         """Judge what the search proposes from the best plan on, and what lies near the best."""
@@ -140,10 +136,7 @@ class Contest:
                 ranked = [g for g in judge.ranked(SETTINGS.split_near) if g in graphs]
                 self._split_some(dict.fromkeys([*as_split, *ranked]), shared)
         if self.winner("").proposal != best:
-            if self._split:
-                self._improve_split()
-            else:
-                self.improve()
+            self.improve()
 
     def loop(self, start: StageGraph | None = None) -> None:
         """Judge rows of stages that pass the devices several times, if that is enough shorter.
@@ -166,8 +159,11 @@ class Contest:
         best, costs, passes = None, [*self._costs.values()], SETTINGS.loop_passes
         for turn in range(SETTINGS.loop_turns):
             before = best
+            if len(graphs) > SETTINGS.most_loops:  # bounds with shared state are much the same
+                graphs = [*least_bounds(costs[0], graphs, limit, ways[-1])]
             for cost in costs:
-                if (better := best_loop(cost, graphs, limit, ways, passes)) is not None:
+                some = graphs if cost is costs[0] else [*filter(_is_replicated, graphs)]
+                if (better := best_loop(cost, some, limit, ways, passes)) is not None:
                     best = self._split = better
                     self.cost, limit = cost, best[0] * (1 - SETTINGS.worth_sharing * (not turn))
             if best is None or best is before or self._improving is None:
@@ -175,22 +171,6 @@ class Contest:
             costs, ways, limit = [self.cost], [(best[1].schedule,)], best[0]
             graphs = [*self._improving.near_loops(best[1].proposal)]
             passes = SETTINGS.near_passes
-
-    @property
-    def is_misled(self) -> bool:
-        """True if the search thinks the best far quicker than it is."""
-        if self._improving is None or not self.is_over or self.best_s == math.inf:
-            return False
-        best = self.winner("").proposal
-        return self._improving.is_misled(best, self._runs, self.best_s)
-
-    def _improve_split(self) -> None:
-        failures = 0
-        while self._improving is not None and self._split and failures < self.budget.patience:
-            near = self._improving.near(self._split[1].proposal, self._runs)
-            schedule = (self._split[1].schedule,)
-            better = self._split_some(near, self.cost.shard_optimizer, schedule)
-            failures = 0 if better else failures + 1
 
     @property
     def _runs(self) -> Runs:
@@ -209,26 +189,6 @@ class Contest:
         if found is not None:
             self._split, self.cost = found, self._costs[shared]
         return found is not None
-
-
-def _may_gain(judge: Judge, limit: float, cost: CostModel, unshared: CostModel) -> list[StageGraph]:
-    """Proposals of a judge, of a search without, that may take less than a limit where replicas
-    share the optimizer's state: an update took long, or there is memory for a faster way to run.
-    """
-
-    def least_s(proposal: StageGraph, seconds: float) -> float:
-        """Its seconds, less what its longest update is shortened by, if that may be enough."""
-        size = proposal.batch_size
-        updates = (stage_costs(unshared, s, size).update_s for s in proposal.stages)
-        if seconds - max(updates) > limit:  # which is known, unlike what is left of them
-            return seconds
-        return seconds - max(
-            stage_costs(unshared, stage, size).update_s - stage_costs(cost, stage, size).update_s
-            for stage in proposal.stages
-        )
-
-    known = {p: least_s(p, seconds) for p, seconds in judge.seconds().items()}
-    return sorted((p for p in known if known[p] <= limit), key=known.__getitem__)
 
 
 def _is_replicated(graph: StageGraph) -> bool:

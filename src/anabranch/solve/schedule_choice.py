@@ -28,9 +28,10 @@ from anabranch.solve.settings import SETTINGS
 AUTO = ("1f1b", "1f1b-deep")
 """Schedules of ``schedule="auto"``, least memory first. GPipe holds all micro-batches."""
 
-LOOP_SCHEDULES = (AUTO, ("1f1b-split",), ("1f1b-deep-split",), ("zb-h1",), ("zb-h2",))
+LOOP_SCHEDULES = (AUTO, ("1f1b-split",), ("zb-h1",), ("zb-h2",))
 """Likewise, of stages that share devices: whole backwards, then split ones. Lists take longest and
-come last, of stages whose bounds and steps without are shortest.
+come last, of stages whose bounds and steps without are shortest. A deep warm-up with split ones was
+never the shortest.
 """
 
 
@@ -82,9 +83,11 @@ def split_backwards(
     for proposal in [*near][: SETTINGS.split_proposals]:
         known_s = list[float]()
         for schedule in schedules:
+            least_s, longest_s = min(known_s, default=0.0), max(known_s, default=0.0)
             if schedule in LISTS and (
                 _passes(proposal) > SETTINGS.split_passes
-                or min(known_s, default=0.0) > SETTINGS.list_near * best_s
+                or least_s > SETTINGS.list_near * best_s
+                or longest_s > SETTINGS.list_spread * least_s
                 or tuple(known_s) in alike
             ):
                 continue
@@ -112,25 +115,18 @@ def best_loop(
     passes: int = SETTINGS.loop_passes,
 ) -> tuple[float, ScheduledProposal] | None:
     """The shortest step of some stage graphs whose devices have several stages, and its seconds;
-    None where it is not below a limit. Where the busiest port alone is occupied for longer, a graph
-    is not simulated, which saves most: rows that pass the devices several times send much.
+    None where it is not below a limit.
 
     Args:
         ways: schedules, one after the other, as ``LOOP_SCHEDULES``; split backwards have to save
             enough of a step with whole ones before them.
         passes: that are scheduled in lists at most, of all these graphs together.
     """
-    lower, known = ShortestStep(cost, ways[-1]), dict[StageGraph, float]()
-    for graph in graphs:
-        with suppress(InvalidPlanError, ProfileError):
-            costs = lower.prices(graph)
-            if (least_s := lower.least_s(costs, limit)) < limit:
-                known[graph] = max([least_s, *port_seconds(costs, costs.graph).values()])
-    near = sorted((graph for graph in known if known[graph] < limit), key=known.__getitem__)
-    near, best, quick = near[: SETTINGS.most_loops], None, dict[StageGraph, float]()
+    known = least_bounds(cost, graphs, limit, ways[-1])
+    best, quick = None, dict[StageGraph, float]()
     for names in ways:
         split, left = not SPLIT_BACKWARDS.isdisjoint(names), passes
-        for graph in sorted(near, key=lambda graph: known[graph] + quick.get(graph, 0.0)):
+        for graph in sorted(known, key=lambda graph: known[graph] + quick.get(graph, 0.0)):
             if SETTINGS.split_near * limit < quick.get(graph, 0.0) < math.inf:
                 continue
             if names[0] in LISTS:
@@ -147,6 +143,23 @@ def best_loop(
         if best is not None and not split and len(ways) > 1:
             limit *= 1 - auto.SETTINGS.split_gain
     return best
+
+
+def least_bounds(
+    cost: CostModel, graphs: Iterable[StageGraph], limit: float, schedules: tuple[str, ...]
+) -> dict[StageGraph, float]:
+    """The ``most_loops`` stage graphs with the least bounds below a limit, the least first: a bound
+    of the step under some schedules, or what the busiest port carries, as rows that pass the
+    devices several times send much.
+    """
+    lower, known = ShortestStep(cost, schedules), dict[StageGraph, float]()
+    for graph in graphs:
+        with suppress(InvalidPlanError, ProfileError):
+            costs = lower.prices(graph)
+            if (least_s := lower.least_s(costs, limit)) < limit:
+                known[graph] = max([least_s, *port_seconds(costs, costs.graph).values()])
+    near = sorted((graph for graph in known if known[graph] < limit), key=known.__getitem__)
+    return {graph: known[graph] for graph in near[: SETTINGS.most_loops]}
 
 
 def _passes(graph: StageGraph) -> int:

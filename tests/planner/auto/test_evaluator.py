@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from anabranch.cost import CostModel
-from anabranch.planner.auto import evaluator
 from anabranch.planner.auto.draft import draft_of
 from anabranch.planner.auto.evaluator import Evaluator
 from anabranch.planner.auto.settings import SETTINGS
@@ -61,7 +60,8 @@ def test_machine_code_does_the_same_as_python(monkeypatch):
     drafts = [random_draft(cost, 8, seed, plain=False) for seed in range(12)]
     compiled = [evaluate(drawn) for drawn in drafts]
     assert sum(map(math.isfinite, compiled)) > 4
-    monkeypatch.setattr(evaluator, "step_s", step_s.py_func)
+    monkeypatch.setattr(step_s, "for_types_of", lambda *_: step_s.py_func)
+    evaluate = Evaluator(cost, 8)
     assert [evaluate(drawn) for drawn in drafts] == compiled
 
 

@@ -79,8 +79,8 @@ class Annealing:
         known: dict[int, tuple[float, float]] = {}  # draft -> seconds, the limit then
         temperature = settings.hotter if start.stuck else settings.hot
         cooling, spent = (settings.cold / temperature) ** (1 / max(evaluations, 1)), 0
+        effort = space.effort(here.draft)
         while spent < evaluations:
-            effort = space.effort(here.draft)
             spent += effort
             temperature *= cooling**effort
             _, draft = draw(here.draft, space, rng)
@@ -96,6 +96,7 @@ class Annealing:
                 known[key] = seconds, limit
             if seconds < limit:
                 here = AnnealedDraft(seconds, draft, here.start, here.moves + 1)
+                effort = space.effort(draft)
                 passed.append(here)
         quickest = {annealed.seconds: annealed for annealed in sorted(passed, key=_seconds)}
         if (best := min(passed, key=_seconds)) is start:

@@ -24,6 +24,7 @@ candle-uno's drafts on 32 devices); and parameters that stages share.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,7 @@ class Evaluator:
         )
         self._given = tuple(table.data.cast("B") for table in given)
         self._tables = given, problem, state
+        self._step_s: Callable[..., float] | None = None
 
     def __call__(self, draft: Draft, limit: float = math.inf) -> float:
         """About how many seconds; infinity where it cannot run or takes longer than the limit."""
@@ -113,7 +115,10 @@ class Evaluator:
             memory[: values.nbytes] = values.tobytes()  # quicker than arrays of records
         given, problem, state = self._tables
         factor = 1 + draft.split * SETTINGS.split_gain  # what has to be saved is no gain
-        return factor * step_s(*given, draft.num_stages, *draft[3:], limit / factor, problem, state)
+        args = *given, draft.num_stages, *draft[3:], limit / factor, problem, state
+        if self._step_s is None:
+            self._step_s = step_s.for_types_of(*args)
+        return factor * self._step_s(*args)
 
 
 def _seconds(cost: CostModel) -> tuple[Any, Any]:

@@ -43,7 +43,6 @@ class Search:
         self._space, self._evaluate, self._starts = space, evaluate, starts
         self._evaluations, self._rng = evaluations, Random(seed)
         self._seed, self._rounds = seed, list(rounds)
-        self.planner_of: dict[StageGraph, str] = {}
         self._origins: dict[StageGraph, str] = {}
         self._likely: list[StageGraph] = []
 
@@ -55,7 +54,6 @@ class Search:
             if graph not in self._origins:
                 names.append(name)
                 drafts.append(draft_of(graph, self._space.cost))
-                self.planner_of[graph] = name
                 yield self._remember(graph, f"started from the plan of {name}")
         annealing = Annealing(self._space, self._evaluate, self._rng)
         try:
@@ -136,10 +134,6 @@ class Search:
         if not origin.endswith("changed a little"):
             origin = f"{origin}, changed a little"
         return [self._remember(near, origin) for near in near_loops(graph, self._space)]
-
-    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
-        """True for a stage graph that takes far longer than its evaluation says."""
-        return seconds > self._with_quicker_warm_up(graph, runs)[0] * (1 + SETTINGS.misled)
 
     def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
         """Random neighbours of a stage graph, the quickest first; others when asked again."""
