@@ -150,11 +150,11 @@ def _reorders(node: fx.Node, dim: int, rank: int, axes: dict[fx.Node, SampleAxis
     name = base_name(node).rstrip("_")
     if name in ("index", "index_put"):
         given = [index for index in arguments(node)["indices"] if index in axes]
-        return any(axes[index].dim >= 0 and not _is_in_order(index) for index in given)
+        return any(axes[index].dim >= 0 and not is_in_order(index) for index in given)
     return name in _REORDER and dim in dims_along(node, rank)
 
 
-def _is_in_order(index: fx.Node) -> bool:
+def is_in_order(index: fx.Node) -> bool:
     """True for a mask, and for an index that counts, as torch.arange(n) does."""
     value = tensor(index)
     if value is not None and value.dtype is torch.bool:
