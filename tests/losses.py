@@ -87,11 +87,28 @@ class ChosenMeans(Tokens):
         return (
             F.mse_loss(chosen, target)
             + F.kl_div(log, teacher, reduction="batchmean")
+            + F.kl_div(log, teacher.log(), reduction="batchmean", log_target=True)
             + alike
             + scores[..., 0][positive].abs().mean()
             + torch.masked_select(scores[..., 1].square(), positive).mean()
             + scores.square().mean()
         )
+
+
+class ChosenPairs(Tokens):
+    """Compares each row that a mask chooses with the next one, which may be of another sample."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        chosen = self.scores(x)[label != -100]
+        return (chosen * chosen.roll(1, 0)).mean() + chosen.square().mean()
+
+
+class ChosenMargins(Tokens):
+    """A loss whose sum over no rows PyTorch leaves undefined."""
+
+    def forward(self, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
+        scores, mask = self.scores(x), label != -100
+        return F.multi_margin_loss(scores[mask], label[mask])
 
 
 class Fraction(Tokens):
@@ -224,6 +241,8 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "masked by hand": (MaskedByHand, "weighted mean"),
     "chosen": (Chosen, "weighted mean"),
     "means of the chosen": (ChosenMeans, "weighted mean"),
+    "pairs of the chosen": (ChosenPairs, "coupled"),
+    "margins of the chosen": (ChosenMargins, "coupled"),
     "fraction": (Fraction, "weighted mean"),
     "contrastive": (Contrastive, "coupled"),
     "sigmoid": (Sigmoid, "coupled"),

@@ -64,6 +64,18 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], SampleAxis]] = {
         lambda x: torch.cat([h := x.reshape(-1, H * E), h], -1),
         SampleAxis(0, L),
     ),
+    "numbered": (
+        lambda x: (h := x.reshape(-1, H * E))[torch.arange(len(h))],
+        SampleAxis(0, L),
+    ),
+    "halves beside the samples": (
+        lambda x: torch.maximum(*x.reshape(-1, H * E).chunk(2, 1)),
+        SampleAxis(0, L),
+    ),
+    "sorted beside the samples": (
+        lambda x: x.reshape(-1, H * E).sort(1).values,
+        SampleAxis(0, L),
+    ),
     "no samples": (lambda x: x.mean(0), SampleAxis(-1)),
 }
 
@@ -97,10 +109,24 @@ def test_the_axis_is_where_values_change_with_a_sample(name: str) -> None:
         lambda x: x[:, 0] @ x[:, 0].T,
         lambda x: torch.cat([x.reshape(-1, E), x.transpose(0, 1).reshape(-1, E)]),
         lambda x: x.reshape(-1, E)[torch.randperm(x.numel() // E)],
+        lambda x: (h := x.reshape(-1, E))[len(h) - 1 - torch.arange(len(h))],
+        lambda x: (h := x.reshape(-1, E))[h[:, 0].sort().indices],
+        lambda x: (h := x.reshape(-1, E)).index_copy(0, h[:, 0].topk(len(h)).indices, h * 2),
+        lambda x: x.reshape(-1, E).sort(0).values,
         lambda x: x.reshape(L, -1, H * E),
         lambda x: x.transpose(0, 1).reshape(-1, L, H * E),
     ],
-    ids=["pairs", "joined in two orders", "drawn", "other rows", "mixed"],
+    ids=[
+        "pairs",
+        "joined in two orders",
+        "drawn",
+        "backwards",
+        "index of a sort",
+        "put back by an index",
+        "sorted",
+        "other rows",
+        "mixed",
+    ],
 )
 def test_samples_that_cannot_be_told_apart_are_trouble(
     function: Callable[[Tensor], Tensor],

@@ -20,12 +20,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from anabranch.graph.call_traits import base_name, dims_along, tensor
+from anabranch.graph.call_traits import arguments, base_name, dims_along, tensor
 from anabranch.graph.flat_program import BATCH_LEAF, FlatProgram
-from anabranch.graph.operations import RANDOM
+from anabranch.graph.operations import RANDOM, words
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
-_REORDER = ("cat", "stack", "concat", "index", "index_select", "gather", "flip", "roll", "repeat")
+_REORDER = words(
+    """
+    cat stack concat index_select gather flip roll repeat sort argsort topk index_copy index_add
+    index_reduce scatter scatter_add scatter_reduce masked_scatter
+    """
+)
 
 
 PAIRS = "it relates samples with each other"
@@ -87,7 +92,7 @@ def _axis(
         return SampleAxis(dim, trouble=PAIRS)
     if base_name(node) in _VIEWS:
         return _viewed(node.all_input_nodes[0], here, dim, samples, axes)
-    return _kept(node, dim, size, samples, axes)
+    return _kept(node, here, dim, samples, axes)
 
 
 def _viewed(
@@ -110,10 +115,17 @@ def _viewed(
 
 
 def _kept(
-    node: fx.Node, dim: int, size: int, samples: int, axes: dict[fx.Node, SampleAxis]
+    node: fx.Node,
+    here: torch.Tensor,
+    dim: int,
+    samples: int,
+    axes: dict[fx.Node, SampleAxis],
 ) -> SampleAxis:
     """Folded as in the inputs that have the same folded size, or that are joined to it."""
-    joined = base_name(node) in ("cat", "concat") and _is_along(node, dim)
+    size, rank = here.shape[dim], here.dim()
+    if base_name(node) == "getitem":
+        (node,) = node.all_input_nodes
+    joined = base_name(node) in ("cat", "concat") and dim in dims_along(node, rank)
     inner_sizes, has_samples = set(), False
     for source in node.all_input_nodes:
         axis, value = axes.get(source), tensor(source)
@@ -128,19 +140,26 @@ def _kept(
         return SampleAxis(dim)
     if not (has_samples or any(word in base_name(node) for word in RANDOM)):
         return SampleAxis(dim, trouble=MADE)
-    if (_reorders(node, dim, axes) and not joined) or len(inner_sizes) != 1:
+    if (_reorders(node, dim, rank, axes) and not joined) or len(inner_sizes) != 1:
         return SampleAxis(dim, trouble="its samples are folded in an unknown way")
     return SampleAxis(dim, inner_sizes.pop())
 
 
-def _is_along(node: fx.Node, dim: int) -> bool:
-    value = tensor(node)
-    return value is not None and dim in dims_along(node, value.dim())
-
-
-def _reorders(node: fx.Node, dim: int, axes: dict[fx.Node, SampleAxis]) -> bool:
+def _reorders(node: fx.Node, dim: int, rank: int, axes: dict[fx.Node, SampleAxis]) -> bool:
     """True if an operation may bring what is in a dimension into another order."""
-    if base_name(node) == "index":
-        indices = [axes.get(source, SampleAxis(-1)) for source in node.all_input_nodes[1:]]
-        return any(axis.dim >= 0 and axis.trouble != MADE for axis in indices)
-    return base_name(node) in _REORDER and _is_along(node, dim)
+    name = base_name(node).rstrip("_")
+    if name in ("index", "index_put"):
+        given = [index for index in arguments(node)["indices"] if index in axes]
+        return any(axes[index].dim >= 0 and not is_in_order(index) for index in given)
+    return name in _REORDER and dim in dims_along(node, rank)
+
+
+def is_in_order(index: fx.Node) -> bool:
+    """True for a mask, and for an index that counts, as torch.arange(n) does."""
+    value = tensor(index)
+    if value is not None and value.dtype is torch.bool:
+        return True
+    while base_name(index) in ("unsqueeze", "to", "_to_copy"):
+        index = index.all_input_nodes[0]
+    given = arguments(index)
+    return base_name(index) == "arange" and (given.get("start", 0), given.get("step", 1)) == (0, 1)

@@ -54,7 +54,7 @@ from anabranch.graph.operations import (
     PRODUCTS,
     REDUCED,
 )
-from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, sample_axes
+from anabranch.graph.sample_axis import PAIRS, RAGGED, SampleAxis, is_in_order, sample_axes
 
 
 def sample_flow(
@@ -264,27 +264,29 @@ class _Follower:
 
     def mixes(self, node: fx.Node, name: str) -> bool:
         """True for an operation across samples whose result has samples."""
-        axis = self.axis_of_input(node)
-        if axis is None:
+        source = node.all_input_nodes[0]
+        axis, value = self.axes.get(source, SampleAxis(-1)), tensor(source)
+        if value is None:
             return False
-        source = next(n for n in node.all_input_nodes if self.axes.get(n) is axis)
-        value = tensor(source)
-        assert value is not None
-        rank = value.dim()
+        dim, rank = axis.dim, value.dim()
+        if axis.trouble == RAGGED:
+            dim = next(d for d, n in enumerate(value.shape) if not isinstance(n, int))
+            if name == "index":
+                index = dict(enumerate(arguments(node)["indices"])).get(dim)
+                return index is not None and not is_in_order(index)
+            if name in ("gather", "index_select"):
+                return dim in dims_along(node, rank)
+        if dim < 0:
+            return False
         if name in ALONG:
-            return axis.dim in dims_along(node, rank)
+            return dim in dims_along(node, rank)
         if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
-            return axis.dim >= rank - len(arguments(node)["normalized_shape"])
+            return dim >= rank - len(arguments(node)["normalized_shape"])
         if name in ("group_norm", "native_group_norm", "instance_norm") or name in CONVOLUTIONS:
-            return axis.dim > 0
+            return dim > 0
         if "scaled_dot_product" in name:
-            return axis.dim >= rank - 2
+            return dim >= rank - 2
         return False
-
-    def axis_of_input(self, node: fx.Node) -> SampleAxis | None:
-        first = next(iter(node.all_input_nodes), None)
-        axis = None if first is None else self.axes.get(first)
-        return axis if axis is not None and axis.dim >= 0 else None
 
     def for_batch(self, node: fx.Node, inputs: list[Flow], known: bool) -> Flow:
         """A value without samples that is made from some."""

@@ -143,7 +143,9 @@ def put_in_rows(program: FlatProgram, calls: list[fx.Node], sums: Sums) -> None:
 
 
 _COUNTED = words("cross_entropy_loss nll_loss_nd")
-_BY_ROW = words("cosine_embedding_loss triplet_margin_loss multi_margin_loss")
+_BY_ROW = words("cosine_embedding_loss triplet_margin_loss")
+_NOT_SUMMED = BY_CLASS | words("ctc_loss multi_margin_loss multilabel_margin_loss")
+"""Losses whose mean is no sum over a count, or whose sum over nothing is undefined in PyTorch."""
 _MEAN, _SUM = 1, 2
 
 
@@ -168,7 +170,7 @@ def chosen_means(program: FlatProgram) -> FlatProgram:
     """The same program, in which a mean over the entries that a mask chooses, ``x[mask].mean()``,
     is a sum over a count of them.
     """
-    losses = REDUCED - BY_CLASS
+    losses = REDUCED - _NOT_SUMMED
     for node in program.calls:
         if (name := base_name(node)) not in losses | {"mean", "div"}:
             continue
@@ -179,14 +181,15 @@ def chosen_means(program: FlatProgram) -> FlatProgram:
             if count is not None:
                 node.replace_input_with(read[1], count)
             continue
-        is_mean = name == "mean" and not options.get("dim")
+        is_mean = node.target is _aten.mean.default
         is_loss = name in losses and options.get("reduction") == _MEAN
         count = _chosen_count(node, read[0], by_row=name in _BY_ROW) if is_mean or is_loss else None
         if count is None:
             continue
         target = _aten.sum.default if is_mean else node.target
         summed = options if is_mean else options | {"reduction": _SUM}
-        keywords = {"dtype": summed.pop("dtype")} if is_mean else {}
+        by_name = [a.name for a in target._schema.arguments if a.kwarg_only]  # type: ignore[union-attr]
+        keywords = {name: summed.pop(name) for name in by_name if name in summed}
         total = insert(node, target, *summed.values(), **keywords)
         node.replace_all_uses_with(insert(node, _aten.div.Tensor, total, count))
         program.graph.erase_node(node)
