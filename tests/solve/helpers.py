@@ -74,6 +74,9 @@ class Scripted(Search):
     def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
         return []
 
+    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+        return False
+
     def loops(self, limit: float, *, recompute: bool) -> list[StageGraph]:
         return []
 

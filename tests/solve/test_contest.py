@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from anabranch.planner.base import Runs
 from anabranch.plans.stages import Stage, StageGraph
 from anabranch.solve.contest import Contest
@@ -16,7 +18,7 @@ from tests.solve.helpers import Scripted, found, two_stages, with_size
 
 @dataclass(frozen=True)
 class Rounds(Scripted):
-    """Proposes micro-batches of one size, then of others in each round.
+    """Proposes micro-batches of one size, then of others in each round; in a row, of ``row``.
 
     Attributes:
         asked: sizes of the best plan at the beginning of each round.
@@ -24,17 +26,22 @@ class Rounds(Scripted):
 
     graph: StageGraph
     sizes: list[int]
+    row: int = 0
+    shape: str = "graph"
     asked: list[int] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[StageGraph]:
-        yield with_size(self.graph, 4)
+        yield with_size(self.graph, 4 if self.shape == "graph" else self.row)
 
     def again(self, best: StageGraph, runs: Runs, choice: Runs) -> list[tuple[StageGraph, Runs]]:
         self.asked.append(best.stages[0].microbatch_size)
         return [(with_size(self.graph, self.sizes.pop(0)), runs)] if self.sizes else []
 
+    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+        return self.row > 0
+
     def origin(self, graph: StageGraph) -> str:
-        return ""
+        return f"in a {self.shape}"
 
 
 def size_of(plan) -> int:
@@ -56,6 +63,16 @@ def test_without_improvement_there_are_no_rounds(propose):
     propose(planner=lambda: Rounds(graph, [2], asked=asked))
     assert size_of(found(cost, 8, improve=False)) == 4
     assert asked == []
+
+
+@pytest.mark.parametrize(("row", "size", "shape"), [(1, 1, "chain"), (8, 4, "graph")])
+def test_a_search_that_is_misled_looks_at_rows_as_well(propose, row, size, shape):
+    """And takes the better of both plans."""
+    cost, graph = two_stages(8)
+    propose(planner=lambda: Rounds(graph, [], row=row))
+    plan = found(cost, 8)
+    assert size_of(plan) == size
+    assert f"in a {shape}" in plan.notes
 
 
 def test_where_state_is_shared_in_any_case_backwards_are_split():

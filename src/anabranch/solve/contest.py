@@ -173,6 +173,14 @@ class Contest:
             passes = SETTINGS.near_passes
 
     @property
+    def is_misled(self) -> bool:
+        """True if the search thinks the best far quicker than it is."""
+        if self._improving is None or not self.is_over or self.best_s == math.inf:
+            return False
+        best = self.winner("").proposal
+        return self._improving.is_misled(best, self._runs, self.best_s)
+
+    @property
     def _runs(self) -> Runs:
         return Runs(self.cost.shard_optimizer, self._split is not None)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from anabranch.cost import CostModel
 from anabranch.errors import InfeasiblePlanError
@@ -73,8 +73,13 @@ class StepSearch:
         Args:
             may_share: whether replicas may share the optimizer's state, where prices have that not.
         """
-        phases, notes = Phases(), [*self.notes]
+        phases, notes, planner = Phases(), [*self.notes], self.planner
         contest, search, count = self._decide(cost, phases, may_share)
+        if self.start is None and contest.is_misled and getattr(planner, "shape", "") == "graph":
+            chained = replace(self, planner=replace(cast(Any, planner), shape="chain"))
+            other, found, more = chained._decide(cost, phases, may_share)
+            if other.best_s < contest.best_s:
+                contest, search, count = other, found, more
         if self.improve and phases.stop is None:
             looped = self.start if self.start is not None and self.start.shares_devices else None
             phases.run("improve_s", lambda: contest.loop(looped))

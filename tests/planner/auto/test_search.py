@@ -127,3 +127,10 @@ def test_a_round_chooses_how_plans_run():
     assert len(graph) == 1
     assert runs == Runs(True, True)
     assert search(0, quicker, [200]).again(UNEVEN, WHOLE, WHOLE)[0][1] == WHOLE
+
+
+def test_a_search_knows_when_it_is_misled():
+    """A plan that takes a fifth longer than it thinks; a twentieth is usual."""
+    found, seconds = search(0), slowest(draft("000111", "000001"), math.inf)
+    assert found.is_misled(UNEVEN, WHOLE, 1.2 * seconds)
+    assert not found.is_misled(UNEVEN, WHOLE, 1.05 * seconds)

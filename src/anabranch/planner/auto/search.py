@@ -135,6 +135,10 @@ class Search:
             origin = f"{origin}, changed a little"
         return [self._remember(near, origin) for near in near_loops(graph, self._space)]
 
+    def is_misled(self, graph: StageGraph, runs: Runs, seconds: float) -> bool:
+        """True for a stage graph that takes far longer than its evaluation says."""
+        return seconds > self._with_quicker_warm_up(graph, runs)[0] * (1 + SETTINGS.misled)
+
     def near(self, graph: StageGraph, runs: Runs = WHOLE) -> list[StageGraph]:
         """Random neighbours of a stage graph, the quickest first; others when asked again."""
         seconds, centre = self._with_quicker_warm_up(graph, runs)

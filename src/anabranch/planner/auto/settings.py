@@ -29,6 +29,9 @@ class Settings:
         proposed: drafts that are proposed to the judge.
         neighbours: drafts evaluated in a round of descent, or in all after a coarser model.
         near: the best of these, which are judged.
+        misled: how much slower, as a share, the best plan is than an evaluation says where the
+            search is repeated for stages in a row: messages wait for each other on slow cards of
+            nodes, and sums of parameters that stages share, in ways that evaluations do not know.
         most: operators and devices of a coarse problem, which is for more (or twice the devices).
         rounds: how often stages in a row pass all devices where each has several.
         fewest_each: such rows have at most so many groups of devices for each micro-batch.
@@ -49,6 +52,7 @@ class Settings:
     neighbours: int = 500
     near: int = 6
     error: float = 0.05
+    misled: float = 0.1
     most: int = 128
     rounds: tuple[int, ...] = (2, 3, 4)
     fewest_each: int = 2
