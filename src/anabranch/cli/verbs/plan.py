@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -133,6 +134,7 @@ def plan(
     costs, optimizer = costs_of(source)
     if is_timed:
         begin_compiling(planner)
+    began = time.monotonic()
     announce(f"planning for {cluster.num_devices} devices")
     try:
         tried = plan_with_rewrites(
@@ -182,6 +184,7 @@ def plan(
             flushed = flush_text(
                 dict(solve.baselines(sync, costs, cluster, names=names, **planning.search)), best
             )
+    planned_s = time.monotonic() - began
     why = None
     if best.mode == "sync":
         with suppress(KeyboardInterrupt):  # the plan is what counts
@@ -222,8 +225,9 @@ def plan(
         print_table(*staleness_table(best.policy, staleness_of(best, optimizer)))
         say(STALENESS_WORDS)
     typer.echo(
-        f"found in {best.search_s:.3f} s of search, {best.simulate_s:.3f} s of simulation and "
-        f"{best.improve_s:.3f} s of improvement"
+        f"planned in {planned_s:.1f} s, of which the search that found this plan took "
+        f"{best.search_s:.3f} s, its simulation {best.simulate_s:.3f} s and improvement "
+        f"{best.improve_s:.3f} s"
     )
     for line in tried.lines():
         say(line)
