@@ -160,7 +160,7 @@ class Contest:
         """Judge stage graphs whose devices have several stages, then what lies near the best."""
         ways: Sequence[tuple[str, ...]] = LOOP_SCHEDULES if self.choice.split else [self._schedules]
         best, costs, passes = None, [*self._costs.values()], SETTINGS.loop_passes
-        found_cost = costs[0]
+        best_cost = costs[0]
         for turn in range(SETTINGS.loop_turns):
             before = best
             if len(graphs) > SETTINGS.most_loops:  # bounds with shared state are much the same
@@ -169,14 +169,14 @@ class Contest:
                 some = graphs if cost is costs[0] else [*filter(_is_replicated, graphs)]
                 if (better := best_loop(cost, some, limit, ways, passes)) is not None:
                     best = better
-                    found_cost, limit = cost, best[0] * (1 - SETTINGS.worth_sharing * (not turn))
+                    best_cost, limit = cost, best[0] * (1 - SETTINGS.worth_sharing * (not turn))
             if best is None or best is before or self._improving is None:
                 break
-            costs, ways, limit = [found_cost], [(best[1].schedule,)], best[0]
+            costs, ways, limit = [best_cost], [(best[1].schedule,)], best[0]
             graphs = [*self._improving.near_loops(best[1].proposal)]
             passes = SETTINGS.near_passes
         if best is not None and best[0] < self.best_s:
-            self._split, self.cost = best, found_cost
+            self._split, self.cost = best, best_cost
 
     @property
     def _runs(self) -> Runs:

@@ -83,8 +83,8 @@ def branches(space: Space, limit: float) -> Iterator[StageGraph]:
                     Stage(("",), (d,), samples)
                     for d, samples in zip([*range(count), device], sizes, strict=True)
                 ]
-                if (found := _with_edges(space, parts, stages)) is not None:
-                    yield found
+                if (dealt := _with_edges(space, parts, stages)) is not None:
+                    yield dealt
 
 
 def _components(space: Space, operators: Sequence[int]) -> list[list[int]]:
